@@ -1,0 +1,44 @@
+"""The errors that a user can cause. Each is one line: what is wrong, where, and what to do; the command line ends with code 2."""
+
+from __future__ import annotations
+
+
+class MegarlError(Exception):
+    """Base of every error that is reported as one line, without a traceback.
+
+    on_every_rank: whether all ranks meet it alike, so that one of them says it; else the rank that met it does.
+    """
+
+    on_every_rank = True
+
+    def __str__(self) -> str:
+        """One line, whatever a file name or a library's message brings along."""
+        return " ".join(line.strip() for line in super().__str__().splitlines())
+
+
+class ConfigError(MegarlError):
+    """A key of the configuration is unknown, of the wrong type, or contradicts another one."""
+
+
+class DataError(MegarlError):
+    """A data file is missing, malformed, or holds no row that can be used."""
+
+
+class CheckpointError(MegarlError):
+    """A model folder or checkpoint is missing, damaged, or belongs to something else."""
+
+
+class NumericalError(MegarlError):
+    """A loss, gradient, log-probability or value is not finite; the update was not applied."""
+
+
+class EngineError(MegarlError):
+    """The rollout engine failed, hung, or answered something that it was not asked."""
+
+    on_every_rank = False
+
+
+class WaitTimeout(MegarlError):
+    """A wait reached its limit; the message says for what and for how long."""
+
+    on_every_rank = False

@@ -1,0 +1,319 @@
+"""Layers of a configuration: preset, bases, file, overrides; what each layer may say, and what is said about what it may not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.config import Config, check_config, dump_config, load_config
+from megarl.config.errors import ConfigError
+from megarl.config.explain import knobs
+from megarl.config.schema import Section
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+MINIMUM = "recipe: grpo\nrun_dir: runs/x\nsteps: 3\nmodel: {path: m}\n"
+
+
+@pytest.fixture
+def minimum(tmp_path: Path) -> Path:
+    path = tmp_path / "minimum.yaml"
+    path.write_text(MINIMUM)
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    """The message with which a configuration is refused."""
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config(path, overrides), str(path))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+class TestLayers:
+    def test_later_layers_win_over_earlier_ones(self, tmp_path: Path) -> None:
+        (tmp_path / "grandparent.yaml").write_text("recipe: dapo\nsteps: 1\nseed: 1\nmodel: {path: a, dtype: fp32}\nactor: {lr: 1.0e-3}\n")
+        (tmp_path / "parent.yaml").write_text("base: grandparent.yaml\nsteps: 2\nseed: 2\nactor: {weight_decay: 0.5}\n")
+        (tmp_path / "other.yaml").write_text("seed: 3\n")
+        child = tmp_path / "child.yaml"
+        child.write_text("base: [parent.yaml, other.yaml]\nrun_dir: runs/x\nactor:\n  eps: 1.0e-5\n")
+        config = load_config(child, ["steps=7", "model.path=b", "model.path=c"])
+        assert (config.steps, config.seed, config.model.path, config.model.dtype) == (7, 3, Path("c"), "fp32")
+        # Sections are merged key by key: preset (warm-up), grandparent, parent, file; the rest are defaults.
+        actor = config.actor
+        assert (actor.warmup_steps, actor.lr, actor.weight_decay, actor.eps, actor.clip_grad) == (20, 1e-3, 0.5, 1e-5, 1.0)
+
+    def test_bases_are_relative_to_the_file_that_names_them(self, tmp_path: Path) -> None:
+        (tmp_path / "deep").mkdir()
+        (tmp_path / "root.yaml").write_text(MINIMUM)
+        (tmp_path / "deep" / "middle.yaml").write_text("base: ../root.yaml\n")
+        (tmp_path / "leaf.yaml").write_text("base: deep/middle.yaml\n")
+        assert load_config(tmp_path / "leaf.yaml") == load_config(tmp_path / "root.yaml")
+
+    def test_a_base_shared_by_two_bases_is_no_circle(self, tmp_path: Path) -> None:
+        (tmp_path / "root.yaml").write_text(MINIMUM)
+        for name in "ab":
+            (tmp_path / f"{name}.yaml").write_text("base: root.yaml\n")
+        (tmp_path / "leaf.yaml").write_text("base: [a.yaml, b.yaml]\nsteps: 9\n")
+        assert load_config(tmp_path / "leaf.yaml").steps == 9
+
+    @pytest.mark.parametrize("length", [1, 2, 5])
+    def test_a_circle_of_bases_is_shown(self, tmp_path: Path, length: int) -> None:
+        for i in range(length):
+            (tmp_path / f"{i}.yaml").write_text(f"base: {(i + 1) % length}.yaml\n")
+        message = refusal(tmp_path / "0.yaml")
+        assert "base: the files name each other in a circle" in message
+        assert message.count(" -> ") == length
+
+    def test_a_missing_base_says_who_named_it(self, tmp_path: Path) -> None:
+        (tmp_path / "x.yaml").write_text("base: gone.yaml\n")
+        assert refusal(tmp_path / "x.yaml") == f"{tmp_path}/gone.yaml: no such file (base of {tmp_path}/x.yaml)"
+
+    def test_an_override_may_be_a_whole_section(self, minimum: Path) -> None:
+        config = load_config(minimum, ["rollout={prompts: 8, group_size: 4}", "rollout.prompts=16"])
+        assert (config.rollout.prompts, config.rollout.group_size) == (16, 4)
+
+    def test_merge_keys_of_yaml_work(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.yaml"
+        path.write_text(MINIMUM + "actor: &a {lr: 2.0e-6, eps: 1.0e-7}\ncritic: {<<: *a, lr: 3.0e-6}\n")
+        config = load_config(path)
+        assert (config.critic.lr, config.critic.eps, config.actor.lr) == (3e-6, 1e-7, 2e-6)
+
+
+class TestPresets:
+    # The switches as the papers have them, written down here a second time: DAPO section 2 and 4.1, VAPO section 4 and 5.1.
+    EXPECTED = {
+        "grpo": {"advantage": "group", "aggregation": "sample", "clip_high": 0.2, "nll_weight": 0.0, "kl_weight": 0.0},
+        "dapo": {"advantage": "group", "aggregation": "token", "clip_high": 0.28, "nll_weight": 0.0, "kl_weight": 0.0},
+        "ppo": {"advantage": "gae", "aggregation": "sample", "clip_high": 0.2, "lambda_critic": 0.95, "lambda_policy": 0.95},
+        "vapo": {
+            "advantage": "gae",
+            "aggregation": "token",
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "lambda_critic": 1.0,
+            "lambda_policy": "length_adaptive",
+            "alpha": 0.05,
+            "nll_weight": 0.1,
+        },
+    }
+
+    @pytest.mark.parametrize("recipe", EXPECTED)
+    def test_switches(self, minimum: Path, recipe: str) -> None:
+        config = load_config(minimum, [f"recipe={recipe}"])
+        assert {key: getattr(config.algorithm, key) for key in self.EXPECTED[recipe]} == self.EXPECTED[recipe]
+        assert config.rollout.dynamic_sampling.enabled == (recipe == "dapo")
+        assert config.reward.overlong.soft_punishment == (recipe in ("dapo", "vapo"))
+        assert config.value_pretraining.steps == (50 if recipe == "vapo" else 0)
+        assert config.responses == 8192
+        assert config.has_critic == (recipe in ("ppo", "vapo"))
+
+    def test_a_file_turns_a_switch_of_its_recipe_off(self, minimum: Path) -> None:
+        config = load_config(minimum, ["recipe=vapo", "algorithm.clip_high=0.2", "value_pretraining.steps=0"])
+        assert (config.algorithm.clip_high, config.value_pretraining.steps, config.algorithm.nll_weight) == (0.2, 0, 0.1)
+
+
+class TestFilesOfTheProject:
+    FILES = sorted(CONFIGS.rglob("*.yaml"))
+
+    def bases(self) -> set[Path]:
+        lines = [(file, line) for file in self.FILES for line in file.read_text().splitlines() if line.startswith("base:")]
+        return {(file.parent / name.strip(" []")).resolve() for file, line in lines for name in line.partition(":")[2].split(",")}
+
+    @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+    def test_parses_and_holds(self, file: Path) -> None:
+        # A base need not be complete; what it says must hold in a run nevertheless.
+        rest = ["recipe=dapo", "run_dir=x", "steps=1", "model.path=m", "data.train=[x.jsonl]"] if file.resolve() in self.bases() else []
+        check_config(load_config(file, rest), str(file))
+
+    def test_there_are_such_files(self) -> None:
+        assert {"demo_vapo", "demo_dapo", "dapo_32b", "vapo_32b"} <= {file.stem for file in self.FILES}
+
+    def test_32b_files_have_the_papers_numbers(self) -> None:
+        for name in ("dapo_32b", "vapo_32b"):
+            config = load_config(CONFIGS / f"{name}.yaml")
+            assert config.responses // config.update.mini_batch == 16
+            assert config.rollout.max_response_tokens == 16384 + config.reward.overlong.buffer == 20480
+            assert (config.evaluation.samples, config.evaluation.top_p, config.actor.lr) == (32, 0.7, 1e-6)
+
+
+class TestKnobs:
+    def test_every_knob_says_what_it_is_and_where_its_default_comes_from(self) -> None:
+        for key, field in knobs(Config):
+            extra = field.json_schema_extra
+            assert isinstance(extra, dict) and set(extra) == {"unit", "source"}, key
+            assert field.description and len(field.description) > 2, key
+            assert isinstance(extra["unit"], str) and isinstance(extra["source"], str) and extra["source"], key
+
+    def test_every_leaf_of_the_resolved_configuration_is_a_knob(self, minimum: Path) -> None:
+        def leaves(section: Section, prefix: str = "") -> set[str]:
+            found = set()
+            for name in type(section).model_fields:
+                value = getattr(section, name)
+                found |= leaves(value, f"{prefix}{name}.") if isinstance(value, Section) else {prefix + name}
+            return found
+
+        assert leaves(load_config(minimum)) == {key for key, _ in knobs(Config)}
+
+    def test_nothing_here_imports_torch(self, minimum: Path) -> None:
+        code = (
+            "import sys; from megarl.cli.main import main; import megarl.config\n"
+            "assert main(['config', 'show', sys.argv[1], 'actor.lr=2e-6']) == 0\n"
+            "heavy = {'torch', 'numpy', 'transformers', 'pyarrow', 'matplotlib'} & set(sys.modules)\n"
+            "assert not heavy, heavy"
+        )
+        done = subprocess.run([sys.executable, "-c", code, str(minimum)], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "lr: 2.0e-06" in done.stdout
+
+
+class TestRefusals:
+    """Each message is what a stranger reads: where the value was set, which key, what is wrong."""
+
+    CASES = {
+        "rollout.groupsize=3": "command line: rollout.groupsize: unknown key (did you mean rollout.group_size?)",
+        "lr=3": "command line: lr: unknown key (did you mean actor.lr or critic.lr or value_pretraining.lr?)",
+        "dynamic_sampling.enabled=true": "command line: dynamic_sampling: unknown key (did you mean rollout.dynamic_sampling?)",
+        "checkpoint.foo=1": "command line: checkpoint.foo: unknown key (known here: every, keep, export_hf)",
+        "rollout.group_size=abc": "command line: rollout.group_size: must be a whole number (got 'abc')",
+        "rollout.group_size=2.5": "command line: rollout.group_size: must be a whole number (got 2.5)",
+        "rollout.group_size=": "command line: rollout.group_size: must be a whole number (got None)",
+        "actor.lr=fast": "command line: actor.lr: must be a number (got 'fast')",
+        "actor.lr=.inf": "command line: actor.lr: must be a finite number (got inf)",
+        "actor.lr=.nan": "command line: actor.lr: must be a finite number (got nan)",
+        "actor.lr=-1": "command line: actor.lr: must be greater than 0 (got -1)",
+        "seed=true": "command line: seed: must not be true or false (got True)",
+        "actor.betas=[true, 0.9]": "command line: actor.betas: must not be true or false (got [True, 0.9])",
+        "actor.betas=[0.9]": "command line: actor.betas: has too few values (got [0.9])",
+        "actor.betas=[0.9, 0.9, 0.9]": "command line: actor.betas: has too many values (got [0.9, 0.9, 0.9])",
+        "actor.betas=[0.9, x]": "command line: actor.betas: must be a number (got 'x')",
+        "data.train=x.parquet": "command line: data.train: must be a list, written [a, b] (got 'x.parquet')",
+        "data.shuffle=maybe": "command line: data.shuffle: must be true or false (got 'maybe')",
+        "model.path=12": "command line: model.path: must be a path, as text (got 12)",
+        "data.prompt_format={prompt}": (
+            "command line: data.prompt_format: must be a text (quotes make one of anything) (got {'prompt': None})"
+        ),
+        "recipe=dappo": "command line: recipe: must be 'sft', 'grpo', 'dapo', 'ppo' or 'vapo' (got 'dappo')",
+        "rollout=": "command line: rollout: is an empty section: give it keys, or leave it out (got None)",
+        "rollout=3": "command line: rollout: must be a section of `key: value` lines (got 3)",
+        "rollout={1: 2}": "command line: rollout.1: a key must be a text, not 1",
+        "algorithm.lambda_policy=abc": "command line: algorithm.lambda_policy: must be a number or 'length_adaptive' (got 'abc')",
+        "run_dir=[a": "command line: run_dir: line 1: not valid YAML: expected ',' or ']', but got '<stream end>'",
+        'run_dir="a\\0b"': "command line: run_dir: must not hold a NUL character (got 'a\\x00b')",
+        "base=other.yaml": "command line: base: unknown key",
+        "noequals": "command line: 'noequals': an override is written key=value",
+        "=3": "command line: '=3': an override is written key=value",
+        "a..b=3": "command line: 'a..b=3': an override is written key=value",
+    }
+
+    @pytest.mark.parametrize("override", CASES)
+    def test_overrides(self, minimum: Path, override: str) -> None:
+        message = refusal(minimum, override)
+        expected = self.CASES[override]
+        assert message.startswith(expected) if "unknown key" in expected or "noequals" in override else expected in message
+
+    FILES = {
+        "": "x.yaml: must hold `key: value` lines",
+        "- a\n": "x.yaml: must hold `key: value` lines",
+        "steps: 1\nseed: 2\nsteps: 3\n": "x.yaml: line 1: not valid YAML: key 'steps' is given twice",
+        "model: {path: a}\nrollout:\n  prompts: 1\n  prompts: 2\n": "x.yaml: line 3: not valid YAML: key 'prompts' is given twice",
+        "steps: [1\nseed: 2\n": "x.yaml: line 2: not valid YAML: expected ',' or ']', but got ':'",
+        "\tsteps: 1\n": "x.yaml: line 1: not valid YAML: found character '\\t' that cannot start any token",
+        "steps: !!bool x\n": "x.yaml: not valid YAML: a value does not fit its tag",
+        "steps: !!python/name:os.system\n": "x.yaml: line 1: not valid YAML: could not determine a constructor",
+        "base: 3\n": "x.yaml: base: must be a file name or a list of file names",
+        "base: ['']\n": "x.yaml: base: must be a file name or a list of file names",
+        "recipe: dapo\nrun_dir: x\nsteps: 1\n": "x.yaml: model: must be given",
+        "recipe: dapo\nrun_dir: x\nsteps: 1\nmodel: {dtype: fp32}\n": "x.yaml: model.path: must be given",
+        MINIMUM + "rollout: &a {prompts: *a}\n": "x.yaml: rollout: sections within sections, more than 8 deep",
+        MINIMUM + "rollout: {stop: &a [*a]}\n": "x.yaml: rollout.stop: must be a text",
+    }
+
+    @pytest.mark.parametrize("content", FILES)
+    def test_files(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / "x.yaml").write_text(content)
+        assert refusal(tmp_path / "x.yaml").startswith(f"{tmp_path}/{self.FILES[content]}")
+
+    def test_the_file_that_set_the_value_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "base.yaml").write_text(MINIMUM + "rollout: {prompts: -1}\n")
+        (tmp_path / "x.yaml").write_text("base: base.yaml\nsteps: 2\nrollout: {group_size: 4}\n")
+        assert refusal(tmp_path / "x.yaml").startswith(f"{tmp_path}/base.yaml: rollout.prompts: ")
+        assert refusal(tmp_path / "x.yaml", "rollout.prompts=0").startswith("command line: rollout.prompts: ")
+
+    def test_further_problems_are_counted(self, minimum: Path) -> None:
+        assert refusal(minimum, "rollout.prompts=0", "actor.lr=0", "foo=1").endswith(" [and 2 more]")
+
+    def test_not_text(self, tmp_path: Path) -> None:
+        (tmp_path / "x.yaml").write_bytes(b"steps: \xff\n")
+        assert refusal(tmp_path / "x.yaml") == f"{tmp_path}/x.yaml: not a UTF-8 text: byte 7 is 0xff"
+
+    def test_not_a_file(self, tmp_path: Path) -> None:
+        assert refusal(tmp_path) == f"{tmp_path}: cannot be read: Is a directory"
+        assert refusal(tmp_path / "gone.yaml") == f"{tmp_path}/gone.yaml: no such file"
+
+
+class TestContradictions:
+    CASES = {
+        "data.train=[]": "data.train: must name at least one file",
+        "rollout.group_size=1": "rollout.group_size: must be >= 2 for group-normalised advantages (got 1",
+        "recipe=ppo rollout.dynamic_sampling.enabled=true": "rollout.dynamic_sampling.enabled: needs rollout.group_size >= 2 (got 1)",
+        "algorithm.lambda_policy=length_adaptive": "algorithm.lambda_policy: length_adaptive needs a critic",
+        "recipe=vapo algorithm.advantage=group algorithm.lambda_policy=0.9": "value_pretraining.steps: there is no critic to pretrain",
+        "recipe=vapo algorithm.lambda_policy=1.5": "algorithm.lambda_policy: must be in [0, 1] or length_adaptive (got 1.5)",
+        "update.mini_batch=500": "update.mini_batch: must divide the 8192 responses of a step",
+        "update.mini_batch=16384": "update.mini_batch: must divide the 8192 responses of a step",
+        "recipe=dapo rollout.max_response_tokens=100": "reward.overlong.buffer: must be <= rollout.max_response_tokens 100 (got 4096)",
+        "reward.correct=-1": "reward.correct: must be greater than reward.incorrect -1.0 (got -1.0)",
+        "evaluation.every=5": "evaluation.every: needs data.eval files",
+        "model.max_positions=1000": "rollout.max_response_tokens: data.max_prompt_tokens 2048 + 20480 tokens exceed the model's 1000",
+        "rollout.stop=['']": "rollout.stop: must not hold an empty text",
+        "actor.betas=[0.9, 1.0]": "actor.betas: both must be in [0, 1) (got [0.9, 1.0])",
+        "recipe=sft algorithm.nll_weight=0": "algorithm.nll_weight: must be > 0 for recipe sft",
+        "recipe=sft data.train=[]": "data.train: must name at least one file",
+    }
+
+    @pytest.mark.parametrize("overrides", CASES)
+    def test_are_found(self, minimum: Path, overrides: str) -> None:
+        given = ["data.train=[x.jsonl]", *overrides.replace(", ", ",").split(" ")]
+        assert refusal(minimum, *given).startswith(f"{minimum}: {self.CASES[overrides]}")
+
+    def test_a_consistent_one_passes(self, minimum: Path) -> None:
+        check_config(load_config(minimum, ["data.train=[x.jsonl]"]), str(minimum))
+
+
+class TestNumbersAndTexts:
+    """YAML 1.1 reads 1e-6 as a text, `no` as false, 010 as 8 and 2024-01-01 as a date; here they are what they look like."""
+
+    @pytest.mark.parametrize("text", ["1e-6", "1.0e-6", "0.000001", "1E-6", "+1e-06", ".000001"])
+    def test_small_numbers(self, minimum: Path, text: str) -> None:
+        assert load_config(minimum, [f"actor.lr={text}"]).actor.lr == 1e-6
+
+    @pytest.mark.parametrize("name", ["no", "on", "2024-01-01", "1:30", "1_0x", "0o17", "=", "~x", "a b"])
+    def test_paths_that_look_like_something_else(self, minimum: Path, name: str) -> None:
+        assert load_config(minimum, [f"run_dir={name}"]).run_dir == Path(name)
+
+    def test_leading_zeros_are_decimal(self, minimum: Path) -> None:
+        assert load_config(minimum, ["seed=010"]).seed == 10
+
+    @pytest.mark.parametrize(("text", "value"), [("true", True), ("False", False), ("yes", True), ("off", False)])
+    def test_switches(self, minimum: Path, text: str, value: bool) -> None:
+        assert load_config(minimum, [f"data.shuffle={text}"]).data.shuffle is value
+
+    def test_a_union_takes_either(self, minimum: Path) -> None:
+        for text, value in (("1", 1.0), ("0.5", 0.5), ("9e-1", 0.9), ("length_adaptive", "length_adaptive")):
+            assert load_config(minimum, [f"algorithm.lambda_policy={text}"]).algorithm.lambda_policy == value
+
+    def test_home(self, minimum: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", "/somewhere")
+        config = load_config(minimum, ["model.path=~/m", "data.train=[~/a.jsonl, b~/c.jsonl]", "critic.path=null"])
+        assert config.model.path == Path("/somewhere/m")
+        assert config.data.train == (Path("/somewhere/a.jsonl"), Path("b~/c.jsonl"))
+
+    def test_nothing_changes_after_loading(self, minimum: Path) -> None:
+        config = load_config(minimum)
+        with pytest.raises(ValueError, match="frozen"):
+            config.steps = 4  # type: ignore[misc]
+        assert dump_config(config) == dump_config(load_config(minimum))
