@@ -1,0 +1,169 @@
+"""Advantages: group-normalised (DAPO), and generalised advantage estimation with decoupled and length-adaptive lambda
+(VAPO), on packed batches. Sums are taken in float64, so that 20,000 tokens of lambda = 1 lose nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Windows of GAE_STEPS tokens of GAE_ROWS responses: about 15 MB of scratch memory. Fewer rows, or steps, cost up to twice the
+# time in kernel launches; more leave the cache (measured with benchmarks/gae.py).
+GAE_STEPS = 128
+GAE_ROWS = 2048
+
+
+def group_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """A_i = (R_i - mean(R)) / (std(R) + 1e-6) within each group (DAPO eq. 9), [n], float32 (float64 for float64).
+
+    std is the sample standard deviation. A group of one response, or of equal rewards, gets 0.
+
+    rewards: [n]. group_ids: int [n], any numbers in any order; groups may differ in size.
+    """
+    group: Tensor
+    sizes: Tensor
+    _, group, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    zeros = torch.zeros(sizes.numel(), dtype=torch.float64, device=rewards.device)
+    exact = rewards.double()
+    centred = exact - (zeros.index_add(0, group, exact) / sizes)[group]
+    variance = zeros.index_add(0, group, centred.square()) / (sizes - 1).clamp(min=1)
+    return (centred / (variance.sqrt() + 1e-6)[group]).to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """lambda = 1 - 1 / (alpha * l) (VAPO eq. 5), float64 [n], clamped to [0, 1]: the formula is negative for l < 1 / alpha.
+
+    lengths: response lengths in tokens, int [n]. float64 because rounding lambda to float32 moves lambda^t, t in the
+    thousands, by 1e-4.
+    """
+    return (1.0 - 1.0 / (alpha * lengths.double())).clamp(0.0, 1.0)
+
+
+def response_lengths(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Tokens of each response, int64 [n], where a response is all of its sequence from some token on (possibly none).
+
+    ValueError if one is not: its states would have no unique successor. By bisection, which reads a few entries of the
+    mask for each sequence and makes no token-sized integers.
+    """
+    begin, end = cu_seqlens[:-1], cu_seqlens[1:]
+    falls = response_mask[:-1] & ~response_mask[1:]
+    falls[end[(end > 0) & (end < response_mask.numel())] - 1] = False
+    if bool(falls.any()):
+        raise ValueError("response_mask: a response must be the last, contiguous part of its sequence")
+    high = end
+    while bool((searching := begin < high).any()):
+        middle = (begin + high) // 2
+        inside = response_mask[middle.clamp(max=response_mask.numel() - 1)]
+        high = torch.where(searching & inside, middle, high)
+        begin = torch.where(searching & ~inside, middle + 1, begin)
+    return end - high
+
+
+@torch.no_grad()
+def gae(rewards: Tensor, values: Tensor, response_mask: Tensor, cu_seqlens: Tensor, lam: float | Tensor, gamma: float = 1.0) -> Tensor:
+    """A_t = delta_t + gamma * lambda * A_{t+1}, delta_t = R_t + gamma * V(s_{t+1}) - V(s_t) (VAPO eq. 3, with a discount).
+
+    V after the last token of a response is 0. Returns [T], float32 (float64 if an input is), 0 outside the responses,
+    whose rewards and values are not used.
+
+    rewards, values: float [T]. response_mask: bool [T], each response the last part of its sequence. cu_seqlens:
+    int64 [n+1]. lam: one number, or [n], one for each response.
+
+    The recurrence runs backwards in time for all responses at once: sorted by length, those that are still alive are the
+    first ones, and their windows of GAE_STEPS tokens, counted from the end, are gathered time-major. No padding exists
+    beyond a window; besides the result only windows are allocated.
+    """
+    total = rewards.numel()
+    lengths, order = response_lengths(response_mask, cu_seqlens).sort(descending=True, stable=True)
+    ends = cu_seqlens[1:][order]
+    lam = torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).expand(lengths.shape)
+    decays = gamma * lam[order]
+    # One entry more than tokens: windows reach back beyond the start of short responses, and what they hold there goes to it.
+    out = torch.zeros(total + 1, dtype=torch.promote_types(torch.result_type(rewards, values), torch.float32), device=rewards.device)
+    for first in range(0, lengths.numel(), GAE_ROWS):
+        rows = slice(first, first + GAE_ROWS)
+        _gae_rows(rewards, values, lengths[rows], ends[rows], decays[rows], gamma, out)
+    return out[:total]
+
+
+def _gae_rows(rewards: Tensor, values: Tensor, lengths: Tensor, ends: Tensor, decays: Tensor, gamma: float, out: Tensor) -> None:
+    """`gae` of some responses, longest first, written to their tokens in `out` [T+1]."""
+    total, longest = rewards.numel(), int(lengths[0])
+    steps = max(min(GAE_STEPS, longest), 1)
+    offsets = torch.arange(-steps, 0, device=ends.device)
+    begins, descending = ends - lengths, -lengths
+    next_advantage = next_value = torch.zeros(lengths.shape, dtype=torch.float64, device=ends.device)
+    for done in range(0, longest, steps):
+        alive = int(torch.searchsorted(descending, -done))
+        at = (ends[:alive] - done)[:, None] + offsets
+        at = torch.where(at < begins[:alive, None], total, at).view(-1)
+        source = at.clamp(max=total - 1)
+        value = _time_major(values, source, alive)
+        advantage = _time_major(rewards, source, alive)
+        advantage -= value
+        advantage[:-1].add_(value[1:], alpha=gamma)
+        advantage[-1].add_(next_value[:alive], alpha=gamma)
+        decay, later = decays[:alive], next_advantage[:alive]
+        for now in reversed(advantage.unbind(0)):
+            now.addcmul_(decay, later)
+            later = now
+        next_advantage, next_value = advantage[0].clone(), value[0].clone()
+        out.index_copy_(0, at, advantage.to(out.dtype).t().reshape(-1))
+
+
+def _time_major(x: Tensor, at: Tensor, rows: int) -> Tensor:
+    """x[at], whose entries go row by row, as float64 [steps, rows], contiguous in time-major order."""
+    return x.index_select(0, at).view(rows, -1).t().to(torch.float64, memory_format=torch.contiguous_format, copy=True)
+
+
+def returns(advantages: Tensor, values: Tensor, response_mask: Tensor) -> Tensor:
+    """Value targets A_t + V(s_t), [T], 0 outside the responses. With advantages of lambda = 1 they are the Monte-Carlo
+    returns (decoupled GAE, VAPO section 4.1)."""
+    return torch.where(response_mask, advantages + values, 0.0)
+
+
+def moments(x: Tensor, mask: Tensor) -> Tensor:
+    """(count, sum, sum of squares) of x [T] where mask [T] is True, float64 [3], to be summed over ranks."""
+    kept = x[mask].double()
+    return torch.stack([torch.tensor(float(kept.numel()), dtype=torch.float64, device=x.device), kept.sum(), kept.dot(kept)])
+
+
+def mean_and_variance(total: Tensor) -> tuple[float, float, float]:
+    """(count, mean, sample variance) from the global `moments`; the mean of nothing and the variance of one are 0."""
+    count, first, second = total.tolist()
+    if count == 0:
+        return 0.0, 0.0, 0.0
+    mean = first / count
+    return count, mean, max(second - count * mean * mean, 0.0) / max(count - 1, 1)
+
+
+def whiten(advantages: Tensor, mask: Tensor, count: float, mean: float, var: float) -> Tensor:
+    """(A - mean) / sqrt(var + 1e-8), [T], 0 outside the mask, from global moments: `whiten(a, m, *mean_and_variance(total))`.
+
+    Fewer than two tokens have no spread and are left as they are.
+    """
+    whitened = (advantages.double() - mean) / (var + 1e-8) ** 0.5 if count > 1 else advantages
+    return torch.where(mask, whitened, 0.0).to(advantages.dtype)
+
+
+def gae_sums(advantages: Tensor, response_mask: Tensor, lam: Tensor) -> Tensor:
+    """What `gae_metrics` needs, float64 [6], to be summed over ranks: `moments` of the advantages; responses, the sum of
+    their lambda, and how many stand at the lower clamp (lambda = 0, from l <= 1 / alpha).
+
+    lam: lambda of the policy's advantages, float64 [n] from `length_adaptive_lambda`. A fixed lambda must be expanded to [n].
+    """
+    lam = lam.double()
+    responses = torch.stack([torch.ones_like(lam).sum(), lam.sum(), (lam == 0).double().sum()])
+    return torch.cat([moments(advantages, response_mask), responses])
+
+
+def gae_metrics(sums: Tensor) -> dict[str, float]:
+    """The metrics gae/* from the global `gae_sums`. advantage_std is of the advantages that were given, whitened or not."""
+    _, mean, variance = mean_and_variance(sums[:3])
+    responses, lam, clamped = sums[3:].tolist()
+    responses = max(responses, 1.0)
+    return {
+        "gae/lambda_mean": lam / responses,
+        "gae/lambda_clamped": clamped / responses,
+        "gae/advantage_mean": mean,
+        "gae/advantage_std": variance**0.5,
+    }

@@ -1,0 +1,181 @@
+"""Advantages against float64 loops of the papers' formulas, and their independence of order and packing."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithms import advantages as adv
+from tests.algorithms.loops import batches, loop_gae, make_batch, sum_gae
+
+LAMBDAS = [0.0, 0.5, 0.95, 1.0]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(-3, 3), st.one_of(st.sampled_from([1.0, -1.0]), st.floats(-10, 10, width=32))), min_size=1, max_size=30)
+)
+def test_group_advantages_equal_the_formula(rows):
+    ids, rewards = torch.tensor([g for g, _ in rows]), torch.tensor([r for _, r in rows])
+    groups = {g: [r for h, r in rows if h == g] for g, _ in rows}
+    expected = []
+    for g, r in rows:
+        members = groups[g]
+        flat = len(set(members)) == 1
+        expected.append(0.0 if flat else (r - statistics.fmean(members)) / (statistics.stdev(members) + 1e-6))
+    result = adv.group_advantages(rewards, ids)
+    torch.testing.assert_close(result, torch.tensor(expected), rtol=1e-6, atol=1e-7)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(rows)))
+    torch.testing.assert_close(adv.group_advantages(rewards[order], ids[order]), result[order], rtol=1e-6, atol=1e-12)
+
+
+def test_group_advantages_by_hand():
+    """+1, -1, -1, -1: mean -1/2, sample standard deviation 1; a group of one and equal rewards give exactly 0."""
+    rewards, ids = torch.tensor([1.0, 0.1, -1, 0.1, -1, 5, -1, 0.1]), torch.tensor([7, 2, 7, 2, 7, 0, 7, 2])
+    result = adv.group_advantages(rewards, ids)
+    torch.testing.assert_close(result[[0, 2, 4, 6]], torch.tensor([1.5, -0.5, -0.5, -0.5]), rtol=2e-6, atol=0)
+    assert result[[1, 3, 5, 7]].tolist() == [0, 0, 0, 0]
+    assert adv.group_advantages(torch.tensor([1, 0]), torch.tensor([0, 0])).dtype == torch.float32
+
+
+def test_length_adaptive_lambda():
+    lam = adv.length_adaptive_lambda(torch.tensor([0, 1, 19, 20, 40, 20480]), alpha=0.05)
+    assert lam.tolist() == pytest.approx([0, 0, 0, 0, 0.5, 1 - 1 / 1024], abs=1e-15)
+
+
+@settings(max_examples=80, deadline=None)
+@given(batches(), st.sampled_from(LAMBDAS), st.sampled_from([1.0, 0.9]), st.sampled_from([torch.float32, torch.float64]))
+def test_gae_equals_the_sum_of_the_paper(batch, lam, gamma, dtype):
+    e = batch.experience
+    rewards, values = e["rewards"].to(dtype), e["values"].to(dtype)
+    lams = [lam] * e.num_sequences
+    expected = torch.tensor(sum_gae(rewards.tolist(), values.tolist(), batch.spans, lams, gamma), dtype=torch.float64)
+    result = adv.gae(rewards, values, e.response_mask, e.cu_seqlens, lam, gamma)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-9)
+    loop = torch.tensor(loop_gae(rewards.tolist(), values.tolist(), batch.spans, lams, gamma), dtype=torch.float64)
+    torch.testing.assert_close(loop, expected, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 400)), min_size=1, max_size=8), st.integers(0, 999), st.sampled_from([1.0, 0.99])
+)
+def test_gae_over_several_windows_with_a_lambda_for_each_response(shapes, seed, gamma):
+    """Responses of 0 to 3 windows, some without a prompt or without any token."""
+    batch = make_batch(shapes, seed)
+    e = batch.experience
+    lam = torch.rand(len(shapes), generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 0.1
+    expected = loop_gae(e["rewards"].tolist(), e["values"].tolist(), batch.spans, lam.tolist(), gamma)
+    result = adv.gae(e["rewards"], e["values"], e.response_mask, e.cu_seqlens, lam, gamma)
+    torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.95, 0.9995, 1.0, "adaptive"])
+def test_gae_of_20k_tokens(lam):
+    """lambda^t underflows for 0.95, and 20,000 terms are added for 1."""
+    batch = make_batch([(3, 20480), (100, 1), (7, 19999), (1, 300), (2, 128)], 1)
+    e = batch.experience
+    lengths = e.response_lengths
+    lams = adv.length_adaptive_lambda(lengths, 0.05) if lam == "adaptive" else torch.full((5,), lam, dtype=torch.float64)
+    rewards, values = e["rewards"].float(), e["values"].float()
+    expected = torch.tensor(loop_gae(rewards.tolist(), values.tolist(), batch.spans, lams.tolist(), 1.0), dtype=torch.float64)
+    result = adv.gae(rewards, values, e.response_mask, e.cu_seqlens, lams).double()
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_gae_of_more_responses_than_fit_into_one_block():
+    n = adv.GAE_ROWS + 300
+    batch = make_batch([(1, 1 + (i * 7919) % 9) for i in range(n)], 2)
+    e = batch.experience
+    expected = loop_gae(e["rewards"].tolist(), e["values"].tolist(), batch.spans, [0.9] * n, 1.0)
+    result = adv.gae(e["rewards"], e["values"], e.response_mask, e.cu_seqlens, 0.9)
+    torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches(longest=200), st.randoms(use_true_random=False))
+def test_gae_does_not_depend_on_order_or_packing_bit_for_bit(batch, random):
+    e = batch.experience
+    e["lam"] = torch.rand(e.num_sequences, generator=torch.Generator().manual_seed(e.num_tokens), dtype=torch.float64)
+    e["whole"] = adv.gae(e["rewards"], e["values"], e.response_mask, e.cu_seqlens, e["lam"])
+    order = list(range(e.num_sequences))
+    random.shuffle(order)
+    for part in (e.select(order), e.select(order[::2]), e.select(order[:1])):
+        alone = adv.gae(part["rewards"], part["values"], part.response_mask, part.cu_seqlens, part["lam"])
+        assert torch.equal(alone, part["whole"])
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches())
+def test_returns_of_lambda_one_are_monte_carlo(batch):
+    """Reward still to come, whatever the values are; garbage outside the responses is not read."""
+    e = batch.experience
+    rewards, values = (torch.where(e.response_mask, e[k], torch.tensor(torch.nan)) for k in ("rewards", "values"))
+    targets = adv.returns(adv.gae(rewards, values, e.response_mask, e.cu_seqlens, 1.0), values, e.response_mask)
+    expected = torch.zeros(e.num_tokens, dtype=torch.float64)
+    for start, end in batch.spans:
+        for t in range(start, end):
+            expected[t] = e["rewards"][t:end].sum()
+    torch.testing.assert_close(targets, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_one_token_response():
+    mask, cu = torch.tensor([False, True]), torch.tensor([0, 2])
+    assert adv.gae(torch.tensor([9.0, 1.0]), torch.tensor([9.0, 0.25]), mask, cu, 0.95).tolist() == [0, 0.75]
+
+
+def test_gae_of_nothing():
+    empty, none = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+    assert adv.gae(empty, empty, none, torch.tensor([0]), 0.95).shape == (0,)
+    assert adv.gae(torch.ones(2), torch.ones(2), torch.zeros(2, dtype=torch.bool), torch.tensor([0, 2]), 1.0).tolist() == [0, 0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(st.booleans(), max_size=5), min_size=1, max_size=5))
+def test_response_lengths_of_any_mask(rows):
+    """The length, or an error if a sequence is not [False ... False True ... True]."""
+    mask = torch.tensor([flag for row in rows for flag in row], dtype=torch.bool)
+    cu_seqlens = torch.tensor([0] + [len(row) for row in rows]).cumsum(0)
+    if all(row == sorted(row) for row in rows):
+        assert adv.response_lengths(mask, cu_seqlens).tolist() == [sum(row) for row in rows]
+    else:
+        with pytest.raises(ValueError, match="last, contiguous part"):
+            adv.response_lengths(mask, cu_seqlens)
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches(), st.sampled_from([0.0, 1000.0]))
+def test_moments_add_up_and_whiten(batch, shift):
+    e = batch.experience
+    x = e["advantages"] + shift
+    parts = [e.select([i]) for i in range(e.num_sequences)]
+    total = sum(adv.moments(p["advantages"] + shift, p.response_mask) for p in parts)
+    kept = x[e.response_mask]
+    count, mean, var = adv.mean_and_variance(total)
+    assert count == kept.numel()
+    assert mean == pytest.approx(float(kept.mean()), rel=1e-9, abs=1e-9)
+    white = adv.whiten(x, e.response_mask, count, mean, var)
+    assert torch.equal(white[~e.response_mask], torch.zeros(e.num_tokens - int(count), dtype=torch.float64))
+    if count > 1:
+        assert var == pytest.approx(float(kept.var()), rel=1e-6, abs=1e-8)
+        torch.testing.assert_close(white[e.response_mask], (kept - kept.mean()) / (kept.var() + 1e-8).sqrt(), rtol=1e-4, atol=1e-4)
+    else:
+        assert torch.equal(white[e.response_mask], kept)
+
+
+def test_moments_of_nothing():
+    none = adv.moments(torch.ones(3), torch.zeros(3, dtype=torch.bool))
+    assert adv.mean_and_variance(none) == (0, 0, 0)
+    assert adv.gae_metrics(torch.zeros(6, dtype=torch.float64))["gae/lambda_mean"] == 0
+
+
+def test_gae_metrics():
+    x, mask, lam = torch.tensor([1.0, 9.0, 3.0]), torch.tensor([True, False, True]), torch.tensor([0.0, 0.5, 1.0, 0.9])
+    parts = adv.gae_sums(x, mask, lam[:1]) + adv.gae_sums(x[:0], mask[:0], lam[1:])
+    expected = {"gae/lambda_mean": 0.6, "gae/lambda_clamped": 0.25, "gae/advantage_mean": 2.0, "gae/advantage_std": 2**0.5}
+    assert adv.gae_metrics(parts) == pytest.approx(expected)

@@ -1,0 +1,204 @@
+"""Losses, gradients and statistics against float64 loops of the papers' formulas, and their independence of the division."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.algorithms import losses
+from megarl.algorithms.weights import counts, token_weights
+from megarl.data.experience import Experience
+from tests.algorithms.loops import Batch, Term, batches, loop_kl, loop_nll, loop_policy, loop_value, loop_weights, make_batch
+
+LOW, HIGH, CLIP = 0.2, 0.28, 0.5
+INPUTS = {
+    "policy": ("logprobs", "old_logprobs", "advantages"),
+    "nll": ("logprobs",),
+    "kl": ("logprobs", "ref_logprobs"),
+    "value": ("values", "old_values", "returns"),
+}
+Loss = Callable[[Experience, Tensor], tuple[Tensor, losses.Stats]]
+LOSSES: dict[str, Loss] = {
+    "policy": lambda e, w: losses.policy_loss(e["logprobs"], e["old_logprobs"], e["advantages"], w, LOW, HIGH, entropy=e["entropy"]),
+    "nll": lambda e, w: losses.nll_loss(e["logprobs"], w),
+    "kl": lambda e, w: losses.kl_loss(e["logprobs"], e["ref_logprobs"], w),
+    "value": lambda e, w: losses.value_loss(e["values"], e["old_values"], e["returns"], w, CLIP),
+}
+TERMS = pytest.mark.parametrize("term", list(LOSSES))
+
+
+def run(term: str, experience: Experience, weights: Tensor) -> tuple[Tensor, Tensor, losses.Stats]:
+    """Loss, its gradient by the new log-probs or values, statistics."""
+    new = experience[INPUTS[term][0]].detach().clone().requires_grad_()
+    e = Experience(experience.tokens, experience.cu_seqlens, experience.response_mask, experience.columns | {INPUTS[term][0]: new})
+    loss, stats = LOSSES[term](e, weights)
+    loss.backward()
+    return loss.detach(), new.grad, stats
+
+
+def weights_of(e: Experience, include: Tensor, aggregation: str, total: Tensor | None = None) -> Tensor:
+    tokens, responses = (counts(e.response_mask, e.sequence_ids, include) if total is None else total).tolist()
+    return token_weights(e.response_mask, e.sequence_ids, aggregation, tokens, responses, include)
+
+
+def reference(term: str, batch: Batch, weights: list[float]) -> tuple[Term, dict[str, float]]:
+    if term == "policy":
+        expected, stats = loop_policy(batch, weights, LOW, HIGH)
+        return expected, {f"policy/{k}": v for k, v in stats.items()}
+    if term == "value":
+        expected, clipped = loop_value(batch, weights, CLIP)
+        return expected, {"value/clip_fraction": clipped, "value/tokens": float(sum(w > 0 for w in weights))}
+    return (loop_nll(batch, weights) if term == "nll" else loop_kl(batch, weights)), {}
+
+
+@TERMS
+@settings(max_examples=40, deadline=None)
+@given(batch=batches(), aggregation=st.sampled_from(["token", "sample"]), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_equal_the_formula(term, batch, aggregation, dtype):
+    """Loss, gradient at every token, and statistics. The loop reads the same (rounded) numbers."""
+    e = batch.experience
+    for name, column in e.columns.items():
+        e[name] = column.to(dtype)
+    loss, gradient, stats = run(term, e, weights_of(e, batch.include, aggregation))
+    expected, sums = reference(term, batch, loop_weights(batch, aggregation, batch.include.tolist()))
+    assert loss.dtype == dtype
+    assert float(loss) == pytest.approx(expected.loss, abs=1e-6 * expected.size)
+    torch.testing.assert_close(gradient.double(), torch.tensor(expected.gradient, dtype=torch.float64), rtol=1e-6, atol=1e-12)
+    loss_name = {"policy": "policy/loss", "value": "value/loss"}.get(term, f"policy/{term}_loss")
+    assert {k: float(v) for k, v in stats.items()} == pytest.approx(sums | {loss_name: expected.loss}, rel=1e-6, abs=1e-6 * expected.size)
+
+
+@TERMS
+@settings(max_examples=25, deadline=None)
+@given(batch=batches(), aggregation=st.sampled_from(["token", "sample"]), random=st.randoms(use_true_random=False))
+def test_micro_batches_and_ranks_add_up(term, batch, aggregation, random):
+    """Dealt to 3 parts in another order, of which some are empty or hold no included response."""
+    e = batch.experience
+    e["include"], e["at"] = batch.include, torch.arange(e.num_tokens)
+    loss, gradient, stats = run(term, e, weights_of(e, batch.include, aggregation))
+    order = list(range(e.num_sequences))
+    random.shuffle(order)
+    parts = [e.select(order[i::3]) for i in range(3)]
+    total = torch.stack([counts(p.response_mask, p.sequence_ids, p["include"]) for p in parts]).sum(0)
+    runs = [run(term, p, weights_of(p, p["include"], aggregation, total)) for p in parts]
+    torch.testing.assert_close(sum(r[0] for r in runs), loss, rtol=1e-9, atol=1e-12)
+    for part, (_, part_gradient, _) in zip(parts, runs, strict=True):
+        assert torch.equal(part_gradient, gradient[part["at"]])
+    for name, value in stats.items():
+        torch.testing.assert_close(sum(r[2][name] for r in runs), value, rtol=1e-9, atol=1e-9)
+
+
+@TERMS
+@pytest.mark.parametrize("garbage", [torch.inf, -torch.inf, torch.nan, 1e30])
+def test_garbage_on_tokens_of_weight_zero_changes_nothing(term, garbage):
+    batch = make_batch([(3, 5), (2, 1), (1, 9)], 3, [True, False, True])
+    e = batch.experience
+    weights = weights_of(e, batch.include, "token")
+    clean = run(term, e, weights)
+    for name in (*INPUTS[term], "entropy"):
+        e[name] = torch.where(weights > 0, e[name], garbage)
+    dirty = run(term, e, weights)
+    assert torch.equal(dirty[0], clean[0]) and torch.equal(dirty[1], clean[1])
+    assert {k: float(v) for k, v in dirty[2].items()} == {k: float(v) for k, v in clean[2].items()}
+    assert torch.equal(dirty[1][weights == 0], torch.zeros(int((weights == 0).sum()), dtype=torch.float64))
+
+
+@TERMS
+def test_garbage_on_tokens_that_count_is_not_hidden(term):
+    batch = make_batch([(3, 5)], 4, [True])
+    e = batch.experience
+    e[INPUTS[term][0]][4] = torch.nan
+    assert not torch.isfinite(run(term, e, weights_of(e, batch.include, "token"))[0])
+
+
+@TERMS
+def test_no_included_response_gives_zero(term):
+    """No correct response for the NLL, or all filtered: loss 0, gradient 0, metrics 0."""
+    batch = make_batch([(3, 5), (1, 1)], 5, [False, False])
+    loss, gradient, stats = run(term, batch.experience, weights_of(batch.experience, batch.include, "token"))
+    assert float(loss) == 0 and torch.equal(gradient, torch.zeros_like(gradient))
+    assert set(losses.loss_metrics(stats).values()) == {0.0}
+
+
+@TERMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_statistics_share_nothing_with_the_loss(term, dtype):
+    """Megatron's schedule divides the loss in place."""
+    batch = make_batch([(3, 5), (1, 1)], 6, [True, True])
+    e = batch.experience
+    for name, column in e.columns.items():
+        e[name] = column.to(dtype)
+    e[INPUTS[term][0]].requires_grad_()
+    loss, stats = LOSSES[term](e, weights_of(e, batch.include, "token"))
+    before = {k: float(v) for k, v in stats.items()}
+    loss.detach().div_(8)
+    assert {k: float(v) for k, v in stats.items()} == before
+    assert not any(v.requires_grad or v.shape for v in stats.values()) and loss.shape == () and loss.requires_grad
+
+
+@TERMS
+def test_gradcheck(term):
+    batch = make_batch([(2, 6), (1, 3)], 7, [True, True])
+    e = batch.experience
+    weights = weights_of(e, batch.include, "sample")
+    # Finite differences need a loss without a kink nearby: no log-ratio of exactly 0 is one (both branches agree), a clip boundary is.
+    new = e[INPUTS[term][0]].clone().requires_grad_()
+
+    def loss(x: Tensor) -> Tensor:
+        columns = e.columns | {INPUTS[term][0]: x}
+        return LOSSES[term](Experience(e.tokens, e.cu_seqlens, e.response_mask, columns), weights)[0]
+
+    assert torch.autograd.gradcheck(loss, (new,))
+
+
+@pytest.mark.parametrize("jump", [30.0, -30.0, 1e4, -1e4])
+def test_a_huge_log_ratio_is_bounded(jump):
+    new = torch.tensor([-1.0], requires_grad=True)
+    weights, one = torch.ones(1), torch.ones(1)
+    for loss, _ in (
+        losses.policy_loss(new, new.detach() - jump, -one, weights, LOW, HIGH),
+        losses.kl_loss(new, new.detach() + jump, weights),
+    ):
+        loss.backward()
+        assert torch.isfinite(loss) and abs(float(loss.detach())) < 1e9
+    assert torch.isfinite(new.grad).all()
+
+
+def test_clip_higher_by_hand():
+    """r = 1.25 with A = 1: clipped at 1.2 for epsilon_high 0.2, free for 0.28; r = 0.7 with A = -1: clipped at 0.8."""
+    ratio, advantage, weights = torch.tensor([1.25, 0.7]), torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5])
+    old = torch.full((2,), -1.0)
+    _, narrow = losses.policy_loss(old + ratio.log(), old, advantage, weights, 0.2, 0.2)
+    _, wide = losses.policy_loss(old + ratio.log(), old, advantage, weights, 0.2, 0.28)
+    assert float(narrow["policy/loss"]) == pytest.approx((-1.2 + 0.8) / 2)
+    assert float(wide["policy/loss"]) == pytest.approx((-1.25 + 0.8) / 2)
+    assert [float(s["policy/clip_fraction_high"]) for s in (narrow, wide)] == [1, 0]
+    assert [float(s["policy/clip_fraction_low"]) for s in (narrow, wide)] == [1, 1]
+
+
+def test_metrics_from_sums():
+    sums = {
+        "policy/tokens": 40.0,
+        "policy/loss": torch.tensor(3.0),
+        "policy/nll_loss": 1.0,
+        "policy/clip_fraction_low": 4,
+        "policy/entropy": torch.tensor(20.0),
+        "value/tokens": 10.0,
+        "value/loss": 8.0,
+        "value/clip_fraction": 1.0,
+    }
+    assert losses.loss_metrics(sums, updates=4) == pytest.approx(
+        {
+            "policy/loss": 0.75,
+            "policy/nll_loss": 0.25,
+            "policy/clip_fraction_low": 0.1,
+            "policy/entropy": 0.5,
+            "value/loss": 2.0,
+            "value/clip_fraction": 0.1,
+        }
+    )
