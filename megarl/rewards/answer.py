@@ -1,0 +1,142 @@
+"""The DAPO protocol: the last `Answer:` line of a response, normalised and compared with the reference as text.
+
+The normalisation keeps the convention of the reference implementation (that of Minerva, Lewkowycz et al. 2022, appendix G):
+units, LaTeX wrappers, shorthand fractions and separators go; nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import re
+
+from megarl.rewards.verdict import Verdict
+
+# An answer longer than this is no final answer; the limit also bounds what every expression below can cost.
+MAX_ANSWER = 1000
+
+_LABEL = re.compile(r"answer[ \t*_`]{0,8}:[ \t*_`]{0,8}", re.IGNORECASE)
+# What may stand around an answer without being part of it; lines made of it alone (a lone `$$` or `\[`) are passed over.
+_MARKUP = " \t\r\f\v*_`"
+_MARKUP_LINE = re.compile(r"(?:[\s*_`$:]|\\\[|\\\()*")
+_LINES_AFTER_LABEL = 4
+_BOX = re.compile(r"\\boxed\s{0,8}\{")
+_BOXES = 16  # unbalanced boxes that are passed over, from the end
+
+_MINUS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2012\u2013\u2014\uff0d\ufe63"), "-")
+_SPACES = re.compile(r"\\[,;:! ]|\\quad|\\qquad|~|[\u00a0\u2009\u202f]")
+_DELIMITERS = re.compile(r"\\[()\[\]]|\\(?:left|right|displaystyle|textstyle|limits)(?![A-Za-z])|\\?\$")
+_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|fbox|boxed|underline)\s*\{([^{}]*)\}")
+_SHORT_UNIT = re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:m|s|th)?\s*\.?\s*\}(?:\s*\^\s*(?:[23]|\{[23]\}))?")
+_DEGREES = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\u00b0|\\degree")
+_UNIT_NAMES = (
+    "square|sq|ways|integers|dollars|cents|percent|mph|inch|inches|foot|feet|km|cm|mm|meters?|metres?|kg|gm|pounds|hours?|minutes?|"
+    "seconds|degrees?|units?|points|digits|meals|edges|students|childrentickets|multiples"
+)
+_UNITS = re.compile(rf"(?<![A-Za-z\\])(?:{_UNIT_NAMES})(?![A-Za-z])(?:\s*\^\s*(?:[23]|\{{[23]\}}))?", re.IGNORECASE)
+_ARTICLE = re.compile(r"(?<![A-Za-z])(?:an?|the)\s+(?=[0-9A-Za-z\\])", re.IGNORECASE)
+_SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)(?!\d)")
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}")
+_SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
+_GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.0*)?")
+_INTEGER = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
+_SPACE_NOT_IN_NUMBER = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
+_BRACKETED = re.compile(r"\([^()]*\)")
+_SEVERAL = re.compile(r",(?![0-9]{3})|;|\band\b|\bor\b")
+
+
+def find_answer(response: str) -> str | None:
+    """The text after the last `Answer:` of `response` up to the end of its line, or of the next lines if that one is empty.
+
+    The label may be in any case and in markdown bold. None if there is no label, nothing follows it, or more than
+    MAX_ANSWER characters follow it on one line. Takes time linear in the response."""
+    # One byte per character, whatever the script, so that positions in `lowered` are positions in `response`.
+    lowered = response.encode("ascii", "replace").lower()
+    at = lowered.rfind(b"answer")
+    while at >= 0:
+        if label := _LABEL.match(response, at):
+            return _first_line(response, label.end())
+        at = lowered.rfind(b"answer", 0, at)
+    return None
+
+
+def _first_line(response: str, start: int) -> str | None:
+    for _ in range(_LINES_AFTER_LABEL):
+        end = response.find("\n", start)
+        end = len(response) if end < 0 else end
+        if end - start > MAX_ANSWER:
+            return None
+        line = response[start:end]
+        if not _MARKUP_LINE.fullmatch(line):
+            return line.strip(_MARKUP)
+        start = end + 1
+        if start >= len(response):
+            break
+    return None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The contents of the last `\boxed{...}` whose braces balance within MAX_ANSWER characters, or None."""
+    at = len(text)
+    for _ in range(_BOXES):
+        at = text.rfind("\\boxed", 0, at)
+        if at < 0:
+            return None
+        if opening := _BOX.match(text, at):
+            depth = 1
+            for i in range(opening.end(), min(len(text), opening.end() + MAX_ANSWER)):
+                depth += {"{": 1, "}": -1}.get(text[i], 0)
+                if depth == 0:
+                    return text[opening.end() : i]
+    return None
+
+
+def normalise(answer: str) -> str:
+    """The canonical form of a final answer; answers that the protocol takes as equal have equal forms.
+
+    Integers come out as `-?[1-9][0-9]*` or `0`: `1,234`, `$\\boxed{1234}$`, `+1234.0` and `01234` are all `1234`.
+    Text of more than MAX_ANSWER characters is cut to them."""
+    text = answer[:MAX_ANSWER].translate(_MINUS)
+    boxed = last_boxed(text)
+    text = _last_side(_only_formula(text) if boxed is None else boxed)
+    text = text.replace("{,}", ",").replace("\\%", "").replace("%", "")
+    text = _DELIMITERS.sub("", _SPACES.sub(" ", _DEGREES.sub("", text)))
+    text = _SHORT_UNIT.sub("", text)
+    for _ in range(4):  # wrappers inside wrappers
+        text, unwrapped = _WRAPPER.subn(r" \1 ", text)
+        if not unwrapped:
+            break
+    text = _ARTICLE.sub("", _UNITS.sub("", text)).replace('"', "")
+    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(r"\1/\2", _SHORT_FRACTION.sub(r"\1/\2", text)))
+    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    return _canonical_number(_SPACE_NOT_IN_NUMBER.sub("", text.strip(_MARKUP)).rstrip(".,;:!"))
+
+
+def _only_formula(text: str) -> str:
+    """`$5$` of `the answer is $5$ dollars`; the text itself unless exactly one formula stands in it."""
+    pieces = text.replace("$$", "$").replace("\\$", "").split("$")
+    return pieces[1] if len(pieces) == 3 and pieces[1].strip() else text
+
+
+def _last_side(text: str) -> str:
+    """`7` of `m + n = 3 + 4 = 7`. `a = 3, b = 4` names several values and stays, so that it equals no single number."""
+    head, equals, tail = text.rpartition("=")
+    if not equals or head.rstrip().endswith(("<", ">", "\\", "!", ":")) or _SEVERAL.search(_BRACKETED.sub("", head)):
+        return text
+    return tail
+
+
+def _canonical_number(text: str) -> str:
+    if _GROUPED.fullmatch(text):
+        text = text.replace(",", "").replace(" ", "")
+    if found := _INTEGER.fullmatch(text):
+        digits = found[2].lstrip("0") or "0"
+        return digits if found[1] != "-" or digits == "0" else "-" + digits
+    return text
+
+
+def verify_dapo(response: str, answer: str) -> Verdict:
+    """Whether the last `Answer:` line of `response` equals `answer` (DAPO eq. 7). No such line: wrong, extracted None."""
+    found = find_answer(response)
+    if found is None:
+        return Verdict(False)
+    extracted = normalise(found)
+    return Verdict(extracted != "" and extracted == normalise(answer), extracted or None)

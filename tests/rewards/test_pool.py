@@ -1,0 +1,247 @@
+"""The verifier pool with real processes: hanging, dying, greedy and broken verifiers cost their own answer and no other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.rewards import Verdict, VerifierPool, get_verifier
+
+VERIFIERS = '''
+import os, signal, sys, threading, time
+from megarl.rewards.verdict import Verdict
+
+def acts(response, answer):
+    """Does what the response says."""
+    print("noise on stdout"); print("noise on stderr", file=sys.stderr)
+    if response == "sleep": time.sleep(60)
+    if response == "spin": 9**9**9
+    if response == "deaf": signal.signal(signal.SIGTERM, signal.SIG_IGN); threading.Event().wait(60)
+    if response == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if response == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "exit": sys.exit(3)
+    if response == "raise": raise KeyError("no such\\nthing")
+    if response == "float": return 0.5
+    if response == "memory": return len(bytearray(4 << 30)) > 0
+    if response == "environment": return Verdict(True, ",".join(sorted(os.environ)))
+    if response == "modules": return Verdict(True, ",".join(sorted(sys.modules)))
+    if response == "pid": time.sleep(0.2); return Verdict(True, str(os.getpid()))
+    if response == "long": return Verdict(True, "x" * 10**6)
+    if response.startswith("both"): return Verdict(True, response[4:])
+    return response == answer
+
+not_callable = 5
+'''
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "pool_test_verifiers.py").write_text(VERIFIERS)
+    (tmp_path / "pool_test_broken.py").write_text("raise RuntimeError('half\\ndone')")
+    (tmp_path / "pool_test_exits.py").write_text("import sys; sys.exit(4)")
+    (tmp_path / "pool_test_fatal_later.py").write_text(
+        "import os, sys\nif 'pytest' not in sys.modules:\n    print('cannot go on', file=sys.stderr, flush=True)\n    os._exit(7)\n"
+        "def f(response, answer): return True\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "pool_test_verifiers:acts"
+
+
+def gone(pid: int, limit: float) -> bool:
+    """Whether the process ends within `limit` seconds."""
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_order_and_plain_bools(user_module: str) -> None:
+    items = [(str(i), str(i if i % 3 else -1)) for i in range(500)]
+    with VerifierPool(user_module, workers=2, timeout=30) as pool:
+        assert pool.pids == []  # nothing is started before it is needed
+        assert pool.verify([]) == []
+        assert pool.verify(items) == [Verdict(i % 3 > 0) for i in range(500)]
+        pids = pool.pids
+        assert pool.verify(items[:3]) == [Verdict(False), Verdict(True), Verdict(True)]
+        assert pool.pids == pids and len(pids) == 2
+        assert pool.verify([(f"both{i}", "") for i in range(9)]) == [Verdict(True, str(i)) for i in range(9)]
+    assert pool.pids == [] and all(gone(pid, 5) for pid in pids)
+    assert pool.verify(items[1:2]) == [Verdict(True)]  # a closed pool starts again
+    pool.close()
+
+
+def test_each_failure_costs_its_own_answer(user_module: str) -> None:
+    bad = {
+        "sleep": "timeout after 1.5 s",
+        "spin": "timeout after 1.5 s",
+        "deaf": "timeout after 1.5 s",
+        "kill": "verifier died (signal 9)",
+        "segfault": "verifier died (signal 11)",
+        "exit": "verifier died (exit code 3)",
+        "raise": "KeyError: 'no such\\nthing'",
+        "float": "verifier returned float, not bool or Verdict",
+        "memory": "verifier ran out of memory",
+    }
+    items, expected = [], []
+    for name, error in bad.items():
+        for i in range(30):
+            items.append((str(i), str(i)))
+            expected.append(Verdict(True))
+        items.append((name, "x"))
+        expected.append(Verdict(False, None, error))
+    with VerifierPool(user_module, workers=2, timeout=1.5, memory_mib=512) as pool:
+        assert pool.verify(items) == expected
+        assert pool.verify(items[:5]) == expected[:5]
+
+
+def test_a_worker_killed_from_outside_while_it_works(user_module: str) -> None:
+    with VerifierPool(user_module, workers=1, timeout=20) as pool:
+        pool.verify([("a", "a")])
+        (pid,) = pool.pids
+        killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
+        killer.start()
+        verdicts = pool.verify([("sleep", ""), *[("a", "a")] * 20])
+        killer.join()
+        assert verdicts[0] == Verdict(False, None, "verifier died (signal 9)")
+        assert verdicts[1:] == [Verdict(True)] * 20
+        assert pid not in pool.pids
+
+
+def test_an_idle_worker_that_was_killed_costs_nothing(user_module: str) -> None:
+    with VerifierPool(user_module, workers=2, timeout=20) as pool:
+        pool.verify([("a", "a")] * 4)
+        killed = pool.pids
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+            assert gone(pid, 5)
+        assert pool.verify([("a", "a")] * 50) == [Verdict(True)] * 50
+        assert not set(killed) & set(pool.pids)
+
+
+def test_a_stopped_worker_cannot_block_the_pool(user_module: str) -> None:
+    """Megabytes are on their way to a process that reads nothing: neither writing nor waiting may last beyond the limit."""
+    with VerifierPool(user_module, workers=1, timeout=1.0) as pool:
+        pool.verify([("a", "a")])
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
+        verdicts = pool.verify([("x" * 5_000_000, "a"), ("a", "a")])
+        assert verdicts == [Verdict(False, None, "timeout after 1 s"), Verdict(True)]
+        assert time.monotonic() - start < 20
+        assert gone(pid, 5)
+
+
+def test_large_and_odd_texts_travel(user_module: str) -> None:
+    odd = ["", "\x00", "\ud800 lone surrogate", "\u2028\n\r", "x" * 3_000_000, "\U0001f600"]
+    with VerifierPool(user_module, workers=2, timeout=30) as pool:
+        assert pool.verify([(text, text) for text in odd]) == [Verdict(True)] * len(odd)
+        assert pool.verify([("long", "")])[0].extracted == "x" * 1000
+
+
+def test_signals_of_the_job_do_not_end_workers(user_module: str) -> None:
+    with VerifierPool(user_module, workers=1, timeout=20) as pool:
+        pool.verify([("a", "a")])
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(pool.pids[0], number)
+        before = pool.pids
+        assert pool.verify([("a", "a")]) == [Verdict(True)]
+        assert pool.pids == before
+
+
+def test_a_worker_has_neither_the_runs_environment_nor_torch(user_module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("RANK", "3")
+    with VerifierPool(user_module, workers=1, timeout=20) as pool:
+        environment, modules = (verdict.extracted or "" for verdict in pool.verify([("environment", ""), ("modules", "")]))
+    assert "PATH" in environment and "KEY" not in environment and "RANK" not in environment
+    assert not {"torch", "megatron", "transformers", "sympy"} & set(modules.split(","))
+    code = "import sys, megarl.rewards as r; r.get_verifier('dapo'); sys.exit('torch' in sys.modules or 'sympy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("work", ["pid", "spin"])
+def test_workers_end_when_their_parent_is_killed(user_module: str, tmp_path: Path, work: str) -> None:
+    """Idle, or in the middle of a computation that never ends and reads no pipe."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from megarl.rewards import VerifierPool\n"
+        f"pool = VerifierPool({user_module!r}, workers=1, timeout=2.0)\n"
+        "print(pool.verify([('pid', '')])[0].extracted, flush=True)\n"
+        f"pool.verify([({work!r}, '')] * 100)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    time.sleep(0.3)
+    parent.kill()
+    parent.wait(10)
+    parent.stdout.close()
+    assert gone(pid, 15)
+
+
+def test_verifiers_that_cannot_be_had_are_refused_by_name(user_module: str) -> None:
+    for name, words in [
+        ("minerva", "unknown verifier 'minerva'"),
+        (":f", "unknown verifier"),
+        ("pool_test_verifiers:absent", "has no function absent"),
+        ("pool_test_verifiers:not_callable", "has no function not_callable"),
+        ("no.such.module:f", "cannot be imported: ModuleNotFoundError"),
+        ("pool_test_broken:f", "cannot be imported: RuntimeError: half "),
+        ("pool_test_exits:f", "cannot be imported: SystemExit: 4"),
+    ]:
+        for make in (get_verifier, VerifierPool):
+            with pytest.raises(ConfigError, match=r"^reward\.verifier: ") as caught:
+                make(name)
+            assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_workers_that_die_at_their_start_stop_the_run_with_their_last_words(user_module: str) -> None:
+    with VerifierPool("pool_test_fatal_later:f", workers=2) as pool, pytest.raises(ConfigError) as caught:
+        pool.verify([("a", "a")])
+    assert str(caught.value) == "reward.verifier: 3 worker processes died at their start (exit code 7; cannot go on)"
+    assert pool.pids == []
+
+
+@pytest.mark.parametrize("arguments", [{"workers": 0}, {"timeout": 0.0}, {"memory_mib": 1}])
+def test_settings_are_checked(arguments: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        VerifierPool("dapo", **arguments)  # type: ignore[arg-type]
+
+
+def test_symbolic_verifier_in_the_pool_survives_towers_of_powers() -> None:
+    items = [
+        ("\\boxed{\\frac{1}{2}}", "0.5"),
+        ("Answer: $9^{9^{9}}$", "\\sqrt{7}"),
+        ("Answer: 2\\sqrt{2}", "\\sqrt{8}"),
+        ("Answer: 3", "4"),
+    ]
+    with VerifierPool("math", workers=1, timeout=4.0) as pool:
+        verdicts = pool.verify(items)
+    assert [verdict.correct for verdict in verdicts] == [True, False, True, False]
+    assert verdicts[1].error == "timeout after 4 s" and verdicts[3].error is None
+
+
+def test_throughput() -> None:
+    """A tenth of what an idle machine does, so that a busy one passes: what this finds is a wait per answer."""
+    response = "Let me think step by step. " * 300
+    items = [(f"{response}\nAnswer: {i}", str(i + i % 2)) for i in range(2000)]
+    with VerifierPool("dapo", workers=2, timeout=30) as pool:
+        pool.verify(items[:4])
+        start = time.monotonic()
+        verdicts = pool.verify(items)
+        elapsed = time.monotonic() - start
+    assert sum(verdict.correct for verdict in verdicts) == 1000
+    assert elapsed < 4.0, f"{len(items) / elapsed:.0f} answers/s"
