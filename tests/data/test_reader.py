@@ -1,0 +1,287 @@
+"""Data files as they come, good and bad: every row is a prompt, a duplicate, or listed with its reason."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from megarl.config.errors import ConfigError, DataError
+from megarl.config.schema import DataConfig
+from megarl.data.prompts import Prompt, prompt_uid
+from megarl.data.reader import ReadReport, read_pairs, read_prompts, validate_files
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+CHAT = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+GOLDEN_UID = 4981130434963473459
+
+
+def byte_tokenizer(chat: str | None = None, bos: bool = False) -> PreTrainedTokenizerFast:
+    """One token per byte, with `<eos>`, and with `<bos>` before raw texts as Llama has it."""
+    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>", "<bos>"])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 257)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>")
+    if chat:
+        fast.chat_template = chat
+    return fast
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer(CHAT)
+
+
+def raw(**settings: Any) -> DataConfig:
+    return DataConfig(template="raw", **settings)
+
+
+def jsonl(path: Path, *rows: object) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def dapo_row(content: str, answer: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": content, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule"},
+        "extra_info": {"index": "a-1"},
+        **more,
+    }
+
+
+def test_aime_2024_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
+    file = SHARED / "aime-2024.parquet"
+    if not file.exists():
+        pytest.skip(f"{file} is not on this machine")
+    prompts, report = read_prompts([file], DataConfig(), tokenizer)
+    table = pq.read_table(file).to_pylist()
+    contents = list(dict.fromkeys(row["prompt"][0]["content"] for row in table))
+    assert len(prompts) == len(contents) == 30
+    assert report.rows == {str(file): len(table)} and report.duplicates == len(table) - 30 and not report.rejected
+    for prompt, content in zip(prompts, contents, strict=True):
+        row = next(row for row in table if row["prompt"][0]["content"] == content)
+        assert prompt.text == f"<|user|>{content}<|end|><|assistant|>"
+        assert prompt.answer == row["reward_model"]["ground_truth"] and prompt.source == "math_dapo"
+        assert prompt.extra["index"] == row["extra_info"]["index"]
+        assert bytes(tokenizer.decode(prompt.tokens), "utf-8") == prompt.text.encode()
+    validate_files(DataConfig(eval=(file,)))
+
+
+def test_gsm8k_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
+    file = SHARED / "gsm8k_test_200.jsonl"
+    if not file.exists():
+        pytest.skip(f"{file} is not on this machine")
+    prompts, report = read_prompts([file], raw(prompt_format="Q: {prompt}\nA:"), tokenizer)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(prompts) == report.kept == 200
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert prompt.text == f"Q: {row['question']}\nA:"
+        assert int(prompt.answer) == int(row["answer"].split("####")[1].replace(",", ""))
+    validate_files(raw(train=(file,)))
+
+
+def test_every_kind_of_unusable_row_is_listed(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [
+        (dapo_row("good", "1"), None),
+        ("{not json", "malformed JSON"),
+        ("[" * 100_000, "malformed JSON"),
+        ('{"prompt": "\\ud800', "malformed JSON"),
+        ("[1, 2]", "not a JSON object"),
+        ("", None),
+        ({"answer": "1"}, "no prompt in prompt or question"),
+        ({"prompt": "  ", "answer": "1"}, "no prompt in prompt or question"),
+        ({"prompt": [], "answer": "1"}, "no prompt in prompt or question"),
+        ({"prompt": [{"role": "user", "content": " "}], "answer": "1"}, "no prompt in prompt or question"),
+        ({"prompt": 5, "answer": "1"}, "prompt is neither a text nor a list of {role, content}"),
+        ({"prompt": [{"role": "user"}], "answer": "1"}, "prompt is neither a text nor a list of {role, content}"),
+        ({"prompt": ["a"], "answer": "1"}, "prompt is neither a text nor a list of {role, content}"),
+        ({"prompt": "q"}, "no answer in reward_model.ground_truth or answer"),
+        (dapo_row("q", None), "no answer in reward_model.ground_truth or answer"),
+        ({"prompt": "q", "answer": " "}, "no answer in reward_model.ground_truth or answer"),
+        ({"prompt": "q", "answer": "worked out ####  "}, "no answer in reward_model.ground_truth or answer"),
+        ({"prompt": "q", "answer": True}, "answer is neither a text nor a number"),
+        ({"prompt": "q", "answer": ["1"]}, "answer is neither a text nor a number"),
+        ('{"prompt": "q", "answer": NaN}', "answer is neither a text nor a number"),
+        ({"prompt": "x" * 60, "answer": "1"}, "longer than data.max_prompt_tokens 64"),
+        ({"prompt": [{"role": "tool", "content": "t"}], "answer": "1"}, "refused by the chat template"),
+        ('{"prompt": "half a pair \\ud800", "answer": "1"}', "text is not Unicode"),
+        ({"question": "other names", "answer": 7}, None),
+        ({"question": "a float", "answer": 7.0}, None),
+        ({"question": "long way", "answer": "so\n#### 1,234"}, None),
+        (dapo_row("good", "1"), None),
+        (dapo_row("good", "2"), None),
+    ]
+    file = jsonl(tmp_path / "mixed.jsonl", *[row for row, _ in rows])
+    prompts, report = read_prompts([file], DataConfig(max_prompt_tokens=64), tokenizer)
+    assert [prompt.answer for prompt in prompts] == ["1", "7", "7", "1234", "2"]
+    expected = [(str(file), number, reason) for number, (_, reason) in enumerate(rows, 1) if reason]
+    assert [(row.file, row.row, row.reason) for row in report.rejected] == expected
+    assert report.rows == {str(file): len(rows) - 1} and report.duplicates == 1  # an empty line is no row
+    assert report.kept + report.duplicates + len(report.rejected) == sum(report.rows.values())
+    lines = report.lines(shown=1)
+    assert lines[0] == "data: 5 of 27 rows used, 1 duplicates, 21 unusable"
+    assert f"data: 3 rows: malformed JSON: {file}:2, ..." in lines
+    assert any("(88 tokens)" in line for line in lines)
+
+
+def test_parquet_of_dapo_with_nulls_and_repeats(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    unique = [dapo_row(f"What is {i}?", str(i)) for i in range(50)]
+    rows = [unique[i % 50] for i in range(5000)] + [dapo_row("no answer", None), {**unique[0], "prompt": None}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    prompts, report = read_prompts([tmp_path / "a.parquet"], raw(), tokenizer)
+    assert [prompt.text for prompt in prompts] == [f"What is {i}?" for i in range(50)]
+    assert report.duplicates == 4950
+    assert [(row.row, row.reason.split(" in ")[0]) for row in report.rejected] == [(5001, "no answer"), (5002, "no prompt")]
+
+
+QUESTION = st.text(min_size=1, max_size=8)
+ANSWER = st.integers(-9, 9).map(str)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(rows=st.lists(st.tuples(QUESTION, ANSWER), min_size=1, max_size=20), rng=st.randoms())
+def test_uids_do_not_depend_on_files_order_or_template(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, rows: list[tuple[str, str]], rng: Any
+) -> None:
+    rows = [("q" + question, answer) for question, answer in rows]
+    one = jsonl(tmp_path / "one.jsonl", *[{"question": q, "answer": a} for q, a in rows])
+    rng.shuffle(rows)
+    pq.write_table(pa.Table.from_pylist([dapo_row(q, a) for q, a in rows]), tmp_path / "two.parquet")
+    first, _ = read_prompts([one], raw(), tokenizer)
+    second, _ = read_prompts([tmp_path / "two.parquet"], DataConfig(), tokenizer)
+    assert {p.uid: p.answer for p in first} == {p.uid: p.answer for p in second}
+    assert len(first) == len(second) == len(set(rows)) and all(0 <= p.uid < 2**63 for p in first)
+    both, report = read_prompts([one, tmp_path / "two.parquet"], raw(), tokenizer)
+    assert [p.uid for p in both] == [p.uid for p in first]
+    assert report.kept + report.duplicates == 2 * len(rows)
+
+
+def test_uids_are_fixed_for_ever() -> None:
+    assert prompt_uid("What is 1+1?", "2") == GOLDEN_UID
+    assert prompt_uid("a", "bc") != prompt_uid("ab", "c")
+
+
+def test_templates(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U{prompt}"}]
+    file = jsonl(tmp_path / "t.jsonl", {"prompt": messages, "answer": "1"}, {"prompt": "5+2=?\n", "answer": "7"})
+
+    def texts(data: DataConfig, with_: PreTrainedTokenizerFast = tokenizer) -> list[Prompt]:
+        return read_prompts([file], data, with_)[0]
+
+    assert [p.text for p in texts(DataConfig())] == [
+        "<|system|>S<|end|><|user|>U{prompt}<|end|><|assistant|>",
+        "<|user|>5+2=?\n<|end|><|assistant|>",
+    ]
+    assert [p.text for p in texts(raw(prompt_format="<{prompt}>"))] == ["S\nU{prompt}", "<5+2=?\n>"]
+    llama = byte_tokenizer(CHAT, bos=True)
+    assert [p.tokens[0] == 257 for p in texts(raw(), llama)] == [True, True]
+    assert [p.tokens[0] == 257 for p in texts(DataConfig(), llama)] == [False, False]
+    assert texts(raw(), llama)[1].tokens[1:] == texts(raw())[1].tokens
+    with pytest.raises(ConfigError, match=r"^data\.template: .* no chat template"):
+        texts(DataConfig(), byte_tokenizer())
+    with pytest.raises(ConfigError, match=r"^data\.prompt_format: must contain"):
+        texts(raw(prompt_format="no place"))
+
+
+def test_keys(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    file = jsonl(tmp_path / "k.jsonl", {"a": {"b": {"c": "x"}}, "a.b": "dotted", "text": "q", "answer": "no"})
+    for key, answer in (("a.b.c", "x"), ("a.b", "dotted"), ("absent.key", "no")):
+        assert read_prompts([file], raw(prompt_key="text", answer_key=key), tokenizer)[0][0].answer == answer
+
+
+def test_supervised_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    good = {"prompt": "5+2=?\n", "response": "Answer: 7"}
+    file = jsonl(tmp_path / "s.jsonl", good, good, {"prompt": "q"}, {"prompt": "q", "response": 5}, {"prompt": "x" * 99, "response": "a"})
+    report = ReadReport()
+    pairs = read_pairs([file], raw(max_prompt_tokens=64), "response", tokenizer, report)
+    assert len(pairs) == 2 and pairs[0] == pairs[1]  # the frequency of a text is part of what is learnt
+    assert tokenizer.decode(pairs[0][0]) == "5+2=?\n"
+    assert tokenizer.decode(pairs[0][1][:-1]) == "Answer: 7" and pairs[0][1][-1] == tokenizer.eos_token_id
+    reasons = ["no response in response", "response is not a text", "longer than data.max_prompt_tokens 64"]
+    assert [(row.row, row.reason) for row in report.rejected] == list(zip((3, 4, 5), reasons, strict=True))
+    llama = byte_tokenizer(bos=True)
+    prompt, response = read_pairs([file], raw(max_prompt_tokens=64), "response", llama)[0]
+    assert prompt[0] == 257 and 257 not in response
+    llama.eos_token = None
+    with pytest.raises(ConfigError, match=r"^model\.path: .*end-of-sequence"):
+        read_pairs([file], raw(), "response", llama)
+
+
+def bad_files(folder: Path) -> list[tuple[Path, str]]:
+    (folder / "empty.jsonl").touch()
+    (folder / "empty.parquet").touch()
+    (folder / "blank.jsonl").write_text("\n \n")
+    (folder / "foreign.parquet").write_bytes(b"PAR1 but not really" * 20)
+    (folder / "foreign.jsonl").write_bytes(bytes(range(256)) * 4)
+    (folder / "notes.txt").write_text("hello")
+    jsonl(folder / "useless.jsonl", {"question": "q"}, {"answer": "1"})
+    pq.write_table(pa.table({"question": pa.array([], pa.string()), "answer": pa.array([], pa.string())}), folder / "none.parquet")
+    pq.write_table(pa.table({"input": ["q"], "output": ["1"]}), folder / "columns.parquet")
+    pq.write_table(pa.table({"question": ["q" * 5000], "answer": ["1"]}), folder / "cut.parquet")
+    whole = (folder / "cut.parquet").read_bytes()
+    (folder / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    return [
+        (folder / "absent.jsonl", "no such file"),
+        (folder, "not a file"),
+        (folder / "notes.txt", "unknown kind of file '.txt'"),
+        (folder / "empty.jsonl", "holds no row"),
+        (folder / "blank.jsonl", "holds no row"),
+        (folder / "none.parquet", "holds no row"),
+        (folder / "empty.parquet", "cannot be read"),
+        (folder / "foreign.parquet", "cannot be read"),
+        (folder / "cut.parquet", "cannot be read"),
+        (folder / "foreign.jsonl", "no row can be used: "),
+        (folder / "useless.jsonl", "no row can be used: 1 x no answer in reward_model.ground_truth or answer; 1 x no prompt"),
+        (folder / "columns.parquet", "none of the columns"),
+    ]
+
+
+def test_bad_files_are_named_before_and_after_ranks_are_started(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    good = jsonl(tmp_path / "good.jsonl", {"question": "q", "answer": "1"})
+    for file, words in bad_files(tmp_path):
+        for check in (
+            lambda file=file: read_prompts([good, file], raw(), tokenizer),
+            lambda file=file: validate_files(raw(train=(good, file))),
+            lambda file=file: validate_files(raw(train=(good,), eval=(file,))),
+        ):
+            with pytest.raises(DataError) as caught:
+                check()
+            assert str(caught.value).startswith(f"{file}: ") and words in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="longer than"):
+        read_prompts([good], DataConfig(max_prompt_tokens=2), tokenizer)
+    with pytest.raises(DataError, match=r"^data\.train: names no file"):
+        read_prompts([], raw(), tokenizer)
+    validate_files(raw(train=(good,)))
+    with pytest.raises(DataError, match="no response in response"):
+        validate_files(raw(train=(good,)), response_key="response")
+    validate_files(raw(train=(jsonl(tmp_path / "sft.jsonl", {"prompt": "q", "response": "r"}),), eval=(good,)), response_key="response")
+
+
+def test_the_check_before_ranks_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "good.jsonl", {"question": "q", "answer": "1"})
+    code = (
+        "import sys; from megarl.config.schema import DataConfig; from megarl.data.reader import validate_files\n"
+        f"validate_files(DataConfig(train=({str(file)!r},)))\n"
+        "sys.exit(bool({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
