@@ -1,0 +1,265 @@
+"""The report: one file that refers to nothing outside itself, with every figure that the data allows, and only those."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.config.errors import ConfigError, DataError
+from megarl.observe.figures import SECTIONS
+from megarl.observe.metrics import MetricsLog
+from megarl.observe.plots import MAX_POINTS, Line, draw_lines, moving_average, spread, thin, value_text
+from megarl.observe.report import flatten, headline, pick_steps, write_report
+from megarl.observe.runs import kept_share, load_run
+from megarl.observe.samples import Sample, SampleLog
+
+from .synthetic_run import write_run
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+TITLES = [spec.title for _, specs in SECTIONS for spec in specs]
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed in the order in which they were opened; collects references, ids, headings and text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.ids: list[str] = []
+        self.headings: list[str] = []
+        self.text: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self._note(attrs)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._note(attrs)
+
+    def _note(self, attrs: list[tuple[str, str | None]]) -> None:
+        self.references += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href", "action", "data", "srcset")]
+        self.references += [m for _, v in attrs for m in re.findall(r"url\((.*?)\)", v or "")]
+        self.ids += [v or "" for k, v in attrs if k == "id"]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "h3" in self.open[-2:]:
+            self.headings.append(data.strip())
+        self.text.append(data)
+
+
+def page(run_dirs: list[Path], out: Path) -> tuple[Page, str]:
+    html = write_report(run_dirs, out).read_text(encoding="utf-8")
+    return Page(html), html
+
+
+@pytest.fixture(scope="module")
+def vapo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "demo-vapo", "vapo", steps=40, k=8)
+
+
+@pytest.fixture(scope="module")
+def dapo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "demo-dapo", "dapo", steps=25, seed=1, k=1)
+
+
+def left_out(parsed: Page) -> set[str]:
+    note = next((text for text in parsed.text if text.startswith("Left out")), ": .")
+    return set(note.split(": ", 1)[1].rstrip(".").split(", ")) - {""}
+
+
+def test_report_of_a_vapo_run(vapo: Path, tmp_path: Path) -> None:
+    parsed, html = page([vapo], tmp_path / "new" / "report.html")
+    assert all(reference.startswith("#") for reference in parsed.references)
+    assert {reference[1:] for reference in parsed.references} <= set(parsed.ids)
+    assert len(parsed.ids) == len(set(parsed.ids))
+    assert "http" not in re.sub(r'xmlns(:xlink)?="[^"]*"', "", html) and "@import" not in html and "<script" not in html
+    assert left_out(parsed) == {"Peak memory per phase", "Supervised loss", "Supervised learning rate", "Supervised gradient norm"}
+    assert set(TITLES) - set(parsed.headings) == left_out(parsed)
+    assert html.count("<svg") == len(TITLES) - 4
+    text = " ".join(parsed.text)
+    run = load_run(vapo)
+    first, last = run.points("eval", "eval/avg")[0], run.points("eval", "eval/avg")[max(run.points("eval", "eval/avg"))]
+    assert f"{first:.3f} → {last:.3f}" in text
+    for fact in (
+        "runs/demo/warm_start/hf",
+        "TP 2 x PP 1 x DP 1",
+        "40 of 40",
+        "32 prompts x 8",
+        "torch 2.13.0",
+        "actor.betas",
+        "Early",
+        "Middle",
+        "Late",
+    ):
+        assert fact in text, fact
+    assert "✓ right" in text and "✗ wrong" in text and "reward -1" in text
+    assert "Alarms and events" not in text
+
+
+def test_a_run_without_critic_says_what_is_left_out(dapo: Path, tmp_path: Path) -> None:
+    parsed, html = page([dapo], tmp_path)
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == html
+    missing = left_out(parsed)
+    assert {"Explained variance", "Value loss", "Length-adaptive lambda", "Value loss in pretraining"} <= missing
+    assert missing.isdisjoint(parsed.headings) and missing | set(parsed.headings) >= set(TITLES)
+    # With one sample a problem pass and majority are avg again.
+    assert "maj" not in re.search(r'aria-label="Evaluation accuracy".*?</svg>', html, re.DOTALL)[0]  # type: ignore[index]
+
+
+def test_several_runs_lie_over_each_other(vapo: Path, dapo: Path, tmp_path: Path) -> None:
+    parsed, html = page([vapo, dapo], tmp_path / "both.html")
+    legend = re.search(r'<ul class="legend runs">(.*?)</ul>', html)
+    assert legend and re.findall(r"var\((--s\d)\)\"></i>([\w-]+)<", legend[1]) == [("--s0", "demo-vapo"), ("--s1", "demo-dapo")]
+    for title, colours in (("Reward", {"--s0", "--s1"}), ("Explained variance", {"--s0"}), ("Groups sampled", {"--s0", "--s1"})):
+        drawn = re.search(rf'aria-label="{title}".*?</svg>', html, re.DOTALL)
+        assert drawn and set(re.findall(r"var\((--s\d)\)", drawn[0])) == colours
+    text = " ".join(parsed.text)
+    assert "Samples of demo-vapo" in text and "Samples of demo-dapo" in text and "demo-vapo and demo-dapo" in text
+    before_fold = html[html.index("<h2>Configuration") : html.index("<details>")]
+    assert "recipe" in before_fold and "seed" in before_fold and "actor.lr" not in before_fold
+
+
+def test_colours_are_left_to_the_page(vapo: Path, tmp_path: Path) -> None:
+    _, html = page([vapo], tmp_path)
+    drawn = "".join(re.findall(r"<svg.*?</svg>", html, re.DOTALL))
+    assert re.findall(r"(?:fill|stroke): #[0-9a-f]{6}", drawn) == []
+
+
+def test_texts_are_escaped_and_troubles_shown(tmp_path: Path) -> None:
+    evil = '<script src="http://x">&</pre>'
+    with MetricsLog(tmp_path) as log, SampleLog(tmp_path, 4) as samples:
+        log.write({"step": 1, "stage": "train", "reward/mean": float("nan"), "reward/accuracy": 0.5, "events": [evil]})
+        samples.write([Sample(1, evil, evil, None, False, True, 3, answer=evil)])
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "st')
+    (tmp_path / "config.yaml").write_text(f"model: {{path: '{evil}'}}\n")
+    parsed, html = page([tmp_path], tmp_path)
+    assert "<script" not in html and html.count("</pre>") == 2
+    text = " ".join(parsed.text)
+    assert text.count(evil) == 6
+    assert "not finite: reward/mean: nan" in text and "1 cut or foreign lines" in text and "truncated" in text
+    assert "Reward" in left_out(parsed) and "Training accuracy" in parsed.headings
+
+
+@pytest.mark.parametrize(
+    "records", [[], [{"step": 1, "stage": "sft", "policy/nll_loss": 2.0}], [{"step": 0, "stage": "eval", "eval/avg": 0.0}]]
+)
+def test_a_run_that_has_hardly_begun(tmp_path: Path, records: list[dict[str, object]]) -> None:
+    with MetricsLog(tmp_path) as log:
+        for record in records:
+            log.write(record)
+    parsed, html = page([tmp_path], tmp_path)
+    assert html.count("<svg") == len(records) and len(left_out(parsed)) == len(TITLES) - len(records)
+    assert headline(load_run(tmp_path))[1] == ("" if not records else "2.000" if records[0]["stage"] == "sft" else "0.000")
+
+
+def test_memory_and_unknown_phases_are_drawn(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        for step in (1, 2):
+            log.write(
+                {
+                    "step": step,
+                    "stage": "train",
+                    "time/rollout": 1.0,
+                    "time/juggling": 2.0,
+                    "time/step": 3.5,
+                    "memory/rollout": step * 2**31,
+                }
+            )
+    parsed, _ = page([tmp_path], tmp_path)
+    text = " ".join(parsed.text)
+    assert "juggling 2 s, 57%" in text and "other 0.5 s, 14%" in text
+    assert "4 GiB" in text and {"Time per phase", "Peak memory per phase"} <= set(parsed.headings)
+
+
+def test_zero_and_constant_curves_are_drawn() -> None:
+    for values, log in (
+        ([0.0, 0.0], False),
+        ([0.0, 0.0], True),
+        ([0.0, 1e-6], True),
+        ([1.0, 1.0], True),
+        ([5.0], False),
+        ([-3e9, 2e-9], False),
+    ):
+        svg = draw_lines([Line(dict(enumerate(values)), "#2b6cd4")], "step", log=log)
+        assert "nan" not in svg and f">{value_text(values[-1])}</text>" in svg
+
+
+def test_errors_of_the_user(tmp_path: Path, vapo: Path) -> None:
+    with pytest.raises(DataError, match="no run folder"):
+        write_report([], tmp_path)
+    with pytest.raises(DataError, match=r"metrics\.jsonl: cannot be read"):
+        write_report([tmp_path], tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_report([vapo], tmp_path / "file" / "report.html")
+    MetricsLog(tmp_path).close()
+    for name, content in (("config.yaml", "a: [1"), ("versions.json", "{"), ("versions.json", "[1]")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(DataError, match=rf"{name}: (cannot be parsed|holds no mapping)"):
+            write_report([tmp_path], tmp_path)
+        (tmp_path / name).unlink()
+
+
+def test_a_step_that_was_done_again_counts_once(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        for value in (0.1, 0.7):
+            log.write({"step": 5, "stage": "eval", "eval/avg": value, "time/step": 2.0})
+    run = load_run(tmp_path)
+    assert run.points("eval", "eval/avg") == {5: 0.7} and run.seconds == 2.0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(-0.2, 1.2), min_size=1, max_size=6), st.floats(0.01, 0.16))
+def test_labels_are_moved_apart(heights: list[float], gap: float) -> None:
+    heights = sorted(heights)
+    placed = spread(heights, gap)
+    assert all(b - a >= gap - 1e-9 for a, b in pairwise(placed))
+    assert placed[0] >= -1e-9 and placed[-1] <= 1 + 1e-9
+    if all(b - a >= gap for a, b in pairwise(heights)) and heights[0] >= 0 and heights[-1] <= 1:
+        assert placed == pytest.approx(heights, abs=1e-9)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=3 * MAX_POINTS))
+def test_thinning_and_smoothing_keep_the_course(values: list[float]) -> None:
+    xs, ys = thin(dict(enumerate(values)))
+    assert len(xs) == len(ys) <= MAX_POINTS
+    assert xs == sorted(xs) and min(values) - 1e-9 <= min(ys) and max(ys) <= max(values) + 1e-9
+    smooth = moving_average(ys)
+    assert len(smooth) == len(ys) and min(ys) - 1e-9 <= min(smooth) and max(smooth) <= max(ys) + 1e-9
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.floats(-5, 5), st.floats(-5, 5))
+def test_smoothing_does_not_bend_a_line(n: int, start: float, slope: float) -> None:
+    line = [start + slope * i for i in range(n)]
+    assert moving_average(line) == pytest.approx(line, abs=1e-8)
+
+
+def test_shares_of_groups() -> None:
+    counts = {"rollout/groups_kept": 24, "rollout/groups_all_right": 6, "rollout/groups_all_wrong": 2}
+    assert kept_share(counts) == {"kept": 0.75, "all_right": 0.1875, "all_wrong": 0.0625}
+    assert kept_share({k: v / 32 for k, v in counts.items()}) == kept_share(counts)
+    assert kept_share({}) is None and kept_share(dict.fromkeys(counts, 0)) is None
+
+
+def test_picked_steps_and_flat_keys() -> None:
+    samples = [Sample(step, "p", "r", 0.0, True, False, 1) for step in (2, 4, 6, 8, 10)]
+    assert pick_steps(samples) == {"Early": 2, "Middle": 6, "Late": 10}
+    assert pick_steps(samples[:1]) == {"Early": 2} and pick_steps([]) == {}
+    assert flatten({"a": {"b": 1, "c": {}}, "d": None}) == {"a.b": "1", "a.c": "{}", "d": ""}
