@@ -1,0 +1,145 @@
+"""Megatron-core on a CPU: leads its CUDA entry points to the CPU. The only module of megarl that patches anything.
+
+megatron-core 0.16-0.19 names CUDA in few places. Those on the hot path of a forward and backward pass are replaced once, by
+plain functions; those in construction and in the optimizer step are reached through a `TorchFunctionMode` that is entered only
+around these two (`on_cpu`), so that no torch call of a forward or backward pass is intercepted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_installed = False
+
+
+def _lead(device: Any) -> Any:
+    """A CUDA device, however written, as the CPU; anything else as it is."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return _CPU
+    if isinstance(device, str) and device.startswith("cuda"):
+        return _CPU
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return _CPU
+    return device
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Leads `device="cuda"` arguments to the CPU, and answers what the optimizer asks of a tensor's type."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _lead(kwargs["device"])}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # clip_grad_by_total_norm_fp32 and the distributed optimizer compare with 'torch.cuda.FloatTensor'.
+            return func(*args).replace("torch.", "torch.cuda.")
+        if func is torch.Tensor.to and len(args) > 1:
+            args = (args[0], *[_lead(a) if isinstance(a, (str, torch.device)) else a for a in args[1:]])
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Entered around Megatron's model construction and optimizer steps; nothing where the CPU platform is not installed."""
+    with _CudaToCpu() if _installed else contextlib.nullcontext():
+        yield
+
+
+class _Stream:
+    """Stands for a CUDA stream: on a CPU everything is in order already (p2p_communication, param_and_grad_buffer)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *args: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> _Event:
+        return _Event()
+
+
+class _Event:
+    """Stands for a CUDA event (checkpointing, timers)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+
+class _TorchWithoutCuda(types.ModuleType):
+    """The name `torch` inside one Megatron module, with factory functions that lead `device="cuda"` to the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in ("zeros", "tensor", "empty", "ones"):
+            setattr(self, name, self._leading(getattr(torch, name)))
+
+    @staticmethod
+    def _leading(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if "device" in kwargs:
+                kwargs["device"] = _lead(kwargs["device"])
+            return factory(*args, **kwargs)
+
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def install() -> None:
+    """Puts the CPU in the place of CUDA, once per process, before the first Megatron call."""
+    global _installed
+    if _installed:
+        return
+    cuda: Any = torch.cuda
+    # model_parallel_config, RotaryEmbedding, p2p_communication: tensors on `torch.cuda.current_device()`.
+    cuda.current_device = lambda: _CPU
+    cuda.synchronize = lambda device=None: None
+    cuda.current_stream = lambda device=None: _Stream()
+    cuda.default_stream = lambda device=None: _Stream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.Stream = _Stream
+    cuda.Event = _Event
+    cuda.empty_cache = lambda: None
+    # tensor_parallel.random keeps a state per model-parallel region.
+    cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    # nvtx ranges around attention and the schedules.
+    cuda.nvtx.range_push = lambda message: None
+    cuda.nvtx.range_pop = lambda: None
+    # `tensor.cuda()`: embedding initialisation, data broadcasts.
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+    import megatron.core.pipeline_parallel.schedules as schedules
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    schedules.torch = _TorchWithoutCuda()  # total_num_tokens = torch.zeros([], device="cuda"), once a schedule
+    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    _installed = True

@@ -1,0 +1,129 @@
+"""Starting the ranks of a job from one process, with torch's elastic launcher (what torchrun uses), on this machine.
+
+A rank that ends with an error leaves word; the launcher, which outlives them all, says it once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megarl.config.schema import ParallelConfig
+
+_WORD_FILE = "TORCHELASTIC_ERROR_FILE"  # set by the elastic launcher, another file for each rank
+_PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo raises plain RuntimeErrors
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def ranks_here(config: ParallelConfig) -> int:
+    """Processes to start when megarl is started as one process: dp defaults to 1."""
+    return config.tp * config.pp * config.cp * (config.dp or 1)
+
+
+def launch(config: ParallelConfig, arguments: Sequence[str], folder: Path) -> int:
+    """Runs `python -m megarl ARGUMENTS` on every rank and waits; gives 0, or the exit code of the rank that failed first, after one line
+    about it (128 + signal for a rank that was killed, as a shell has it). `folder`: where the line sends people to look.
+
+    When one rank ends with an error, or this process is told to end, the other ranks are ended too. Everything binds to loopback.
+    Raises KeyboardInterrupt after Ctrl-C.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The ranks report their own errors; the launcher's tables of tracebacks would bury them. (Some of its loggers set their own level.)
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks_here(config),
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+        # Not SIGINT, which would be passed on: a rank that is still importing would answer Ctrl-C with a traceback, one that is in a
+        # collective not at all. As a KeyboardInterrupt here it makes the agent end the ranks with SIGTERM.
+        signals_to_handle=",".join(number.name for number in _ENDING),
+    )
+    handlers = {number: signal.getsignal(number) for number in _ENDING}
+    try:
+        elastic_launch(settings, sys.executable)("-m", "megarl", *arguments)
+    except ChildFailedError as error:
+        code, line = verdict({rank: (f.exitcode, f.error_file_data) for rank, f in error.failures.items()}, folder)
+        print(f"megarl: {line}", file=sys.stderr, flush=True)
+        return code
+    except SignalException as error:
+        print(f"megarl: ended by {error.sigval.name}, with all ranks", file=sys.stderr, flush=True)
+        return 128 + error.sigval
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def verdict(failures: Mapping[int, tuple[int, Any]], folder: Path) -> tuple[int, str]:
+    """Exit code and line for what became of the ranks: rank -> (exit code, negative for a signal; the word that it left, if any).
+
+    The cause is a rank that was killed; else the earliest that ended with an error of its own; a rank that merely lost its peers, or
+    that the launcher ended, comes last."""
+
+    def order(rank: int) -> tuple[int, float]:
+        code, word = failures[rank]
+        left = isinstance(word, dict) and "line" in word
+        if code < 0:
+            return (0 if -code != signal.SIGTERM else 3), 0.0
+        return (2 if left and word["peer_lost"] else 1), word["timestamp"] if left else 0.0
+
+    rank = min(failures, key=order)
+    code, word = failures[rank]
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else "of unknown name"
+        hint = "; the kernel does that when memory runs out: see dmesg" if -code == signal.SIGKILL else ""
+        return (
+            128 - code,
+            f"rank {rank} was killed by signal {-code} ({name}), the others were ended{hint}; what the run wrote is in {folder}",
+        )
+    if isinstance(word, dict) and "line" in word:
+        return code, str(word["line"])
+    return code, f"rank {rank} ended with exit code {code}: what it said is above, what the run wrote is in {folder}"
+
+
+def leave_word(line: str, *, peer_lost: bool = False) -> bool:
+    """A rank's last line, for its launcher to say; False where no launcher waits for it."""
+    path = os.environ.get(_WORD_FILE)
+    if not path:
+        return False
+    Path(path).write_text(json.dumps({"message": line, "timestamp": time.time(), "line": line, "peer_lost": peer_lost}), encoding="utf-8")
+    return True
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has gone: that one's end is the news, not this."""
+    return isinstance(error, dist.DistNetworkError | dist.DistBackendError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_LOST)
+    )
+
+
+def follow_launcher() -> None:
+    """In a rank that `launch` started: a launcher that dies takes its ranks with it, even when it is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,49 @@
+"""How the ranks of a job are arranged: pure arithmetic, no torch, so that a laptop can plan a job of 1,024 GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Coords(NamedTuple):
+    """A rank's place, fastest-varying dimension first (Megatron's order tp-cp-ep-dp-pp with cp = ep = 1)."""
+
+    tp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of tensor, pipeline and data parallelism."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.tp, self.pp, self.dp) < 1:
+            raise ValueError(f"every parallel size must be at least 1 (got tp={self.tp}, pp={self.pp}, dp={self.dp})")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp * self.dp
+
+    def rank(self, *, tp: int, pp: int, dp: int) -> int:
+        """Global rank of a place: tp + TP * (dp + DP * pp)."""
+        if not (0 <= tp < self.tp and 0 <= pp < self.pp and 0 <= dp < self.dp):
+            raise IndexError(f"tp={tp}, pp={pp}, dp={dp} is outside of {self}")
+        return tp + self.tp * (dp + self.dp * pp)
+
+    def coords(self, rank: int) -> Coords:
+        """Place of a global rank; the inverse of `rank`."""
+        if not 0 <= rank < self.world:
+            raise IndexError(f"rank {rank} is outside of {self}")
+        return Coords(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
+
+
+def padded_vocab(vocab: int, tp: int) -> int:
+    """Rows of Megatron's embedding and output layer over all `tp` ranks: the next multiple of `tp`."""
+    return -(-vocab // tp) * tp

@@ -1,0 +1,137 @@
+"""This process's place in the job: device, rank, process groups. Chosen at start, the same for the whole run."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import ParallelConfig
+from megarl.parallel import cpu_platform
+from megarl.parallel.layout import Layout
+
+LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a rank knows of itself. `cpu_group` (gloo) carries Python objects and host tensors between all ranks."""
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    timeout: float
+    cpu_group: dist.ProcessGroup
+
+    @property
+    def world(self) -> int:
+        return self.layout.world
+
+    @property
+    def tp_rank(self) -> int:
+        return self.layout.coords(self.rank).tp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.layout.coords(self.rank).dp
+
+    @property
+    def pp_rank(self) -> int:
+        return self.layout.coords(self.rank).pp
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.layout.pp - 1
+
+    @property
+    def speaks(self) -> bool:
+        """True on the one rank of each data-parallel replica whose numbers are counted (first TP rank of the last stage)."""
+        return self.tp_rank == 0 and self.is_last_stage
+
+
+def choose_device(wanted: str) -> torch.device:
+    """`auto` is CUDA where there is one; asking for CUDA where there is none is a ConfigError."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("parallel.device: cuda was asked for, but torch sees no CUDA device (use auto or cpu)")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def limit_threads(threads: int) -> None:
+    """Threads of one torch operation on a CPU. With one rank per core one thread is the fastest."""
+    torch.set_num_threads(threads)
+
+
+def is_launched() -> bool:
+    """Whether torchrun (or srun with torchrun) started this process as one rank of several."""
+    return all(name in os.environ for name in LAUNCHED_BY)
+
+
+def launched_rank() -> int:
+    """This process's global rank as the launcher numbered it; 0 where nobody launched it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def launched_world() -> int:
+    """Processes of the job as the launcher counted them; 1 where nobody launched it."""
+    return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
+
+
+def layout_for(config: ParallelConfig, world: int) -> Layout:
+    """The layout on `world` devices. Raises ConfigError where the sizes do not fit."""
+    model_parallel = config.tp * config.pp * config.cp
+    if world % model_parallel:
+        raise ConfigError(f"parallel: tp {config.tp} x pp {config.pp} does not divide the {world} launched processes")
+    dp = world // model_parallel
+    if config.dp is not None and config.dp != dp:
+        raise ConfigError(f"parallel.dp: {config.dp} was asked for, but {world} processes / (tp {config.tp} x pp {config.pp}) give {dp}")
+    return Layout(tp=config.tp, pp=config.pp, dp=dp)
+
+
+def start(config: ParallelConfig, seed: int) -> Runtime:
+    """Joins the job: process groups over NCCL or gloo, Megatron's parallel state, seeds. Every rank calls it once."""
+    device = choose_device(config.device)
+    # Megatron's column-parallel layers order communication and compute by this (tensor_parallel/layers.py).
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if device.type == "cpu":
+        limit_threads(config.threads)
+        cpu_platform.install()
+    else:
+        torch.cuda.set_device(device)
+    from megatron.core import parallel_state, tensor_parallel
+
+    layout = layout_for(config, launched_world())
+    limit = datetime.timedelta(seconds=config.timeout)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if is_launched():
+        dist.init_process_group(backend, timeout=limit)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
+        context_parallel_size=config.cp,
+        expert_model_parallel_size=config.ep,
+        distributed_timeout_minutes=max(1, round(config.timeout / 60)),
+    )
+    cpu_group = dist.new_group(backend="gloo", timeout=limit) if backend == "nccl" else dist.group.WORLD
+    assert cpu_group is not None
+    random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return Runtime(layout, dist.get_rank(), device, config.timeout, cpu_group)
+
+
+def stop() -> None:
+    """Leaves the job; safe to call when `start` did not get far."""
+    if dist.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
