@@ -1,0 +1,284 @@
+"""Megatron models from a Hugging Face configuration: the only file that names a Megatron model class.
+
+Actor and critic share the body; the actor's head gives log-probabilities, the critic's gives values. Weights are not
+initialised here (see megarl/weights), save the critic's head, which starts at zero.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megarl.config.errors import CheckpointError, ConfigError
+from megarl.config.schema import Config
+from megarl.model.logprob_head import vocab_parallel_logprobs
+from megarl.model.portable import PackedAttention, PackedPlan, RMSNorm
+from megarl.parallel.cpu_platform import on_cpu
+from megarl.parallel.layout import padded_vocab
+from megarl.parallel.runtime import Runtime
+
+Model = TypeVar("Model", bound=GPTModel)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def read_hf_config(folder: Path) -> PretrainedConfig:
+    """The model's configuration. Raises CheckpointError where the folder holds none."""
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder}: no config.json (model.path must be a Hugging Face folder)")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder}/config.json: not a readable model configuration: {str(error).splitlines()[0]}") from None
+
+
+def choose_layers(wanted: str, device: torch.device) -> str:
+    """`te` or `portable`. Asking for te without CUDA or without Transformer Engine is a ConfigError."""
+    try:
+        import transformer_engine  # noqa: F401
+
+        available = device.type == "cuda"
+    except ImportError:
+        available = False
+    if wanted == "te" and not available:
+        raise ConfigError("model.layers: te needs a CUDA device and transformer-engine (install megarl[te], or use auto or portable)")
+    return "te" if wanted != "portable" and available else "portable"
+
+
+class _Body(GPTModel):
+    """GPTModel over packed sequences that stops at the hidden states."""
+
+    layers_kind: str
+
+    def __init__(self, hf: PretrainedConfig, config: TransformerConfig, runtime: Runtime, layers: str, tied: bool) -> None:
+        first, last = runtime.pp_rank == 0, runtime.is_last_stage
+        super().__init__(
+            config=config,
+            transformer_layer_spec=_layer_spec(config, layers),
+            vocab_size=padded_vocab(hf.vocab_size, runtime.layout.tp),
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="rope",
+        )
+        self.layers_kind = layers
+        self.rotary_pos_emb.inv_freq = _rope_frequencies(hf).to(runtime.device)
+
+    def pack(self, cu_seqlens: Tensor) -> PackedSeqParams:
+        """What the layers need to know of packed sequences. cu_seqlens: int64 [n+1] on the host."""
+        device = self.rotary_pos_emb.inv_freq.device
+        if self.layers_kind == "portable":
+            return PackedPlan.of(cu_seqlens, device)
+        longest = int(cu_seqlens.diff().max())
+        on_device = cu_seqlens.to(device, torch.int32)
+        return PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=on_device, cu_seqlens_kv=on_device, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+
+    def _preprocess(self, *args: Any, position_ids: Tensor, **kwargs: Any) -> Any:
+        outputs = super()._preprocess(*args, position_ids=position_ids, **kwargs)
+        if self.layers_kind == "portable":
+            # One row of angles per token: Megatron then rotates all sequences of the pack in one operation.
+            angles = outputs[1].index_select(0, position_ids.flatten())
+            outputs = (outputs[0], angles, *outputs[2:])
+        return outputs
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states
+
+
+class Actor(_Body):
+    """forward(...) -> (logprobs, entropy), float32 [r] each, on the last pipeline stage; hidden states elsewhere."""
+
+    def __init__(
+        self, hf: PretrainedConfig, config: TransformerConfig, runtime: Runtime, layers: str, temperature: float, chunk: int
+    ) -> None:
+        super().__init__(hf, config, runtime, layers, tied=bool(hf.tie_word_embeddings))
+        shard = padded_vocab(hf.vocab_size, runtime.layout.tp) // runtime.layout.tp
+        self.first_word = shard * runtime.tp_rank
+        self.words = max(0, min(shard, hf.vocab_size - self.first_word))
+        self.temperature, self.chunk = temperature, chunk
+
+    def forward(self, tokens: Tensor, positions: Tensor, packed: PackedSeqParams, at: Tensor, labels: Tensor) -> Any:
+        """tokens, positions: int64 [1, t]; at: int64 [r], places in the pack that predict; labels: int64 [r], what came there."""
+        hidden = super().forward(tokens, positions, None, packed_seq_params=packed)
+        if not self.post_process:
+            return hidden
+        group = self.pg_collection.tp if self.config.tensor_model_parallel_size > 1 else None
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        elif group is not None:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        return vocab_parallel_logprobs(
+            hidden.squeeze(1).index_select(0, at),
+            weight,
+            labels,
+            first_word=self.first_word,
+            words=self.words,
+            temperature=self.temperature,
+            chunk=self.chunk,
+            group=group,
+        )
+
+
+class ValueHead(torch.nn.Module):
+    """hidden -> 1 in float32, starting at zero."""
+
+    def __init__(self, hidden_size: int, sequence_parallel: bool, device: torch.device) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=torch.float32, device=device))
+        # Each tensor-parallel rank sees its part of the tokens only: Megatron sums such gradients over the ranks.
+        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden.float(), self.weight).squeeze(-1)
+
+
+class Critic(_Body):
+    """forward(...) -> values, float32 [r], on the last pipeline stage; hidden states elsewhere. Embeddings are never tied."""
+
+    def __init__(self, hf: PretrainedConfig, config: TransformerConfig, runtime: Runtime, layers: str) -> None:
+        super().__init__(hf, config, runtime, layers, tied=False)
+        if self.post_process:
+            del self.output_layer
+            self.value_head = ValueHead(config.hidden_size, config.sequence_parallel, runtime.device)
+
+    def forward(self, tokens: Tensor, positions: Tensor, packed: PackedSeqParams, at: Tensor, labels: Tensor) -> Any:
+        """As the actor's; `labels` is not used: the value of a state does not know the action."""
+        hidden = super().forward(tokens, positions, None, packed_seq_params=packed)
+        if not self.post_process:
+            return hidden
+        values = self.value_head(hidden)
+        if self.config.sequence_parallel:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values.squeeze(1).index_select(0, at)
+
+
+def build_actor(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Actor:
+    """This rank's part of the actor, weights undefined."""
+    layers = choose_layers(config.model.layers, runtime.device)
+    with on_cpu():
+        model = Actor(
+            hf, _transformer_config(config, hf, runtime, layers), runtime, layers, config.rollout.temperature, config.update.logprob_chunk
+        )
+    return _mark_shards(model).to(runtime.device)
+
+
+def build_critic(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Critic:
+    """This rank's part of the critic, weights undefined but for a value head of zeros."""
+    layers = choose_layers(config.model.layers, runtime.device)
+    with on_cpu():
+        model = Critic(hf, _transformer_config(config, hf, runtime, layers), runtime, layers)
+    return _mark_shards(model).to(runtime.device)
+
+
+def _mark_shards(model: Model) -> Model:
+    """Says of each parameter whether tensor-parallel ranks hold different parts of it. Megatron does so when it draws initial
+    weights, which we leave out; without it the gradient norm would count the shards of one rank only."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            shards = [(parameter, 0) for parameter in module.parameters(recurse=False)]
+        elif isinstance(module, RowParallelLinear):
+            shards = [(module.weight, 1)]
+        else:
+            continue
+        for parameter, dim in shards:
+            if not hasattr(parameter, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
+    return model
+
+
+def _rope_frequencies(hf: PretrainedConfig) -> Tensor:
+    """Inverse frequencies by Hugging Face's own functions, so that every scaling that it knows is exact. float32 [head_dim / 2]."""
+    rope = hf.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        dim = head_dim(hf)
+        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    if kind not in ROPE_INIT_FUNCTIONS:
+        raise ConfigError(f"model.path: rope_type {kind!r} is not known (known: default, {', '.join(ROPE_INIT_FUNCTIONS)})")
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf)
+    if factor != 1.0:
+        raise ConfigError(f"model.path: rope_type {kind!r} scales attention by {factor}, which is not implemented")
+    return frequencies.float()
+
+
+def head_dim(hf: PretrainedConfig) -> int:
+    """Width of one attention head."""
+    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+
+
+def _transformer_config(config: Config, hf: PretrainedConfig, runtime: Runtime, layers: str) -> TransformerConfig:
+    layout, dtype = runtime.layout, DTYPES[config.model.dtype]
+    sequence_parallel = config.parallel.sequence_parallel
+    options: dict[str, dict[str, Any]] = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective"},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=head_dim(hf),
+        layernorm_epsilon=hf.rms_norm_eps,
+        normalization="RMSNorm",
+        qk_layernorm=hf.model_type.startswith("qwen3"),
+        add_qkv_bias=hf.model_type == "qwen2",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        sequence_parallel=layout.tp > 1 and sequence_parallel is not False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=layout.pp > 1,
+        moe_token_dispatcher_type="alltoall",  # what variable_seq_lengths insists on, dense models included
+        calculate_per_token_loss=True,  # neither the schedule nor DDP divides the loss: see training/learner.py
+        perform_initialization=False,
+        use_cpu_initialization=runtime.device.type == "cpu",
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=layers == "te",
+        bias_dropout_fusion=layers == "te",
+        apply_rope_fusion=layers == "te",
+        masked_softmax_fusion=False,
+        **options[config.model.recompute],
+    )
+
+
+def _layer_spec(config: TransformerConfig, layers: str) -> Any:
+    if layers == "te":
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * (config.num_layers // config.pipeline_model_parallel_size), layer_norm=RMSNorm)

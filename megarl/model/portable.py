@@ -1,0 +1,156 @@
+"""Portable layers: plain torch in the places where Megatron's own layer spec needs Transformer Engine or apex.
+
+Packed attention over `scaled_dot_product_attention` and an RMSNorm that knows sequence parallelism. They run on any device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+MAX_PADDING = 0.10  # share of a bucket's tokens that may be padding before shorter sequences get a bucket of their own
+
+
+@dataclass
+class Bucket:
+    """Sequences of like length, attended to as one padded batch [rows, width]."""
+
+    rows: int
+    width: int
+    start: int  # first of its rows * width positions in the padded order of all buckets
+
+
+@dataclass
+class AttentionPlan:
+    """How packed tokens become padded batches and back. The causal mask alone hides right padding, so no mask is built.
+
+    padded_from_packed  int64 [padded]  the token that stands at each padded position (the row's last one on padding)
+    packed_from_padded  int64 [tokens]  where each token stands in the padded order
+    """
+
+    buckets: list[Bucket]
+    padded_from_packed: Tensor
+    packed_from_padded: Tensor
+
+
+def plan_attention(cu_seqlens: Tensor) -> AttentionPlan:
+    """Buckets of sequences by length, longest first, so that padding stays below MAX_PADDING."""
+    lengths = cu_seqlens.diff()
+    order = torch.argsort(lengths, descending=True, stable=True)
+    sizes = lengths[order].tolist()
+    starts = cu_seqlens[:-1][order]
+    buckets: list[Bucket] = []
+    gather: list[Tensor] = []
+    packed_from_padded = torch.empty(int(cu_seqlens[-1]), dtype=torch.int64)
+    first, offset = 0, 0
+    while first < len(sizes) and sizes[first] > 0:
+        width, last, real = sizes[first], first, 0
+        while last < len(sizes) and real + sizes[last] >= (1 - MAX_PADDING) * width * (last - first + 1):
+            real += sizes[last]
+            last += 1
+        rows = last - first
+        column = torch.arange(width)
+        row_lengths = lengths[order[first:last]]
+        index = starts[first:last, None] + torch.minimum(column, row_lengths[:, None] - 1)
+        at = offset + torch.arange(rows * width).view(rows, width)
+        real_places = column < row_lengths[:, None]
+        packed_from_padded[index[real_places]] = at[real_places]
+        gather.append(index.flatten())
+        buckets.append(Bucket(rows, width, offset))
+        offset += rows * width
+        first = last
+    return AttentionPlan(buckets, torch.cat(gather), packed_from_padded)
+
+
+class _Pad(torch.autograd.Function):
+    """Packed tokens to padded positions. Each token stands at one real position, so the gradient is a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: AttentionPlan) -> Tensor:
+        ctx.plan = plan
+        return x.index_select(0, plan.padded_from_packed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad.index_select(0, ctx.plan.packed_from_padded), None
+
+
+class _Unpad(torch.autograd.Function):
+    """Padded positions to packed tokens; padding receives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: AttentionPlan) -> Tensor:
+        ctx.plan, ctx.rows = plan, x.shape[0]
+        return x.index_select(0, plan.packed_from_padded)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        padded = grad.new_zeros(ctx.rows, *grad.shape[1:])
+        return padded.index_copy_(0, ctx.plan.packed_from_padded, grad), None
+
+
+class PackedPlan(PackedSeqParams):
+    """Packed sequences for portable layers: cu_seqlens plus the attention plan, made once per micro-batch for all layers.
+
+    `qkv_format` is not "thd", so that Megatron rotates q and k by one row of angles per token instead of sequence by sequence.
+    """
+
+    plan: AttentionPlan
+
+    @staticmethod
+    def of(cu_seqlens: Tensor, device: torch.device) -> PackedPlan:
+        longest = int(cu_seqlens.diff().max())
+        packed = PackedPlan(
+            qkv_format="packed", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+        plan = plan_attention(cu_seqlens)
+        packed.plan = AttentionPlan(plan.buckets, plan.padded_from_packed.to(device), plan.packed_from_padded.to(device))
+        return packed
+
+
+class PackedAttention(MegatronModule):
+    """Causal self-attention of packed sequences. Takes q [t, 1, heads, d], k and v [t, 1, groups, d]; gives [t, 1, heads * d]."""
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        super().__init__(config)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedPlan | None = None,
+    ) -> Tensor:
+        assert packed_seq_params is not None, "portable attention takes packed sequences only"
+        plan = packed_seq_params.plan
+        q, k, v = (_Pad.apply(x.squeeze(1), plan) for x in (query, key, value))
+        outputs = []
+        for bucket in plan.buckets:
+            part = slice(bucket.start, bucket.start + bucket.rows * bucket.width)
+            rows, columns, values = (x[part].unflatten(0, (bucket.rows, bucket.width)).transpose(1, 2) for x in (q, k, v))
+            attended = F.scaled_dot_product_attention(rows, columns, values, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
+        padded = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return _Unpad.apply(padded, plan).unsqueeze(1)
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm; under sequence parallelism its weight's gradient is summed over the tensor-parallel ranks."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

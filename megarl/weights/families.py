@@ -1,0 +1,192 @@
+"""One declarative table per model family: which Megatron parameter is made of which Hugging Face tensors, and how it is laid out.
+
+Loading, exporting, converting and the live transfer are all derived from these tables; adding a family is adding a table.
+Imports without torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from megarl.config.errors import CheckpointError
+
+T = TypeVar("T")
+Shape = tuple[int, ...]
+
+# How a Megatron tensor is cut over tensor-parallel ranks; the functions are in layout.py.
+#   replicated  every rank holds all of it
+#   column      a rank's rows of each Hugging Face tensor, stacked (gate over up)
+#   qkv         as column, but stacked per query group: [queries of a group, its key, its value], group after group
+#   row         a rank's columns
+#   vocabulary  a rank's rows, padded with zero rows to a multiple of the tensor-parallel size
+Operation = Literal["replicated", "column", "qkv", "row", "vocabulary"]
+
+
+# Beyond every model, and small enough that a nonsensical config.json ends in a message instead of filling the memory.
+MAX_SIZE, MAX_LAYERS = 2**24, 10_000
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model; the fields that are integers are the dimensions that a table may name."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    q: int  # rows of q_proj: heads * head_dim
+    kv: int  # rows of k_proj and of v_proj: kv_heads * head_dim
+    one: int = 1
+
+    @staticmethod
+    def of(hf_config: Mapping[str, Any]) -> Sizes:
+        """Reads a Hugging Face config.json; CheckpointError names a key that is missing or not a positive integer."""
+
+        def get(key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+            value = hf_config.get(key)
+            value = default if value is None else value
+            if not isinstance(value, int) or not 1 <= value <= most:
+                raise CheckpointError(f"config.json: {key}: must be a positive integer (got {value!r})")
+            return value
+
+        heads = get("num_attention_heads")
+        hidden = get("hidden_size")
+        kv_heads = get("num_key_value_heads", heads)
+        head_dim = get("head_dim", hidden // heads)
+        if heads % kv_heads:
+            raise CheckpointError(f"config.json: num_key_value_heads: {kv_heads} does not divide num_attention_heads = {heads}")
+        return Sizes(
+            layers=get("num_hidden_layers", most=MAX_LAYERS),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            ffn=get("intermediate_size"),
+            vocab=get("vocab_size"),
+            q=heads * head_dim,
+            kv=kv_heads * head_dim,
+        )
+
+    def shape(self, dims: str) -> Shape:
+        """Numbers for a table's dimensions: `"q hidden"` -> (heads * head_dim, hidden)."""
+        return tuple(getattr(self, dim) for dim in dims.split())
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A Megatron parameter and the Hugging Face tensors in it, each with its dimensions. `{l}` is the global layer index."""
+
+    megatron: str
+    operation: Operation
+    hf: tuple[tuple[str, str], ...]
+
+
+def _layer(name: str, operation: Operation, *hf: tuple[str, str]) -> Pair:
+    return Pair("decoder.layers.{l}." + name, operation, tuple(("model.layers.{l}." + hf_name, dims) for hf_name, dims in hf))
+
+
+EMBEDDING = Pair("embedding.word_embeddings.weight", "vocabulary", (("model.embed_tokens.weight", "vocab hidden"),))
+FINAL_NORM = Pair("decoder.final_layernorm.weight", "replicated", (("model.norm.weight", "hidden"),))
+OUTPUT = Pair("output_layer.weight", "vocabulary", (("lm_head.weight", "vocab hidden"),))
+# The last pipeline stage's own copy of tied embeddings; with one stage there is no such parameter.
+TIED_OUTPUT = Pair("output_layer.weight", "vocabulary", EMBEDDING.hf)
+VALUE_HEAD = Pair("value_head.weight", "replicated", (("score.weight", "one hidden"),))
+
+DENSE_LAYER = (
+    _layer("input_layernorm.weight", "replicated", ("input_layernorm.weight", "hidden")),
+    _layer(
+        "self_attention.linear_qkv.weight",
+        "qkv",
+        ("self_attn.q_proj.weight", "q hidden"),
+        ("self_attn.k_proj.weight", "kv hidden"),
+        ("self_attn.v_proj.weight", "kv hidden"),
+    ),
+    _layer("self_attention.linear_proj.weight", "row", ("self_attn.o_proj.weight", "hidden q")),
+    _layer("pre_mlp_layernorm.weight", "replicated", ("post_attention_layernorm.weight", "hidden")),
+    _layer("mlp.linear_fc1.weight", "column", ("mlp.gate_proj.weight", "ffn hidden"), ("mlp.up_proj.weight", "ffn hidden")),
+    _layer("mlp.linear_fc2.weight", "row", ("mlp.down_proj.weight", "hidden ffn")),
+)
+QKV_BIAS = _layer(
+    "self_attention.linear_qkv.bias",
+    "qkv",
+    ("self_attn.q_proj.bias", "q"),
+    ("self_attn.k_proj.bias", "kv"),
+    ("self_attn.v_proj.bias", "kv"),
+)
+QK_NORMS = (
+    _layer("self_attention.q_layernorm.weight", "replicated", ("self_attn.q_norm.weight", "head_dim")),
+    _layer("self_attention.k_layernorm.weight", "replicated", ("self_attn.k_norm.weight", "head_dim")),
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family. `model_type` and `prefix` as in config.json ("qwen2", "Qwen2ForCausalLM"); `requires` are config keys whose
+    other values would mean parameters that the table does not have."""
+
+    model_type: str
+    prefix: str
+    layer: tuple[Pair, ...]
+    requires: tuple[tuple[str, Any], ...] = ()
+
+
+# What every family here is built as (megarl/model/builder.py): SwiGLU layers with full attention.
+SWIGLU = (("hidden_act", "silu"), ("use_sliding_window", False))
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("qwen2", "Qwen2", (*DENSE_LAYER, QKV_BIAS), SWIGLU),
+        Family("qwen3", "Qwen3", (*DENSE_LAYER, *QK_NORMS), (*SWIGLU, ("attention_bias", False))),
+        Family("llama", "Llama", DENSE_LAYER, (*SWIGLU, ("attention_bias", False), ("mlp_bias", False))),
+    )
+}
+
+# Transformer Engine's layer spec fuses the norms into the linears that follow them.
+TE_ALIASES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def table_name(name: str) -> str:
+    """The table's name of a Megatron parameter: wrappers' `module.` prefixes dropped, Transformer Engine's aliases undone."""
+    name = re.sub(r"^(module\.)+", "", name)
+    for alias, ours in TE_ALIASES.items():
+        if name.endswith("." + alias):
+            return name.removesuffix(alias) + ours
+    return name
+
+
+def table_names(tensors: Mapping[str, T]) -> dict[str, T]:
+    """A model's named tensors under the table's names, whichever layer spec and wrappers they come from."""
+    return {table_name(name): tensor for name, tensor in tensors.items()}
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """The family of a config.json; CheckpointError if it is unknown or a variant that the table does not describe."""
+    model_type = hf_config.get("model_type")
+    family = FAMILIES.get(str(model_type))
+    if family is None:
+        raise CheckpointError(f"config.json: model_type: {model_type!r} is not a known family (known: {', '.join(FAMILIES)})")
+    heads = [family.prefix + suffix for suffix in ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")]
+    architectures = hf_config.get("architectures") or heads[:1]
+    if not isinstance(architectures, list) or not architectures:
+        raise CheckpointError(f"config.json: architectures: must be a list of names (got {architectures!r})")
+    if architectures[0] not in heads:
+        raise CheckpointError(f"config.json: architectures: {architectures[0]!r} is not supported (known: {', '.join(heads)})")
+    for key, value in family.requires:
+        if hf_config.get(key, value) != value:
+            raise CheckpointError(f"config.json: {key}: {hf_config[key]!r} is not supported for {model_type} (only {value!r} is)")
+    return family
+
+
+def is_tied(hf_config: Mapping[str, Any]) -> bool:
+    """Whether the output layer shares the embedding's weights."""
+    return bool(hf_config.get("tie_word_embeddings", False))

@@ -1,0 +1,139 @@
+"""Reading a Hugging Face folder: checked from its headers alone, then read slice by slice, so that a rank touches only its own part."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megarl.config.errors import CheckpointError
+from megarl.config.files import read_json
+from megarl.weights.families import family_of
+from megarl.weights.layout import Box, Shards, hf_shapes
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = ("F32", "F16", "BF16")
+# In a folder, these belong to no parameter of ours and do no harm: old files' rotary tables, and the heads of another use of the body.
+HARMLESS = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight|score\.(weight|bias)")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A model folder's config.json; CheckpointError if it has none."""
+    return read_json(folder / "config.json", "no such file (a Hugging Face model folder is expected)")
+
+
+class HFFolder:
+    """A model folder (config.json, `*.safetensors`) whose headers agree with its config.
+
+    `config`: config.json. `shapes`: the tensors that the model has. `missing`: those that the folder lacks and may lack (a critic's
+    `score.weight`). `extra`: tensors of the folder that the model does not have (a head that is not used, rotary tables).
+    Anything else that is missing, superfluous, truncated, or of another shape or dtype is a CheckpointError naming file and tensor.
+    """
+
+    def __init__(self, path: Path, *, critic: bool = False) -> None:
+        self.path = Path(path)
+        self.config = read_config(self.path)
+        try:
+            family_of(self.config)
+            self.shapes = hf_shapes(self.config, critic=critic)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}/{error}") from None
+        self._files = self._open()
+        self._check(critic)
+        self.missing = tuple(name for name in self.shapes if name not in self._files)
+        self.extra = tuple(name for name in self._files if name not in self.shapes)
+
+    def check_body(self, hf_config: Mapping[str, Any]) -> None:
+        """CheckpointError unless this model, heads aside, has the tensors of `hf_config`'s: a critic must fit the actor's layout."""
+        ours, theirs = hf_shapes(self.config, critic=True), hf_shapes(hf_config, critic=True)
+        for name in (*theirs, *ours):
+            if ours.get(name) != theirs.get(name):
+                raise CheckpointError(f"{self.path}/config.json: {name}: shape {ours.get(name)}, but {theirs.get(name)} is needed")
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """`tensor[box]` on the CPU, in the file's dtype; only these bytes are read."""
+        try:
+            return self._files[name][1].get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self._files[name][0]}: {name}: cannot be read ({error})") from error
+
+    def _open(self) -> dict[str, tuple[Path, Any]]:
+        """Tensor name -> (file, open handle). Opening reads the header and checks it against the file's length."""
+        index = self.path / INDEX
+        if not index.exists():
+            if not (self.path / SINGLE).exists():
+                raise CheckpointError(f"{self.path}: neither {SINGLE} nor {INDEX} is there (only safetensors folders are read)")
+            path, handle = _open_file(self.path / SINGLE)
+            return dict.fromkeys(handle.keys(), (path, handle))
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{index}: weight_map is missing or empty, or does not name files")
+        handles = {file: _open_file(self.path / file) for file in sorted(set(weight_map.values()))}
+        present = {file: set(handle.keys()) for file, (_, handle) in handles.items()}
+        for name, file in weight_map.items():
+            if name not in present[file]:
+                raise CheckpointError(f"{index}: {name}: is said to be in {file}, which does not have it")
+        return {name: handles[file] for name, file in weight_map.items()}
+
+    def _check(self, critic: bool) -> None:
+        for name, shape in self.shapes.items():
+            if name not in self._files:
+                if critic and name == "score.weight":
+                    continue
+                raise CheckpointError(f"{self.path}: {name}: no file has this tensor (config.json asks for it)")
+            path, handle = self._files[name]
+            stored = handle.get_slice(name)
+            if tuple(stored.get_shape()) != shape:
+                raise CheckpointError(f"{path}: {name}: shape {tuple(stored.get_shape())}, but config.json asks for {shape}")
+            if stored.get_dtype() not in DTYPES:
+                raise CheckpointError(f"{path}: {name}: dtype {stored.get_dtype()} is not supported (only {', '.join(DTYPES)})")
+        for name, (path, _) in self._files.items():
+            if name not in self.shapes and not HARMLESS.fullmatch(name):
+                raise CheckpointError(f"{path}: {name}: a {self.config['model_type']} model has no such tensor")
+        if critic and "score.bias" in self._files and self.read("score.bias", ((0, 1),)).count_nonzero():
+            path = self._files["score.bias"][0]
+            raise CheckpointError(f"{path}: score.bias: is not zero, but the value head has no bias that could take it")
+
+
+def _open_file(path: Path) -> tuple[Path, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file (an index names it)")
+    try:
+        return path, safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: truncated or not a safetensors file ({error})") from error
+
+
+@torch.no_grad()
+def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: HFFolder) -> list[str]:
+    """Fills one rank's tensors (local names, see `table_names`) with its slices, cast to each tensor's dtype; padding becomes zero.
+
+    Returns the names that the folder has nothing for (a critic's `value_head.weight`), which are left as they are.
+    ValueError if tensors and shards do not agree.
+    """
+    if tensors.keys() != shards.keys():
+        raise ValueError(f"tensors and layout differ in {sorted(tensors.keys() ^ shards.keys())}")
+    missing = []
+    for name, shard in shards.items():
+        tensor = tensors[name]
+        if tuple(tensor.shape) != shard.shape:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, the layout says {shard.shape}")
+        if any(region.hf_name in folder.missing for region in shard.regions):
+            missing.append(name)
+            continue
+        for region in shard.regions:
+            view(tensor, region.local_box).copy_(folder.read(region.hf_name, region.hf_box))
+        for box in shard.padding:
+            view(tensor, box).zero_()
+    return missing
+
+
+def view(tensor: Tensor, box: Box) -> Tensor:
+    """`tensor[box]`, sharing its memory."""
+    return tensor.detach()[tuple(slice(start, stop) for start, stop in box)]

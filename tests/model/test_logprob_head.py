@@ -1,0 +1,77 @@
+"""The chunked head against log_softmax in float64."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.model.logprob_head import vocab_parallel_logprobs
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    table = (hidden @ weight.T / temperature).log_softmax(-1)
+    return table.gather(-1, labels[:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(0, 23),
+    words=st.integers(1, 37),
+    padding=st.integers(0, 3),
+    chunk=st.integers(1, 30),
+    hot=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_equals_log_softmax(tokens: int, words: int, padding: int, chunk: int, hot: bool, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    temperature = 0.6 if hot else 1.0
+    # Large logits: the maximum must be taken out before exp.
+    hidden = (20 * torch.randn(tokens, 5, generator=g)).requires_grad_()
+    weight = torch.randn(words + padding, 5, generator=g).requires_grad_()
+    labels = torch.randint(0, words, (tokens,), generator=g)
+    factors = torch.randn(tokens, generator=g)
+    found, entropy = vocab_parallel_logprobs(hidden, weight, labels, first_word=0, words=words, temperature=temperature, chunk=chunk)
+    (found * factors).sum().backward()
+    exact_hidden = hidden.detach().double().requires_grad_()
+    exact_weight = weight.detach().double().requires_grad_()
+    expected, expected_entropy = plain(exact_hidden, exact_weight[:words], labels, temperature)
+    (expected * factors).sum().backward()
+    assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-4)
+    assert torch.allclose(entropy.double(), expected_entropy, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(hidden.grad.double(), exact_hidden.grad, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(weight.grad.double(), exact_weight.grad, rtol=1e-4, atol=1e-3)
+    assert not weight.grad[words:].any(), "padding rows are no words"
+
+
+def test_chunks_change_nothing() -> None:
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(50, 8, generator=g), torch.randn(33, 8, generator=g)
+    labels = torch.randint(0, 33, (50,), generator=g)
+    whole = vocab_parallel_logprobs(hidden, weight, labels, first_word=0, words=33, temperature=1.0, chunk=50)
+    for chunk in (1, 7, 49):
+        parts = vocab_parallel_logprobs(hidden, weight, labels, first_word=0, words=33, temperature=1.0, chunk=chunk)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(whole, parts, strict=True))
+
+
+def test_no_array_of_all_logits() -> None:
+    """The largest tensor that the head makes, forward and backward, is a chunk's logits or as large as an input."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    sizes: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(x.numel() for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, torch.Tensor))
+            return out
+
+    tokens, words, chunk = 512, 1000, 16
+    hidden = torch.randn(tokens, 8).requires_grad_()
+    weight = torch.randn(words, 8).requires_grad_()
+    with Watch():
+        logprobs, _ = vocab_parallel_logprobs(
+            hidden, weight, torch.randint(0, words, (tokens,)), first_word=0, words=words, temperature=1.0, chunk=chunk
+        )
+        logprobs.sum().backward()
+    assert max(sizes) <= max(chunk * words, hidden.numel(), weight.numel()) < tokens * words / 8

@@ -1,0 +1,79 @@
+"""Random configurations and Hugging Face folders whose every number is different, so that no mistake can hide."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megarl.parallel.layout import Layout
+from megarl.weights.hf_io import HFFolder, load_into
+from megarl.weights.layout import Shards, hf_shapes
+from megarl.weights.plan import Plan
+
+PREFIX = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+
+
+@st.composite
+def hf_configs(draw: st.DrawFn, tps: tuple[int, ...] = (1, 2, 4), pps: tuple[int, ...] = (1, 2, 4)) -> tuple[dict[str, Any], list[Layout]]:
+    """A config.json and two layouts that fit it: 1 to 7 queries per group, prime vocabularies, head_dim unlike hidden / heads."""
+    layouts = [Layout(tp=draw(st.sampled_from(tps)), pp=draw(st.sampled_from(pps)), dp=draw(st.integers(1, 3))) for _ in range(2)]
+    kv_heads = 4 * draw(st.integers(1, 2)) if any(layout.tp > 1 for layout in layouts) else draw(st.integers(1, 3))
+    heads = kv_heads * draw(st.sampled_from((1, 2, 7)))
+    family = draw(st.sampled_from(sorted(PREFIX)))
+    config = {
+        "model_type": family,
+        "architectures": [f"{PREFIX[family]}ForCausalLM"],
+        "num_hidden_layers": max(layout.pp for layout in layouts) * draw(st.integers(1, 2)),
+        "hidden_size": heads * draw(st.integers(1, 3)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": 4 * draw(st.integers(1, 3)),
+        "vocab_size": draw(st.sampled_from((1, 2, 5, 13, 31, 32))),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    if draw(st.booleans()):
+        config["head_dim"] = draw(st.integers(1, 5))
+    return config, layouts
+
+
+def numbered(config: dict[str, Any], *, critic: bool = False) -> dict[str, Tensor]:
+    """Every element of the model has a number of its own, exact in float32."""
+    tensors, start = {}, 1
+    for name, shape in hf_shapes(config, critic=critic).items():
+        size = int(torch.tensor(shape).prod())
+        tensors[name] = torch.arange(start, start + size, dtype=torch.float32).view(shape)
+        start += size
+    assert start < 2**24
+    return tensors
+
+
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    """config.json and model.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def loaded(layout: list[tuple[int, Shards]], folder: HFFolder, dtype: torch.dtype = torch.float32) -> dict[int, dict[str, Tensor]]:
+    """Rank -> local tensors, read from the folder; they start as NaN, so that whatever is not written shows."""
+    ranks = {}
+    for rank, shards in layout:
+        ranks[rank] = {name: torch.full(shard.shape, torch.nan, dtype=dtype) for name, shard in shards.items()}
+        assert load_into(ranks[rank], shards, folder) == []
+    return ranks
+
+
+def execute(plan: Plan, sources: dict[int, dict[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
+    """A plan carried out by plain slicing in one process; target elements that no copy writes stay NaN."""
+    targets = {r: {n: torch.full(s.shape, torch.nan) for n, s in shards.items()} for r, shards in plan.targets.items()}
+    for copy in plan.copies:
+        src, dst = (tuple(slice(*ends) for ends in box) for box in (copy.src_box, copy.dst_box))
+        targets[copy.dst_rank][copy.dst_name][dst] = sources[copy.src_rank][copy.src_name][src]
+    return targets

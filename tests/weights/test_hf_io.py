@@ -1,0 +1,187 @@
+"""Reading model folders: damaged ones are refused with the file and the tensor, odd but harmless ones are not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megarl.config.errors import CheckpointError
+from megarl.parallel.layout import Layout
+from megarl.weights.hf_io import INDEX, HFFolder, load_into
+from megarl.weights.layout import megatron_layout, megatron_shards
+from tests.tiny_models import make_tiny_model
+from tests.weights.folders import loaded
+
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "model", "qwen2", tied=True)
+
+
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def refused(folder: Path, *parts: str, critic: bool = False) -> None:
+    with pytest.raises(CheckpointError) as error:
+        HFFolder(folder, critic=critic)
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(part in message for part in (str(folder), *parts)), message
+
+
+def test_a_slice_is_that_part_of_the_tensor(folder: Path) -> None:
+    whole = load_file(folder / "model.safetensors")
+    assert torch.equal(HFFolder(folder).read(GATE, ((3, 11), (5, 6))), whole[GATE][3:11, 5:6])
+    assert torch.equal(HFFolder(folder).read("model.norm.weight", ((0, 7),)), whole["model.norm.weight"][:7])
+
+
+def test_no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    refused(folder, "config.json: no such file")
+    (folder / "config.json").write_text("{")
+    refused(folder, "config.json: cannot be read as JSON")
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    refused(folder, "config.json: model_type: 'gpt2'")
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    refused(folder, "neither model.safetensors nor model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("keep", [4, 100, -1])
+def test_truncated_file(folder: Path, keep: int) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    refused(folder, "model.safetensors: truncated or not a safetensors file")
+
+
+def test_missing_tensor(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.pop(GATE))
+    refused(folder, f"{GATE}: no file has this tensor")
+
+
+def test_wrong_shape(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.update({GATE: tensors[GATE][1:].clone()}))
+    refused(folder, f"model.safetensors: {GATE}: shape (47, 32), but config.json asks for (48, 32)")
+
+
+def test_wrong_dtype(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.update({GATE: tensors[GATE].to(torch.int8)}))
+    refused(folder, f"model.safetensors: {GATE}: dtype I8 is not supported")
+
+
+def test_tensor_of_another_architecture(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.o_proj.bias": torch.zeros(32)}))
+    refused(folder, "model.safetensors: model.layers.0.self_attn.o_proj.bias: a qwen2 model has no such tensor")
+
+
+def test_harmless_tensors_are_listed(folder: Path) -> None:
+    extra = {"lm_head.weight": torch.zeros(307, 32), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    change(folder, lambda tensors: tensors.update(extra))
+    assert set(HFFolder(folder).extra) == set(extra)
+
+
+def test_index(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", "llama", max_shard_bytes=20_000)
+    index = json.loads((folder / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2
+    whole = {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+    assert all(torch.equal(HFFolder(folder).read(name, tuple((0, n) for n in t.shape)), t) for name, t in whole.items())
+
+    other = next(file for file in files if file != index["weight_map"][GATE])
+    (folder / INDEX).write_text(json.dumps({"weight_map": {**index["weight_map"], GATE: other}}))
+    refused(folder, f"{INDEX}: {GATE}: is said to be in {other}")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {k: v for k, v in index["weight_map"].items() if k != GATE}}))
+    refused(folder, f"{GATE}: no file has this tensor")
+    (folder / INDEX).write_text(json.dumps({"metadata": {}}))
+    refused(folder, f"{INDEX}: weight_map is missing or empty")
+    (folder / INDEX).write_text(json.dumps(index))
+    (folder / files[0]).unlink()
+    refused(folder, f"{files[0]}: no such file")
+
+
+def test_critic_from_an_actor_keeps_its_own_head(folder: Path) -> None:
+    source = HFFolder(folder, critic=True)
+    assert source.missing == ("score.weight",)
+    shards = megatron_shards(source.config, Layout(), tp_rank=0, pp_rank=0, critic=True)
+    tensors = {name: torch.full(shard.shape, 7.0) for name, shard in shards.items()}
+    assert load_into(tensors, shards, source) == ["value_head.weight"]
+    assert torch.equal(tensors["value_head.weight"], torch.full((1, 32), 7.0))
+    assert torch.equal(tensors["decoder.final_layernorm.weight"], load_file(folder / "model.safetensors")["model.norm.weight"])
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence"])
+def test_critic_from_a_reward_model(tmp_path: Path, kind: str) -> None:
+    folder = make_tiny_model(tmp_path / "model", "qwen3", classification=kind)
+    source = HFFolder(folder, critic=True)
+    tensors = loaded(megatron_layout(source.config, Layout(), critic=True), source)[0]
+    assert torch.equal(tensors["value_head.weight"], load_file(folder / "model.safetensors")["score.weight"])
+    refused(folder, "lm_head.weight: no file has this tensor", critic=False)
+
+
+def test_critic_heads_that_cannot_be_taken(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", "qwen3", classification="token")
+    change(folder, lambda tensors: tensors["score.bias"].fill_(0.5))
+    refused(folder, "score.bias: is not zero", critic=True)
+    change(folder, lambda tensors: tensors.update({"score.bias": torch.zeros(2), "score.weight": torch.zeros(2, 32)}))
+    refused(folder, "score.weight: shape (2, 32)", critic=True)
+
+
+def test_a_critic_of_another_size_does_not_fit_the_actor(tmp_path: Path) -> None:
+    actor = HFFolder(make_tiny_model(tmp_path / "actor", "qwen2", tied=True))
+    HFFolder(make_tiny_model(tmp_path / "same", "qwen2", classification="token"), critic=True).check_body(actor.config)
+    for number, different in enumerate(({"layers": 3}, {"layers": 1}, {"vocab": 311})):
+        critic = HFFolder(make_tiny_model(tmp_path / str(number), "qwen2", classification="token", **different), critic=True)
+        with pytest.raises(CheckpointError, match=r"config\.json: model"):
+            critic.check_body(actor.config)
+
+
+def test_tensors_that_are_not_the_layouts_are_refused(folder: Path) -> None:
+    source = HFFolder(folder)
+    shards = megatron_shards(source.config, Layout(), tp_rank=0, pp_rank=0)
+    tensors = {name: torch.empty(shard.shape) for name, shard in shards.items()}
+    name = "decoder.final_layernorm.weight"
+    with pytest.raises(ValueError, match=name):
+        load_into({**tensors, name: torch.empty(33)}, shards, source)
+    with pytest.raises(ValueError, match="surplus"):
+        load_into({**tensors, "surplus": torch.empty(1)}, shards, source)
+    with pytest.raises(ValueError, match=name):
+        load_into({k: v for k, v in tensors.items() if k != name}, shards, source)
+
+
+def test_weights_are_cast_to_the_models_dtype(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", "llama", dtype=torch.bfloat16)
+    source = HFFolder(folder)
+    tensors = loaded(megatron_layout(source.config, Layout()), source, torch.float32)[0]
+    assert torch.equal(tensors["output_layer.weight"], load_file(folder / "model.safetensors")["lm_head.weight"].float())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": "Qwen3ForCausalLM"}, "architectures: must be a list of names"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported for qwen3"),
+        ({"use_sliding_window": True}, "use_sliding_window: True is not supported for qwen3"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers: must be a positive integer"),
+    ],
+)
+def test_configs_that_the_tables_do_not_describe(changes: dict, message: str, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", "qwen3")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(CheckpointError, match=message):
+        HFFolder(folder)

@@ -1,0 +1,201 @@
+"""The tables and layouts: against real Megatron and transformers models, and against loops that know nothing of regions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.config.errors import CheckpointError, ConfigError
+from megarl.parallel.layout import Layout, padded_vocab
+from megarl.weights.families import Sizes, family_of, table_name, table_names
+from megarl.weights.hf_io import HFFolder
+from megarl.weights.layout import check_layout, hf_shapes, megatron_layout, megatron_shards, stage_layers
+from tests.tiny_models import make_tiny_model
+from tests.weights.folders import hf_configs, loaded, numbered, write_folder
+
+CONFIG = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 6,
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 24,
+    "vocab_size": 31,
+}
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
+def test_ranks_are_numbered_as_megatron_does(tp: int, pp: int, dp: int) -> None:
+    layout = Layout(tp=tp, pp=pp, dp=dp)
+    order = [(t, d, p) for p in range(pp) for d in range(dp) for t in range(tp)]
+    assert [tuple(layout.coords(rank)) for rank in range(layout.world)] == order
+    assert [layout.rank(tp=t, dp=d, pp=p) for t, d, p in order] == list(range(layout.world))
+    with pytest.raises(IndexError):
+        layout.coords(layout.world)
+    with pytest.raises(IndexError):
+        layout.rank(tp=tp, pp=0, dp=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_tables_have_the_tensors_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
+    for kind, critic in ((None, False), ("token", True), ("sequence", True)):
+        folder = HFFolder(make_tiny_model(tmp_path / str(kind), family, tied=tied, classification=kind), critic=critic)
+        assert folder.missing == ()
+        assert folder.extra == (("score.bias",) if kind == "token" else ())
+
+
+# Builds one rank's model of each case under a process group that only pretends, and prints its parameters' names and shapes.
+MEGATRON = """
+import json, sys, torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from megarl.parallel import cpu_platform
+cpu_platform.install()
+from megatron.core import parallel_state as ps
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+found = []
+for case in json.load(sys.stdin):
+    tp, pp, dp, rank, c = case["tp"], case["pp"], case["dp"], case["rank"], case["config"]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp * dp)
+    ps.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
+    places = [ps.get_tensor_model_parallel_rank(), ps.get_data_parallel_rank(), ps.get_pipeline_model_parallel_rank()]
+    config = TransformerConfig(
+        num_layers=c["num_hidden_layers"], hidden_size=c["hidden_size"], num_attention_heads=c["num_attention_heads"],
+        num_query_groups=c["num_key_value_heads"], kv_channels=c["head_dim"], ffn_hidden_size=c["intermediate_size"],
+        use_cpu_initialization=True, perform_initialization=False, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+        normalization="RMSNorm", gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
+        add_qkv_bias=c["model_type"] == "qwen2", qk_layernorm=c["model_type"] == "qwen3", params_dtype=torch.float32,
+        pipeline_dtype=torch.float32, bias_activation_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+    )
+    model = GPTModel(
+        config, get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=c["model_type"] == "qwen3"),
+        vocab_size=case["vocab"], max_sequence_length=64, pre_process=ps.is_pipeline_first_stage(),
+        post_process=ps.is_pipeline_last_stage(), position_embedding_type="rope",
+        share_embeddings_and_output_weights=c["tie_word_embeddings"],
+    )
+    found.append([places, {name: list(p.shape) for name, p in model.named_parameters()}])
+    ps.destroy_model_parallel()
+    dist.destroy_process_group()
+print("FOUND" + json.dumps(found))
+"""
+
+
+def test_names_and_shapes_are_those_of_megatron() -> None:
+    cases: list[dict[str, Any]] = []
+    for family, tied in (("qwen2", False), ("qwen3", True), ("llama", True)):
+        prefix = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family]
+        config = {**CONFIG, "model_type": family, "architectures": [prefix + "ForCausalLM"], "tie_word_embeddings": tied, "head_dim": 6}
+        for layout, rank in ((Layout(), 0), (Layout(tp=2, pp=3, dp=2), 2), (Layout(tp=2, pp=3, dp=2), 5), (Layout(tp=4, pp=2), 7)):
+            cases.append({**asdict(layout), "rank": rank, "config": config, "vocab": padded_vocab(config["vocab_size"], layout.tp)})
+    run = subprocess.run([sys.executable, "-c", MEGATRON], input=json.dumps(cases), capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    for case, (places, parameters) in zip(cases, json.loads(run.stdout.split("FOUND")[1]), strict=True):
+        layout = Layout(tp=case["tp"], pp=case["pp"], dp=case["dp"])
+        assert tuple(places) == tuple(layout.coords(case["rank"]))
+        shards = dict(megatron_layout(case["config"], layout))[case["rank"]]
+        assert {name: list(shard.shape) for name, shard in shards.items()} == parameters
+
+
+@settings(max_examples=60, deadline=None)
+@given(hf_configs())
+def test_shards_equal_explicit_loops(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Layout]]) -> None:
+    config, (layout, _) = drawn
+    hf = numbered(config)
+    folder = HFFolder(write_folder(tmp_path_factory.mktemp("hf"), config, hf))
+    sizes = Sizes.of(config)
+    d, queries = sizes.head_dim, sizes.heads // sizes.kv_heads
+    for rank, local in loaded(megatron_layout(config, layout), folder).items():
+        place = layout.coords(rank)
+        per_stage = sizes.layers // layout.pp
+        for layer in range(per_stage):
+            mine, theirs = f"decoder.layers.{layer}.", f"model.layers.{place.pp * per_stage + layer}."
+            for kind in ("weight", "bias") if config["model_type"] == "qwen2" else ("weight",):
+                q, k, v = (hf[theirs + f"self_attn.{which}_proj.{kind}"] for which in "qkv")
+                rows = []
+                for group in range(sizes.kv_heads):
+                    if group // (sizes.kv_heads // layout.tp) == place.tp:
+                        for head in range(group * queries, (group + 1) * queries):
+                            rows += [q[head * d + i] for i in range(d)]
+                        rows += [k[group * d + i] for i in range(d)]
+                        rows += [v[group * d + i] for i in range(d)]
+                assert torch.equal(local[mine + f"self_attention.linear_qkv.{kind}"], torch.stack(rows))
+            gate, up = (hf[theirs + f"mlp.{which}_proj.weight"].chunk(layout.tp)[place.tp] for which in ("gate", "up"))
+            assert torch.equal(local[mine + "mlp.linear_fc1.weight"], torch.cat([gate, up]))
+            for ours, name in (("mlp.linear_fc2", "mlp.down_proj"), ("self_attention.linear_proj", "self_attn.o_proj")):
+                assert torch.equal(local[mine + ours + ".weight"], hf[theirs + name + ".weight"].chunk(layout.tp, 1)[place.tp])
+            assert torch.equal(local[mine + "pre_mlp_layernorm.weight"], hf[theirs + "post_attention_layernorm.weight"])
+        table = {"embedding.word_embeddings.weight": "model.embed_tokens.weight"}
+        table["output_layer.weight"] = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
+        for ours in table.keys() & local.keys():
+            padded = torch.zeros(-(-sizes.vocab // layout.tp) * layout.tp, sizes.hidden)
+            padded[: sizes.vocab] = hf[table[ours]]
+            assert torch.equal(local[ours], padded.chunk(layout.tp)[place.tp])
+
+
+def test_critic_has_a_value_head_on_the_last_stage_and_no_output_layer() -> None:
+    for tied in (False, True):
+        config = {**CONFIG, "tie_word_embeddings": tied}
+        first, last = (megatron_shards(config, Layout(tp=2, pp=2), tp_rank=1, pp_rank=pp, critic=True) for pp in (0, 1))
+        assert last["value_head.weight"].shape == (1, 32)
+        assert not {"value_head.weight", "output_layer.weight"} & first.keys()
+        assert "output_layer.weight" not in last
+        assert "lm_head.weight" not in hf_shapes(config, critic=True)
+
+
+def test_stages_take_the_layers_in_order() -> None:
+    assert [list(stage_layers(6, 3, stage)) for stage in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_transformer_engine_names_are_the_tables_names() -> None:
+    names = {
+        "module.module.decoder.layers.3.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.3.input_layernorm.weight",
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight": "decoder.layers.0.pre_mlp_layernorm.weight",
+        "module.decoder.layers.0.mlp.linear_fc1.weight": "decoder.layers.0.mlp.linear_fc1.weight",
+        "output_layer.weight": "output_layer.weight",
+    }
+    assert {name: table_name(name) for name in names} == names
+    assert table_names({name: index for index, name in enumerate(names)}) == {ours: index for index, ours in enumerate(names.values())}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tp", "pp", "message"),
+    [
+        ({}, 8, 1, "parallel.tp: 8 does not divide the model's 4 key/value heads (possible: 1, 2, 4)"),
+        ({"num_attention_heads": 12}, 8, 1, "parallel.tp: 8 does not divide the model's 12 attention heads (possible: 1, 2, 4)"),
+        ({"intermediate_size": 22}, 4, 1, "parallel.tp: 4 does not divide the model's 22 feed-forward columns (possible: 1, 2)"),
+        ({}, 2, 4, "parallel.pp: 4 does not divide the model's 6 layers (possible: 1, 2, 3, 6)"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(sizes: dict[str, int], tp: int, pp: int, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_layout({**CONFIG, **sizes}, tp, pp)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"model_type": "gpt2"}, "model_type: 'gpt2'"),
+        ({"architectures": ["Qwen2AudioEncoder"]}, "architectures: 'Qwen2AudioEncoder'"),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": True}, "mlp_bias: True"),
+        ({"hidden_size": "32"}, "hidden_size: must be a positive integer (got '32')"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide"),
+    ],
+)
+def test_configs_that_no_table_describes_are_refused(change: dict[str, Any], key: str) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: ") as refused:
+        family_of({**CONFIG, **change})
+        Sizes.of({**CONFIG, **change})
+    assert key in str(refused.value)

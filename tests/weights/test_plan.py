@@ -1,0 +1,216 @@
+"""Plans: every target byte comes from the right place, exactly once, and a plan for which that is false is found out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megarl.parallel.layout import Layout
+from megarl.weights.hf_io import HFFolder
+from megarl.weights.layout import Region, Shard, Shards, full_box, hf_shapes, hf_shards, megatron_layout
+from megarl.weights.plan import Copy, Plan, PlanError, make_plan
+from tests.weights.folders import execute, hf_configs, loaded, numbered, write_folder
+
+Drawn = tuple[dict[str, Any], list[Layout]]
+
+
+def fused_engine(config: dict[str, Any], tp: int, tp_rank: int) -> Shards:
+    """A layout of the kind that SGLang has, from torch's own cat and chunk over tensors of element numbers: [q; k; v] and [gate; up]
+    of the rank as one tensor each, the output projection's columns, the vocabulary padded to a multiple of 8 rows per rank."""
+    shapes = hf_shapes(config)
+
+    def rows(name: str) -> tuple[str, int, int]:
+        size = shapes[name][0] // tp
+        return name, tp_rank * size, (tp_rank + 1) * size
+
+    shards: Shards = {}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for fused, parts in (("self_attn.qkv", ("self_attn.q", "self_attn.k", "self_attn.v")), ("mlp.gate_up", ("mlp.gate", "mlp.up"))):
+            regions, offset = [], 0
+            hidden = (0, config["hidden_size"])
+            for name, start, stop in (rows(f"{prefix}{part}_proj.weight") for part in parts):
+                regions.append(Region(name, ((start, stop), hidden), ((offset, offset + stop - start), hidden)))
+                offset += stop - start
+            shards[f"{prefix}{fused}_proj.weight"] = Shard((offset, hidden[1]), tuple(regions))
+        name = prefix + "self_attn.o_proj.weight"
+        height, width = shapes[name][0], shapes[name][1] // tp
+        box = ((0, height), (tp_rank * width, (tp_rank + 1) * width))
+        shards[name] = Shard((height, width), (Region(name, box, full_box((height, width))),))
+    name, (vocab, hidden_size) = "model.embed_tokens.weight", shapes["model.embed_tokens.weight"]
+    per_rank = -(-vocab // (8 * tp)) * 8
+    start, stop = min(tp_rank * per_rank, vocab), min((tp_rank + 1) * per_rank, vocab)
+    real = stop - start
+    regions = [Region(name, ((start, stop), (0, hidden_size)), ((0, real), (0, hidden_size)))] if real else []
+    padding = (((real, per_rank), (0, hidden_size)),) if real < per_rank else ()
+    shards[name] = Shard((per_rank, hidden_size), tuple(regions), padding)
+    return shards
+
+
+@settings(max_examples=50, deadline=None)
+@given(hf_configs())
+def test_into_shards_and_back_is_bitwise(tmp_path_factory: pytest.TempPathFactory, drawn: Drawn) -> None:
+    config, (layout, other) = drawn
+    hf = numbered(config)
+    folder = HFFolder(write_folder(tmp_path_factory.mktemp("hf"), config, hf))
+    sources = megatron_layout(config, layout)
+    held = loaded(sources, folder)
+
+    back = make_plan(sources, [(0, hf_shards(config)), (layout.world + 1, hf_shards(config))])
+    back.verify()
+    for tensors in execute(back, held).values():
+        assert tensors.keys() == hf.keys()
+        assert all(torch.equal(tensors[name], hf[name]) for name in hf)
+
+    targets = megatron_layout(config, other)
+    reshard = make_plan(sources, targets)
+    reshard.verify()
+    moved, expected = execute(reshard, held), loaded(targets, folder)
+    for rank, tensors in expected.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(moved[rank][name].nan_to_num(0.0), tensor), name  # padding is not the plan's to write
+
+
+@settings(max_examples=30, deadline=None)
+@given(hf_configs(), st.sampled_from((1, 2, 4)))
+def test_into_an_engines_fused_shards(tmp_path_factory: pytest.TempPathFactory, drawn: Drawn, tp: int) -> None:
+    config, (layout, _) = drawn
+    assume(config["num_key_value_heads"] % tp == 0 and config["intermediate_size"] % tp == 0)
+    hf = numbered(config)
+    sources = megatron_layout(config, layout)
+    held = loaded(sources, HFFolder(write_folder(tmp_path_factory.mktemp("hf"), config, hf)))
+    plan = make_plan(sources, [(rank, fused_engine(config, tp, rank % tp)) for rank in range(2 * tp)])
+    plan.verify()
+    for rank, tensors in execute(plan, held).items():
+        mine = [rank % tp]
+        for layer in range(config["num_hidden_layers"]):
+            parts = {
+                p: hf[f"model.layers.{layer}.{p}_proj.weight"] for p in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+            }
+            q, k, v, gate, up = (part.chunk(tp)[mine[0]] for part in parts.values())
+            assert torch.equal(tensors[f"model.layers.{layer}.self_attn.qkv_proj.weight"], torch.cat([q, k, v]))
+            assert torch.equal(tensors[f"model.layers.{layer}.mlp.gate_up_proj.weight"], torch.cat([gate, up]))
+            o_proj = f"model.layers.{layer}.self_attn.o_proj.weight"
+            assert torch.equal(tensors[o_proj], hf[o_proj].chunk(tp, 1)[mine[0]])
+
+
+def mutations(copy: Copy, others: tuple[Copy, ...]) -> list[tuple[Copy, ...]]:
+    """What could be wrong with one copy: it is lacking, done twice, reads the wrong rows, rank or tensor, or writes the wrong place."""
+    (start, stop), *rest = copy.src_box
+    (first, last), *rest_of_target = copy.dst_box
+    wrong: list[tuple[Copy, ...]] = [(), (copy, copy)]
+    wrong.append((copy._replace(src_box=((start + 1, stop + 1), *rest)),))
+    wrong.append((copy._replace(src_box=((start, stop + 1), *rest)),))
+    wrong.append((copy._replace(dst_box=((first + 1, last + 1), *rest_of_target)),))
+    wrong.append((copy._replace(src_box=((start, stop - 1), *rest), dst_box=((first, last - 1), *rest_of_target)),))
+    wrong.append((copy._replace(src_rank=1000),))
+    same_bytes = {"embedding.word_embeddings.weight", "output_layer.weight"}  # where embeddings are tied
+    for other in others:
+        if other.dst_name != copy.dst_name and {copy.dst_name, other.dst_name} != same_bytes:
+            wrong.append((copy._replace(src_name=other.src_name, src_rank=other.src_rank),))
+            wrong.append((copy._replace(dst_name=other.dst_name),))
+    return wrong
+
+
+@settings(max_examples=40, deadline=None)
+@given(hf_configs(), st.data())
+def test_a_wrong_plan_is_found_out(drawn: Drawn, data: st.DataObject) -> None:
+    config, (layout, other) = drawn
+    plan = make_plan(megatron_layout(config, layout), megatron_layout(config, other))
+    index = data.draw(st.integers(0, len(plan.copies) - 1))
+    others = data.draw(st.lists(st.sampled_from(plan.copies), max_size=2))
+    for wrong in mutations(plan.copies[index], tuple(others)):
+        mutated = replace(plan, copies=(*plan.copies[:index], *wrong, *plan.copies[index + 1 :]))
+        with pytest.raises(PlanError):
+            mutated.verify()
+
+
+def test_the_proof_names_the_tensor() -> None:
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": 4,
+        "num_attention_heads": 2,
+        "intermediate_size": 4,
+        "vocab_size": 5,
+    }
+    plan = make_plan(megatron_layout(config, Layout()), [(0, hf_shards(config))])
+    last = plan.copies[-1]
+    with pytest.raises(PlanError, match=rf"rank 0, {last.dst_name}: \d+ elements would never be written"):
+        replace(plan, copies=plan.copies[:-1]).verify()
+    with pytest.raises(PlanError, match=f"rank 0, {last.dst_name}: .* written twice"):
+        replace(plan, copies=(*plan.copies, last)).verify()
+
+
+def test_sources_that_lack_something_are_refused() -> None:
+    whole = {"a": Shard((4,), (Region("x", ((0, 4),), ((0, 4),)),))}
+    half = {"a": Shard((2,), (Region("x", ((0, 2),), ((0, 2),)),))}
+    with pytest.raises(PlanError, match="x: the sources do not hold"):
+        make_plan([(0, half)], [(0, whole)])
+    with pytest.raises(PlanError, match="x: the sources do not hold"):
+        make_plan([(0, half), (1, whole)], [(0, whole)])  # overlapping regions would be written twice
+    make_plan([(0, whole)], [(0, half)]).verify()
+
+
+def test_the_targets_own_rank_comes_first_and_replicas_share_the_rest() -> None:
+    config = {
+        "model_type": "qwen2",
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 64,
+    }
+    layout = Layout(tp=2, pp=2, dp=4)
+    sources = megatron_layout(config, layout)
+    same = make_plan(sources, sources)
+    assert all(copy.src_rank == copy.dst_rank for copy in same.copies)
+
+    plan = make_plan(sources, [(100 + engine, hf_shards(config)) for engine in range(4)])
+    traffic = plan.summary(itemsize=2)
+    model = 2 * sum(int(torch.tensor(shape).prod()) for shape in hf_shapes(config).values())
+    assert all(traffic[100 + engine].received == model for engine in range(4))
+    assert all(traffic[rank].received == traffic[rank].local == 0 for rank in range(layout.world))
+    assert sum(traffic[rank].sent for rank in range(layout.world)) == 4 * model
+    for tp in range(2):
+        for pp in range(2):
+            sent = [traffic[layout.rank(tp=tp, pp=pp, dp=dp)].sent for dp in range(4)]
+            assert max(sent) < 1.1 * min(sent)
+
+
+@settings(max_examples=20, deadline=None)
+@given(hf_configs())
+def test_summary_counts_every_byte(drawn: Drawn) -> None:
+    config, (layout, other) = drawn
+    plan = make_plan(megatron_layout(config, layout), megatron_layout(config, other))
+    traffic = plan.summary(itemsize=4)
+    wanted: Counter[int] = Counter()
+    for rank, shards in plan.targets.items():
+        for shard in shards.values():
+            padding = sum((b[0][1] - b[0][0]) * (b[1][1] - b[1][0]) for b in shard.padding)
+            wanted[rank] += 4 * (int(torch.tensor(shard.shape).prod()) - padding)
+    assert {rank: t.received + t.local for rank, t in traffic.items() if rank in plan.targets} == dict(wanted)
+    assert sum(t.sent for t in traffic.values()) == sum(t.received for t in traffic.values())
+
+
+def test_the_order_of_a_plan_does_not_depend_on_who_makes_it() -> None:
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 4,
+        "intermediate_size": 8,
+        "vocab_size": 7,
+    }
+
+    def plan() -> Plan:
+        return make_plan(megatron_layout(config, Layout(tp=4, pp=2, dp=2)), megatron_layout(config, Layout(tp=2, dp=3)))
+
+    assert plan().copies == plan().copies
