@@ -1,0 +1,151 @@
+"""What a rollout step hands on: the groups to train on, and what became of the problems of an evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.algorithms.evaluation import avg_at_k, majority_at_k, pass_at_k
+from megarl.data.experience import Experience
+from megarl.observe.samples import Sample
+from megarl.rollout.groups import Group, Response
+
+
+def response_stats(responses: Sequence[Response]) -> dict[str, float]:
+    """reward/* and response/* over `responses` (at least one)."""
+    lengths = [r.tokens.size for r in responses]
+    count = len(responses)
+    return {
+        "reward/mean": sum(r.reward for r in responses) / count,
+        "reward/accuracy": sum(r.correct for r in responses) / count,
+        "reward/truncated": sum(r.truncated for r in responses) / count,
+        "reward/unverified": sum(r.error is not None for r in responses) / count,
+        "reward/overlong_penalty": sum(r.penalty for r in responses) / count,
+        "response/length_mean": sum(lengths) / count,
+        "response/length_min": min(lengths),
+        "response/length_max": max(lengths),
+    }
+
+
+@dataclass
+class RolloutBatch:
+    """groups: to train on, in the order of their prompts (surplus of the step before first); stats: rollout/*, reward/*, response/*, the
+    same on every rank; seconds: this rank's time per part; errors: verifiers' failures and how often each occurred."""
+
+    step: int
+    groups: list[Group]
+    stats: dict[str, float]
+    seconds: dict[str, float]
+    errors: dict[str, int]
+
+    @property
+    def responses(self) -> list[Response]:
+        """All responses, group after group: row i of the Experience is responses[i]."""
+        return [r for group in self.groups for r in group.responses]
+
+    def to_experience(self) -> Experience:
+        """Columns: engine_logprobs float32 [T]; rewards float32, correct, truncated bool, group_ids, policy_version and
+        response_index int64 [n].
+
+        group_ids[i] is the position of its group in `groups`, response_index[i] its position in the group."""
+        prompts = {id(group): np.array(group.prompt.tokens, dtype=np.int64) for group in self.groups}
+        rows = [(prompts[id(group)], r) for group in self.groups for r in group.responses]
+        lengths = np.array([prompt.size + r.tokens.size for prompt, r in rows], dtype=np.int64)
+        tokens = np.concatenate([part for prompt, r in rows for part in (prompt, r.tokens)])
+        logprobs = np.concatenate([part for prompt, r in rows for part in (np.zeros(prompt.size, dtype=np.float32), r.logprobs)])
+        spans = np.array([n for prompt, r in rows for n in (prompt.size, r.tokens.size)], dtype=np.int64)
+        mask = np.repeat(np.tile([False, True], len(rows)), spans)
+        responses = [r for _, r in rows]
+        places = [(g, i) for g, group in enumerate(self.groups) for i in range(len(group.responses))]
+        columns = {
+            "engine_logprobs": torch.from_numpy(logprobs),
+            "rewards": torch.tensor([r.reward for r in responses], dtype=torch.float32),
+            "correct": torch.tensor([r.correct for r in responses], dtype=torch.bool),
+            "truncated": torch.tensor([r.truncated for r in responses], dtype=torch.bool),
+            "group_ids": torch.tensor([g for g, _ in places], dtype=torch.int64),
+            "policy_version": torch.tensor([group.version for group in self.groups for _ in group.responses], dtype=torch.int64),
+            "response_index": torch.tensor([i for _, i in places], dtype=torch.int64),
+        }
+        cu_seqlens = torch.from_numpy(np.concatenate([[0], lengths.cumsum()]))
+        return Experience(torch.from_numpy(tokens), cu_seqlens, torch.from_numpy(mask), columns)
+
+    def samples(self, tokenizer: Any, limit: int) -> list[Sample]:
+        """The responses of the first groups, as text: whole groups, enough that SampleLog can choose `limit` of them. Sample i is row i of
+        the Experience."""
+        if not limit:
+            return []
+        groups = self.groups[: max(2, math.ceil(limit / len(self.groups[0].responses)))]
+        rows = [(group, r) for group in groups for r in group.responses]
+        texts = tokenizer.batch_decode([r.tokens.tolist() for _, r in rows], skip_special_tokens=True)
+        return [
+            Sample(
+                step=self.step,
+                prompt=group.prompt.text,
+                response=text,
+                reward=r.reward,
+                correct=r.correct,
+                truncated=r.truncated,
+                length=int(r.tokens.size),
+                answer=group.prompt.answer,
+            )
+            for (group, r), text in zip(rows, texts, strict=True)
+        ]
+
+
+@dataclass
+class EvaluationResult:
+    """k answers to each problem. `groups` are in the order of the problems."""
+
+    k: int
+    groups: list[Group]
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per problem: its scores, mean length in tokens, share of truncated answers and of verifier failures."""
+        rows = []
+        for group in self.groups:
+            answers, correct = group.responses, [r.correct for r in group.responses]
+            rows.append(
+                {
+                    "uid": group.prompt.uid,
+                    "prompt": group.prompt.text,
+                    "answer": group.prompt.answer,
+                    "avg": avg_at_k(correct),
+                    "pass": pass_at_k(len(answers), sum(correct), self.k),
+                    "majority": majority_at_k([r.extracted for r in answers], correct),
+                    "length_mean": sum(r.tokens.size for r in answers) / len(answers),
+                    "truncated": sum(r.truncated for r in answers) / len(answers),
+                    "unverified": sum(r.error is not None for r in answers) / len(answers),
+                }
+            )
+        return rows
+
+    def stats(self) -> dict[str, float]:
+        """eval/*: means over the problems."""
+        table = self.table()
+        means = {
+            f"eval/{name}": sum(row[name] for row in table) / len(table) for name in ("avg", "pass", "majority", "length_mean", "truncated")
+        }
+        return {**means, "eval/k": self.k, "eval/problems": len(table)}
+
+    def answers(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
+        """Every answer with its text, for a jsonl file; decoded as it is asked for, so that one rank alone need do it."""
+        for group in self.groups:
+            texts = tokenizer.batch_decode([r.tokens.tolist() for r in group.responses], skip_special_tokens=True)
+            for i, (r, text) in enumerate(zip(group.responses, texts, strict=True)):
+                yield {
+                    "uid": group.prompt.uid,
+                    "prompt": group.prompt.text,
+                    "answer": group.prompt.answer,
+                    "index": i,
+                    "response": text,
+                    "extracted": r.extracted,
+                    "correct": r.correct,
+                    "truncated": r.truncated,
+                    "error": r.error,
+                    "length": int(r.tokens.size),
+                }

@@ -1,0 +1,98 @@
+"""The rollout of a step: prompts in, judged groups of responses out, with dynamic sampling; and the evaluation on held-out problems."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megarl.config.errors import DataError
+from megarl.config.schema import Config
+from megarl.data.prompts import Prompt
+from megarl.rollout.batch import EvaluationResult, RolloutBatch, response_stats
+from megarl.rollout.engine import RolloutEngine, SamplingParams
+from megarl.rollout.groups import Group, GroupCollector
+from megarl.rollout.seeds import evaluation_seed, response_seed
+from megarl.rollout.wave import Verifier, WaveRunner
+
+
+class RolloutSampler:
+    """Every rank has one and calls it alike; all take the same decisions, since they see the same gathered groups.
+
+    draw        the next n prompts of the training data, the same on every rank
+    rank, world this rank's engine among all engines
+    gather      every rank's object, by rank, on every rank
+    oversample  see GroupCollector
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: RolloutEngine,
+        draw: Callable[[int], Sequence[Prompt]],
+        verifier: Verifier,
+        tokenizer: Any,
+        rank: int = 0,
+        world: int = 1,
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
+        oversample: float = 1.0,
+    ) -> None:
+        self.config, self.engine, self.draw, self.verifier, self.tokenizer = config, engine, draw, verifier, tokenizer
+        self.rank, self.world, self.gather, self.oversample = rank, world, gather, oversample
+        self.surplus: list[Group] = []
+
+    @property
+    def params(self) -> SamplingParams:
+        """How training responses are drawn."""
+        rollout = self.config.rollout
+        return SamplingParams(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop)
+
+    @property
+    def evaluation_params(self) -> SamplingParams:
+        """How evaluation answers are drawn."""
+        evaluation, rollout = self.config.evaluation, self.config.rollout
+        return SamplingParams(rollout.max_response_tokens, evaluation.temperature, evaluation.top_p, 0, rollout.stop)
+
+    def collect(self, step: int) -> RolloutBatch:
+        """`rollout.prompts` groups for step `step`. reward/* and response/* count all responses generated in this step, whether
+        their groups were accepted or not, so that dynamic sampling does not hide the policy's accuracy.
+
+        Raises DataError at the limit of generation batches where the configuration says so, and what engine and verifiers raise."""
+        rollout, runner = self.config.rollout, self._runner()
+        collector = GroupCollector(rollout.prompts, rollout.dynamic_sampling, self.surplus, self.oversample)
+        drawn: Counter[int] = Counter()
+        while prompts := collector.wave():
+            wave = self.draw(prompts)
+            seeds = []
+            for prompt in wave:
+                first = drawn[prompt.uid] * rollout.group_size  # a prompt drawn again in one step goes on where it stopped
+                seeds.append([response_seed(self.config.seed, step, prompt.uid, first + i) for i in range(rollout.group_size)])
+                drawn[prompt.uid] += 1
+            collector.offer(runner.run(wave, seeds, self.params))
+        groups, self.surplus = collector.result()
+        responses = [r for group in collector.offered or groups for r in group.responses]
+        errors = Counter(r.error for r in responses if r.error is not None)
+        return RolloutBatch(step, groups, {**collector.stats(), **response_stats(responses)}, runner.seconds, dict(errors))
+
+    def evaluate(self, problems: Sequence[Prompt], k: int | None = None, params: SamplingParams | None = None) -> EvaluationResult:
+        """k answers (default `evaluation.samples`) to each problem. Raises DataError where there is no problem."""
+        if not problems:
+            raise DataError("data.eval: there is no problem to evaluate on (name a file that holds some)")
+        k = k or self.config.evaluation.samples
+        drawn: Counter[int] = Counter()
+        seeds = []
+        for problem in problems:
+            first = drawn[problem.uid] * k
+            seeds.append([evaluation_seed(self.config.seed, problem.uid, first + i) for i in range(k)])
+            drawn[problem.uid] += 1
+        return EvaluationResult(k, self._runner().run(problems, seeds, params or self.evaluation_params))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step needs besides the weights and the prompts' order; lists and dicts only."""
+        return {"surplus": [group.state_dict() for group in self.surplus]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.surplus = [Group.from_state(group) for group in state["surplus"]]
+
+    def _runner(self) -> WaveRunner:
+        return WaveRunner(self.rank, self.world, self.engine, self.verifier, self.tokenizer, self.gather, self.config.reward)

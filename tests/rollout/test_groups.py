@@ -1,0 +1,106 @@
+"""Dynamic sampling: which groups a step keeps, against a plain restatement of the rule; state that survives JSON."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.config.errors import DataError
+from megarl.config.schema import DynamicSamplingConfig
+from megarl.data.prompts import Prompt
+from megarl.rollout.groups import Group, GroupCollector, Response
+
+SIZE = 3
+
+
+def group(uid: int, correct: int, version: int = 0) -> Group:
+    responses = [
+        Response(
+            tokens=np.arange(2 + i, dtype=np.int32),
+            logprobs=np.array([-0.1, *[-1 / 3] * (1 + i)], dtype=np.float32),
+            finish="stop" if i else "length",
+            correct=i < correct,
+            extracted=str(i) if i else None,
+            error=None if i else "timeout after 10 s",
+            reward=1.0 if i < correct else -1.3,
+            penalty=0.0,
+        )
+        for i in range(SIZE)
+    ]
+    return Group(Prompt(uid, f"p{uid}", (uid, uid + 1), "7", extra={"row": uid}), responses, version)
+
+
+def drive(collector: GroupCollector, outcomes: list[int]) -> list[int]:
+    """Offers groups with `outcomes` right answers, in order (then mixed ones for ever); returns the sizes of the waves."""
+    waves, at = [], 0
+    while n := collector.wave():
+        collector.offer([group(i, outcomes[i] if i < len(outcomes) else 1) for i in range(at, at + n)])
+        at += n
+        waves.append(n)
+    return waves
+
+
+@given(
+    outcomes=st.lists(st.integers(0, SIZE), max_size=60),
+    prompts=st.integers(1, 12),
+    limit=st.integers(1, 6),
+    surplus=st.integers(0, 15),
+    oversample=st.sampled_from([1.0, 1.5, 3.0]),
+)
+def test_accepts_mixed_groups_in_prompt_order(outcomes, prompts, limit, surplus, oversample):
+    left = [group(1000 + i, 1, version=-1) for i in range(surplus)]
+    collector = GroupCollector(prompts, DynamicSamplingConfig(enabled=True, max_batches=limit), left, oversample)
+    waves = drive(collector, outcomes)
+    offered = [outcomes[i] if i < len(outcomes) else 1 for i in range(sum(waves))]
+    mixed = [i for i, correct in enumerate(offered) if 0 < correct < SIZE]
+    other = [i for i, correct in enumerate(offered) if correct in (0, SIZE)]
+    order = [1000 + i for i in range(surplus)] + mixed
+    groups, kept = collector.result()
+    assert [g.prompt.uid for g in groups] == (order + other)[:prompts] and len(groups) == prompts
+    assert [g.prompt.uid for g in kept] == order[prompts : 2 * prompts]
+    assert len(waves) <= limit and all(n <= max(prompts, -(-prompts * oversample // 1)) for n in waves)
+    if len(waves) < limit:
+        assert len(order) >= prompts
+    stats = collector.stats()
+    assert stats["rollout/groups_kept"] == len(mixed)
+    assert stats["rollout/groups_all_right"] == offered.count(SIZE) and stats["rollout/groups_all_wrong"] == offered.count(0)
+    assert stats["rollout/prompts"] == len(offered) and stats["rollout/batches"] == len(waves) and stats["rollout/surplus"] == len(kept)
+    assert stats["rollout/tokens"] == len(offered) * (2 + 3 + 4)
+
+
+@given(st.lists(st.integers(0, SIZE), max_size=40), st.integers(1, 12))
+def test_without_dynamic_sampling_one_wave_is_the_batch(outcomes, prompts):
+    collector = GroupCollector(prompts, DynamicSamplingConfig(enabled=False), oversample=2.0)
+    assert drive(collector, outcomes) == [prompts]
+    groups, surplus = collector.result()
+    assert [g.prompt.uid for g in groups] == list(range(prompts)) and not surplus
+
+
+def test_refills_are_sized_by_the_acceptance_rate():
+    # 8 wanted; 2 of the first 8 are mixed: rate (2 + 1) / (8 + 2), so ceil(6 / 0.3) = 20, bounded by 8.
+    outcomes = [1, 1] + [0] * 6 + [1] * 4 + [SIZE] * 4
+    collector = GroupCollector(8, DynamicSamplingConfig(enabled=True))
+    # After 16 prompts 6 are mixed: ceil(2 / (7 / 18)) = 6.
+    assert drive(collector, outcomes) == [8, 8, 6]
+    assert len(collector.result()[1]) == 4
+
+
+def test_the_limit_stops_with_a_message_where_asked():
+    config = DynamicSamplingConfig(enabled=True, max_batches=2, at_limit="stop")
+    with pytest.raises(DataError, match=r"max_batches: after 2 generation batches \(8 prompts\) only 1 of 4 groups"):
+        drive(GroupCollector(4, config), [0, 1, 0, 0, SIZE, 0, 0, 0])
+    assert drive(GroupCollector(4, config), [0, 1, 1, 0, 1, 0, 1]) == [4, 4]  # full at the limit: no reason to stop
+
+
+def test_state_survives_json_exactly():
+    before = group(5, 2, version=11)
+    after = Group.from_state(json.loads(json.dumps(before.state_dict())))
+    assert after.prompt == before.prompt and after.version == 11
+    for a, b in zip(after.responses, before.responses, strict=True):
+        assert a.tokens.dtype == np.int32 and a.logprobs.dtype == np.float32
+        assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs)
+        assert {**vars(a), "tokens": 0, "logprobs": 0} == {**vars(b), "tokens": 0, "logprobs": 0}

@@ -1,0 +1,100 @@
+"""Random numbers, top-k and top-p, and inverse-CDF sampling against plain Python."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.rollout.engine import SamplingParams
+from megarl.rollout.sampling import choose, keep_top, uniform
+from megarl.rollout.seeds import evaluation_seed, response_seed
+
+SEEDS = st.integers(0, 2**63 - 1)
+LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=12)
+
+
+def splitmix64(seed: int, index: int) -> float:
+    """Vigna's reference, with Python's unbounded integers."""
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+    return ((z ^ (z >> 31)) >> 11) / 2**53
+
+
+@given(st.lists(st.tuples(SEEDS, st.integers(0, 2**20)), min_size=1, max_size=20))
+def test_uniform_is_splitmix64(pairs):
+    seeds, index = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    assert uniform(seeds, index).tolist() == [splitmix64(s, i) for s, i in pairs]
+
+
+def slow_keep(probs: list[float], top_k: int, top_p: float) -> set[int]:
+    order = sorted(range(len(probs)), key=lambda i: -probs[i])
+    kept = [i for i in order if not top_k or probs[i] >= probs[order[min(top_k, len(order)) - 1]]]
+    mass, total, inside = 0.0, sum(probs[i] for i in kept), []
+    for i in kept:
+        if inside and mass >= top_p * total and probs[i] < probs[inside[-1]]:
+            break
+        inside.append(i)
+        mass += probs[i]
+    return set(inside)
+
+
+@given(
+    st.lists(st.integers(1, 1000), min_size=2, max_size=12, unique=True), st.integers(0, 14), st.sampled_from([0.05, 0.31, 0.7, 0.95, 1.0])
+)
+def test_keep_top_equals_a_loop(weights, top_k, top_p):
+    probs = torch.tensor([weights], dtype=torch.float64) / sum(weights)
+    kept = keep_top(probs, top_k, top_p)[0]
+    assert set(kept.nonzero()[:, 0].tolist()) == slow_keep(probs[0].tolist(), top_k, top_p)
+    assert torch.equal(kept[kept > 0], probs[0][kept > 0])
+
+
+@given(LOGITS, SEEDS, st.integers(0, 50), st.sampled_from([0.3, 1.0, 1.7]), st.sampled_from([0, 3]), st.sampled_from([0.6, 1.0]))
+def test_choose_inverts_the_cdf(logits, seed, index, temperature, top_k, top_p):
+    params = SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p)
+    token, logprob = choose(torch.tensor([logits]), torch.tensor([seed]), torch.tensor([index]), params)
+    scaled = (torch.tensor(logits, dtype=torch.float64) / temperature).softmax(0)
+    kept = keep_top(scaled[None], top_k, top_p)[0].cumsum(0)
+    point = splitmix64(seed, index) * float(kept[-1])
+    below = float(kept[token[0] - 1]) if token[0] > 0 else 0.0
+    assert below - 1e-5 <= point <= float(kept[token[0]]) + 1e-5
+    assert logprob.item() == pytest.approx(math.log(scaled[token[0]]), abs=1e-5)
+
+
+def test_impossible_tokens_are_never_chosen():
+    logits = torch.full((4096, 5), -torch.inf)
+    logits[:, 1:3] = 0.0
+    token, _ = choose(logits, torch.arange(4096), torch.zeros(4096, dtype=torch.int64), SamplingParams(1))
+    assert set(token.tolist()) == {1, 2}
+
+
+def test_frequencies_over_seeds_and_positions():
+    probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    n = 40_000
+    for seeds, index in ((torch.arange(n), torch.zeros(n, dtype=torch.int64)), (torch.full((n,), 5), torch.arange(n))):
+        token, _ = choose(probs.log().expand(n, 4), seeds, index, SamplingParams(1))
+        counts = torch.bincount(token, minlength=4)
+        assert bool(((counts - n * probs).abs() < 5 * (n * probs * (1 - probs)).sqrt()).all())
+
+
+@settings(max_examples=30)
+@given(LOGITS)
+def test_temperature_zero_is_greedy(logits):
+    token, logprob = choose(torch.tensor([logits]), torch.tensor([1]), torch.tensor([0]), SamplingParams(1, temperature=0))
+    assert logits[token[0]] == max(logits)
+    assert logprob.item() == pytest.approx(max(logits) - math.log(sum(map(math.exp, logits))), abs=1e-5)
+
+
+def test_seeds_are_stable_and_distinct():
+    # Fixed numbers: a change would change every run that is repeated or resumed.
+    assert (
+        response_seed(0, 1, 2, 3)
+        == int.from_bytes(__import__("hashlib").blake2b(b"megarl.rollout:0:1:2:3", digest_size=8).digest(), "big") >> 1
+    )
+    seeds = {response_seed(r, s, u, i) for r in range(3) for s in range(3) for u in (1, 12, 2**60) for i in range(3)}
+    seeds |= {evaluation_seed(r, u, i) for r in range(3) for u in (1, 12, 2**60) for i in range(3)}
+    assert len(seeds) == 81 + 27 and all(0 <= s < 2**63 for s in seeds)
