@@ -1,0 +1,63 @@
+"""The losses of a mini-batch, put together from `megarl.algorithms` for one micro-batch of an Experience."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.losses import kl_loss, nll_loss, policy_loss, value_loss
+from megarl.config.schema import AlgorithmConfig
+from megarl.data.experience import Experience
+from megarl.training.learner import Loss, Stats
+from megarl.training.micro_batch import MicroBatch
+
+
+def actor_loss(config: AlgorithmConfig, experience: Experience) -> Loss:
+    """Policy loss + mu * positive-example NLL (VAPO eq. 10) + beta * KL. Reads policy_weights, old_logprobs, advantages,
+    and where their factor is not 0 nll_weights and ref_logprobs."""
+
+    def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
+        logprobs, entropy = output
+        weights = batch.column(experience, "policy_weights")
+        total, stats = policy_loss(
+            logprobs,
+            batch.column(experience, "old_logprobs"),
+            batch.column(experience, "advantages"),
+            weights,
+            config.clip_low,
+            config.clip_high,
+            entropy,
+        )
+        if config.nll_weight:
+            nll, nll_stats = nll_loss(logprobs, batch.column(experience, "nll_weights"))
+            total, stats = total + config.nll_weight * nll, stats | nll_stats
+        if config.kl_weight:
+            kl, kl_stats = kl_loss(logprobs, batch.column(experience, "ref_logprobs"), weights)
+            total, stats = total + config.kl_weight * kl, stats | kl_stats
+        return total, stats
+
+    return loss
+
+
+def critic_loss(config: AlgorithmConfig, experience: Experience) -> Loss:
+    """Squared error to the returns. Reads value_weights, values, returns."""
+
+    def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
+        old, target = batch.column(experience, "values"), batch.column(experience, "returns")
+        return value_loss(output, old, target, batch.column(experience, "value_weights"), config.value_clip)
+
+    return loss
+
+
+def supervised_loss(experience: Experience) -> Loss:
+    """The positive-example loss alone (VAPO eq. 9), every response taken as right. Reads nll_weights."""
+
+    def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
+        logprobs, entropy = output
+        value, stats = nll_loss(logprobs, batch.column(experience, "nll_weights"))
+        count = torch.tensor(float(logprobs.numel()), dtype=torch.float64)
+        return value, {**stats, "policy/tokens": count, "policy/entropy": entropy.detach().double().sum()}
+
+    return loss

@@ -1,0 +1,159 @@
+"""A learner's weights, optimizer and learning-rate schedule in megatron-core's distributed checkpoint format.
+
+Each rank writes and reads its own part; a checkpoint can be read at another tensor-, pipeline- and data-parallel layout.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.transformer.module import MegatronModule
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from megarl.config.errors import CheckpointError
+from megarl.model.builder import Actor, Critic
+from megarl.parallel.cpu_platform import on_cpu
+from megarl.parallel.runtime import Runtime
+from megarl.training.learner import Learner
+
+# Every state tensor has its parameter's shape in the file, so that it can be read at another layout, data parallelism included.
+OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+FAILURES = (CheckpointException, CheckpointingException, OSError, RuntimeError)
+
+
+class _InProcess(TorchDistSaveShardedStrategy):
+    """megatron-core's format, written by the rank itself with torch's own writer.
+
+    megatron-core's strategy writes from forked processes even when it saves synchronously, and waits for ever if one of them dies."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__("torch_dist", 1)
+        self.group = runtime.cpu_group
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(by_key),
+            storage_writer=FileSystemWriter(checkpoint_dir, sync_files=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=self.group,
+        )
+
+
+def save_learner(learner: Learner, folder: Path) -> None:
+    """Writes into the empty `folder`; every rank calls this. CheckpointError on every rank where one of them cannot write."""
+    with _megatron():
+        state = _state(learner, is_loading=False)
+    try:
+        with _megatron():
+            dist_checkpointing.save(state, str(folder), sharded_strategy=_InProcess(learner.runtime))
+    except FAILURES as error:
+        raise CheckpointError(f"cannot be written: {_reason(error)} (make room, or set checkpoint.every to 0)") from error
+
+
+def load_learner(learner: Learner, folder: Path) -> None:
+    """Fills the learner with exactly the values of `folder`; every rank calls this. CheckpointError where they cannot be read."""
+    parts = _optimizers(learner)
+    for part in parts.values():
+        _allocate(part.optimizer)
+    with _megatron():
+        wanted = _state(learner, is_loading=True)
+    try:
+        with _megatron():
+            loaded = dist_checkpointing.load(wanted, str(folder))
+    except FAILURES as error:
+        raise CheckpointError(f"cannot be read: {_reason(error)} (remove it to continue from an older one)") from error
+    learner.model.load_state_dict(loaded["model"])
+    with _megatron():
+        for name, part in parts.items():
+            _load_optimizer(part, loaded["optimizer"][name])
+    learner.schedule.num_steps = loaded["schedule_steps"]
+
+
+@contextmanager
+def _megatron() -> Iterator[None]:
+    """Around megatron-core's checkpointing, which stands on parts of torch that warn of their end."""
+    with warnings.catch_warnings(), on_cpu():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+def _optimizers(learner: Learner) -> dict[str, Any]:
+    """Megatron's distributed optimizers by number: one for dense models."""
+    return {str(i): part for i, part in enumerate(getattr(learner.optimizer, "chained_optimizers", [learner.optimizer]))}
+
+
+def _state(learner: Learner, is_loading: bool) -> dict[str, Any]:
+    model = _model_state(learner.model)
+    for part in _optimizers(learner).values():
+        _mend(part)
+    optimizers = {
+        name: part.sharded_state_dict(model, is_loading=is_loading, metadata=OPTIMIZER_FORMAT)
+        for name, part in _optimizers(learner).items()
+    }
+    return {"model": model, "optimizer": optimizers, "schedule_steps": learner.schedule.num_steps}
+
+
+def _model_state(model: Actor | Critic) -> dict[str, Any]:
+    """A critic has a value head in the place of the output layer, on which GPTModel's own method insists."""
+    return MegatronModule.sharded_state_dict(model) if isinstance(model, Critic) else model.sharded_state_dict()
+
+
+def _mend(optimizer: Any) -> None:
+    """Two places where megatron-core 0.16 would save a parameter's state under another one's name.
+
+    It leaves out the padding between the buckets of a buffer when it gathers the state, and counts it when it cuts the state into
+    parameters (it warns of `data corruption`); there are several buckets where tied embeddings meet pipeline stages. Told that padding
+    is content, it is consistent. And it takes a group's parameters to stand in their own order, but has put those in float32 before
+    those in bfloat16; a critic in bfloat16 has a value head in float32."""
+    for buffer in optimizer.buffers:
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+        buffer.numel_unpadded = buffer.numel
+    groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
+    for number, (single, half) in enumerate(groups):
+        for place, parameter in enumerate([*single, *half]):
+            optimizer.model_param_group_index_map[parameter] = (number, place)
+
+
+def _allocate(adam: torch.optim.Optimizer) -> None:
+    """torch's Adam has no state before its first step, which Megatron's loading needs (of Transformer Engine's it knows)."""
+    if not isinstance(adam, torch.optim.Adam) or adam.state:
+        return
+    for group in adam.param_groups:
+        for p in group["params"]:
+            adam.state[p] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+
+def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """As DistributedOptimizer.load_state_dict, which with torch's Adam looks for a `step` among the tensors of the file, where
+    there is none, and gives all parameters one and the same `step`, which each of them would then count up."""
+    tensors = state.pop("param_state")
+    optimizer.load_state_dict(state)  # the groups' settings and their step
+    inner = optimizer.optimizer.state
+    steps = {p: own.pop("step") for p, own in inner.items() if "step" in own}
+    optimizer.load_parameter_state_from_fully_reshardable(tensors)
+    for p, step in steps.items():
+        inner[p]["step"] = step.clone()
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause, on one line."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
