@@ -1,0 +1,149 @@
+"""`megarl COMMAND`: reads the arguments, calls the command, and turns errors into one line and an exit code.
+
+Exit codes: 0 done, 2 something the user can mend (one line on standard error), 1 a defect (a traceback), 130 interrupted,
+128 + n a rank was killed by signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megarl import __version__
+from megarl.config.errors import MegarlError
+
+Command = Callable[[argparse.Namespace], int]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and gives its exit code."""
+    given = _parse(arguments)
+    if os.getcwd() not in sys.path:  # a user's own verifier may stand in the current folder, however megarl was started
+        sys.path.append(os.getcwd())
+    try:
+        return given.command(given)
+    except MegarlError as error:
+        print(f"megarl: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        print("megarl: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read the output (`| head`) has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    given, rest = parser.parse_known_args(arguments)
+    # argparse fills `overrides` once: after an option, further overrides come back as unknown.
+    if rest and (not hasattr(given, "overrides") or any(text.startswith("-") for text in rest)):
+        dashed = next((text for text in rest if text.startswith("--") and "=" in text), None)
+        hint = f"; an override has no dashes: {dashed.lstrip('-')}" if dashed and hasattr(given, "overrides") else ""
+        parser.error(f"unknown argument {dashed or rest[0]}{hint}")
+    if rest:
+        given.overrides = [*given.overrides, *rest]
+    return given
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="megarl", description="Large-scale reinforcement learning of reasoning language models.")
+    parser.add_argument("--version", action="version", version=f"megarl {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+
+    training = _command(commands, "train", _train, "train by supervised warm start, GRPO, DAPO, PPO or VAPO: the config's recipe")
+    training.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)  # set by the launcher, which checked already
+    _takes_config(training)
+    evaluate = _command(commands, "eval", _eval, "answer the problems of data.eval, in one process; avg@k, pass@k and majority@k")
+    evaluate.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="Hugging Face folder to evaluate; default: model.path")
+    evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="where answers and scores are written; default: run_dir/eval")
+    _takes_config(evaluate)
+    config = commands.add_parser("config", help="print, validate or explain a configuration", description="Configurations.")
+    whats = config.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
+    _takes_config(_command(whats, "show", _config_show, "print the configuration with bases, preset, defaults and overrides resolved"))
+    _takes_config(_command(whats, "check", _config_check, "find contradictions, and what does not fit the model's folder and the data"))
+    _command(whats, "docs", _config_docs, "list every key with its meaning, unit, default and the source of the default")
+    report = _command(commands, "report", _report, "write report.html of one run, or of several laid over each other")
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
+    report.add_argument("--out", type=Path, metavar="FILE", help="file to write; default: report.html in the first run's folder")
+    demo = _command(
+        commands, "demo", _demo, "make a tiny model and a task, warm-start it, then train it by reinforcement: minutes on a CPU"
+    )
+    demo.add_argument("--recipe", choices=("vapo", "dapo"), default="vapo", help="default: %(default)s")
+    demo.add_argument("--seed", type=int, default=0, help="of model, task and training (default: %(default)s)")
+    demo.add_argument("--folder", type=Path, default=Path("runs/demo"), help="everything is written below it (default: %(default)s)")
+    _takes_overrides(demo, "parallel.tp=1; they are for the reinforcement run")
+    return parser
+
+
+def _command(commands: argparse._SubParsersAction[_Parser], name: str, run: Command, text: str) -> argparse.ArgumentParser:
+    sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    sub.set_defaults(command=run)
+    return sub
+
+
+def _takes_config(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("config", type=Path, help="YAML file, e.g. configs/demo_vapo.yaml")
+    _takes_overrides(sub, "actor.lr=2e-6 data.train=[a.jsonl,b.jsonl]")
+
+
+def _takes_overrides(sub: argparse.ArgumentParser, example: str) -> None:
+    sub.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=f"values that replace the file's, e.g. {example}")
+
+
+def _train(given: argparse.Namespace) -> int:
+    from megarl.cli.train import train
+
+    if given.checked:
+        from megarl.parallel.launch import follow_launcher
+
+        follow_launcher()
+    return train(given.config, given.overrides, checked=given.checked)
+
+
+def _eval(given: argparse.Namespace) -> int:
+    from megarl.cli.evaluate import evaluate
+
+    return evaluate(given.config, given.overrides, given.checkpoint, given.out)
+
+
+def _config_show(given: argparse.Namespace) -> int:
+    from megarl.cli.configuration import show
+
+    return show(given.config, given.overrides)
+
+
+def _config_check(given: argparse.Namespace) -> int:
+    from megarl.cli.configuration import check
+
+    return check(given.config, given.overrides)
+
+
+def _config_docs(given: argparse.Namespace) -> int:
+    from megarl.cli.configuration import docs
+
+    return docs()
+
+
+def _report(given: argparse.Namespace) -> int:
+    from megarl.observe.report import write_report
+
+    print(write_report(given.runs, given.out or given.runs[0]))
+    return 0
+
+
+def _demo(given: argparse.Namespace) -> int:
+    from megarl.cli.demo import demo
+
+    return demo(given.recipe, given.seed, given.folder, given.overrides)

@@ -1,0 +1,180 @@
+"""What can be known before a process group or a GPU is taken: every check raises one line that names the key or the file."""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config.check import check_config
+from megarl.config.errors import CheckpointError, ConfigError
+from megarl.config.schema import Config
+from megarl.data.reader import validate_files
+from megarl.parallel.launch import ranks_here
+from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
+from megarl.rewards.registry import get_verifier
+from megarl.training.checkpoint import check_continues, find_checkpoint
+from megarl.weights.hf_io import HFFolder
+from megarl.weights.layout import check_layout
+
+
+def preflight(config: Config, where: str) -> None:
+    """Everything that a training run needs but its folder, which only `claim_run_dir` touches."""
+    check_config(config, where)
+    device = choose_device(config.parallel.device)
+    _check_machine(config, device.type)
+    folder = check_model(config.model.path, "model.path", config)
+    tokenizer = check_tokenizer(config, folder)
+    if config.critic.path and config.has_critic:
+        critic = check_model(config.critic.path, "critic.path", config, critic=True)
+        _check_vocabulary(critic, "critic.path", tokenizer)
+        _check_positions(config, where, critic)
+    if config.recipe != "sft":
+        _check_positions(config, where, folder)
+        get_verifier(config.reward.verifier)
+    validate_files(config.data, config.supervised.response_key if config.recipe == "sft" else None)
+
+
+def preflight_evaluation(config: Config, where: str, key: str = "model.path") -> None:
+    """What `megarl eval` needs, which is less: one process, no training data, no layout. `key`: what named the model's folder."""
+    if not config.data.eval:
+        raise ConfigError(f"{where}: data.eval: must name at least one file to evaluate on")
+    choose_device(config.parallel.device)
+    _check_engine(config)
+    folder = _open_folder(config.model.path, key)
+    check_tokenizer(config, folder, key)
+    _check_positions(config, where, folder)
+    get_verifier(config.reward.verifier)
+    validate_files(config.data.model_copy(update={"train": ()}))
+
+
+def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> HFFolder:
+    """The folder's headers are read and its sizes checked against the parallel layout."""
+    folder = _open_folder(path, key, critic=critic)
+    check_layout(folder.config, config.parallel.tp, config.parallel.pp)
+    return folder
+
+
+def check_tokenizer(config: Config, folder: HFFolder, key: str = "model.path") -> Any:
+    """The tokenizer of the model's folder, found to be one that prompts and responses can go through."""
+    if not any((folder.path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise CheckpointError(f"{key}: {folder.path}: no tokenizer.json (the model's folder must hold its tokenizer)")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
+    except Exception as error:  # noqa: BLE001 (the tokenizers library raises bare Exceptions for damaged files)
+        problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{key}: {folder.path}: its tokenizer cannot be loaded: {problem}") from None
+    if not isinstance(tokenizer.eos_token_id, int):
+        raise CheckpointError(f"{key}: {folder.path}: its tokenizer has no end-of-sequence token (set eos_token in tokenizer_config.json)")
+    if config.data.template == "chat":
+        _check_template(tokenizer)
+    _check_vocabulary(folder, key, tokenizer)
+    return tokenizer
+
+
+def _check_template(tokenizer: Any) -> None:
+    from jinja2 import TemplateError  # a dependency of chat templates only
+
+    if not tokenizer.chat_template:
+        raise ConfigError("data.template: the tokenizer has no chat template (set data.template=raw, or add one to the model's folder)")
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1 = ?"}], add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise ConfigError(f"data.template: the tokenizer's chat template fails: {error} (mend it, or set data.template=raw)") from None
+
+
+def _check_machine(config: Config, device: str) -> None:
+    """What must be installed or plugged in for the keys that ask for it."""
+    _check_engine(config)
+    if is_launched():
+        layout_for(config.parallel, launched_world())
+    if config.model.layers == "te" and (device != "cuda" or not find_spec("transformer_engine")):
+        raise ConfigError("model.layers: te needs a CUDA device and transformer-engine (install megarl[te], or use auto or portable)")
+    for key, wanted, package in (("tensorboard", config.log.tensorboard, "tensorboard"), ("wandb", config.log.wandb, "wandb")):
+        if wanted and not find_spec(package):
+            raise ConfigError(f"log.{key}: {package} is not installed (pip install 'megarl[track]', or set it to false)")
+    ranks = ranks_here(config.parallel)
+    if device == "cuda" and not is_launched() and ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"parallel: tp {config.parallel.tp} x pp {config.parallel.pp} x dp {config.parallel.dp or 1} = {ranks} devices, but there are "
+            f"{torch.cuda.device_count()} here (lower one of them, or start megarl with torchrun on several machines)"
+        )
+
+
+def _check_engine(config: Config) -> None:
+    if config.rollout.engine == "sglang":
+        raise ConfigError("rollout.engine: sglang is not built yet (use transformers)")
+
+
+def _open_folder(path: Path, key: str, *, critic: bool = False) -> HFFolder:
+    if not path.is_dir():
+        what = "not a folder" if path.exists() else "no such folder"
+        raise CheckpointError(f"{key}: {path}: {what} (it must be a Hugging Face folder: config.json, *.safetensors, tokenizer.json)")
+    try:
+        return HFFolder(path, critic=critic)
+    except CheckpointError as error:
+        raise CheckpointError(f"{key}: {error}") from None
+
+
+def _check_vocabulary(folder: HFFolder, key: str, tokenizer: Any) -> None:
+    vocabulary = folder.config["vocab_size"]
+    if len(tokenizer) > vocabulary:
+        raise CheckpointError(
+            f"{key}: {folder.path}: its vocabulary of {vocabulary} does not hold the {len(tokenizer)} tokens of the actor's tokenizer "
+            "(they belong to different models)"
+        )
+
+
+def _check_positions(config: Config, where: str, folder: HFFolder) -> None:
+    positions = config.model.max_positions or folder.config.get("max_position_embeddings")
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    if isinstance(positions, int) and prompt + response > positions:
+        raise ConfigError(
+            f"{where}: rollout.max_response_tokens: data.max_prompt_tokens {prompt} + {response} tokens exceed the {positions} positions "
+            f"of {folder.path} (lower one of them)"
+        )
+
+
+def claim_run_dir(config: Config) -> None:
+    """Creates the run's folder, private to the user; a folder with a complete checkpoint is one to continue in. Raises ConfigError
+    where it cannot be written, holds a run without a complete checkpoint, or one that was started with other settings."""
+    run_dir = config.run_dir
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        probe = run_dir / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"run_dir: {run_dir}: cannot be written: {error.strerror} (choose another folder)") from None
+    checkpoint, _ = find_checkpoint(run_dir)
+    if checkpoint is not None:
+        check_continues(config, checkpoint)
+    elif (run_dir / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"run_dir: {run_dir}: already holds a run, and no complete checkpoint to continue it from "
+            "(choose another folder, or delete this one)"
+        )
+
+
+def versions() -> dict[str, str]:
+    """Name and version of what the result depends on."""
+    names = ("megarl", "torch", "megatron-core", "transformers", "transformer-engine", "sglang", "numpy", "math-verify")
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_versions(path: Path) -> None:
+    """`versions` as a JSON file."""
+    path.write_text(json.dumps(versions(), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,255 @@
+"""A run on one rank: the parts that the phases work with, and the step that they fill."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import Config
+from megarl.data.experience import Experience
+from megarl.data.reader import ReadReport, read_pairs, read_prompts
+from megarl.data.sampler import PromptSampler
+from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
+from megarl.parallel.comm import gather_objects
+from megarl.parallel.runtime import Runtime
+from megarl.rewards.pool import VerifierPool
+from megarl.rollout.batch import RolloutBatch
+from megarl.rollout.sampler import RolloutSampler
+from megarl.rollout.seeds import shuffle_seed
+from megarl.rollout.transformers_engine import TransformersEngine
+from megarl.training.batches import LocalBatch
+from megarl.training.learner import Frozen, Learner
+from megarl.weights.export import export_hf
+from megarl.weights.families import table_names
+from megarl.weights.hf_io import HFFolder, load_into
+from megarl.weights.layout import hf_shards, megatron_layout
+from megarl.weights.plan import make_plan
+from megarl.weights.transfer import Transfer
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The model's tokenizer; its end-of-sequence token ends responses."""
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def make_engine(config: Config, tokenizer: Any, device: torch.device | str) -> TransformersEngine:
+    """The rollout engine that `rollout.engine` names, not started."""
+    if config.rollout.engine != "transformers":
+        raise ConfigError(f"rollout.engine: {config.rollout.engine} is not built yet (use transformers)")
+    return TransformersEngine(
+        config.model.path,
+        dtype=DTYPES[config.model.dtype],
+        device=device,
+        max_batch=config.rollout.max_batch,
+        eos_ids=(tokenizer.eos_token_id,),
+        tokenizer=tokenizer,
+    )
+
+
+class Run:
+    """Everything that lives for the whole run on one rank."""
+
+    def __init__(self, config: Config, runtime: Runtime) -> None:
+        self.config, self.runtime = config, runtime
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.folder = HFFolder(config.model.path)
+        self.hf = read_hf_config(config.model.path)
+        self.actor = self._actor()
+        self.critic = self._critic() if config.has_critic else None
+        self.reference = self._reference() if config.algorithm.kl_weight else None
+        if config.recipe == "sft":
+            self._prepare_pairs()
+        else:
+            self._prepare_rollout()
+
+    def _load(self, model: torch.nn.Module, folder: HFFolder, critic: bool) -> None:
+        shards = megatron_layout(folder.config, self.runtime.layout, critic=critic)[self.runtime.rank][1]
+        load_into(table_names(dict(model.named_parameters())), shards, folder)
+
+    def _actor(self) -> Learner:
+        model = build_actor(self.config, self.hf, self.runtime)
+        self._load(model, self.folder, critic=False)
+        return Learner("actor", model, self.config.actor, self.config.steps, self.runtime)
+
+    def _critic(self) -> Learner:
+        folder = HFFolder(self.config.critic.path or self.config.model.path, critic=True)
+        hf = read_hf_config(folder.path)
+        if hf.vocab_size < len(self.tokenizer):
+            raise ConfigError(
+                f"critic.path: {folder.path}: its vocabulary of {hf.vocab_size} does not hold the {len(self.tokenizer)} tokens of the actor"
+            )
+        model = build_critic(self.config, hf, self.runtime)
+        self._load(model, folder, critic=True)
+        return Learner("critic", model, self.config.critic, self.config.steps, self.runtime)
+
+    def _reference(self) -> Frozen:
+        model = build_actor(self.config, self.hf, self.runtime)
+        self._load(model, self.folder, critic=False)
+        return Frozen("reference", model.requires_grad_(False), self.runtime)
+
+    def _prepare_pairs(self) -> None:
+        config = self.config
+        report = ReadReport()
+        self.data_reports = {"train": report}
+        self.pairs = read_pairs(config.data.train, config.data, config.supervised.response_key, self.tokenizer, report)
+        self.pair_sampler = PromptSampler(len(self.pairs), config.seed, config.data.shuffle)
+
+    def _prepare_rollout(self) -> None:
+        config, runtime = self.config, self.runtime
+        self.prompts, report = read_prompts(config.data.train, config.data, self.tokenizer)
+        self.data_reports, self.problems = {"train": report}, []
+        if config.data.eval:
+            problems, self.data_reports["eval"] = read_prompts(config.data.eval, config.data, self.tokenizer)
+            self.problems = problems[: config.evaluation.max_problems or None]
+        self.prompt_sampler = PromptSampler(len(self.prompts), config.seed, config.data.shuffle)
+        self.verifiers = VerifierPool(config.reward.verifier, config.reward.workers, config.reward.timeout)
+        self.engine = make_engine(config, self.tokenizer, runtime.device)
+        self.engine.start()
+        self.sampler = RolloutSampler(
+            config,
+            self.engine,
+            draw=lambda n: [self.prompts[i] for i in self.prompt_sampler.take(n)],
+            verifier=self.verifiers,
+            tokenizer=self.tokenizer,
+            rank=runtime.rank,
+            world=runtime.world,
+            gather=lambda value: gather_objects(runtime, value),
+        )
+        self.transfer = self._plan_transfer()
+
+    def _plan_transfer(self) -> Transfer:
+        sources = megatron_layout(self.folder.config, self.runtime.layout)
+        targets = [(rank, hf_shards(self.folder.config)) for rank in range(self.runtime.world)]
+        plan = make_plan(sources, targets)
+        return Transfer(
+            plan,
+            self.runtime.rank,
+            table_names(dict(self.actor.model.named_parameters())),
+            self.engine.parameters(),
+            self.config.rollout.transfer_bucket * 2**20,
+            dtype=DTYPES[self.config.model.dtype],
+        )
+
+    def transfer_weights(self, version: int) -> dict[str, float]:
+        """The actor's present weights into the engine, which then carries `version`."""
+        self.engine.begin_update()
+        moved = self.transfer.run()
+        self.engine.end_update(version)
+        return {"transfer/bytes_received": float(moved.bytes_received)}
+
+    def pairs_batch(self) -> Experience:
+        """The next batch of supervised pairs, all counted as right."""
+        chosen = [self.pairs[i] for i in self.pair_sampler.take(self.config.supervised.batch)]
+        batch = Experience.build([prompt for prompt, _ in chosen], [response for _, response in chosen])
+        batch["correct"] = torch.ones(len(chosen), dtype=torch.bool)
+        batch["truncated"] = torch.zeros(len(chosen), dtype=torch.bool)
+        return batch
+
+    def megatron_seconds(self) -> float:
+        """Time that this rank has spent in Megatron's forward and backward passes and optimizers."""
+        return sum(model.megatron_seconds for model in (self.actor, self.critic, self.reference) if model is not None)
+
+    def export(self, which: str, out: Path) -> None:
+        """Writes `actor` or `critic` as a Hugging Face folder; every rank takes part."""
+        learner = self.actor if which == "actor" else self.critic
+        assert learner is not None
+        source = self.config.model.path
+        export_hf(
+            out,
+            source if which == "actor" else self.config.critic.path or source,
+            self.runtime.layout,
+            self.runtime.rank,
+            table_names(dict(learner.model.named_parameters())),
+            critic=which == "critic",
+            dtype=DTYPES[self.config.model.dtype],
+            control=self.runtime.cpu_group,
+        )
+
+    @property
+    def learners(self) -> dict[str, Learner]:
+        """What a checkpoint holds weights and optimizers of."""
+        return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step needs besides the learners: where the samplers stand. The same on every rank, as JSON holds it."""
+        if self.config.recipe == "sft":
+            return {"pairs": self.pair_sampler.state()}
+        return {"prompts": self.prompt_sampler.state(), "rollout": self.sampler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undoes `state_dict`. Raises CheckpointError where the data files have changed."""
+        if self.config.recipe == "sft":
+            self.pair_sampler.load_state(state["pairs"])
+        else:
+            self.prompt_sampler.load_state(state["prompts"])
+            self.sampler.load_state_dict(state["rollout"])
+
+    def close(self) -> None:
+        """Ends the engine and the verifiers."""
+        if self.config.recipe != "sft":
+            self.engine.stop()
+            self.verifiers.close()
+
+
+@dataclass
+class Step:
+    """One rollout step: what the phases read and write.
+
+    index   what seeds derive from: 1, 2, ... in the main stage, negative in value pretraining
+    batch   the whole step's Experience, the same on every rank
+    local   this replica's share of it
+    """
+
+    run: Run
+    stage: str
+    number: int
+    index: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    rollout: RolloutBatch | None = None
+    started: float = field(default_factory=time.perf_counter)
+    _batch: Experience | None = None
+    _local: LocalBatch | None = None
+
+    @property
+    def batch(self) -> Experience:
+        assert self._batch is not None, "no phase has made the batch yet"
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: Experience) -> None:
+        self._batch = batch
+
+    @property
+    def local(self) -> LocalBatch:
+        assert self._local is not None, "no phase has divided the batch yet"
+        return self._local
+
+    @local.setter
+    def local(self, local: LocalBatch) -> None:
+        self._local = local
+
+    def count_tokens(self, passes: int) -> None:
+        """Adds a phase's tokens to train/tokens: those of the batch as often as they go through a model."""
+        self.metrics["train/tokens"] = self.metrics.get("train/tokens", 0.0) + passes * self.batch.num_tokens
+
+    @property
+    def seed(self) -> int:
+        """Of everything random in this step outside sampling."""
+        return shuffle_seed(self.run.config.seed, self.index)
+
+    @property
+    def mini_batch(self) -> int:
+        """Sequences per optimizer step."""
+        config = self.run.config
+        return config.supervised.batch if self.stage == "sft" else config.update.mini_batch
+
+    @property
+    def critic_epochs(self) -> int:
+        config = self.run.config
+        return config.value_pretraining.epochs if self.stage == "value_pretraining" else config.critic.epochs

@@ -1,0 +1,33 @@
+"""The user's folder, made once for all tests of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.scene import Scene
+
+
+@pytest.fixture(scope="package")
+def shared_scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return Scene.make(tmp_path_factory.mktemp("scene"))
+
+
+@pytest.fixture
+def scene(shared_scene: Scene, capsys: pytest.CaptureFixture[str]) -> Iterator[Scene]:
+    """Tests leave it as it was: what one needs changed lies in its own tmp_path."""
+    scene = Scene(shared_scene.folder, capsys)
+    yield scene
+    scene.clear()
+
+
+@pytest.fixture
+def model_copy(shared_scene: Scene, tmp_path: Path) -> Path:
+    """A copy of the model's folder to damage."""
+    target = tmp_path / "model"
+    target.mkdir()
+    for file in (shared_scene.folder / "model").iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target

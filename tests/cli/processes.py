@@ -1,0 +1,95 @@
+"""`megarl` as a user's shell starts it, and its ranks seen from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+LIMIT = 150.0  # seconds for any one wait; two ranks start within 20 on an idle machine
+
+
+def megarl(*arguments: str, cwd: Path, limit: float = 240.0) -> subprocess.CompletedProcess[str]:
+    """The command, run to its end."""
+    command = [sys.executable, "-m", "megarl", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=limit, check=False, env=environment())
+
+
+def environment() -> dict[str, str]:
+    root = str(Path(__file__).resolve().parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])), "OMP_NUM_THREADS": "1"}
+
+
+def wait_for(what: str, found: Callable[[], bool]) -> None:
+    """Polls until `found()`; AssertionError after LIMIT seconds."""
+    end = time.monotonic() + LIMIT
+    while not found():
+        assert time.monotonic() < end, f"waited {LIMIT:.0f} s for {what}"
+        time.sleep(0.1)
+
+
+class Job:
+    """A training run in the background, its output in files; ended with everything that it started when the `with` block ends."""
+
+    def __init__(self, config: Path, *overrides: str) -> None:
+        self.folder = config.parent
+        self.output, self.errors = self.folder / "stdout.txt", self.folder / "stderr.txt"
+        command = [sys.executable, "-m", "megarl", "train", str(config), *overrides]
+        with open(self.output, "wb") as out, open(self.errors, "wb") as err:
+            self.process = subprocess.Popen(command, cwd=self.folder, stdout=out, stderr=err, env=environment(), start_new_session=True)
+        self.started: set[psutil.Process] = set()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in [*self.started, psutil.Process(self.process.pid)] if self.process.poll() is None else list(self.started):
+            if process.is_running():
+                process.kill()
+        self.process.wait(30)
+
+    def ranks(self, wanted: int) -> list[psutil.Process]:
+        """The rank processes, in the order of their ranks, once there are so many."""
+        found: dict[int, psutil.Process] = {}
+
+        def all_there() -> bool:
+            assert self.process.poll() is None, self.errors.read_text()
+            for child in psutil.Process(self.process.pid).children():
+                self.started.add(child)
+                try:
+                    if "--checked" in child.cmdline():
+                        found[int(child.environ()["RANK"])] = child
+                except (psutil.NoSuchProcess, KeyError):
+                    continue
+            return len(found) == wanted
+
+        wait_for(f"{wanted} ranks", all_there)
+        return [found[rank] for rank in sorted(found)]
+
+    def wait_for_steps(self) -> None:
+        """Until the run is in the midst of training, and has started its verifiers."""
+        metrics = self.folder / "run" / "metrics.jsonl"
+
+        def trained() -> bool:
+            assert self.process.poll() is None, self.errors.read_text()
+            return metrics.exists() and '"stage": "train"' in metrics.read_text()
+
+        wait_for("the first step", trained)
+        self.started |= set(psutil.Process(self.process.pid).children(recursive=True))
+
+    def end(self, sent: signal.Signals | None = None) -> tuple[int, str]:
+        """Exit code and standard error, after `sent` was sent to the launcher; every process that it started must be gone by then."""
+        if sent is not None:
+            self.process.send_signal(sent)
+        code = self.process.wait(LIMIT)
+        wait_for("the ranks and their verifiers to go", lambda: not any(p.is_running() and p.status() != "zombie" for p in self.alive()))
+        return code, self.errors.read_text()
+
+    def alive(self) -> list[psutil.Process]:
+        return [process for process in self.started if psutil.pid_exists(process.pid) and process.is_running()]

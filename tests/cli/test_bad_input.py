@@ -1,0 +1,324 @@
+"""What a user can get wrong: one line naming the key or the file, exit code 2, before the run's folder is claimed or a rank is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.scene import Scene, write_jsonl
+from tests.tiny_models import make_tiny_model
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Sets keys of a JSON file; None takes a key away."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+class TestKeys:
+    CASES = {
+        "rollout.groupsize=2": "command line: rollout.groupsize: unknown key (did you mean rollout.group_size?)",
+        "rollout.prompts=many": "command line: rollout.prompts: must be a whole number (got 'many')",
+        "noequals": "command line: 'noequals': an override is written key=value, with dots in the key (e.g. actor.lr=2e-6)",
+        "rollout.group_size=1": "{x}: rollout.group_size: must be >= 2 for group-normalised advantages",
+        "recipe=ppo rollout.group_size=1 rollout.prompts=8 rollout.dynamic_sampling.enabled=true": (
+            "{x}: rollout.dynamic_sampling.enabled: needs rollout.group_size >= 2 (got 1)"
+        ),
+        "algorithm.lambda_policy=length_adaptive": "{x}: algorithm.lambda_policy: length_adaptive needs a critic (set ",
+        "update.mini_batch=3": "{x}: update.mini_batch: must divide the 8 responses of a step",
+        "rollout.max_response_tokens=129": (
+            "{x}: rollout.max_response_tokens: data.max_prompt_tokens 128 + 129 tokens exceed the 256 positions of {folder}/model"
+        ),
+        "parallel.tp=4": "parallel.tp: 4 does not divide the model's 2 key/value heads (possible: 1, 2)",
+        "parallel.pp=3": "parallel.pp: 3 does not divide the model's 2 layers (possible: 1, 2)",
+        "reward.verifier=maths": "reward.verifier: unknown verifier 'maths' (use dapo, math or package.module:function)",
+        "reward.verifier=no_such_module:f": "reward.verifier: no_such_module cannot be imported: ModuleNotFoundError",
+        "reward.verifier=math:no_such_function": "reward.verifier: math has no function no_such_function",
+        "data.prompt_format=hello": "data.prompt_format: must contain {prompt}",
+        "rollout.engine=sglang": "rollout.engine: sglang is not built yet (use transformers)",
+        "model.layers=te": "model.layers: te needs a CUDA device and transformer-engine",
+        "data.train=[]": "{x}: data.train: must name at least one file",
+    }
+
+    @pytest.mark.parametrize("overrides", CASES)
+    def test_one_line(self, scene: Scene, overrides: str) -> None:
+        expected = self.CASES[overrides].replace("{x}", str(scene.config)).replace("{folder}", str(scene.folder))
+        assert scene.train_refused(*overrides.split()).startswith(expected)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+    def test_cuda_where_there_is_none(self, scene: Scene) -> None:
+        assert scene.train_refused("parallel.device=cuda") == (
+            "parallel.device: cuda was asked for, but torch sees no CUDA device (use auto or cpu)"
+        )
+
+    def test_tracker_that_is_not_installed(self, scene: Scene) -> None:
+        try:
+            import wandb  # noqa: F401
+        except ImportError:
+            assert scene.train_refused("log.wandb=true").startswith("log.wandb: wandb is not installed (pip install 'megarl[track]'")
+        else:
+            pytest.skip("wandb is installed")
+
+    def test_heads_that_tp_does_not_divide(self, scene: Scene, tmp_path: Path) -> None:
+        make_tiny_model(tmp_path / "m", "llama", heads=3, kv_heads=3, head_dim=8, hidden=24, max_positions=256)
+        assert scene.train_refused(f"model.path={tmp_path}/m").startswith("parallel.tp: 2 does not divide the model's 3 attention heads")
+
+
+class TestModelFolder:
+    """Each makes a copy of the model's folder into something foreign; model.path and the file at fault are named."""
+
+    def test_missing(self, scene: Scene) -> None:
+        assert scene.train_refused("model.path=/no/such/model") == (
+            "model.path: /no/such/model: no such folder (it must be a Hugging Face folder: config.json, *.safetensors, tokenizer.json)"
+        )
+
+    def test_a_file(self, scene: Scene) -> None:
+        assert scene.train_refused(f"model.path={scene.config}").startswith(f"model.path: {scene.config}: not a folder (")
+
+    def damaged(self, scene: Scene, folder: Path, key: str = "model.path") -> str:
+        line = scene.train_refused(f"{key}={folder}", *(["recipe=vapo"] if key == "critic.path" else []))
+        assert line.startswith(f"{key}: {folder}"), line
+        return line.removeprefix(f"{key}: {folder}")
+
+    def test_no_config(self, scene: Scene, model_copy: Path) -> None:
+        (model_copy / "config.json").unlink()
+        assert self.damaged(scene, model_copy) == "/config.json: no such file (a Hugging Face model folder is expected)"
+
+    @pytest.mark.parametrize("content", ["", "{", "[1]", "\x00"])
+    def test_config_that_is_none(self, scene: Scene, model_copy: Path, content: str) -> None:
+        (model_copy / "config.json").write_text(content)
+        assert self.damaged(scene, model_copy).startswith("/config.json: ")
+
+    CONFIGS: list[tuple[dict[str, Any], str]] = [
+        ({"model_type": "gpt2"}, "/config.json: model_type: 'gpt2' is not a known family (known: qwen2, qwen3, llama)"),
+        ({"model_type": None}, "/config.json: model_type: None is not a known family"),
+        ({"architectures": ["Qwen2AudioModel"]}, "/config.json: architectures: 'Qwen2AudioModel' is not supported"),
+        ({"hidden_size": "big"}, "/config.json: hidden_size: must be a positive integer (got 'big')"),
+        ({"num_key_value_heads": 3}, "/config.json: num_key_value_heads: 3 does not divide num_attention_heads = 4"),
+        ({"hidden_size": 64}, "/model.safetensors: model.embed_tokens.weight: shape (307, 32), but config.json asks for (307, 64)"),
+        ({"num_hidden_layers": 4}, ": model.layers.2."),
+        ({"num_hidden_layers": 1}, "/model.safetensors: model.layers.1."),
+    ]
+
+    @pytest.mark.parametrize(("changes", "expected"), CONFIGS, ids=lambda value: str(value)[:40])
+    def test_config_of_something_else(self, scene: Scene, model_copy: Path, changes: dict[str, Any], expected: str) -> None:
+        edit_json(model_copy / "config.json", **changes)
+        assert self.damaged(scene, model_copy).startswith(expected)
+
+    def test_no_weights(self, scene: Scene, model_copy: Path) -> None:
+        (model_copy / "model.safetensors").unlink()
+        assert self.damaged(scene, model_copy).startswith(": neither model.safetensors nor model.safetensors.index.json is there")
+
+    @pytest.mark.parametrize("kept", [0, 4, 100, -1])
+    def test_truncated_weights(self, scene: Scene, model_copy: Path, kept: int) -> None:
+        whole = (model_copy / "model.safetensors").read_bytes()
+        (model_copy / "model.safetensors").write_bytes(whole[:kept])
+        assert self.damaged(scene, model_copy).startswith("/model.safetensors: truncated or not a safetensors file")
+
+    def test_no_tokenizer(self, scene: Scene, model_copy: Path) -> None:
+        (model_copy / "tokenizer.json").unlink()
+        assert self.damaged(scene, model_copy) == ": no tokenizer.json (the model's folder must hold its tokenizer)"
+
+    @pytest.mark.parametrize("content", ["", "{}", "[", '{"model": {"type": "BPE"}}'])
+    def test_damaged_tokenizer(self, scene: Scene, model_copy: Path, content: str) -> None:
+        (model_copy / "tokenizer.json").write_text(content)
+        assert self.damaged(scene, model_copy).startswith(": its tokenizer cannot be loaded: ")
+
+    def test_tokenizer_without_an_end(self, scene: Scene, tmp_path: Path) -> None:
+        folder = make_tiny_model(tmp_path / "m", "llama", max_positions=256)  # for Qwen transformers would invent one
+        edit_json(folder / "tokenizer_config.json", eos_token=None)
+        assert self.damaged(scene, folder).startswith(": its tokenizer has no end-of-sequence token (set eos_token")
+
+    def test_tokenizer_of_a_larger_model(self, scene: Scene, tmp_path: Path) -> None:
+        small = make_tiny_model(tmp_path / "small", "qwen2", vocab=64, max_positions=256)
+        (small / "tokenizer.json").write_bytes((scene.folder / "model" / "tokenizer.json").read_bytes())
+        assert self.damaged(scene, small).startswith(": its vocabulary of 64 does not hold the 261 tokens of the actor's tokenizer")
+
+    def test_no_chat_template(self, scene: Scene, model_copy: Path) -> None:
+        (model_copy / "chat_template.jinja").unlink()
+        line = scene.train_refused(f"model.path={model_copy}")
+        assert line == "data.template: the tokenizer has no chat template (set data.template=raw, or add one to the model's folder)"
+
+    def test_chat_template_that_fails(self, scene: Scene, model_copy: Path) -> None:
+        (model_copy / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}")
+        line = scene.train_refused(f"model.path={model_copy}")
+        assert line.startswith("data.template: the tokenizer's chat template fails: ") and line.endswith("or set data.template=raw)")
+
+    def test_critic(self, scene: Scene, tmp_path: Path, model_copy: Path) -> None:
+        assert scene.train_refused("recipe=vapo", "critic.path=/no/critic").startswith("critic.path: /no/critic: no such folder")
+        small = make_tiny_model(tmp_path / "small", "qwen2", vocab=64, max_positions=256, classification="sequence")
+        assert self.damaged(scene, small, "critic.path").startswith(": its vocabulary of 64 does not hold the 261 tokens")
+        short = make_tiny_model(tmp_path / "short", "qwen3", max_positions=100)
+        assert f"exceed the 100 positions of {short}" in scene.train_refused("recipe=vapo", f"critic.path={short}")
+        edit_json(model_copy / "config.json", model_type="bert")
+        assert self.damaged(scene, model_copy, "critic.path").startswith("/config.json: model_type: 'bert' is not a known family")
+
+    def test_critic_with_two_labels(self, scene: Scene, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        folder = make_tiny_model(tmp_path / "m", "qwen2", max_positions=256, classification="sequence")
+        weights = load_file(folder / "model.safetensors")
+        weights["score.weight"] = torch.cat([weights["score.weight"]] * 2)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        assert self.damaged(scene, folder, "critic.path").startswith("/model.safetensors: score.weight: shape (2, 32)")
+
+
+class TestData:
+    CASES: dict[str, tuple[str, str]] = {
+        "empty.jsonl": ("", "holds no row"),
+        "blank.jsonl": ("\n \n", "holds no row"),
+        "malformed.jsonl": ("{\nnope\n", "no row can be used: 2 x malformed JSON"),
+        "foreign.jsonl": ('{"text": "a"}\n', "no row can be used: 1 x no prompt in prompt or question"),
+        "unanswered.jsonl": ('{"question": "a"}\n', "no row can be used: 1 x no answer in reward_model.ground_truth or answer"),
+        "malformed.parquet": ("PAR1 not really", "cannot be read: "),
+        "empty.parquet": ("", "cannot be read: "),
+        "table.csv": ("question,answer\na,b\n", "unknown kind of file '.csv' (use .parquet or .jsonl)"),
+    }
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_files(self, scene: Scene, tmp_path: Path, name: str) -> None:
+        content, expected = self.CASES[name]
+        (tmp_path / name).write_text(content)
+        assert scene.train_refused(f"data.train=[{tmp_path / name}]").startswith(f"{tmp_path / name}: {expected}")
+        # The same in evaluation data, beside a good file.
+        files = f"data.eval=[{scene.folder}/train.jsonl, {tmp_path / name}]"
+        assert scene.train_refused(files).startswith(f"{tmp_path / name}: {expected}")
+
+    def test_missing(self, scene: Scene, tmp_path: Path) -> None:
+        assert scene.train_refused("data.train=[/no/such.parquet]") == "/no/such.parquet: no such file"
+        assert scene.train_refused(f"data.train=[{tmp_path}]") == f"{tmp_path}: not a file (name the .parquet or .jsonl files)"
+
+    def test_pairs_without_responses(self, scene: Scene) -> None:
+        line = scene.train_refused("recipe=sft")
+        assert line.startswith(f"{scene.folder}/train.jsonl: no row can be used: 9 x no response in response")
+
+
+class TestRunFolder:
+    def test_below_a_file(self, scene: Scene, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        for run_dir in (f"{tmp_path}/file/run", f"{tmp_path}/file"):
+            line = scene.train_refused(f"run_dir={run_dir}")
+            assert line.startswith(f"run_dir: {run_dir}: cannot be written: ") and line.endswith(" (choose another folder)")
+
+    def test_where_nobody_may_write(self, scene: Scene) -> None:
+        assert scene.train_refused("run_dir=/proc/megarl").startswith("run_dir: /proc/megarl: cannot be written: ")
+
+    def test_name_too_long(self, scene: Scene) -> None:
+        assert "cannot be written: File name too long" in scene.train_refused(f"run_dir=/tmp/{'x' * 300}")
+
+    def test_used_already(self, scene: Scene, tmp_path: Path) -> None:
+        (tmp_path / "metrics.jsonl").write_text("")
+        before = set(os.listdir(tmp_path))
+        line = scene.train_refused(f"run_dir={tmp_path}")
+        assert line.startswith(f"run_dir: {tmp_path}: already holds a run")
+        assert set(os.listdir(tmp_path)) == before
+
+
+class TestEvaluation:
+    def refused(self, scene: Scene, *arguments: str) -> str:
+        return scene.refused("eval", str(scene.config), *arguments)
+
+    def test_what_is_asked_of_it(self, scene: Scene, tmp_path: Path) -> None:
+        assert self.refused(scene, "data.eval=[]") == f"{scene.config}: data.eval: must name at least one file to evaluate on"
+        assert self.refused(scene, "data.eval=[/no.jsonl]") == "/no.jsonl: no such file"
+        assert self.refused(scene, "--checkpoint", "/no/model").startswith("--checkpoint: /no/model: no such folder")
+        assert self.refused(scene, "model.path=/no/model").startswith("model.path: /no/model: no such folder")
+        assert "exceed the 256 positions" in self.refused(scene, "rollout.max_response_tokens=1000")
+        assert self.refused(scene, "reward.verifier=x:y").startswith("reward.verifier: x cannot be imported")
+        (tmp_path / "file").write_text("")
+        assert self.refused(scene, "--out", f"{tmp_path}/file").startswith(f"{tmp_path}/file: cannot be written: ")
+        assert not (scene.folder / "run").exists()
+
+    def test_checkpoint_without_tokenizer(self, scene: Scene, model_copy: Path) -> None:
+        (model_copy / "tokenizer.json").unlink()
+        assert self.refused(scene, "--checkpoint", str(model_copy)).startswith(f"--checkpoint: {model_copy}: no tokenizer.json")
+
+
+class TestCommandLine:
+    CASES = {
+        "": "the following arguments are required: COMMAND (see megarl --help)",
+        "trian x.yaml": "argument COMMAND: invalid choice: 'trian'",
+        "train": "megarl train: the following arguments are required: config (see megarl train --help)",
+        "train x.yaml --actor.lr=3": "unknown argument --actor.lr=3; an override has no dashes: actor.lr=3 (see megarl --help)",
+        "train x.yaml --frobnicate": "unknown argument --frobnicate (see megarl --help)",
+        "train /no/such.yaml": "/no/such.yaml: no such file",
+        "config": "megarl config: the following arguments are required: WHAT",
+        "config show": "megarl config show: the following arguments are required: config",
+        "config check /no/such.yaml": "/no/such.yaml: no such file",
+        "report": "megarl report: the following arguments are required: RUN",
+        "report /no/such/run": "/no/such/run/metrics.jsonl: cannot be read: No such file or directory (is this the folder of a run?)",
+        "report /tmp --out x y": "unknown argument y (see megarl --help)",
+        "demo --recipe ppo": "megarl demo: argument --recipe: invalid choice: 'ppo'",
+        "demo --seed x": "megarl demo: argument --seed: invalid int value: 'x'",
+        "demo --folder /proc/megarl": "/proc/megarl",
+        "demo --folder /usr": "/usr: exists and was not made by megarl demo",
+        "demo --folder {here}": "{here}: not a folder (choose another --folder)",
+        "demo --folder {tmp} rollout.groupsize=3": "command line: rollout.groupsize: unknown key",
+        "demo --folder {tmp} rollout.group_size=7": "{configs}/demo_vapo.yaml: update.mini_batch: must divide the 224 responses",
+    }
+
+    @pytest.mark.parametrize("command", CASES)
+    def test_one_line(self, scene: Scene, tmp_path: Path, command: str) -> None:
+        line = scene.refused(*command.replace("{tmp}", str(tmp_path / "demo")).replace("{here}", __file__).split())
+        expected = self.CASES[command].replace("{here}", __file__)
+        assert line.startswith(expected) if "{configs}" not in expected else expected.removeprefix("{configs}") in line
+        assert not (tmp_path / "demo").exists(), "the demo's mistakes are found before anything is made"
+
+    def test_overrides_before_and_after_options(self, scene: Scene) -> None:
+        line = scene.refused("eval", str(scene.config), "seed=1", "--out", "x", "seed=oops")
+        assert line == "command line: seed: must be a whole number (got 'oops')"
+
+    def test_report_of_an_empty_folder(self, scene: Scene, tmp_path: Path) -> None:
+        assert scene.refused("report", str(tmp_path)).startswith(f"{tmp_path}/metrics.jsonl: cannot be read: No such file")
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, as a shell starts it."""
+    command = [sys.executable, "-m", "megarl", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=os.environ | environment)
+
+
+class TestRealProcess:
+    @pytest.mark.parametrize(
+        "command",
+        [
+            lambda s: ("train", str(s.config), "rollout.prompts=many"),
+            lambda s: ("train", str(s.config), "model.path=/no/such/model"),
+            lambda s: ("eval", str(s.config), "--checkpoint", "/no/such/model"),
+        ],
+        ids=["key", "model", "eval"],
+    )
+    def test_one_line_and_code_2(self, scene: Scene, command: Callable[[Scene], tuple[str, ...]]) -> None:
+        done = run(*command(scene))
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert done.stderr.startswith("megarl: ")
+        assert not (scene.folder / "run").exists()
+
+    def test_under_torchrun_rank_0_alone_says_it(self, scene: Scene) -> None:
+        launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        said = [run("train", str(scene.config), "model.path=/no/model", RANK=str(rank), **launched) for rank in (0, 1)]
+        assert [done.returncode for done in said] == [2, 2]
+        assert said[0].stderr.startswith("megarl: model.path: /no/model: no such folder") and said[0].stderr.count("\n") == 1
+        assert said[1].stderr == ""
+
+    def test_a_reader_that_has_enough(self) -> None:
+        command = f"{sys.executable} -m megarl config docs | head -n 1"
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.stdout, done.stderr) == ("recipe\n", "")
+
+
+def test_a_row_that_is_no_row_does_not_stop_the_others(scene: Scene, tmp_path: Path) -> None:
+    mixed = write_jsonl(tmp_path / "mixed.jsonl", [{"question": "a?"}, {"question": "What is 1 + 1?", "answer": "2"}])
+    assert scene.capsys is not None
+    from megarl.cli.main import main
+
+    assert main(["config", "check", str(scene.config), f"data.train=[{mixed}]"]) == 0
+    assert scene.capsys.readouterr().out == f"{scene.config}: the configuration holds\n"

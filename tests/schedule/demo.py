@@ -1,0 +1,52 @@
+"""The demo's task as other tests use it: a model that was warm-started for a moment, and runs of `megarl train` on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 240  # seconds for one run
+
+
+def megarl(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """`megarl ARGUMENTS` from the repository's root; its exit code must be `code`."""
+    command = [sys.executable, "-m", "megarl", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == code, f"{arguments}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+def make_warm_model(folder: Path, steps: int = 120) -> Path:
+    """Task and model of the demo, and a warm start that is too short to be good but ends its answers."""
+    from megarl.data.arithmetic import write_demo
+
+    write_demo(folder, 0)
+    where = (f"data.train=[{folder / 'sft.jsonl'}]", f"model.path={folder / 'model'}", f"run_dir={folder / 'sft'}")
+    megarl("train", "configs/demo_sft.yaml", f"steps={steps}", "log.report=false", *where)
+    return folder
+
+
+def train(folder: Path, recipe: str, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
+    """A short run of a recipe of 8 prompts x 4 responses; gives its metrics."""
+    config = "configs/demo_dapo.yaml" if recipe in ("grpo", "dapo") else "configs/demo_vapo.yaml"
+    settings = (
+        f"recipe={recipe}",
+        "steps=2",
+        "rollout.prompts=8",
+        "rollout.group_size=4",
+        "update.mini_batch=16",
+        "evaluation.max_problems=16",
+        "evaluation.every=0",
+        f"model.path={folder / 'sft' / 'hf'}",
+        f"data.train=[{folder / 'train.jsonl'}]",
+        f"data.eval=[{folder / 'eval.jsonl'}]",
+        f"run_dir={run_dir}",
+        "log.report=false",
+    )
+    megarl("train", config, *settings, *overrides)
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,53 @@
+"""What ranks do in the tests of checkpoints: load at one layout, write again, and run steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megarl.config.errors import CheckpointError
+from megarl.config.schema import Config
+from megarl.parallel.runtime import Runtime
+from megarl.schedule.run import Run
+from megarl.schedule.scheduler import Scheduler
+from megarl.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from megarl.training.sharded import save_learner
+
+
+def write_again(runtime: Runtime, config: Config, source: Path, full: Path) -> str:
+    """Loads the newest checkpoint of the run `source`, exports the actor to config.run_dir/hf, writes a checkpoint of its own there, and
+    then one into the folder `full`, which has no room for the first rank's part. Gives the message of the error that this ends with."""
+    run = Run(config, runtime)
+    checkpoint, _ = find_checkpoint(source)
+    assert checkpoint is not None
+    state = load_checkpoint(checkpoint, run.learners)
+    run.load_state_dict(state["samplers"])
+    run.export("actor", config.run_dir / "hf")
+    save_checkpoint(runtime, config, checkpoint.step, run.learners, {**state, "samplers": run.state_dict()}, checkpoint.versions)
+    try:
+        save_learner(run.actor, full)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        run.close()
+    return ""
+
+
+def generators_moved(runtime: Runtime, config: Config) -> list[str]:
+    """Runs `config` and gives the global random generators that it has drawn from or seeded."""
+    run = Run(config, runtime)
+    before = _generators()
+    Scheduler(run).execute()
+    run.close()
+    return [name for name, state in _generators().items() if state != before[name]]
+
+
+def _generators() -> dict[str, bytes]:
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "python": repr(random.getstate()).encode(),
+        "numpy": repr(np.random.get_state()).encode(),
+    }

@@ -1,0 +1,78 @@
+"""Every recipe on real ranks: what it records; a seed gives the same run again; the layout does not change what is sampled."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from megarl.schedule import phases, recipes
+from tests.schedule.demo import make_warm_model, train
+
+UNREPEATABLE = ("time/", "inside/", "throughput/")
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_warm_model(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.mark.parametrize(
+    "order",
+    [recipes.GROUP_POLICY, recipes.GROUP_POLICY_WITH_KL, recipes.ACTOR_CRITIC, recipes.ACTOR_CRITIC_WITH_KL, recipes.VALUE_PRETRAINING],
+)
+def test_a_column_is_written_before_it_is_read(order: tuple[phases.Phase, ...]) -> None:
+    recipes.check_columns(order)
+    for first in range(len(order)):
+        if order[first].writes:
+            with pytest.raises(ValueError, match="which no earlier phase writes"):
+                recipes.check_columns(order[:first] + order[first + 1 :])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "expected"),
+    [
+        ("grpo", ["algorithm.kl_weight=0.01"], ["policy/kl_loss"]),
+        ("dapo", ["reward.overlong.filter=true", "parallel.tp=1", "parallel.pp=2"], ["rollout/groups_kept"]),
+        ("ppo", ["rollout.group_size=1", "rollout.prompts=32", "parallel.tp=1", "value_pretraining.steps=0"], ["value/loss"]),
+        (
+            "vapo",
+            ["value_pretraining.steps=2", "algorithm.kl_weight=0.01"],
+            ["policy/nll_loss", "gae/lambda_mean", "value/explained_variance"],
+        ),
+    ],
+)
+def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Path, tmp_path: Path) -> None:
+    records = train(warm, recipe, tmp_path / "run", *overrides)
+    stages = [record["stage"] for record in records]
+    assert stages.count("train") == 2
+    assert stages.count("eval") == 2
+    assert stages.count("value_pretraining") == (2 if recipe == "vapo" else 0)
+    last = [record for record in records if record["stage"] == "train"][-1]
+    for name in ("policy/loss", "policy/entropy", "policy/grad_norm", "policy/lr", "reward/accuracy", "response/length_mean", *expected):
+        assert math.isfinite(last[name]), name
+    assert last["mismatch/logprob_abs_max"] <= 1e-4
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "critic_pretrained").is_dir() == (recipe == "vapo")
+
+
+@pytest.mark.slow
+def test_a_seed_gives_the_same_run_and_the_layout_the_same_responses(warm: Path, tmp_path: Path) -> None:
+    def numbers(name: str, *overrides: str) -> list[dict]:
+        records = train(warm, "dapo", tmp_path / name, *overrides)
+        return [{k: v for k, v in record.items() if not k.startswith(UNREPEATABLE)} for record in records]
+
+    first, again = numbers("first"), numbers("again")
+    assert first == again
+    assert (tmp_path / "first/hf/model.safetensors").read_bytes() == (tmp_path / "again/hf/model.safetensors").read_bytes()
+    assert (tmp_path / "first/samples.jsonl").read_text() == (tmp_path / "again/samples.jsonl").read_text()
+    other = numbers("other", "parallel.tp=1", "parallel.dp=2")
+    sampled = [[next(r for r in run if r["stage"] == "train"), next(r for r in run if r["stage"] == "eval")] for run in (first, other)]
+    for mine, theirs in zip(*sampled, strict=True):
+        for name in mine:
+            if name.startswith(("reward/", "response/", "rollout/", "eval/")):
+                assert mine[name] == theirs[name], name
+            elif isinstance(mine[name], float) and not name.startswith(("mismatch/", "transfer/")):
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name

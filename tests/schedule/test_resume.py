@@ -1,0 +1,325 @@
+"""A killed run continues from its newest complete checkpoint and ends in the same bits; at another layout the values are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from megarl.cli.main import main
+from megarl.config import dump_config
+from megarl.config.errors import ConfigError
+from megarl.config.schema import Config
+from megarl.schedule.preflight import claim_run_dir
+from megarl.training.checkpoint import FREE, Checkpoint, check_continues, find_checkpoint, settings_of
+from tests.ranks import RankPool
+from tests.schedule.jobs import generators_moved, write_again
+from tests.tiny_models import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 120.0  # seconds that one run may take
+TIMES = ("time/", "inside/", "throughput/")
+
+
+def make_config(folder: Path, run_dir: Path, **keys: Any) -> Config:
+    """A DAPO run of a random tiny model: tied embeddings, and a vocabulary of 307 that two ranks must pad."""
+    settings: dict[str, Any] = {
+        "recipe": "dapo",
+        "run_dir": run_dir,
+        "steps": 6,
+        "model": {"path": folder / "model", "dtype": "fp32", "layers": "portable"},
+        "parallel": {"tp": 1, "device": "cpu", "timeout": 60},
+        "data": {"train": [folder / "train.jsonl"], "template": "raw", "max_prompt_tokens": 16},
+        "rollout": {"prompts": 6, "group_size": 4, "max_response_tokens": 8, "dynamic_sampling": {"enabled": True, "max_batches": 4}},
+        "reward": {"verifier": "tests.schedule.verifiers:by_checksum", "overlong": {"soft_punishment": True, "buffer": 4}},
+        "algorithm": {"advantage": "group", "clip_high": 0.28},
+        "actor": {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.01},
+        "update": {"mini_batch": 12, "tokens_per_micro_batch": 64},
+        "checkpoint": {"every": 2, "keep": 0},
+        "log": {"terminal": "plain", "samples": 2, "report": False},
+    }
+    for key, value in keys.items():
+        settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
+    return Config.model_validate(settings)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    make_tiny_model(folder / "model", "qwen3", tied=True)
+    rows = [{"question": f"{a}+{b}=?", "answer": str(a + b)} for a in range(5) for b in range(5)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def start(config: Config) -> subprocess.Popen[str]:
+    """`megarl train` as a user starts it: one process, which launches the ranks."""
+    path = config.run_dir.with_suffix(".yaml")
+    path.write_text(dump_config(config))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "megarl", "train", str(path)]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def train(config: Config) -> str:
+    """Runs to the end; what it printed."""
+    process = start(config)
+    try:
+        output, _ = process.communicate(timeout=LIMIT)
+    finally:
+        kill(process)
+    assert process.returncode == 0, output
+    return output
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """kill -9 of the launcher and everything below it, each by its own pid."""
+    if process.poll() is not None:
+        return
+    family = psutil.Process(process.pid).children(recursive=True)
+    for member in (psutil.Process(process.pid), *family):
+        try:
+            member.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    process.wait(30)
+    psutil.wait_procs(family, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Path:
+    """The folder of a run at TP=2 that nothing happened to, with its checkpoints of steps 2, 4 and 6."""
+    config = make_config(folder, folder / "undisturbed", parallel={"tp": 2})
+    train(config)
+    return config.run_dir
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what the clock says."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMES)} for line in lines]
+
+
+def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        rows = min(tensor.shape[0], other[name].shape[0])  # a vocabulary is padded to the layout
+        assert torch.equal(tensor[:rows], other[name][:rows]), name
+        assert not tensor[rows:].any() and not other[name][rows:].any(), name
+
+
+def assert_same_export(one: Path, other: Path) -> None:
+    assert_same_tensors(load_file(one / "model.safetensors"), load_file(other / "model.safetensors"))
+
+
+def stored(part: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint's part, whole, as torch's own offline converter reads them."""
+    dcp_to_torch_save(part, scratch)
+    return {name: value for name, value in torch.load(scratch, weights_only=False).items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_in_the_same_bits(folder: Path, undisturbed: Path) -> None:
+    config = make_config(folder, folder / "killed", parallel={"tp": 2})
+    checkpoints = config.run_dir / "checkpoints"
+    process = start(config)
+    try:
+        deadline = time.monotonic() + LIMIT
+        while not (checkpoints / "step-000002").exists():
+            assert process.poll() is None and time.monotonic() < deadline, "no checkpoint"
+            time.sleep(0.01)
+    finally:
+        kill(process)
+    checkpoint, _ = find_checkpoint(config.run_dir)
+    assert checkpoint is not None and checkpoint.step < config.steps, "it was done before it was killed"
+    # What a kill in the middle of a later save leaves, and a file that a disk has lost the end of.
+    shutil.copytree(checkpoint.path, checkpoints / ".step-000090.partial")
+    damaged = shutil.copytree(checkpoint.path, checkpoints / "step-000080")
+    os.truncate(damaged / "actor" / "__1_0.distcp", 100)
+    with open(config.run_dir / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "stage": "train", "rewa')  # and a line that was being written
+
+    output = train(config)
+
+    assert f"continues from {checkpoint.path}" in output
+    skipped = [line for line in output.splitlines() if "(skipped)" in line]
+    assert len(skipped) == 2 and "step-000090.partial" in skipped[0] and "__1_0.distcp: has 100 bytes" in skipped[1]
+    assert_same_export(config.run_dir / "hf", undisturbed / "hf")
+    assert records(config.run_dir) == records(undisturbed)
+    assert (config.run_dir / "samples.jsonl").read_text() == (undisturbed / "samples.jsonl").read_text()
+    # None of this would be seen in a run that learns nothing or has no surplus to keep.
+    surplus = json.loads((undisturbed / "checkpoints/step-000002/state.json").read_text())["samplers"]["rollout"]["surplus"]
+    assert surplus
+    start_weights, end_weights = (load_file(f / "model.safetensors") for f in (folder / "model", undisturbed / "hf"))
+    assert all((start_weights[name] != end_weights[name]).any() for name in end_weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (1, 2)])
+def test_another_layout_gets_the_same_values(
+    folder: Path, undisturbed: Path, ranks: Callable[[int, int, int], RankPool], pp: int, dp: int
+) -> None:
+    """Saved at TP=2; weights and optimizer, and what is written again from there. A full disk is an error on every rank, at once."""
+    out = folder / f"pp{pp}-dp{dp}"
+    full = out / "full"
+    full.mkdir(parents=True)
+    (full / "__0_0.distcp").symlink_to("/dev/full")
+    started = time.monotonic()
+    messages = ranks(1, pp, dp).run(write_again, config=make_config(folder, out, parallel={"pp": pp}), source=undisturbed, full=full)
+    assert all("No space left" in message and "\n" not in message for message in messages), messages
+    assert time.monotonic() - started < 60
+    assert_same_export(out / "hf", undisturbed / "hf")
+    one, other = (stored(f / "checkpoints/step-000006/actor", folder / "whole.pt") for f in (undisturbed, out))
+    assert sum("exp_avg_sq" in name for name in one) == sum(not name.startswith("optimizer.") for name in one)
+    assert_same_tensors(one, other)
+
+
+@pytest.fixture(scope="module")
+def vapo(folder: Path) -> Iterator[Callable[[str, int], Config]]:
+    def make(name: str, steps: int) -> Config:
+        return make_config(
+            folder,
+            folder / name,
+            recipe="vapo",
+            model={"path": folder / "model", "dtype": "bf16", "layers": "portable"},
+            steps=steps,
+            algorithm={"advantage": "gae", "lambda_policy": "length_adaptive", "alpha": 0.5, "whiten": True, "nll_weight": 0.1},
+            rollout={"prompts": 6, "group_size": 4, "max_response_tokens": 8},
+            data={"train": [folder / "train.jsonl"], "eval": [folder / "train.jsonl"], "template": "raw", "max_prompt_tokens": 16},
+            evaluation={"every": 1, "samples": 1},
+            critic={"lr": 1e-2},
+            actor={"lr": 1e-2, "schedule": "constant"},
+            value_pretraining={"steps": 2},
+            checkpoint={"every": 1, "keep": 1},
+        )
+
+    yield make
+
+
+@pytest.mark.slow
+def test_a_run_that_was_done_goes_on_with_more_steps(folder: Path, vapo: Callable[[str, int], Config]) -> None:
+    """The critic, its optimizer and schedule come back; value pretraining and the first evaluation are not repeated."""
+    train(vapo("straight", 3))
+    train(vapo("added", 1))
+    train(vapo("added", 3))
+    for what in ("hf", "critic_pretrained"):
+        assert_same_export(folder / "added" / what, folder / "straight" / what)
+    assert records(folder / "added") == records(folder / "straight")
+    assert [(r["stage"], r["step"]) for r in records(folder / "added")] == [
+        ("eval", 0),
+        ("value_pretraining", 1),
+        ("value_pretraining", 2),
+        *((stage, step) for step in (1, 2, 3) for stage in ("train", "eval")),
+    ]
+    assert (folder / "added/evaluations.jsonl").read_text() == (folder / "straight/evaluations.jsonl").read_text()
+    for part in ("actor", "critic"):
+        one, other = (stored(folder / run / "checkpoints/step-000003" / part, folder / "whole.pt") for run in ("straight", "added"))
+        assert_same_tensors(one, other)
+    assert [path.name for path in (folder / "added/checkpoints").iterdir()] == ["step-000003"]
+
+
+@pytest.mark.slow
+def test_no_step_draws_from_a_global_generator(folder: Path, vapo: Callable[[str, int], Config], ranks: Any) -> None:
+    """So there is no generator whose state a checkpoint would have to keep."""
+    assert ranks(1, 1, 2).run(generators_moved, config=vapo("generators", 1)) == [[], []]
+
+
+def write_folder(run_dir: Path, step: int, settings: dict[str, Any]) -> Path:
+    """A complete checkpoint as far as its manifest tells."""
+    path = run_dir / "checkpoints" / f"step-{step:06d}"
+    files = {"actor/__0_0.distcp": b"weights", "state.json": b"{}"}
+    for name, content in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
+    sizes = {name: len(content) for name, content in files.items()}
+    manifest = {"format": 1, "step": step, "settings": settings, "versions": {}, "files": sizes}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
+@given(st.sampled_from(["actor/__0_0.distcp", "state.json", "manifest.json"]), st.integers(0, 1000), st.booleans())
+def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
+    tmp_path_factory: pytest.TempPathFactory, name: str, length: int, removed: bool
+) -> None:
+    run_dir = tmp_path_factory.mktemp("run")
+    older, newer = write_folder(run_dir, 4, {}), write_folder(run_dir, 12, {})
+    assert find_checkpoint(run_dir) == (Checkpoint(newer, 12, {}, {}), [])
+    file = newer / name
+    if removed:
+        file.unlink()
+    else:
+        os.truncate(file, length % file.stat().st_size)
+    found, skipped = find_checkpoint(run_dir)
+    assert found is not None and found.path == older
+    assert len(skipped) == 1 and str(file) in skipped[0] and "\n" not in skipped[0]
+
+
+def test_every_key_that_decides_the_result_is_compared(folder: Path, tmp_path: Path) -> None:
+    config = make_config(folder, tmp_path, critic={"path": folder / "model"})
+    settings = settings_of(config)
+    for key in ("recipe", "model.path", "algorithm.clip_high", "update.mini_batch", "rollout.prompts", "actor.lr", "seed", "data.train"):
+        assert key in settings
+    for key in settings:
+        with pytest.raises(ConfigError, match=f"^{key}: .*set it back") as error:
+            check_continues(config, Checkpoint(tmp_path, 1, {**settings, key: "another"}, {}))
+        assert "\n" not in str(error.value)
+    # The settings survive JSON, and the folder from which megarl was started does not matter.
+    check_continues(config, Checkpoint(tmp_path, 1, json.loads(json.dumps(settings)), {}))
+    assert not any(key.split(".")[0] in FREE for key in settings)
+
+
+def test_free_keys_may_change(folder: Path, tmp_path: Path) -> None:
+    settings = settings_of(make_config(folder, tmp_path))
+    other = make_config(
+        folder,
+        tmp_path / "elsewhere",
+        steps=9,
+        parallel={"tp": 2, "pp": 2, "timeout": 5},
+        log={"samples": 9},
+        checkpoint={"every": 1, "keep": 3},
+        evaluation={"every": 3},
+        update={"tokens_per_micro_batch": 999},
+    )
+    check_continues(other, Checkpoint(tmp_path, 9, settings, {}))
+    with pytest.raises(ConfigError, match=r"^steps: 9, but .* has done 10 already"):
+        check_continues(other, Checkpoint(tmp_path, 10, settings, {}))
+
+
+def test_a_model_that_was_replaced_is_noticed(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "model", tmp_path / "model")
+    config = make_config(folder, tmp_path / "run", model={"path": tmp_path / "model"})
+    settings = settings_of(config)
+    changed = json.loads((tmp_path / "model/config.json").read_text()) | {"rope_theta": 5.0}
+    (tmp_path / "model/config.json").write_text(json.dumps(changed))
+    with pytest.raises(ConfigError, match=r"^model.path/config.json: has changed"):
+        check_continues(config, Checkpoint(tmp_path, 1, settings, {}))
+
+
+def test_the_folder_of_a_run_is_continued_or_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before any rank is started, with exit code 2 and one line."""
+    config = make_config(folder, tmp_path / "run")
+    claim_run_dir(config)
+    (tmp_path / "run/metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match="already holds a run, and no complete checkpoint"):
+        claim_run_dir(config)
+    write_folder(tmp_path / "run", 2, settings_of(config))
+    claim_run_dir(config)
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config))
+    assert main(["train", str(path), "actor.lr=0.5"]) == 2
+    assert capsys.readouterr().err.startswith("megarl: actor.lr: is 0.5, the run there has 0.01")
