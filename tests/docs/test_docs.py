@@ -1,0 +1,229 @@
+"""What README and docs say can be followed: links lead somewhere, names exist, documented commands and examples run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.cli.main import main
+from megarl.config import Config, check_config, load_config
+from megarl.config.explain import knobs
+from megarl.config.recipes import PRESETS
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+KNOBS = dict(knobs(Config))
+OURS = ("sums.yaml", "configs/x.yaml")  # files that a reader makes
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page that are marked with `language`."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.M | re.S)
+
+
+def commands(page: Path, program: str) -> Iterator[list[str]]:
+    """Arguments of each documented command of `program`, comments left out."""
+    for block in blocks(page, "bash"):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == [program]:
+                yield words[1:]
+
+
+def written(page: str) -> dict[str, str]:
+    """The files that a page shows: blocks whose first line is a comment with a file's name."""
+    text = (ROOT / "docs" / page).read_text()
+    return dict(re.findall(r"^```\w+\n# (\w+\.\w+)\n(.*?)^```$", text, flags=re.M | re.S))
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(PAGES) >= 8
+    assert sum(len(list(commands(page, "megarl"))) for page in PAGES) >= 10
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target.split("#")[0]).exists(), target
+    for name in re.findall(r"\bconfigs/\w+\.yaml", text):
+        assert name in OURS or (ROOT / name).is_file(), name
+    for name in re.findall(r"\bbenchmarks/\w+\.py|\btests/[\w/]+\.py|\bmegarl/[\w/]+\.py", text):
+        assert (ROOT / name).is_file(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_functions_and_tests_exist(page: Path) -> None:
+    text = page.read_text()
+    for module, name in re.findall(r"`(megarl(?:\.\w+)+):(\w+)`", text):
+        assert hasattr(importlib.import_module(module), name), f"{module}:{name}"
+    for file, name in re.findall(r"\b([\w/]+\.py)::(\w+)", text):
+        assert re.search(rf"^def {name}\(", (ROOT / "tests" / file.removeprefix("tests/")).read_text(), flags=re.M), f"{file}::{name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_keys_exist(page: Path) -> None:
+    sections = {key.split(".")[0] for key in KNOBS if "." in key}
+    text = re.sub(r"^```text\n.*?^```$", "", page.read_text(), flags=re.M | re.S)  # what programs print
+    for key in re.findall(r"(?<![\w/.-])([a-z_]+(?:\.[a-z_]+)+)(?![\w/(-])", text):
+        if key.split(".")[0] in sections and key.rsplit(".", 1)[1] not in ("py", "json", "jsonl", "html", "md", "yaml"):
+            assert key in KNOBS or any(known.startswith(f"{key}.") for known in KNOBS), key
+
+
+def test_every_equation_has_a_function() -> None:
+    """algorithms.md is a map: it must name the functions of algorithms, each known preset, and the equations that the schema cites."""
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    assert len(re.findall(r"`megarl(?:\.\w+)+:\w+`", text)) >= 20
+    cited = {number for field in KNOBS.values() for number in re.findall(r"eq\. (\d+)", str((field.json_schema_extra or {}).get("source")))}
+    assert cited <= set(re.findall(r"\b\d+\b", text)), "an equation that the schema cites is missing"
+
+
+def test_the_table_of_recipes_is_that_of_the_presets() -> None:
+    rows = re.findall(r"^\| (`.*) \| (.*) \| (.*) \| (.*) \| (.*) \|$", (ROOT / "docs" / "algorithms.md").read_text(), flags=re.M)
+    assert len(rows) >= 9
+    for keys, *cells in rows:
+        names = re.findall(r"`([\w.]+)`", keys.split("(")[0])
+        for recipe, cell in zip(("grpo", "dapo", "ppo", "vapo"), cells, strict=True):
+            values = re.split(r" / | x ", re.sub(r" \(.*\)", "", cell))
+            for key, value in zip(names, values, strict=False):
+                if value != "-":
+                    assert preset(recipe, key) == value, (recipe, key)
+
+
+def preset(recipe: str, key: str) -> str:
+    """The value that a recipe alone gives to a key, as the table writes it."""
+    found: object = PRESETS[recipe]
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    value = KNOBS[key].default if found is None else found
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) and value != 1.0 else str(value)
+
+
+def test_ablation_rows_load() -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text().split("## Ablation rows")[1]
+    base = "configs/vapo_32b.yaml"
+    rows = 0
+    for line in text.splitlines():
+        overrides = re.findall(r"`([\w.]+=\S+?)`", line)
+        base = "configs/dapo_32b.yaml" if "progressive table" in line else base
+        if line.startswith("|") and overrides:
+            check_config(load_config(ROOT / base, overrides), base)
+            rows += 1
+    assert rows == 12
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [command for page in PAGES for command in commands(page, "megarl") if command[0] == "config" and command[-1] != "sums.yaml"],
+    ids=" ".join,
+)
+def test_config_commands(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)  # whatever this checkout's runs/ holds
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    expected = {"show": "recipe:", "check": "the configuration holds", "docs": "update.mini_batch"}[arguments[1]]
+    assert expected in printed
+
+
+@pytest.mark.parametrize("arguments", [c for page in PAGES for c in commands(page, "megarl") if c[0] != "config"], ids=" ".join)
+def test_other_commands_are_understood(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments of documented commands that take too long for this test: they are read, and their configuration loads."""
+    from megarl.cli import main as cli
+
+    taken: list[object] = []
+    for name in ("_train", "_eval", "_report", "_demo"):
+        monkeypatch.setattr(cli, name, lambda given: taken.append(given) or 0)
+    assert main(arguments) == 0
+    config = getattr(taken[0], "config", None)
+    if config is not None and str(config) not in OURS:
+        load_config(ROOT / config, taken[0].overrides)
+
+
+@pytest.mark.parametrize(
+    ("page", "arguments"),
+    [
+        ("docs/configuration.md", ["config", "show", "configs/demo_vapo.yaml", "rollout.groupsize=4"]),
+        ("README.md", ["train", "configs/vapo_32b.yaml"]),
+    ],
+)
+def test_messages_are_those_that_are_printed(
+    page: str, arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.strip() in (ROOT / page).read_text()
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        for words in commands(page, "make"):
+            assert re.search(rf"^{words[0]}:", makefile, flags=re.M), words
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "your_own_task.md"], ids=lambda page: page.name)
+def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), {})
+        assert capsys.readouterr().out
+
+
+@pytest.fixture
+def own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what your_own_task.md has its reader write."""
+    files = written("your_own_task.md")
+    assert set(files) == {"make_sums.py", "tolerance.py", "sums.yaml"}
+    for name, body in files.items():
+        (tmp_path / name).write_text(body)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    exec(compile(files["make_sums.py"], "make_sums.py", "exec"), {})
+    return tmp_path
+
+
+def test_own_task(own_task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from megarl.data.reader import validate_files
+    from megarl.rewards.pool import VerifierPool
+
+    train, held_out = (
+        [json.loads(line) for line in (own_task / f"sums_{part}.jsonl").read_text().splitlines()] for part in ("train", "eval")
+    )
+    assert len(held_out) == 200 and len(train) > 1900
+    assert not {row["question"] for row in train} & {row["question"] for row in held_out}
+    assert main(["config", "check", "sums.yaml"]) == 0
+    config = load_config("sums.yaml")
+    validate_files(config.data)
+    with VerifierPool(config.reward.verifier, 1, 10.0) as pool:
+        verdicts = pool.verify([("1+1=2\nAnswer: 23", "24"), ("Answer: 22", "24"), ("23", "24"), ("Answer: many", "24")])
+    assert [verdict.correct for verdict in verdicts] == [True, False, False, False]
+    assert verdicts[0].extracted == "23"
+
+
+@pytest.mark.slow
+def test_own_task_trains(own_task: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's commands, from a model with random weights and for one step, on the layout that the page's base has."""
+    from megarl.data.arithmetic import write_demo
+
+    write_demo(own_task / "made", 0)
+    shutil.copytree(own_task / "made" / "model", own_task / "runs" / "demo" / "vapo" / "hf")
+    monkeypatch.setenv("PYTHONPATH", f"{own_task}:{ROOT}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    small = ["steps=1", "rollout.prompts=8", "update.mini_batch=32", "evaluation.max_problems=16", "log.report=false", "log.terminal=quiet"]
+    assert main(["config", "check", "sums.yaml"]) == 0
+    assert main(["eval", "sums.yaml", "--out", "runs/sums_before", "evaluation.max_problems=16"]) == 0
+    assert json.loads((own_task / "runs/sums_before/scores.json").read_text())["eval/problems"] == 16
+    assert main(["train", "sums.yaml", *small]) == 0
+    assert (own_task / "runs/sums/hf/model.safetensors").is_file()
+    records = [json.loads(line) for line in (own_task / "runs/sums/metrics.jsonl").read_text().splitlines()]
+    assert [record["stage"] for record in records] == ["eval", "train", "eval"]
+    assert records[1]["reward/unverified"] == 0

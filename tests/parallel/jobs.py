@@ -1,0 +1,261 @@
+"""What ranks do in the tests of this folder: real models, real process groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config.schema import (
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    ModelConfig,
+    OverlongConfig,
+    ParallelConfig,
+    RewardConfig,
+    UpdateConfig,
+)
+from megarl.data.experience import Experience
+from megarl.parallel.cpu_platform import on_cpu
+from megarl.parallel.runtime import Runtime
+from megarl.training.micro_batch import make_micro_batches
+
+
+def make_config(
+    folder: Path,
+    *,
+    sequence_parallel: bool | None = None,
+    dtype: str = "fp32",
+    budget: int = 64,
+    mini_batch: int = 8,
+    overlong: bool = False,
+    **algorithm: Any,
+) -> Config:
+    """A configuration for a model folder; `algorithm` as in the schema."""
+    return Config(
+        recipe="vapo",
+        run_dir=folder,
+        steps=4,
+        model=ModelConfig(path=folder, dtype=dtype),
+        parallel=ParallelConfig(sequence_parallel=sequence_parallel),
+        critic=CriticConfig(lr=1e-3),
+        reward=RewardConfig(overlong=OverlongConfig(filter=overlong)),
+        algorithm=AlgorithmConfig(**{"advantage": "gae", **algorithm}),
+        update=UpdateConfig(mini_batch=mini_batch, tokens_per_micro_batch=budget, logprob_chunk=7),
+    )
+
+
+def load(model: torch.nn.Module, folder: Path, runtime: Runtime, critic: bool = False) -> None:
+    """The weights of a Hugging Face folder into this rank's model."""
+    from megarl.weights.families import table_names
+    from megarl.weights.hf_io import HFFolder, load_into
+    from megarl.weights.layout import megatron_layout
+
+    source = HFFolder(folder, critic=critic)
+    shards = megatron_layout(source.config, runtime.layout, critic=critic)[runtime.rank][1]
+    load_into(table_names(dict(model.named_parameters())), shards, source)
+
+
+def logprobs(
+    runtime: Runtime,
+    folder: Path,
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    temperature: float = 1.0,
+    sequence_parallel: bool | None = None,
+) -> Any:
+    """Log-probabilities and entropy of all response tokens, in the order given, on every rank."""
+    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.training.columns import logprob_columns
+    from megarl.training.learner import Frozen
+
+    config = make_config(folder, sequence_parallel=sequence_parallel)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": temperature})})
+    model = build_actor(config, read_hf_config(folder), runtime)
+    load(model, folder, runtime)
+    experience = Experience.build(prompts, responses)
+    batches = make_micro_batches(experience, range(len(prompts)), 40, model)
+    columns = logprob_columns(Frozen("actor", model, runtime), experience, batches, runtime)
+    mask = experience.response_mask
+    return columns["logprobs"][mask], columns["entropy"][mask]
+
+
+def values(runtime: Runtime, folder: Path, prompts: list[list[int]], responses: list[list[int]]) -> Any:
+    """Values of the states in which the response tokens were chosen."""
+    from megarl.model.builder import build_critic, read_hf_config
+    from megarl.training.columns import value_columns
+    from megarl.training.learner import Frozen
+
+    model = build_critic(make_config(folder), read_hf_config(folder), runtime)
+    load(model, folder, runtime, critic=True)
+    experience = Experience.build(prompts, responses)
+    batches = make_micro_batches(experience, range(len(prompts)), 40, model)
+    return value_columns(Frozen("critic", model, runtime), experience, batches, runtime)["values"][experience.response_mask]
+
+
+def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, options: dict[str, Any]) -> Any:
+    """Gradients of one mini-batch in Hugging Face names and shapes (on rank 0; {} elsewhere), and the statistics' sums."""
+    from megarl.model.builder import build_actor, build_critic, read_hf_config
+    from megarl.parallel.comm import sum_stats
+    from megarl.training.batches import distribute
+    from megarl.training.learner import Learner
+    from megarl.training.losses import actor_loss, critic_loss
+
+    config = make_config(folder, mini_batch=batch.num_sequences, **options)
+    build = build_critic if which == "critic" else build_actor
+    model = build(config, read_hf_config(folder), runtime)
+    load(model, folder, runtime, critic=which == "critic")
+    learner = Learner(which, model, config.critic if which == "critic" else config.actor, config.steps, runtime)
+    copy = batch.select(range(batch.num_sequences))
+    local = distribute(copy, config, config.update.mini_batch, 3, model, runtime)
+    loss = (critic_loss if which == "critic" else actor_loss)(config.algorithm, local.experience)
+    [micro_batches] = local.mini_batches
+    sums = sum_stats(runtime, learner.compute_gradients(micro_batches, loss))
+    with on_cpu():
+        learner.optimizer.prepare_grads()
+        norm = learner.optimizer.get_grad_norm()
+    _gather_shards(learner, runtime)
+    gathered = _in_hf_names(learner, folder, runtime, which == "critic")
+    return {"gradients": gathered, "norm": norm, "sums": sums, "tokens": local.experience.num_tokens}
+
+
+def _gather_shards(learner: Any, runtime: Runtime) -> None:
+    """The distributed optimizer leaves each data-parallel rank the reduced gradients of its own shard only: all of them again."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    for buffer in learner.chunk.buffers:
+        for bucket in buffer.buckets:
+            mine = bucket.grad_data.chunk(runtime.layout.dp)[runtime.dp_rank].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+
+def _in_hf_names(learner: Any, folder: Path, runtime: Runtime, critic: bool) -> dict[str, torch.Tensor]:
+    from megarl.weights.families import table_names
+    from megarl.weights.hf_io import HFFolder
+    from megarl.weights.layout import hf_shards, megatron_layout
+    from megarl.weights.plan import make_plan
+    from megarl.weights.transfer import Transfer
+
+    hf_config = HFFolder(folder, critic=critic).config
+    grads = {name: p.main_grad.clone() for name, p in learner.model.named_parameters()}
+    targets = hf_shards(hf_config, critic=critic)
+    plan = make_plan(megatron_layout(hf_config, runtime.layout, critic=critic), [(0, targets)])
+    out = {name: torch.full(shard.shape, torch.nan) for name, shard in targets.items()} if runtime.rank == 0 else {}
+    Transfer(plan, runtime.rank, table_names(grads), out, 2**20, dtype=torch.float32).run()
+    return out
+
+
+def rollout_after_update(runtime: Runtime, folder: Path, out: Path, prompts: list[list[int]], dtype: str = "fp32") -> Any:
+    """One update of the actor, a weight transfer into this rank's engine, sampled responses, and an export of the same weights.
+
+    Gives the engine's parameters, its completions, and the trainer's log-probabilities of the sampled tokens."""
+    from megarl.model.builder import DTYPES, build_actor, read_hf_config
+    from megarl.rollout.engine import Request, SamplingParams
+    from megarl.rollout.transformers_engine import TransformersEngine
+    from megarl.training.batches import distribute
+    from megarl.training.columns import logprob_columns
+    from megarl.training.learner import Learner
+    from megarl.training.losses import supervised_loss
+    from megarl.weights.export import export_hf
+    from megarl.weights.families import table_names
+    from megarl.weights.hf_io import HFFolder
+    from megarl.weights.layout import hf_shards, megatron_layout
+    from megarl.weights.plan import make_plan
+    from megarl.weights.transfer import Transfer
+
+    config = make_config(folder, dtype=dtype, nll_weight=1.0)
+    model = build_actor(config, read_hf_config(folder), runtime)
+    load(model, folder, runtime)
+    learner = Learner("actor", model, config.critic, config.steps, runtime)  # the critic's rate: large enough to be seen
+    batch = Experience.build([[3, 4]] * 4, [[5, 6, 7], [8, 9], [10], [11, 12]])
+    batch["correct"], batch["truncated"] = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)
+    local = distribute(batch, config, 4, 0, model, runtime)
+    learner.begin_step()
+    result = learner.update(local.mini_batches[0], supervised_loss(local.experience))
+
+    named = table_names(dict(model.named_parameters()))
+    engine = TransformersEngine(folder, dtype=DTYPES[dtype], eos_ids=(1,))
+    engine.start()
+    hf_config = HFFolder(folder).config
+    plan = make_plan(megatron_layout(hf_config, runtime.layout), [(rank, hf_shards(hf_config)) for rank in range(runtime.world)])
+    plan.verify()
+    engine.begin_update()
+    Transfer(plan, runtime.rank, named, engine.parameters(), 2**12, dtype=DTYPES[dtype]).run()
+    engine.end_update(1)
+    sampled = engine.generate([Request(tuple(p), seed=i) for i, p in enumerate(prompts)], SamplingParams(max_tokens=12))
+    greedy = engine.generate([Request(tuple(p), seed=0) for p in prompts], SamplingParams(max_tokens=12, temperature=0.0))
+    export_hf(out, folder, runtime.layout, runtime.rank, named, dtype=DTYPES[dtype])
+
+    experience = Experience.build(prompts, [c.tokens for c in sampled])
+    batches = make_micro_batches(experience, range(len(prompts)), 40, model)
+    ours = logprob_columns(learner, experience, batches, runtime)["logprobs"][experience.response_mask]
+    return {
+        "parameters": {name: tensor.clone() for name, tensor in engine.parameters().items()},
+        "engine": torch.tensor([x for c in sampled for x in c.logprobs]),
+        "trainer": ours,
+        "greedy": [c.tokens for c in greedy],
+        "grad_norm": result.grad_norm,
+    }
+
+
+def update_with_bad_loss(runtime: Runtime, folder: Path, bad_rank: int, what: str) -> Any:
+    """An update whose loss or gradient is not finite on one rank. Gives the error's text and whether the weights stayed."""
+    from megarl.config.errors import NumericalError
+    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.training.learner import Learner
+
+    config = make_config(folder)
+    model = build_actor(config, read_hf_config(folder), runtime)
+    load(model, folder, runtime)
+    learner = Learner("actor", model, config.critic, config.steps, runtime)
+    batches = make_micro_batches(Experience.build([[3, 4]], [[5, 6, 7]]), [0], 40, model)
+    learner.begin_step()
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def loss(output: Any, batch: Any) -> Any:
+        value = output[0].sum()
+        if runtime.rank == bad_rank:
+            value = value * float("nan") if what == "loss" else _InfiniteGradient.apply(value)
+        return value, {}
+
+    try:
+        learner.update(batches, loss)
+    except NumericalError as error:
+        return str(error), all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    return None, False
+
+
+class _InfiniteGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * float("inf")
+
+
+def learning_rates(runtime: Runtime, folder: Path, steps: int) -> Any:
+    """The critic's rate at each step of value pretraining at a rate of its own, then at each step of its main schedule."""
+    from megarl.config.schema import CriticConfig
+    from megarl.model.builder import build_critic, read_hf_config
+    from megarl.training.learner import Learner
+
+    model = build_critic(make_config(folder), read_hf_config(folder), runtime)
+    config = CriticConfig(lr=1e-2, schedule="linear", warmup_steps=2, min_lr_ratio=0.1)
+    learner = Learner("critic", model, config, steps, runtime)
+
+    def rates(count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            learner.begin_step()
+            found.append(learner.lr)
+        return found
+
+    learner.start_schedule(3, constant_lr=1e-4)
+    pretraining = rates(3)
+    learner.start_schedule(steps)
+    return pretraining, rates(steps)

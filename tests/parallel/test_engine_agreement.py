@@ -1,0 +1,74 @@
+"""After an update: the engine has the exported weights to the bit, and samples with the trainer's probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.parallel import jobs
+from tests.ranks import RankPool
+from tests.tiny_models import make_tiny_model
+
+PROMPTS = [[3, 9, 4], [7] * 11, [20], [3, 9, 4], [5, 6, 7, 8, 9, 10]]
+CASES = [
+    ((1, 1, 1), "qwen3", {"tied": True}),
+    ((2, 1, 1), "qwen2", {"tied": True}),
+    ((1, 2, 1), "qwen3", {"tied": True}),
+    ((2, 2, 1), "llama", {"rope": "llama3"}),
+    ((1, 1, 2), "qwen2", {}),
+]
+
+
+@pytest.mark.parametrize(("layout", "family", "options"), CASES, ids=lambda x: str(x))
+def test_transfer_is_exact(layout: tuple, family: str, options: dict, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", family, vocab=61, **options)
+    out = tmp_path / "out"
+    answers = ranks(*layout).run(jobs.rollout_after_update, folder=folder, out=out, prompts=PROMPTS)
+    exported = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    original = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert any(not torch.equal(exported[name], original[name]) for name in exported), "the update changed nothing"
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    for answer in answers:
+        assert answer["parameters"].keys() == exported.keys()
+        for name, tensor in answer["parameters"].items():
+            assert torch.equal(tensor, exported[name]), name
+        assert (answer["engine"] - answer["trainer"]).abs().max() <= 1e-5
+        assert answer["greedy"] == answers[0]["greedy"]
+    for prompt, tokens in zip(PROMPTS, answers[0]["greedy"], strict=True):
+        with torch.no_grad():
+            generated = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=1, pad_token_id=0)
+        assert generated[0, len(prompt) :].tolist() == tokens
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1)])
+def test_transfer_is_exact_in_bf16(layout: tuple, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+    """bf16 weights under the distributed optimizer's fp32 copies; trainer and engine differ by bf16's rounding only."""
+    folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, tied=True, dtype=torch.bfloat16)
+    out = tmp_path / "out"
+    answers = ranks(*layout).run(jobs.rollout_after_update, folder=folder, out=out, prompts=PROMPTS, dtype="bf16")
+    exported = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    original = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert any(not torch.equal(exported[name], original[name]) for name in exported), "the update changed nothing"
+    for answer in answers:
+        assert answer["grad_norm"] > 0
+        for name, tensor in answer["parameters"].items():
+            assert tensor.dtype == torch.bfloat16
+            assert torch.equal(tensor, exported[name]), name
+        assert (answer["engine"] - answer["trainer"]).abs().mean() <= 0.02
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_bad_numbers_stop_the_update_on_every_rank(layout: tuple, what: str, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61)
+    # The last rank is on the last stage, where losses are.
+    for text, unchanged in ranks(*layout).run(jobs.update_with_bad_loss, folder=folder, bad_rank=1, what=what):
+        assert text is not None
+        assert text.startswith("actor update, rank ")
+        assert what in text
+        assert unchanged

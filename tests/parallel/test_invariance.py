@@ -1,0 +1,77 @@
+"""What the layout is never changes the result: gradients of every loss term against one rank and one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.data.experience import Experience
+from tests.parallel import jobs
+from tests.ranks import RankPool
+from tests.tiny_models import make_tiny_model
+
+VOCAB = 61
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)]
+# One test per loss term: the others are switched off by zero advantages, or by their weight.
+TERMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "policy, token level": ("actor", {"clip_high": 0.28}),
+    "policy, sample level": ("actor", {"aggregation": "sample"}),
+    "policy, overlong filter": ("actor", {"overlong": True}),
+    "positive-example NLL": ("actor", {"nll_weight": 0.3}),
+    "KL": ("actor", {"kl_weight": 0.2}),
+    "DAPO": ("actor", {"clip_high": 0.28, "aggregation": "token", "overlong": True}),
+    "VAPO": ("actor", {"clip_high": 0.28, "aggregation": "token", "nll_weight": 0.1}),
+    "value": ("critic", {}),
+    "value, clipped": ("critic", {"value_clip": 0.1}),
+}
+
+
+def make_batch(only_first_correct: bool = False) -> Experience:
+    """Ragged responses. Few are correct, so that a rank or a micro-batch may hold none; some are truncated."""
+    g = torch.Generator().manual_seed(11)
+    sizes = [(3, 20), (5, 1), (2, 33), (4, 8), (6, 2), (1, 14), (9, 5), (2, 27)]
+    draw = [[torch.randint(0, VOCAB, (n,), generator=g).tolist() for n in pair] for pair in sizes]
+    batch = Experience.build([p for p, _ in draw], [r for _, r in draw])
+    mask, total = batch.response_mask, batch.num_tokens
+    batch["correct"] = torch.tensor([True] + [not only_first_correct and i % 3 == 0 for i in range(1, 8)])
+    batch["truncated"] = torch.tensor([i in (2, 7) for i in range(8)])
+    for name, scale in (("old_logprobs", 0.3), ("ref_logprobs", 0.3)):
+        batch[name] = torch.where(mask, -4.0 + scale * torch.randn(total, generator=g), 0.0)
+    for name in ("advantages", "returns", "values"):
+        batch[name] = torch.where(mask, torch.randn(total, generator=g), 0.0)
+    return batch
+
+
+def relative_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Largest difference of any parameter's gradient, relative to the norm of the whole gradient per element."""
+    norm = torch.cat([x.flatten() for x in expected.values()]).double().norm()
+    difference = torch.cat([(found[name] - expected[name]).flatten() for name in expected]).double().norm()
+    assert norm > 1e-6, "the gradient is nothing: the test would compare nothing"
+    return float(difference / norm)
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_gradients_do_not_depend_on_the_layout(term: str, ranks: Callable[[int, int, int], RankPool], tmp_path: Path) -> None:
+    which, options = TERMS[term]
+    folder = make_tiny_model(
+        tmp_path / "model", "qwen3", vocab=VOCAB, layers=2, tied=True, classification="token" if which == "critic" else None
+    )
+    batch = make_batch(only_first_correct="NLL" in term)
+
+    def gradients(layout: tuple[int, int, int], budget: int, shuffle: bool = False) -> dict[str, Any]:
+        order = [5, 2, 7, 0, 1, 6, 3, 4] if shuffle else range(8)
+        arguments = {"folder": folder, "batch": batch.select(order), "which": which, "options": {**options, "budget": budget}}
+        return ranks(*layout).run(jobs.gradients, **arguments)[0]
+
+    expected = gradients((1, 1, 1), budget=10_000)
+    for layout in LAYOUTS:
+        found = gradients(layout, budget=48, shuffle=layout[0] == 1)
+        assert relative_difference(found["gradients"], expected["gradients"]) <= 1e-5, layout
+        exact = torch.cat([x.flatten() for x in found["gradients"].values()]).double().norm()
+        assert found["norm"] == pytest.approx(float(exact), rel=1e-5), (layout, "the norm that clips the gradient")
+        for name, value in expected["sums"].items():
+            assert found["sums"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), (layout, name)

@@ -1,0 +1,85 @@
+"""Ranks for tests: processes that stay, one set per layout, so that torch, Megatron and the process groups are there once.
+
+`ranks(tp, pp, dp).run(job, **arguments)` calls `job(runtime, **arguments)` on every rank and gives the results by rank.
+(Process groups are made once per process: gloo's threads outlive a destroyed group and spin.)
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from megarl.config.schema import ParallelConfig
+
+LIMIT = 240.0  # seconds that one job may take
+
+
+class RankPool:
+    """The ranks of one layout on this machine. A job that fails on any rank raises RuntimeError with that rank's traceback."""
+
+    def __init__(self, tp: int, pp: int, dp: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        config = ParallelConfig(tp=tp, pp=pp, device="cpu", timeout=120)
+        # The store is ours and listens before a rank starts: a port that was merely free a moment ago may be anybody's by then.
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(tp * pp * dp):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, tp * pp * dp, self.store.port, config, theirs, list(sys.path)), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, job: Callable[..., Any], **arguments: Any) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((job, arguments))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(LIMIT):
+                self.close()
+                raise RuntimeError(f"rank {rank} did not answer {job.__name__} within {LIMIT:.0f} s")
+            answers.append(pipe.recv())
+        for rank, (ok, value) in enumerate(answers):
+            if not ok:
+                self.close()  # its peers may be left in the middle of a collective
+                raise RuntimeError(f"rank {rank}:\n{value}")
+        return [value for _, value in answers]
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(30)
+
+
+def _serve(rank: int, world: int, port: int, config: ParallelConfig, pipe: Connection, path: list[str]) -> None:
+    sys.path[:] = path
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")  # the store is there: join it, make none
+    from megarl.parallel import runtime as parallel
+
+    runtime = parallel.start(config, seed=0)
+    while True:
+        try:
+            job, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, job(runtime, **arguments))
+        except Exception:  # noqa: BLE001 (whatever a job raises is the test's answer)
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)

@@ -1,0 +1,153 @@
+"""Tiny random Hugging Face folders of every family, with a tokenizer that works, for tests that need a real model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+Family = Literal["qwen2", "qwen3", "llama"]
+CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+MODELS = {None: AutoModelForCausalLM, "sequence": AutoModelForSequenceClassification, "token": AutoModelForTokenClassification}
+PAD, EOS, BOS, START, END = "<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>"
+SPECIALS = (PAD, EOS, BOS, START, END)
+CHARACTERS = "0123456789+-*/=? \nAnswer:WitdbcfghklmopquvxyzSTHE,.!()$\\{}<>|_"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def make_tokenizer(vocab: int, *, chat_template: bool = True) -> PreTrainedTokenizerFast:
+    """One token per byte where `vocab` has room for all 256 (any text round-trips), else one per character of a small
+    alphabet (others are dropped). pad is 0, eos 1; bos is never added. Byte-level in either case, because `transformers` 5
+    forces Qwen2's byte-level tokenizer on every folder of that family."""
+    ids = {special: i for i, special in enumerate(SPECIALS)}
+    encode = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = sorted(encode.alphabet())
+    if vocab < len(SPECIALS) + len(alphabet):
+        alphabet = [encode.pre_tokenize_str(character)[0][0] for character in dict.fromkeys(CHARACTERS)]
+    for character in alphabet[: vocab - len(SPECIALS)]:
+        ids[character] = len(ids)
+    tokenizer = Tokenizer(models.BPE(ids, []))
+    tokenizer.pre_tokenizer = encode
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=PAD,
+        additional_special_tokens=[START, END],
+        clean_up_tokenization_spaces=False,
+    )
+    if chat_template:
+        fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_config(family: Family, *, tied: bool = False, rope: Literal["default", "llama3"] = "default", **sizes: Any) -> Any:
+    """The `transformers` config of a tiny model; `sizes` are config keys."""
+    rope_parameters = {"rope_theta": 10000.0, "rope_type": "default"} if rope == "default" else {"rope_theta": 500000.0, **LLAMA3_ROPE}
+    extra = {"attention_bias": False} if family in ("qwen3", "llama") else {}
+    return CONFIGS[family](
+        tie_word_embeddings=tied, pad_token_id=0, eos_token_id=1, bos_token_id=2, rope_parameters=rope_parameters, **extra, **sizes
+    )
+
+
+def make_tiny_model(
+    folder: Path,
+    family: Family,
+    *,
+    tied: bool = False,
+    vocab: int = 307,
+    layers: int = 2,
+    hidden: int = 32,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int | None = None,
+    ffn: int = 48,
+    max_positions: int = 512,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    classification: Literal["sequence", "token"] | None = None,
+    rope: Literal["default", "llama3"] = "default",
+    rope_style: Literal["classic", "parameters"] = "classic",
+    chat_template: bool = True,
+    max_shard_bytes: int | None = None,
+) -> Path:
+    """Writes config.json, safetensors, tokenizer and generation_config.json into `folder` and returns it.
+
+    Every weight, bias and norm weight is random (std 0.1 around its usual value), so that nothing is right by being zero;
+    only the `score.bias` of a token classifier is zero, because a value head has none. `head_dim` (qwen3, llama) may differ from
+    hidden / heads. `rope_style`: "classic" writes rope_theta and rope_scaling as published models do, "parameters" what
+    transformers 5 writes. `max_shard_bytes` splits the weights into several files with an index.
+    """
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": max_positions,
+    }
+    if head_dim is not None and family != "qwen2":
+        sizes["head_dim"] = head_dim
+    elif family == "qwen3":
+        sizes["head_dim"] = hidden // heads
+    if classification:
+        sizes["num_labels"] = 1
+    config = make_config(family, tied=tied, rope=rope, **sizes)
+    model = MODELS[classification].from_config(config)
+    randomise(model, seed)
+    model = model.to(dtype)
+    config.dtype = dtype
+    folder = Path(folder)
+    model.save_pretrained(folder, **({"max_shard_size": max_shard_bytes} if max_shard_bytes else {}))
+    if rope_style == "classic":
+        use_classic_rope(folder / "config.json")
+    make_tokenizer(vocab, chat_template=chat_template).save_pretrained(folder)
+    GenerationConfig(eos_token_id=[1], pad_token_id=0, bos_token_id=2).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Random weights of standard deviation 0.1, norm weights around 1; the same seed gives the same weights."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        centre = 1.0 if "norm" in name else 0.0
+        parameter.copy_(centre + 0.1 * torch.randn(parameter.shape, generator=generator))
+        if name == "score.bias":
+            parameter.zero_()
+
+
+def use_classic_rope(path: Path) -> None:
+    """Rewrites rope_parameters of transformers 5 into the rope_theta and rope_scaling of published models."""
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps(config, indent=2) + "\n")
