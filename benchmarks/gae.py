@@ -1,0 +1,146 @@
+"""GAE of a rollout of packed responses against the usual ways to write it: a loop over tokens (on tensors, on lists) and a
+loop over time on padded tensors. Prints seconds, ratios, memory and the largest relative error."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages import gae, length_adaptive_lambda
+
+Loop = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor | list[float]]
+
+
+def rollout(responses: int, mean: int, longest: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rewards, values, mask, cu_seqlens and response lengths: log-normal lengths, prompts of 50-200 tokens, reward +-1 at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (0.9 * torch.randn(responses, generator=generator, dtype=torch.float64)).exp()
+    for _ in range(20):  # the cut at `longest` lowers the mean: scale until it is met
+        lengths = (lengths * (mean / lengths.mean())).clamp(1, longest)
+    lengths = lengths.long()
+    prompts = torch.randint(50, 201, (responses,), generator=generator)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), (prompts + lengths).cumsum(0)])
+    total = int(cu_seqlens[-1])
+    mask = torch.zeros(total, dtype=torch.bool)
+    for start, end in zip((cu_seqlens[1:] - lengths).tolist(), cu_seqlens[1:].tolist(), strict=True):
+        mask[start:end] = True
+    values = torch.randn(total, generator=generator).mul_(0.3)
+    rewards = torch.zeros(total)
+    rewards[cu_seqlens[1:] - 1] = torch.randn(responses, generator=generator).sign()
+    return rewards, values, mask, cu_seqlens, lengths
+
+
+def list_loop(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, lengths: Tensor, lam: Tensor) -> list[float]:
+    """Token after token in Python floats, on lists, which is several times faster than on tensors; float64. Response tokens only."""
+    reward_list, value_list = rewards.tolist(), values.tolist()
+    out = [0.0] * len(value_list)
+    for end, length, decay in zip(cu_seqlens[1:].tolist(), lengths.tolist(), lam.tolist(), strict=True):
+        advantage = next_value = 0.0
+        for t in range(end - 1, end - length - 1, -1):
+            advantage = reward_list[t] + next_value - value_list[t] + decay * advantage
+            next_value = value_list[t]
+            out[t] = advantage
+    return out
+
+
+def tensor_loop(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, lengths: Tensor, lam: Tensor) -> Tensor:
+    """Token after token, as the papers' formula is usually typed: on tensors."""
+    out = torch.zeros_like(values)
+    for end, length, decay in zip(cu_seqlens[1:].tolist(), lengths.tolist(), lam.tolist(), strict=True):
+        advantage = next_value = torch.tensor(0.0)
+        for t in range(end - 1, end - length - 1, -1):
+            advantage = rewards[t] + next_value - values[t] + decay * advantage
+            next_value = values[t]
+            out[t] = advantage
+    return out
+
+
+def pad(x: Tensor, cu_seqlens: Tensor, lengths: Tensor) -> Tensor:
+    """[responses, longest], filled up with 0."""
+    out = torch.zeros(lengths.numel(), int(lengths.max()))
+    for row, end, length in zip(out, cu_seqlens[1:].tolist(), lengths.tolist(), strict=True):
+        row[:length] = x[end - length : end]
+    return out
+
+
+def padded_loop(rewards: Tensor, values: Tensor, mask: Tensor, lam: Tensor) -> Tensor:
+    """The loop over time of the common trainers on padded [responses, longest] tensors, float32."""
+    advantage = next_value = torch.zeros(rewards.shape[0])
+    backwards = []
+    for t in reversed(range(rewards.shape[1])):
+        new = rewards[:, t] + next_value - values[:, t] + lam * advantage
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        advantage = torch.where(mask[:, t], new, advantage)
+        backwards.append(advantage)
+    return torch.stack(backwards[::-1], dim=1) * mask
+
+
+def peak_memory() -> int:
+    """Largest resident size so far, bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident_memory() -> int:
+    """Resident size now, bytes; Linux only."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--responses", type=int, default=8192)
+    parser.add_argument("--mean", type=int, default=4000, help="mean response length, tokens")
+    parser.add_argument("--longest", type=int, default=20480, help="longest response, tokens")
+    parser.add_argument("--sample", type=int, default=256, help="responses of the loop on lists; its time is scaled up by tokens")
+    parser.add_argument("--repeats", type=int, default=3, help="the fastest of so many counts, for megarl")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    rewards, values, mask, cu_seqlens, lengths = rollout(args.responses, args.mean, args.longest, seed=0)
+    lam = length_adaptive_lambda(lengths, alpha=0.05)
+    tokens = int(lengths.sum())
+    print(f"{args.responses} responses, {tokens / 1e6:.1f}M tokens, mean {tokens / args.responses:.0f}, longest {int(lengths.max())}")
+
+    before = resident_memory()
+    seconds = []
+    for _ in range(args.repeats):
+        start = time.perf_counter()
+        ours = gae(rewards, values, mask, cu_seqlens, lam)
+        seconds.append(time.perf_counter() - start)
+    best = min(seconds)
+    memory = (peak_memory() - before) / (rewards.numel() * 4)
+
+    def report(name: str, wall: float, remark: str) -> None:
+        print(f"{name:27} {wall:8.2f} s {wall / best:7.1f} x  {remark}")
+
+    report("megarl", best, f"{tokens / best / 1e6:.1f}M tokens/s, peak memory + {memory:.1f} token-sized float32 arrays")
+    loops: list[tuple[str, Loop, int]] = [("over tokens, on tensors", tensor_loop, 4), ("over tokens, on lists", list_loop, args.sample)]
+    for name, function, sample in loops:
+        sample = min(sample, args.responses)
+        end = int(cu_seqlens[sample])
+        start = time.perf_counter()
+        exact = function(rewards[:end], values[:end], cu_seqlens[: sample + 1], lengths[:sample], lam[:sample])
+        share = int(lengths[:sample].sum()) / tokens
+        report(f"loop {name}", (time.perf_counter() - start) / share, f"{share:.2%} of the tokens were run, the time is scaled up")
+
+    padded_rewards, padded_values = pad(rewards, cu_seqlens, lengths), pad(values, cu_seqlens, lengths)
+    padded_mask = torch.arange(padded_values.shape[1]) < lengths[:, None]
+    start = time.perf_counter()
+    other = padded_loop(padded_rewards, padded_values, padded_mask, lam.float())
+    report("loop over time, padded", time.perf_counter() - start, f"padding not counted; {padded_mask.numel() / tokens:.1f} x the entries")
+
+    reference = torch.as_tensor(exact, dtype=torch.float64)
+    scale = reference.abs().clamp(min=1e-3)
+    print(f"largest relative error against the float64 loop: megarl {((ours[:end] - reference).abs() / scale).max():.1e}", end="")
+    theirs = other[:sample][padded_mask[:sample]] - reference[mask[:end]]
+    print(f", padded loop {(theirs.abs() / scale[mask[:end]]).max():.1e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Speed of the transformers engine at the demo's size: Qwen3, hidden 64, 2 layers, 32 prompts x 8 responses, one thread.
+
+python benchmarks/rollout.py [--repeats 5] [--profile]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from megarl.rollout.engine import Request, SamplingParams
+from megarl.rollout.seeds import response_seed
+from megarl.rollout.transformers_engine import TransformersEngine
+
+VOCAB, EOS = 40, 1
+
+
+def make_engine(folder: Path, max_batch: int) -> TransformersEngine:
+    """A random model of the demo's shape. Its logits are nearly flat, so `EOS` comes at a rate of about 1/40: lengths are geometric with
+    mean 35 cut at 80, which is harder on a batch than the demo's lengths."""
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=192,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+        initializer_range=0.02,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    engine = TransformersEngine(folder, max_batch=max_batch, eos_ids=[EOS])
+    engine.start()
+    engine.load_folder()
+    return engine
+
+
+def make_requests(prompts: int, group: int, step: int) -> list[Request]:
+    """Prompts of 5 to 15 tokens, `group` requests each."""
+    rng = random.Random(step)
+    requests = []
+    for uid in range(prompts):
+        prompt = tuple(rng.randrange(2, VOCAB) for _ in range(rng.choice((7, 9, 11, 13, 15))))
+        requests += [Request(prompt, response_seed(0, step, uid, i)) for i in range(group)]
+    return requests
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Speed of the transformers engine at the demo's size, on one thread.")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--max-batch", type=int, default=256)
+    parser.add_argument("--max-tokens", type=int, default=80)
+    parser.add_argument("--profile", action="store_true", help="print the operators that take the time")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = make_engine(Path(folder), args.max_batch)
+        params = SamplingParams(max_tokens=args.max_tokens)
+        requests = make_requests(args.prompts, args.group, 0)
+        engine.generate(requests, params)
+        for step in range(1, args.repeats + 1):
+            requests = make_requests(args.prompts, args.group, step)
+            wall, cpu = time.perf_counter(), time.process_time()
+            completions = engine.generate(requests, params)
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            tokens = sum(len(c.tokens) for c in completions)
+            print(
+                f"{len(requests)} responses, mean length {tokens / len(requests):.1f}: "
+                f"{wall:.3f} s wall, {cpu:.3f} s CPU, {tokens / wall:,.0f} tokens/s, {tokens / cpu:,.0f} tokens/CPU s"
+            )
+        if args.profile:
+            with torch.profiler.profile() as profile:
+                engine.generate(requests, params)
+            print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=40))
+
+
+if __name__ == "__main__":
+    main()

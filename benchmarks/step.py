@@ -1,0 +1,125 @@
+"""Seconds and tokens/s per phase of a step at the demo's size, and the share of the step that is neither generation nor Megatron's own
+forward, backward and optimizer. With `--vs trl` the same rollouts by TRL's GRPOTrainer in the same run, and the ratio.
+
+    make bench                     # megarl alone, VAPO
+    make bench ARGS='--vs trl'     # 256 responses, 4 updates, no dynamic sampling; TRL in a venv of its own (make trl)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "runs" / "bench"
+LIMIT = 900  # seconds that one part may take
+
+
+def call(*command: str | Path, env: dict[str, str] | None = None) -> str:
+    """Runs a command from the repository's root and gives its output; a failure ends the benchmark with the output's end."""
+    done = subprocess.run([str(c) for c in command], cwd=ROOT, env=os.environ | (env or {}), capture_output=True, text=True, timeout=LIMIT)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def megarl(*arguments: str | Path) -> str:
+    return call(sys.executable, "-m", "megarl", *arguments, env={"OMP_NUM_THREADS": "1"})
+
+
+def warm_model() -> Path:
+    """The demo's warm-started model, made once: lengths and accuracy of a real run."""
+    warm = FOLDER / "sft" / "hf"
+    if not warm.is_dir():
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        from megarl.data.arithmetic import write_demo
+
+        write_demo(FOLDER, 0)
+        where = (f"data.train=[{FOLDER / 'sft.jsonl'}]", f"model.path={FOLDER / 'model'}", f"run_dir={FOLDER / 'sft'}")
+        megarl("train", "configs/demo_sft.yaml", *where, "log.report=false")
+    return warm
+
+
+def run_megarl(recipe: str, steps: int, warmup: int, overrides: list[str]) -> list[dict[str, Any]]:
+    """The records of the timed steps of a run of the demo, without evaluation in between."""
+    run_dir = FOLDER / recipe
+    shutil.rmtree(run_dir, ignore_errors=True)
+    where = [
+        f"model.path={warm_model()}",
+        f"data.train=[{FOLDER / 'train.jsonl'}]",
+        "data.eval=[]",
+        "evaluation.every=0",
+        f"run_dir={run_dir}",
+        f"steps={steps + warmup}",
+        "value_pretraining.steps=0",
+        "log.report=false",
+        "checkpoint.export_hf=false",
+    ]
+    megarl("train", f"configs/demo_{recipe}.yaml", *where, *overrides)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in lines if record["stage"] == "train"][warmup:]
+
+
+def median(records: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(record[key] for record in records)
+
+
+def print_phases(title: str, records: list[dict[str, Any]]) -> None:
+    """Medians per phase over the steps."""
+    print(f"\n{title}: medians of {len(records)} steps")
+    step = median(records, "time/step")
+    responses = median(records, "rollout/tokens")
+    for key in [k for k in records[0] if k.startswith("time/") and k != "time/step"]:
+        seconds = median(records, key)
+        tokens = responses if key == "time/rollout" else median(records, "train/tokens")
+        print(f"  {key[5:]:18s} {seconds:8.4f} s  {100 * seconds / step:5.1f} %  {tokens / max(seconds, 1e-9):10,.0f} tokens/s")
+    print(f"  {'step':18s} {step:8.4f} s")
+    inside = statistics.median((r["inside/generate"] + r["inside/megatron"]) / r["time/step"] for r in records)
+    print(f"  outside generation and Megatron's forward, backward and optimizer (target <= 15 %): {100 * (1 - inside):.1f} %")
+
+
+def trl_seconds(rollouts: int) -> float:
+    """Seconds per rollout of TRL, the better of one and two threads."""
+    python = ROOT / ".venv-trl" / "bin" / "python"
+    if not python.is_file():
+        raise SystemExit("benchmarks/step.py: no .venv-trl (make it with `make trl`)")
+    best = []
+    for threads in (1, 2):
+        command = (python, "benchmarks/trl_reference.py", warm_model(), FOLDER / "train.jsonl", "--threads", str(threads))
+        result = json.loads(call(*command, "--rollouts", str(rollouts)).strip().splitlines()[-1])
+        each = result["seconds_per_rollout"]
+        seconds = statistics.median(each)
+        print(f"  TRL, {threads} thread(s): {seconds:.3f} s per rollout (each: {', '.join(f'{x:.2f}' for x in each)})")
+        best.append(seconds)
+    return min(best)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vs", choices=("trl",), help="compare with this trainer in the same run")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps, after 3 that are not (default %(default)s)")
+    parser.add_argument("--recipe", choices=("dapo", "vapo"), default="vapo")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    given = parser.parse_args()
+    if given.vs is None:
+        records = run_megarl(given.recipe, given.steps, 3, given.overrides)
+        print_phases(f"megarl {given.recipe}", records)
+        return
+    same = ["rollout.dynamic_sampling.enabled=false", "parallel.tp=1", "parallel.dp=2", *given.overrides]
+    records = run_megarl("dapo", given.steps, 3, same)
+    print_phases("megarl, GRPO with DAPO's loss, DP=2", records)
+    ours = median(records, "time/step")
+    theirs = trl_seconds(given.steps)
+    print(f"\nseconds per rollout of 256 responses and 4 updates: megarl {ours:.3f}, TRL {theirs:.3f}")
+    print(f"megarl / TRL (target <= 0.5): {ours / theirs:.2f}")
+
+
+if __name__ == "__main__":
+    main()

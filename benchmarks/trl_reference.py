@@ -1,0 +1,144 @@
+"""The yardstick: TRL's GRPOTrainer on the demo's task, at the demo's size. Run by the Python of a venv of its own:
+
+    make trl
+    .venv-trl/bin/python benchmarks/trl_reference.py runs/demo/sft/hf runs/demo/train.jsonl --threads 2
+
+A rollout is 32 prompts x 8 responses, then 4 optimizer updates of 64 responses each, without dynamic sampling, in fp32 on a CPU.
+Prints one JSON object; megarl is not imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+PROMPTS, GROUP, UPDATES = 32, 8, 4
+ANSWER = re.compile(r"Answer:\s*(-?\d+)\s*$")
+
+
+class Clock(TrainerCallback):
+    """Wall and CPU seconds at the end of each rollout's last update: a rollout's time includes its generation and its updates."""
+
+    def __init__(self) -> None:
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % UPDATES == 0:
+            self.wall.append(time.perf_counter())
+            self.cpu.append(time.process_time())
+
+
+class Rule:
+    """The demo's reward, +1 or -1; it also counts response tokens and right answers, rollout by rollout."""
+
+    __name__ = "rule"
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.accuracy: list[float] = []
+
+    def __call__(self, completions: list[str], completion_ids: list[list[int]], answer: list[str], **kwargs: Any) -> list[float]:
+        matches = [ANSWER.search(text) for text in completions]
+        right = [match is not None and match[1] == expected for match, expected in zip(matches, answer, strict=True)]
+        self.tokens.append(sum(map(len, completion_ids)))
+        self.accuracy.append(sum(right) / len(right))
+        return [1.0 if r else -1.0 for r in right]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="Hugging Face folder with its tokenizer")
+    parser.add_argument("data", type=Path, help="jsonl with prompt and answer")
+    parser.add_argument("--rollouts", type=int, default=5, help="timed rollouts (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=2, help="rollouts before these, not timed, at least 1 (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=80, help="longest response (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-6, help="small, so that the lengths of the responses stay (default: %(default)s)")
+    given = parser.parse_args()
+    if given.warmup < 1 or given.rollouts < 1:
+        parser.error("--warmup and --rollouts must be at least 1")
+    torch.set_num_threads(given.threads)
+
+    rows = [json.loads(line) for line in given.data.read_text(encoding="utf-8").splitlines()]
+    clock, rule = Clock(), Rule()
+    rollouts = given.warmup + given.rollouts
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            max_steps=rollouts * UPDATES,
+            per_device_train_batch_size=PROMPTS * GROUP // UPDATES,
+            gradient_accumulation_steps=1,
+            steps_per_generation=UPDATES,
+            num_generations=GROUP,
+            num_iterations=1,
+            max_completion_length=given.max_tokens,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            beta=0.0,  # no KL term and no reference model
+            epsilon=0.2,
+            epsilon_high=0.28,
+            loss_type="dapo",
+            learning_rate=given.lr,
+            lr_scheduler_type="constant",
+            max_grad_norm=1.0,
+            gradient_checkpointing=False,  # TRL's default is on, which would cost it a second forward pass
+            use_cpu=True,
+            bf16=False,
+            seed=0,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(given.model),
+            reward_funcs=rule,
+            args=config,
+            train_dataset=Dataset.from_list([{"prompt": row["prompt"], "answer": row["answer"]} for row in rows]),
+            callbacks=[clock],
+        )
+        trainer.remove_callback(PrinterCallback)  # its summary would stand before the JSON
+        trainer.train()
+
+    if len(clock.wall) != rollouts or len(rule.tokens) != rollouts:
+        raise SystemExit(f"trl_reference: {len(clock.wall)} rollouts timed and {len(rule.tokens)} generated instead of {rollouts}")
+    first = given.warmup - 1
+    print(
+        json.dumps(
+            {
+                "seconds_per_rollout": [round(b - a, 4) for a, b in zip(clock.wall[first:], clock.wall[first + 1 :], strict=False)],
+                "cpu_seconds_per_rollout": [round(b - a, 4) for a, b in zip(clock.cpu[first:], clock.cpu[first + 1 :], strict=False)],
+                "response_tokens_per_rollout": rule.tokens[given.warmup :],
+                "accuracy_per_rollout": [round(a, 3) for a in rule.accuracy[given.warmup :]],
+                "responses_per_rollout": PROMPTS * GROUP,
+                "updates_per_rollout": UPDATES,
+                "threads": torch.get_num_threads(),
+                "versions": {
+                    "trl": trl.__version__,
+                    "transformers": transformers.__version__,
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
