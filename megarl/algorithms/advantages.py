@@ -6,10 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Windows of GAE_STEPS tokens of GAE_ROWS responses: about 15 MB of scratch memory. Fewer rows, or steps, cost up to twice the
-# time in kernel launches; more leave the cache (measured with benchmarks/gae.py).
-GAE_STEPS = 128
-GAE_ROWS = 2048
+# A window of the recurrence has about GAE_WINDOW tokens, which stay in the cache with what is computed from them: 256 tokens of 1,024
+# responses, fewer of more. GAE_STEPS are its fewest and most tokens of one response: rows of fewer are slow to copy, and with more a
+# window reaches far beyond the start of short responses. Measured with benchmarks/gae.py.
+GAE_WINDOW = 2**18
+GAE_STEPS = (32, 256)
+GAE_ROWS = 8192
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -69,8 +71,8 @@ def gae(rewards: Tensor, values: Tensor, response_mask: Tensor, cu_seqlens: Tens
     int64 [n+1]. lam: one number, or [n], one for each response.
 
     The recurrence runs backwards in time for all responses at once: sorted by length, those that are still alive are the
-    first ones, and their windows of GAE_STEPS tokens, counted from the end, are gathered time-major. No padding exists
-    beyond a window; besides the result only windows are allocated.
+    first ones, and windows of their tokens, counted from the end, are gathered time-major. No padding exists beyond a
+    window; besides the result only windows are allocated.
     """
     total = rewards.numel()
     lengths, order = response_lengths(response_mask, cu_seqlens).sort(descending=True, stable=True)
@@ -87,18 +89,15 @@ def gae(rewards: Tensor, values: Tensor, response_mask: Tensor, cu_seqlens: Tens
 
 def _gae_rows(rewards: Tensor, values: Tensor, lengths: Tensor, ends: Tensor, decays: Tensor, gamma: float, out: Tensor) -> None:
     """`gae` of some responses, longest first, written to their tokens in `out` [T+1]."""
-    total, longest = rewards.numel(), int(lengths[0])
-    steps = max(min(GAE_STEPS, longest), 1)
-    offsets = torch.arange(-steps, 0, device=ends.device)
-    begins, descending = ends - lengths, -lengths
+    longest = int(lengths[0])
+    descending = -lengths
     next_advantage = next_value = torch.zeros(lengths.shape, dtype=torch.float64, device=ends.device)
-    for done in range(0, longest, steps):
+    done = 0
+    while done < longest:
         alive = int(torch.searchsorted(descending, -done))
-        at = (ends[:alive] - done)[:, None] + offsets
-        at = torch.where(at < begins[:alive, None], total, at).view(-1)
-        source = at.clamp(max=total - 1)
-        value = _time_major(values, source, alive)
-        advantage = _time_major(rewards, source, alive)
+        steps = min(max(GAE_WINDOW // alive, GAE_STEPS[0]), GAE_STEPS[1], longest - done)
+        window = _Window(ends[:alive] - done, lengths[:alive] - done, steps, rewards.numel())
+        value, advantage = window.read(values), window.read(rewards)
         advantage -= value
         advantage[:-1].add_(value[1:], alpha=gamma)
         advantage[-1].add_(next_value[:alive], alpha=gamma)
@@ -107,12 +106,37 @@ def _gae_rows(rewards: Tensor, values: Tensor, lengths: Tensor, ends: Tensor, de
             now.addcmul_(decay, later)
             later = now
         next_advantage, next_value = advantage[0].clone(), value[0].clone()
-        out.index_copy_(0, at, advantage.to(out.dtype).t().reshape(-1))
+        window.write(advantage, out)
+        done += steps
 
 
-def _time_major(x: Tensor, at: Tensor, rows: int) -> Tensor:
-    """x[at], whose entries go row by row, as float64 [steps, rows], contiguous in time-major order."""
-    return x.index_select(0, at).view(rows, -1).t().to(torch.float64, memory_format=torch.contiguous_format, copy=True)
+class _Window:
+    """The last `steps` tokens before `ends` of some responses, which have `left` tokens there, in descending order.
+
+    Those that have `steps` tokens are copied as whole rows, ten times faster than token by token. Of the others what
+    reaches back beyond their start is read as anything (nothing flows from there to later tokens) and written to out[T]."""
+
+    def __init__(self, ends: Tensor, left: Tensor, steps: int, total: int) -> None:
+        whole = int(torch.searchsorted(-left, -steps, right=True))
+        self.steps = steps
+        self.starts = ends[:whole] - steps
+        back = torch.arange(-steps, 0, device=ends.device)
+        at = torch.where(back < -left[whole:, None], total, ends[whole:, None] + back)
+        self.at, self.source = at.view(-1), at.view(-1).clamp(max=total - 1)
+
+    def read(self, x: Tensor) -> Tensor:
+        """float64 [steps, responses], contiguous in time-major order."""
+        rows = x.unfold(0, self.steps, 1).index_select(0, self.starts)
+        if self.at.numel():
+            rows = torch.cat([rows, x.index_select(0, self.source).view(-1, self.steps)])
+        return rows.t().to(torch.float64, memory_format=torch.contiguous_format, copy=True)
+
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """x: float64 [steps, responses]."""
+        rows = x.to(out.dtype).t().contiguous()
+        whole = self.starts.numel()
+        out.unfold(0, self.steps, 1).index_copy_(0, self.starts, rows[:whole])
+        out.index_copy_(0, self.at, rows[whole:].reshape(-1))
 
 
 def returns(advantages: Tensor, values: Tensor, response_mask: Tensor) -> Tensor:

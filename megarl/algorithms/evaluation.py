@@ -1,7 +1,8 @@
-"""Scores of repeated answers (avg@k, pass@k, majority@k) and the explained variance of a value model."""
+"""Scores of repeated answers (avg@k, pass@k, majority@k), how sure they are, and the explained variance of a value model."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
@@ -15,7 +16,8 @@ def avg_at_k(correct: Sequence[bool]) -> float:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased probability that k answers drawn from n, of which c are right, hold a right one: 1 - C(n-c, k) / C(n, k).
+    """Unbiased probability that k answers drawn from n, of which c are right, hold a right one: 1 - C(n-c, k) / C(n, k)
+    (Chen et al. 2021, arXiv 2107.03374, eq. 1).
 
     ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
@@ -42,6 +44,52 @@ def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool]) -
     first = [answer for answer, count in votes.items() if count == most]
     right = Counter(answer for answer, flag in zip(answers, correct, strict=True) if flag)
     return sum(right[answer] for answer in first) / (most * len(first))
+
+
+def ks_up_to(n: int) -> list[int]:
+    """The k of pass@k for n answers to a problem: powers of two, and n."""
+    return sorted({*(2**i for i in range(n.bit_length())), n})
+
+
+def interval(scores: Sequence[float], samples: int) -> tuple[float, float]:
+    """95 % confidence interval of the mean score over problems of this kind. scores: one per problem, in [0, 1], from `samples` answers.
+
+    Wilson's interval (1927) for as many independent right-or-wrong answers as the scores are worth: m (1 - m) / (s^2 / n) with their
+    mean m and sample variance s^2 over the n problems, at least n and at most n * samples (the effective sample size of Korn and
+    Graubard 1998), with Student's t of n - 1. Answers to one problem are not independent, so problems are the unit (Miller 2024,
+    arXiv 2411.00640). Unlike a bootstrap it does not shrink to a point where all are right or none is. One problem says nothing about
+    others: (0, 1). ValueError where there is none.
+    """
+    n = len(scores)
+    if not n:
+        raise ValueError("a confidence interval needs at least one score")
+    if n == 1:
+        return 0.0, 1.0
+    mean = math.fsum(scores) / n
+    spread = mean * (1.0 - mean)
+    variance = math.fsum((score - mean) ** 2 for score in scores) / (n - 1)
+    size = float(n) if spread <= 0 else n * samples if variance <= 0 else min(max(spread * n / variance, n), n * samples)
+    t = _student(n - 1)
+    centre = (mean + t * t / (2 * size)) / (1 + t * t / size)
+    half = t * math.sqrt(max(spread, 0.0) / size + t * t / (4 * size * size)) / (1 + t * t / size)
+    # All right is inside, which rounding could deny.
+    return (min(max(0.0, centre - half), mean), max(min(1.0, centre + half), mean))
+
+
+def _student(freedom: int) -> float:
+    """The 0.975 quantile of Student's t: exact below 3, else its expansion around the normal one (Abramowitz and Stegun 26.7.5), which
+    is 0.12 % low at 3 and closer above."""
+    if freedom < 3:
+        return (12.706204736, 4.302652730)[freedom - 1]
+    z = 1.959963985
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return sum(term / freedom**i for i, term in enumerate(terms))
 
 
 def variance_sums(returns: Tensor, values: Tensor, mask: Tensor) -> Tensor:

@@ -1,12 +1,16 @@
-"""How far the engine's log-probabilities are from the trainer's, for the same weights and tokens, and importance weights
-that would correct for it."""
+"""How far the engine's log-probabilities are from the trainer's, for the same weights and tokens, and factors of the policy loss'
+token weights that correct for it (truncated importance sampling) or leave out what is too far off (masking)."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.losses import LOG_RATIO_LIMIT
+
+Level = Literal["none", "token", "sequence"]
 
 
 def _log_ratio(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Tensor:
@@ -14,33 +18,63 @@ def _log_ratio(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Tensor:
 
 
 def mismatch_sums(trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(float64 [3]: tokens, sum of |difference|, sum of pi_trainer / pi_engine, to be summed over ranks;
+    """(float64 [4]: tokens, sums of |difference|, of r = pi_trainer / pi_engine and of r - 1 - log r, to be summed over ranks;
     float64 0-dim: largest |difference|, to be maximised over ranks). All inputs [T]; differences are bounded by 20."""
     log_ratio = _log_ratio(trainer_logprobs[mask], engine_logprobs[mask])
     absolute = log_ratio.abs()
     count = torch.tensor(float(absolute.numel()), dtype=torch.float64, device=absolute.device)
     largest = absolute.max() if absolute.numel() else torch.zeros_like(count)
-    return torch.stack([count, absolute.sum(), log_ratio.exp().sum()]), largest
+    return torch.stack([count, absolute.sum(), log_ratio.exp().sum(), (torch.expm1(log_ratio) - log_ratio).sum()]), largest
 
 
 def mismatch_metrics(sums: Tensor, largest: Tensor | float) -> dict[str, float]:
-    """The metrics mismatch/* from the global results of `mismatch_sums`. Of no token: no difference, ratio 1."""
-    count, absolute, ratio = sums.tolist()
+    """The metrics mismatch/* from the global results of `mismatch_sums`; kl: the k3 estimate of KL(pi_engine || pi_trainer). Of no
+    token: no difference, ratio 1."""
+    count, absolute, ratio, kl = sums.tolist()
     return {
         "mismatch/logprob_abs_mean": absolute / max(count, 1.0),
         "mismatch/logprob_abs_max": float(largest),
         "mismatch/ratio_mean": ratio / count if count else 1.0,
+        "mismatch/kl": kl / max(count, 1.0),
     }
 
 
-def truncated_importance_weights(trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """min(pi_trainer / pi_engine, cap), float32 [T], 0 outside the mask: factors of a loss's token weights that correct for
-    responses drawn by an engine whose probabilities differ (truncated importance sampling). No gradient.
+def mismatch_factors(
+    trainer_logprobs: Tensor,
+    engine_logprobs: Tensor,
+    mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    weight: Level = "none",
+    cap: float = 2.0,
+    keep: Level = "none",
+    bounds: tuple[float, float] = (0.0, float("inf")),
+) -> tuple[Tensor, Tensor]:
+    """(factors of the token weights, float32 [T], 0 outside `mask`; float64 [3] to be summed over ranks: tokens, those whose ratio
+    was above the cap, those that were left out). No gradient. r_t = pi_trainer / pi_engine.
 
-    cap: largest weight, > 0; about 2 is usual.
+    weight  token: min(r_t, cap); sequence: min(prod_t r_t, cap) over the response, the importance weight of all of it
+    keep    token: 0 where r_t is outside `bounds`; sequence: 0 for a response whose geometric mean of r_t is, whatever its length
+
+    Both at once: the product. A factor changes no denominator: what stays in the loss weighs what it weighed before, so that a batch
+    of which little can be trusted moves the policy little. log r_t, and the logarithm of the product, are bounded by 20.
+
+    trainer_logprobs, engine_logprobs: [T]. mask: bool [T]. sequence_ids: int64 [T]; responses must be whole.
     """
     if not cap > 0:
         raise ValueError(f"cap: must be > 0 (got {cap})")
-    trainer = torch.where(mask, trainer_logprobs, 0.0)
-    engine = torch.where(mask, engine_logprobs, 0.0)
-    return torch.where(mask, _log_ratio(trainer, engine).exp().clamp(max=cap), 0.0).float()
+    log_ratio = _log_ratio(torch.where(mask, trainer_logprobs, 0.0), torch.where(mask, engine_logprobs, 0.0))
+    sequences = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
+    zeros = torch.zeros(sequences, dtype=torch.float64, device=log_ratio.device)
+    sums = zeros.index_add(0, sequence_ids, log_ratio)
+    factors, capped = mask.double(), torch.zeros_like(mask)
+    if weight != "none":
+        ratio = (log_ratio if weight == "token" else sums.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[sequence_ids]).exp()
+        factors, capped = factors * ratio.clamp(max=cap), mask & (ratio > cap)
+    kept = mask
+    if keep != "none":
+        means = sums / zeros.index_add(0, sequence_ids, mask.double()).clamp(min=1)
+        ratio = (log_ratio if keep == "token" else means[sequence_ids]).exp()
+        kept = mask & (ratio >= bounds[0]) & (ratio <= bounds[1])
+    counts = torch.stack([mask.sum(), capped.sum(), (mask & ~kept).sum()]).double()
+    return torch.where(kept, factors, 0.0).float(), counts

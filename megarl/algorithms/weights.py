@@ -11,49 +11,21 @@ from torch import Tensor
 Aggregation = Literal["token", "sample"]
 
 
-def _included(response_mask: Tensor, sequence_ids: Tensor, include: Tensor | None) -> Tensor:
-    return response_mask if include is None else response_mask & include[sequence_ids]
+def token_weights(lengths: Tensor, aggregation: Aggregation, mini_batches: Tensor | None = None, include: Tensor | None = None) -> Tensor:
+    """Weight in a loss term of each token of a response, float32 [n]: one number per response; 0 for those that do not count.
 
+    token:  1 / (tokens of all counted responses of its mini-batch): every token counts the same (DAPO eq. 8 and 12, VAPO eq. 7).
+    sample: 1 / (tokens of the response * counted responses of its mini-batch): every response counts the same (VAPO eq. 6).
 
-def counts(response_mask: Tensor, sequence_ids: Tensor, include: Tensor | None = None) -> Tensor:
-    """This rank's counts, int64 [2]: included response tokens, and responses that have at least one.
-
-    Summed over micro-batches and data-parallel ranks they are `total_tokens` and `total_responses` of `token_weights`.
-
-    response_mask: bool [T]. sequence_ids: int64 [T]. include: bool [n], which responses count; None: all.
-    """
-    ids = sequence_ids[_included(response_mask, sequence_ids, include)]
-    return torch.stack([torch.tensor(ids.numel(), device=ids.device), (torch.bincount(ids) > 0).sum()])
-
-
-def token_weights(
-    response_mask: Tensor,
-    sequence_ids: Tensor,
-    aggregation: Aggregation,
-    total_tokens: float,
-    total_responses: float,
-    include: Tensor | None = None,
-) -> Tensor:
-    """Weight of each token in a loss term, float32 [T]; 0 outside the included responses.
-
-    token:  1 / total_tokens, every token counts the same (DAPO eq. 8, VAPO eq. 7).
-    sample: 1 / (tokens of the response * total_responses), every response counts the same (VAPO eq. 6).
-
-    The totals are global: `counts`, summed over the micro-batches and ranks of the mini-batch with the same `include`.
-    A total of 0 gives weights of 0. A response must not be divided between calls.
-
-    response_mask: bool [T]. sequence_ids: int64 [T]. include: bool [n], e.g. not truncated, or correct; None: all.
+    lengths: response tokens, int64 [n], of the whole step, not of one rank's share. mini_batches: int64 [n], the mini-batch of
+    each; None: all are one. include: bool [n], e.g. not truncated, or correct; None: all. A response without tokens never counts.
     """
     if aggregation not in ("token", "sample"):
         raise ValueError(f"aggregation: must be token or sample (got {aggregation!r})")
-    mask = _included(response_mask, sequence_ids, include)
-    weights = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    if (total_tokens if aggregation == "token" else total_responses) == 0:
-        return weights
-    if aggregation == "token":
-        weights[mask] = 1.0 / total_tokens
-    else:
-        ids = sequence_ids[mask]
-        tokens = torch.bincount(ids)[ids]
-        weights[mask] = (1.0 / (tokens.double() * total_responses)).float()
-    return weights
+    lengths = lengths if include is None else torch.where(include, lengths, 0)
+    counted = lengths > 0
+    ids = torch.zeros_like(lengths) if mini_batches is None else mini_batches
+    totals = lengths.new_zeros(int(ids.max()) + 1 if ids.numel() else 0)
+    totals.index_add_(0, ids, lengths if aggregation == "token" else counted.long())
+    denominators = totals[ids] if aggregation == "token" else lengths * totals[ids]
+    return torch.where(counted, 1.0 / denominators.double(), 0.0).float()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algorithms import losses
-from megarl.algorithms.weights import counts, token_weights
+from megarl.algorithms.weights import token_weights
 from megarl.data.experience import Experience
 from tests.algorithms.loops import Batch, Term, batches, loop_kl, loop_nll, loop_policy, loop_value, loop_weights, make_batch
 
@@ -41,9 +41,8 @@ def run(term: str, experience: Experience, weights: Tensor) -> tuple[Tensor, Ten
     return loss.detach(), new.grad, stats
 
 
-def weights_of(e: Experience, include: Tensor, aggregation: str, total: Tensor | None = None) -> Tensor:
-    tokens, responses = (counts(e.response_mask, e.sequence_ids, include) if total is None else total).tolist()
-    return token_weights(e.response_mask, e.sequence_ids, aggregation, tokens, responses, include)
+def weights_of(e: Experience, include: Tensor, aggregation: str) -> Tensor:
+    return e.spread(token_weights(e.response_lengths, aggregation, include=include))
 
 
 def reference(term: str, batch: Batch, weights: list[float]) -> tuple[Term, dict[str, float]]:
@@ -79,13 +78,12 @@ def test_equal_the_formula(term, batch, aggregation, dtype):
 def test_micro_batches_and_ranks_add_up(term, batch, aggregation, random):
     """Dealt to 3 parts in another order, of which some are empty or hold no included response."""
     e = batch.experience
-    e["include"], e["at"] = batch.include, torch.arange(e.num_tokens)
-    loss, gradient, stats = run(term, e, weights_of(e, batch.include, aggregation))
+    e["at"], e["weights"] = torch.arange(e.num_tokens), weights_of(e, batch.include, aggregation)
+    loss, gradient, stats = run(term, e, e["weights"])
     order = list(range(e.num_sequences))
     random.shuffle(order)
     parts = [e.select(order[i::3]) for i in range(3)]
-    total = torch.stack([counts(p.response_mask, p.sequence_ids, p["include"]) for p in parts]).sum(0)
-    runs = [run(term, p, weights_of(p, p["include"], aggregation, total)) for p in parts]
+    runs = [run(term, p, p["weights"]) for p in parts]
     torch.testing.assert_close(sum(r[0] for r in runs), loss, rtol=1e-9, atol=1e-12)
     for part, (_, part_gradient, _) in zip(parts, runs, strict=True):
         assert torch.equal(part_gradient, gradient[part["at"]])

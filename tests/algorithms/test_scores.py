@@ -1,4 +1,4 @@
-"""Evaluation scores, explained variance and trainer-engine mismatch against enumeration and plain formulas."""
+"""Evaluation scores, their confidence intervals and explained variance against enumeration and plain formulas."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import itertools
 import math
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms import evaluation, mismatch
+from megarl.algorithms import evaluation
+from megarl.data.prompts import Prompt
+from megarl.rollout.batch import EvaluationResult
+from megarl.rollout.groups import Group, Response
 from tests.algorithms.loops import batches
 
 
@@ -79,36 +83,98 @@ def test_explained_variance_at_its_ends():
     assert of(returns, returns, torch.zeros(4, dtype=torch.bool)) == 0.0
 
 
-@settings(max_examples=50, deadline=None)
-@given(batches())
-def test_mismatch_from_parts(batch):
-    e = batch.experience
-    parts = [
-        mismatch.mismatch_sums(p["logprobs"], p["old_logprobs"], p.response_mask)
-        for p in map(e.select, [[i] for i in range(e.num_sequences)])
-    ]
-    metrics = mismatch.mismatch_metrics(sum(p[0] for p in parts), max(p[1] for p in parts))
-    gaps = (e["logprobs"] - e["old_logprobs"])[e.response_mask].tolist()
-    assert metrics == pytest.approx(
-        {
-            "mismatch/logprob_abs_mean": statistics.fmean(map(abs, gaps)),
-            "mismatch/logprob_abs_max": max(map(abs, gaps)),
-            "mismatch/ratio_mean": statistics.fmean(map(math.exp, gaps)),
-        },
-        rel=1e-9,
-    )
-    weights = mismatch.truncated_importance_weights(e["logprobs"], e["old_logprobs"], e.response_mask, 1.1)
-    assert weights[e.response_mask].tolist() == pytest.approx([min(math.exp(gap), 1.1) for gap in gaps], rel=1e-6)
-    assert not weights[~e.response_mask].any()
+def _wilson_by_bisection(mean: float, size: float, t: float) -> tuple[float, float]:
+    """Wilson's interval from its definition: the p for which the mean is t standard errors of p away."""
+
+    def bound(outer: float) -> float:
+        inner = mean
+        for _ in range(200):
+            p = (inner + outer) / 2
+            if abs(mean - p) <= t * math.sqrt(p * (1 - p) / size):
+                inner = p
+            else:
+                outer = p
+        return inner
+
+    return bound(0.0), bound(1.0)
 
 
-def test_mismatch_of_nothing_and_of_garbage_outside():
-    x, none = torch.full((2,), torch.nan), torch.zeros(2, dtype=torch.bool)
-    assert mismatch.mismatch_metrics(*mismatch.mismatch_sums(x, x, none)) == {
-        "mismatch/logprob_abs_mean": 0.0,
-        "mismatch/logprob_abs_max": 0.0,
-        "mismatch/ratio_mean": 1.0,
-    }
-    assert mismatch.truncated_importance_weights(x, x, none, 2.0).tolist() == [0, 0]
-    with pytest.raises(ValueError, match="cap: must be > 0"):
-        mismatch.truncated_importance_weights(x, x, none, 0.0)
+@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.7062), (2, 4.30265), (3, 3.18245), (5, 2.57058), (29, 2.04523), (1000, 1.96234)])
+def test_student_quantiles_are_the_tables(freedom, quantile):
+    assert evaluation._student(freedom) == pytest.approx(quantile, rel=1.3e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 60), st.data())
+def test_of_right_or_wrong_problems_it_is_wilsons_interval(n, data):
+    c = data.draw(st.integers(0, n))
+    low, high = evaluation.interval([1.0] * c + [0.0] * (n - c), 1)
+    assert (low, high) == pytest.approx(_wilson_by_bisection(c / n, n, evaluation._student(n - 1)), abs=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 8), min_size=2, max_size=30))
+def test_problems_are_the_unit(right):
+    scores = [c / 8 for c in right]
+    mean, variance, n = statistics.fmean(scores), statistics.variance(scores), len(scores)
+    size = min(max(mean * (1 - mean) / (variance / n), n), 8 * n) if variance else 8 * n if 0 < mean < 1 else n
+    low, high = evaluation.interval(scores, 8)
+    assert (low, high) == pytest.approx(_wilson_by_bisection(mean, size, evaluation._student(n - 1)), abs=1e-9)
+    assert 0 <= low <= mean <= high <= 1 and low < high
+
+
+def test_intervals_at_their_ends():
+    assert evaluation.interval([0.3], 32) == (0.0, 1.0)
+    assert evaluation.interval([1.0] * 30, 32) == (pytest.approx(30 / (30 + 2.04523**2), abs=1e-4), 1.0)
+    assert evaluation.interval([0.0] * 30, 32) == (0.0, pytest.approx(1 - 30 / (30 + 2.04523**2), abs=1e-4))
+    same = evaluation.interval([0.5] * 4, 32)
+    assert same[0] < 0.5 < same[1], "problems that happen to score alike are not certainty"
+    with pytest.raises(ValueError, match="at least one score"):
+        evaluation.interval([], 1)
+
+
+@pytest.mark.parametrize("n, k", [(10, 8), (30, 32), (30, 1), (200, 8)])
+@pytest.mark.parametrize("a, b", [(1.0, 1.0), (0.3, 0.7), (0.1, 0.1), (30.0, 3.0)])
+def test_the_interval_covers_the_truth_as_often_as_it_says(n, k, a, b):
+    """Problems' difficulties from a beta distribution of known mean, a binomial draw of answers to each."""
+    draw = np.random.default_rng(n * k)
+    trials = 800
+    truth = a / (a + b)
+    hits = 0
+    for _ in range(trials):
+        low, high = evaluation.interval((draw.binomial(k, draw.beta(a, b, n)) / k).tolist(), k)
+        hits += low <= truth <= high
+    # Three standard errors of a count at 95 % are 2.3 points; heavy tails of few problems cost about one more.
+    assert hits / trials > 0.92
+
+
+def test_the_k_of_pass_at_k():
+    assert [evaluation.ks_up_to(n) for n in (1, 2, 5, 8, 32)] == [[1], [1, 2], [1, 2, 4, 5], [1, 2, 4, 8], [1, 2, 4, 8, 16, 32]]
+
+
+def _result(k: int, rows: list[list[tuple[str | None, bool]]]) -> EvaluationResult:
+    groups = []
+    for uid, row in enumerate(rows):
+        prompt = Prompt(uid=uid, text=f"problem {uid}", tokens=(1,), answer="1")
+        empty = np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.float32)
+        groups.append(Group(prompt, [Response(*empty, "stop", right, vote, None, 0.0, 0.0) for vote, right in row], 0))
+    return EvaluationResult(k, groups)
+
+
+@pytest.mark.parametrize("right, expected", [(True, 1.0), (False, 0.0)])
+def test_scores_of_one_problem_and_one_answer(right, expected):
+    result = _result(1, [[("1" if right else None, right)]])
+    assert result.scores() == {name: {"mean": expected, "low": 0.0, "high": 1.0} for name in ("avg@1", "pass@1", "majority@1")}
+    assert result.counts() == {"all": 1, "right": int(right), "without_answer": int(not right), "truncated": 0, "unverified": 0}
+
+
+def test_scores_against_a_count_by_hand():
+    rows = [[("1", True), ("1", True), ("2", False)], [(None, False)] * 3, [("1", True), ("3", False), ("3", False)]]
+    result = _result(3, rows)
+    means = {name: score["mean"] for name, score in result.scores().items()}
+    assert means == pytest.approx({"avg@3": 3 / 9, "pass@1": 3 / 9, "pass@2": (1 + 0 + 2 / 3) / 3, "pass@3": 2 / 3, "majority@3": 1 / 3})
+    first, none, last = result.table()
+    assert (first["right"], first["vote"], first["votes"]) == (2, "1", 2)
+    assert (none["right"], none["vote"], none["votes"]) == (0, None, 0)
+    assert (last["vote"], last["votes"], last["majority"], last["pass_at"]["2"]) == ("3", 2, 0.0, pytest.approx(2 / 3))
+    assert result.stats()["eval/pass"] == pytest.approx(2 / 3) and result.stats()["eval/majority"] == pytest.approx(1 / 3)
