@@ -34,11 +34,13 @@ _UNIT_NAMES = (
 _UNITS = re.compile(rf"(?<![A-Za-z\\])(?:{_UNIT_NAMES})(?![A-Za-z])(?:\s*\^\s*(?:[23]|\{{[23]\}}))?", re.IGNORECASE)
 _ARTICLE = re.compile(r"(?<![A-Za-z])(?:an?|the)\s+(?=[0-9A-Za-z\\])", re.IGNORECASE)
 _SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)(?!\d)")
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}")
+# Not where something stands beside it: 1\frac{1}{2} is not 11/2.
+_FRACTION = re.compile(r"([0-9A-Za-z)}\]^_]\s{0,8})?(\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\})(?!\s{0,8}[0-9A-Za-z({\\^])")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.0*)?")
 _INTEGER = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
-_SPACE_NOT_IN_NUMBER = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
+# `5  3`, where units stood, is no more a number than `12 34`.
+_SPACE_NOT_IN_NUMBER = re.compile(r"(?<![0-9\s])\s+|\s+(?![0-9\s])")
 _BRACKETED = re.compile(r"\([^()]*\)")
 _SEVERAL = re.compile(r",(?![0-9]{3})|;|\band\b|\bor\b")
 
@@ -105,9 +107,14 @@ def normalise(answer: str) -> str:
         if not unwrapped:
             break
     text = _ARTICLE.sub("", _UNITS.sub("", text)).replace('"', "")
-    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(r"\1/\2", _SHORT_FRACTION.sub(r"\1/\2", text)))
+    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(_slash, _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)))
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     return _canonical_number(_SPACE_NOT_IN_NUMBER.sub("", text.strip(_MARKUP)).rstrip(".,;:!"))
+
+
+def _slash(found: re.Match[str]) -> str:
+    """`3/4` of a fraction of whole numbers that stands by itself."""
+    return found[0] if found[1] else f"{found[3]}/{found[4]}"
 
 
 def _only_formula(text: str) -> str:

@@ -27,6 +27,10 @@ from megarl.rewards.worker import HEADER, encode
 _START_LIMIT = 60.0  # seconds; importing sympy from a busy network file system is slow
 _MAX_BATCH = 64
 _FAILED_STARTS = 3
+# What an interpreter needs to start. The launcher's and the user's variables (ranks, devices, keys) are no business of a verifier.
+_KEPT_ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR")
+# Verdicts must not depend on the process that gives them, and the order of a Python set does.
+_OWN_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
 class VerifierPool:
@@ -166,8 +170,14 @@ class _Worker:
         paths = [entry or os.getcwd() for entry in sys.path]
         boot = "import sys; sys.path.extend(p for p in sys.argv[1:] if p not in sys.path); from megarl.rewards.worker import main; main()"
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ} | _OWN_ENVIRONMENT
         process = subprocess.Popen(
-            [sys.executable, "-c", boot, *paths], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, bufsize=0
+            [sys.executable, "-c", boot, *paths],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            bufsize=0,
+            env=environment,
         )
         worker = _Worker(process, stderr, time.monotonic() + _START_LIMIT, memoryview(encode(settings)))
         os.set_blocking(worker.stdin, False)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import re
+import unicodedata
 from fractions import Fraction
 from functools import lru_cache
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy import Basic, Expr
 
-from megarl.rewards.answer import find_answer, last_boxed, normalise
+from megarl.rewards.answer import MAX_ANSWER, find_answer, last_boxed, normalise
 from megarl.rewards.verdict import Verdict
 
 # math-verify warns once per process that its own limits are off; that is on purpose (they need SIGALRM, which the pool uses).
@@ -25,6 +26,21 @@ _TAIL = 1000
 _MAX_FORMULA = 300
 _MAX_DEPTH = 16
 _POINT = 0.7310585786300049
+_SUPERSCRIPTS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
+_SUPERSCRIPT = re.compile("[" + "".join(map(chr, _SUPERSCRIPTS)) + "]+")
+_SYMBOLS = {
+    "\u221e": "\\infty ",
+    "\u222a": "\\cup ",
+    "\u2229": "\\cap ",
+    "\u2205": "\\emptyset ",
+    "\u00d7": "\\times ",
+    "\u00f7": "\\div ",
+    "\u2264": "\\le ",
+    "\u2265": "\\ge ",
+    "\u00b1": "\\pm ",
+}
+_ROOT = re.compile("\u221a\\s?([0-9]{1,30}|[A-Za-z]|(?=[({]))")
+_SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9.])([0-9]{1,30}(?:\.[0-9]{1,30})?)[eE]([+-]?[0-9]{1,3})(?![A-Za-z0-9.])")
 _RATIONAL = re.compile(r"-?[0-9]+(?:/0*[1-9][0-9]*)?")
 
 
@@ -35,6 +51,7 @@ def verify_math(response: str, answer: str) -> Verdict:
     characters. Answers that no person writes (over 300 characters, brackets 16 deep) are compared as text."""
     line = find_answer(response)
     found = last_boxed(line or response) or line
+    answer, found = _plain(answer), found if found is None else _plain(found)
     if found is None:
         candidates = _parse(response[-_TAIL:])
         extracted = _canonical(candidates)
@@ -55,6 +72,24 @@ def verify_math(response: str, answer: str) -> Verdict:
     return Verdict(bool(verify(gold, candidates, timeout_seconds=None)), extracted)
 
 
+def _plain(text: str) -> str:
+    """Characters and notations that the parser does not know, as LaTeX: other digits, superscripts, vulgar fractions, 1.5e3."""
+    text = text[:MAX_ANSWER]
+    if not text.isascii():
+        text = _SUPERSCRIPT.sub(lambda run: f"^{{{run[0].translate(_SUPERSCRIPTS)}}}", text)
+        text = _ROOT.sub(lambda root: f"\\sqrt{{{root[1]}}}" if root[1] else "\\sqrt", "".join(map(_ascii, text)))
+    return _SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", text)
+
+
+def _ascii(character: str) -> str:
+    if character in _SYMBOLS or unicodedata.category(character) == "Cf":  # Cf: joiners, direction marks, the zero-width space
+        return _SYMBOLS.get(character, "")
+    if (digit := unicodedata.decimal(character, None)) is not None:
+        return str(digit)
+    above, slash, below = unicodedata.normalize("NFKC", character).partition("\u2044")
+    return f"\\frac{{{above}}}{{{below}}}" if slash else character
+
+
 def _is_plausible(text: str) -> bool:
     """Whether parsing `text` can be afforded: 300 open brackets cost the parser seconds."""
     if len(text) > _MAX_FORMULA:
@@ -70,11 +105,12 @@ def _parse(text: str) -> list:
     return parse(text, _TARGETS, parsing_timeout=None)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _parse_formula(text: str) -> list:
     """What `text` says, read as one formula; as prose with formulas in it where it has dollar signs of its own.
 
-    Remembered, because all responses of a group have the same reference. The caller must not change the list."""
+    Remembered, because all responses of a group have the same reference, and many of them the same answer. The caller must not change
+    the list."""
     text = text.replace("**", "^")
     return _parse(text if "$" in text or "\\[" in text or "\\(" in text else f"\\boxed{{{text}}}")
 

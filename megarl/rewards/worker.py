@@ -21,7 +21,8 @@ from megarl.rewards.verdict import Verdict, Verifier
 HEADER = struct.Struct(">I")
 _MAX_TEXT = 1000  # characters of an extracted answer or an error that travel back
 _GRACE = 2.0  # seconds after the limit of an item at which a worker whose parent has died ends by itself
-_KEPT_ENVIRONMENT = frozenset({"PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"})
+# Address space beyond the data memory: the interpreter, its libraries and what they map. Bounds shared memory, which is not data.
+_MAPPED = 1 << 30
 
 
 def encode(message: Any) -> bytes:
@@ -51,10 +52,6 @@ def main() -> None:
     # Signals for the job (Ctrl-C, Slurm's warning) are the trainer's business; it still needs its verifiers to save and stop.
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    # The launcher's and the user's variables (ranks, devices, keys) are no business of a verifier.
-    for name in set(os.environ) - _KEPT_ENVIRONMENT:
-        del os.environ[name]
-    os.environ["OMP_NUM_THREADS"] = "1"
     source, sink = os.dup(0), os.dup(1)
     settings = _read(source, parent)
     # What a verifier prints must not get into the messages; stderr stays for a failing start.
@@ -63,6 +60,7 @@ def main() -> None:
     os.dup2(nowhere, 1)
     limit = settings["memory_mib"] << 20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_AS, (limit + _MAPPED, limit + _MAPPED))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         verifier = get_verifier(settings["verifier"])

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.rewards.answer import MAX_ANSWER, find_answer, last_boxed, normalise, verify_dapo
@@ -124,6 +124,7 @@ def test_wrong(response: str, answer: str) -> None:
     assert not verify_dapo(response, answer).correct
 
 
+@settings(deadline=None)
 @given(st.integers(-(10**30), 10**30), st.integers(-(10**30), 10**30), st.integers(0, 5), st.booleans())
 def test_integers_compare_as_integers(a: int, b: int, zeros: int, grouped: bool) -> None:
     digits = f"{abs(a):,}" if grouped else "0" * zeros + str(abs(a))
@@ -133,6 +134,7 @@ def test_integers_compare_as_integers(a: int, b: int, zeros: int, grouped: bool)
     assert normalise(written) == str(a)
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(codec="utf-16", exclude_characters="\ud800"), max_size=80))
 def test_any_text_has_a_form_that_equals_itself(text: str) -> None:
     form = normalise(text)
@@ -142,6 +144,7 @@ def test_any_text_has_a_form_that_equals_itself(text: str) -> None:
         assert normalise(form) == form
 
 
+@settings(deadline=None)
 @given(st.text(max_size=200), st.integers(0, 10**6))
 def test_what_stands_before_the_last_answer_line_does_not_matter(before: str, value: int) -> None:
     assert verify_dapo(f"{before}\nAnswer: {value}", str(value)).correct
