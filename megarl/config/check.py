@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Section
+
+# What only a run with a critic has, and what only a run that samples has: keys and whole sections.
+CRITICS = ("critic", "value_pretraining", "algorithm.whiten", "algorithm.value_clip")
+SAMPLED = (
+    *CRITICS,
+    "rollout.dynamic_sampling",
+    "reward.overlong",
+    "algorithm.kl_weight",
+    "algorithm.mismatch",
+    "evaluation.every",
+)
 
 
 def check_config(config: Config, where: str) -> None:
@@ -24,6 +36,7 @@ def _problems(c: Config) -> Iterator[str]:
     if c.recipe == "sft":
         if a.nll_weight <= 0:
             yield "algorithm.nll_weight: must be > 0 for recipe sft, which has no other loss"
+        yield from (f"{key}: recipe sft learns from given responses and has none of it (leave it out)" for key in _changed(c, SAMPLED))
         return
     if a.advantage == "group" and r.group_size < 2:
         yield f"rollout.group_size: must be >= 2 for group-normalised advantages (got {r.group_size}; or set algorithm.advantage=gae)"
@@ -33,6 +46,8 @@ def _problems(c: Config) -> Iterator[str]:
         yield "algorithm.lambda_policy: length_adaptive needs a critic (set algorithm.advantage=gae)"
     if c.value_pretraining.steps and a.advantage != "gae":
         yield "value_pretraining.steps: there is no critic to pretrain (set algorithm.advantage=gae, or steps to 0)"
+    if a.advantage != "gae":
+        yield from (f"{key}: there is no critic (leave it out, or set algorithm.advantage=gae)" for key in _changed(c, CRITICS))
     if isinstance(a.lambda_policy, float) and not 0 <= a.lambda_policy <= 1:
         yield f"algorithm.lambda_policy: must be in [0, 1] or length_adaptive (got {a.lambda_policy})"
     if c.responses % c.update.mini_batch:
@@ -40,6 +55,24 @@ def _problems(c: Config) -> Iterator[str]:
             f"update.mini_batch: must divide the {c.responses} responses of a step, "
             f"rollout.prompts * rollout.group_size (got {c.update.mini_batch})"
         )
+    critic_mini_batch = c.critic.mini_batch or c.update.mini_batch
+    if c.responses % critic_mini_batch or max(critic_mini_batch, c.update.mini_batch) % min(critic_mini_batch, c.update.mini_batch):
+        yield (
+            f"critic.mini_batch: must divide the {c.responses} responses of a step, and divide update.mini_batch {c.update.mini_batch} "
+            f"or be a multiple of it (got {critic_mini_batch})"
+        )
+    if a.mismatch.mask_low >= a.mismatch.mask_high:
+        yield f"algorithm.mismatch.mask_low: must be less than mask_high {a.mismatch.mask_high} (got {a.mismatch.mask_low})"
+    for switch, keys in (("weight", ("cap",)), ("mask", ("mask_low", "mask_high"))):
+        if getattr(a.mismatch, switch) == "none":
+            unused = _changed(c, tuple(f"algorithm.mismatch.{key}" for key in keys))
+            yield from (f"{key}: has no effect while algorithm.mismatch.{switch} is none (set it to token or sequence)" for key in unused)
+    if r.engine == "sglang" and r.engine_timeout >= c.parallel.timeout:
+        yield f"rollout.engine_timeout: must be < parallel.timeout {c.parallel.timeout:g}, as other ranks wait (got {r.engine_timeout:g})"
+    if r.engine == "transformers" and r.engine_tp > 1:
+        yield f"rollout.engine_tp: must be 1 for rollout.engine transformers, which is not sharded (got {r.engine_tp})"
+    if r.engine == "transformers" and r.weights_dtype != "model":
+        yield f"rollout.weights_dtype: must be model for rollout.engine transformers (got {r.weights_dtype})"
     if "" in r.stop:
         yield "rollout.stop: must not hold an empty text, which would end every response at once"
     if c.reward.overlong.soft_punishment and c.reward.overlong.buffer > r.max_response_tokens:
@@ -54,3 +87,18 @@ def _problems(c: Config) -> Iterator[str]:
             f"rollout.max_response_tokens: data.max_prompt_tokens {c.data.max_prompt_tokens} + {r.max_response_tokens} tokens exceed "
             f"the model's {positions} positions (lower one of them)"
         )
+
+
+def _changed(config: Config, keys: tuple[str, ...]) -> Iterator[str]:
+    """Those of `keys`, or of the keys in these sections, that are not at their default. A resolved configuration sets every key, so
+    that whether one was set says nothing."""
+    for dotted in keys:
+        section: Any = config
+        *parents, name = dotted.split(".")
+        for parent in parents:
+            section = getattr(section, parent)
+        value, default = getattr(section, name), type(section).model_fields[name].default
+        if isinstance(value, Section):
+            yield from _changed(config, tuple(f"{dotted}.{key}" for key in type(value).model_fields))
+        elif value != default:
+            yield dotted

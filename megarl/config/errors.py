@@ -38,7 +38,15 @@ class EngineError(MegarlError):
     on_every_rank = False
 
 
+class EngineFailure(EngineError):
+    """The engine's processes have died, hang, or answer nonsense: they are to be started anew."""
+
+
 class WaitTimeout(MegarlError):
     """A wait reached its limit; the message says for what and for how long."""
 
     on_every_rank = False
+
+
+class TransferError(MegarlError):
+    """The engine's weights are not the actor's after a transfer."""

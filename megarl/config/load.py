@@ -1,10 +1,12 @@
 """From YAML files and dotted overrides to a checked `Config`.
 
-Order, later wins: the recipe's preset, the files named by `base:` (parents first), the file itself, the overrides.
+Order, later wins: the recipe's preset, the files named by `base:` (parents first), the file itself, the overrides. A file can be
+read over another base than its own, which is how the rows of an ablation at 32B become rows at demo scale.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,14 @@ MAX_DEPTH = 8  # sections within sections; the schema has 3, and an alias that h
 COMMAND_LINE = "command line"
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads, merges and validates. Raises ConfigError with one line that names the file (or the override) and the key."""
+def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | None = None) -> Config:
+    """Reads, merges and validates. Raises ConfigError with one line that names the file (or the override) and the key.
+
+    base: stands in for the file at the root of the chain of bases, the one that names no base itself; what the files above it say
+    holds over `base` and over the bases of `base`."""
     origins: dict[str, str] = {}
     settings: Settings = {}
-    for name, layer in [*_files(Path(path)), *[(COMMAND_LINE, _parse_override(o)) for o in overrides]]:
+    for name, layer in [*_files(Path(path), base), *[(COMMAND_LINE, _parse_override(o)) for o in overrides]]:
         _merge(settings, layer, origins, name)
     recipe = settings.get("recipe")
     merged: Settings = {}
@@ -38,25 +43,38 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(explain(error, origins, str(path))) from None
 
 
+def set_key(key: str, value: int | Path | list[Path]) -> str:
+    """An override; paths in quotes, since a comma or a bracket in one would be YAML's."""
+    return f"{key}={json.dumps(value, default=str, ensure_ascii=False)}"
+
+
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML that `load_config` reads back to the same values."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
-def _files(path: Path, named_by: tuple[Path, ...] = ()) -> list[tuple[str, Settings]]:
-    """The file and its bases, parents first. `named_by`: the files on the way here."""
+def _files(path: Path, root: Path | None = None, named_by: tuple[Path, ...] = ()) -> list[tuple[str, Settings]]:
+    """The file and its bases, parents first. root: read in place of a file without a base; named_by: the files on the way here."""
     if any(path.resolve() == earlier.resolve() for earlier in named_by):
         circle = " -> ".join(str(earlier) for earlier in (*named_by, path))
         raise ConfigError(f"{path}: base: the files name each other in a circle ({circle})")
     whose = f" (base of {named_by[-1]})" if named_by else ""
-    layer = parse_yaml(_read(path, whose), str(path))
-    if not isinstance(layer, dict):
-        raise ConfigError(f"{path}: must hold `key: value` lines{whose}")
+    layer = read_yaml(path, whose)
     bases = layer.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(b, str) and b and "\0" not in b for b in bases):
         raise ConfigError(f"{path}: base: must be a file name or a list of file names")
-    return [entry for base in bases for entry in _files(path.parent / base, (*named_by, path))] + [(str(path), layer)]
+    if root is not None and not bases:
+        return _files(root)
+    return [entry for base in bases for entry in _files(path.parent / base, root, (*named_by, path))] + [(str(path), layer)]
+
+
+def read_yaml(path: Path, whose: str = "") -> Settings:
+    """The mapping that a file holds. `whose`: who named it, for the message of the ConfigError where there is none."""
+    content = parse_yaml(_read(path, whose), str(path))
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must hold `key: value` lines{whose}")
+    return content
 
 
 def _read(path: Path, whose: str) -> str:

@@ -65,7 +65,7 @@ class ParallelConfig(Section):
     pp: int = knob(1, "pipeline-parallel size", "devices", ge=1)
     dp: int | None = knob(None, "data-parallel size; null: whatever the launcher gives (1 when megarl launches itself)", "devices", ge=1)
     cp: int = knob(1, "context-parallel size (only 1 is implemented)", "devices", ge=1, le=1)
-    ep: int = knob(1, "expert-parallel size (only 1 is implemented)", "devices", ge=1, le=1)
+    ep: int = knob(1, "ranks of a pipeline stage (tp x dp) that share out the experts of a mixture", "devices", ge=1)
     sequence_parallel: bool | None = knob(None, "Megatron's sequence parallelism; null: on whenever tp > 1")
     device: Literal["auto", "cuda", "cpu"] = knob("auto", "auto takes cuda where there is one")
     threads: int = knob(1, "torch threads per process on a CPU", "threads", ge=1)
@@ -94,7 +94,13 @@ class CriticConfig(OptimizerConfig):
         "Hugging Face folder of the critic's body, or of a one-label reward model, or of a critic that megarl saved; null: the actor's",
         source="VAPO section 4.1 starts it from a reward model",
     )
+    head_std: float = knob(
+        0.0, "standard deviation of the value head's first weights, where the folder has no head (score.weight); 0: they are zeros", ge=0
+    )
     epochs: int = knob(1, "passes over each rollout", "epochs", ge=1)
+    mini_batch: int | None = knob(
+        None, "responses per optimizer step of the critic; null: update.mini_batch; one must divide the other", "responses", ge=1
+    )
 
 
 class DataConfig(Section):
@@ -116,6 +122,9 @@ class DynamicSamplingConfig(Section):
     enabled: bool = knob(False, "keep only groups with 0 < correct < group_size", source="DAPO eq. 11; VAPO does not list it")
     max_batches: int = knob(10, "generation batches per step before the step goes on with what it has or stops", "batches", ge=1)
     at_limit: Literal["continue", "stop"] = knob("continue", "at max_batches: fill up with rejected groups, or stop the run with a message")
+    oversample: float = knob(
+        1.0, "first generation batch of a step / groups that it is short of; what is left over is used next step", ge=1
+    )
 
 
 class RolloutConfig(Section):
@@ -131,7 +140,34 @@ class RolloutConfig(Section):
     stop: tuple[str, ...] = knob((), "texts that end a response, besides the end-of-sequence token")
     max_batch: int = knob(256, "sequences that one engine decodes at once", "sequences", ge=1)
     dynamic_sampling: DynamicSamplingConfig = knob(DynamicSamplingConfig(), "see DynamicSamplingConfig")
+    engine_tp: int = knob(1, "tensor-parallel size of one engine; the number of engines is the number of devices / this", "devices", ge=1)
+    weights_dtype: Literal["model", "fp8_block"] = knob(
+        "model",
+        "the engine's weights: model.dtype, or float8_e4m3fn in blocks of 128 x 128 with float32 scales, quantised before they are sent",
+        source="the format of published block-FP8 checkpoints, which SGLang reads",
+    )
+    engine_memory: float = knob(0.8, "share of a GPU's memory for the engine's weights and KV cache, while it is awake", gt=0, lt=1)
+    engine_timeout: float = knob(300.0, "longest time without a sign of progress before an engine counts as hanging", "seconds", gt=0)
+    engine_start_timeout: float = knob(900.0, "longest start of an engine", "seconds", gt=0)
+    engine_failures: int = knob(
+        3, "failures of engines, since the last transfer of weights, after which they are no longer started anew", "failures", ge=0
+    )
+    continue_partial: bool = knob(
+        False,
+        "responses aborted once a step has its groups go on in the next, under new weights; false: their prompts are drawn anew",
+    )
+    engine_options: dict[str, Any] = knob({}, "further arguments of sglang.Engine, e.g. {attention_backend: triton}")
     transfer_bucket: int = knob(256, "staging memory of a weight transfer", "MiB", ge=1)
+    fingerprint: bool = knob(False, "compare the engine's weights with the actor's by 64-bit hashes after each transfer")
+
+
+class ClusterConfig(Section):
+    """The machines, for plans and estimates alone. Speeds are one GPU's, in one direction; the defaults are peak figures of data sheets."""
+
+    gpus_per_node: int = knob(8, "rank r is on node r // gpus_per_node", "devices", "DGX H100 data sheet", ge=1)
+    copy_speed: float = knob(1675.0, "copies within a GPU", "GB/s", "H100 SXM data sheet: 3.35 TB/s of memory, read and written", gt=0)
+    node_speed: float = knob(450.0, "between GPUs of a node", "GB/s", "H100 SXM data sheet: NVLink, 900 GB/s in both directions", gt=0)
+    network_speed: float = knob(50.0, "between nodes", "GB/s", "DGX H100 data sheet: one 400 Gb/s adapter per GPU", gt=0)
 
 
 class OverlongConfig(Section):
@@ -154,7 +190,34 @@ class RewardConfig(Section):
     incorrect: float = knob(-1.0, "reward of a wrong answer", source="DAPO eq. 7; VAPO speaks of 0 and 1")
     timeout: float = knob(10.0, "longest time for one answer; then it counts as wrong and is recorded", "seconds", gt=0)
     workers: int = knob(1, "verifier processes per rank", "processes", ge=1)
+    memory: int = knob(
+        2048, "data memory of one verifier process; an answer that takes more counts as wrong and is recorded", "MiB", ge=128
+    )
     overlong: OverlongConfig = knob(OverlongConfig(), "see OverlongConfig")
+
+
+class MismatchConfig(Section):
+    """What is done where the engine's probabilities differ from the trainer's: factors of the policy loss' token weights (and the
+    KL term's), from the ratio trainer / engine. The denominators stay as they are. `mismatch/*` is recorded in any case."""
+
+    weight: Literal["none", "token", "sequence"] = knob(
+        "none",
+        "truncated importance sampling: each token by min(ratio, cap), of its own ratio or of the product over its response",
+        source="truncated importance sampling (Ionides 2008); none in DAPO and VAPO",
+    )
+    cap: float = knob(2.0, "largest importance weight", gt=0)
+    mask: Literal["none", "token", "sequence"] = knob(
+        "none",
+        "leave out tokens whose ratio, or responses the geometric mean of whose ratios, is outside [mask_low, mask_high]",
+        source="none in DAPO and VAPO",
+    )
+    mask_low: float = knob(0.5, "smallest ratio that is kept", ge=0)
+    mask_high: float = knob(2.0, "largest ratio that is kept; a geometric mean wants something like 1.01", gt=0)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the policy loss has such factors."""
+        return self.weight != "none" or self.mask != "none"
 
 
 class AlgorithmConfig(Section):
@@ -182,6 +245,7 @@ class AlgorithmConfig(Section):
     nll_weight: float = knob(0.0, "mu, weight of the positive-example LM loss", source="VAPO eq. 10: 0.1", ge=0)
     kl_weight: float = knob(0.0, "beta, weight of the KL to the initial policy (k3 estimate); DAPO and VAPO use none", source="GRPO", ge=0)
     value_clip: float = knob(0.0, "values may move this far from the old ones before their loss is clipped; 0: off", ge=0)
+    mismatch: MismatchConfig = knob(MismatchConfig(), "see MismatchConfig")
 
 
 class UpdateConfig(Section):
@@ -192,7 +256,7 @@ class UpdateConfig(Section):
     tokens_per_micro_batch: int = knob(
         32768, "packed tokens per micro-batch; one longer sample has a micro-batch of its own", "tokens", ge=1
     )
-    logprob_chunk: int = knob(1024, "tokens whose logits exist at once in the log-prob head", "tokens", ge=1)
+    logprob_chunk: int = knob(1024, "words of a rank's vocabulary whose logits exist at once in the log-prob head", "words", ge=1)
 
 
 class ValuePretrainingConfig(Section):
@@ -202,6 +266,11 @@ class ValuePretrainingConfig(Section):
     epochs: int = knob(1, "passes over each of these rollouts", "epochs", ge=1)
     lr: float | None = knob(None, "constant learning rate meanwhile; null: critic.lr", gt=0)
     explained_variance: float = knob(1.0, "end early once a fresh rollout's explained variance is at least this; 1: never", le=1)
+    rollouts: Path | None = knob(
+        None,
+        "folder of these rollouts, which are kept, and reused where it holds them already; null: value_pretraining/ in run_dir",
+        source="VAPO section 4.1, step 3, keeps the critic; keeping its data costs about 13 bytes a token",
+    )
 
 
 class EvaluationConfig(Section):
@@ -254,6 +323,7 @@ class Config(Section):
     critic: CriticConfig = knob(CriticConfig(), "see CriticConfig")
     data: DataConfig = knob(DataConfig(), "see DataConfig")
     rollout: RolloutConfig = knob(RolloutConfig(), "see RolloutConfig")
+    cluster: ClusterConfig = knob(ClusterConfig(), "see ClusterConfig")
     reward: RewardConfig = knob(RewardConfig(), "see RewardConfig")
     algorithm: AlgorithmConfig = knob(AlgorithmConfig(), "see AlgorithmConfig")
     update: UpdateConfig = knob(UpdateConfig(), "see UpdateConfig")
