@@ -10,7 +10,7 @@ import json
 import random
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -42,8 +42,8 @@ TRAIN_ROWS = 8192
 EVAL_ROWS = 512
 
 EOS, PAD = "<eos>", "<pad>"
-_ALPHABET = "0123456789+=?\n :AWaeinrstw"
-_WORDS = ("Answer: ", "Wait", "=?\n")
+ALPHABET = "0123456789+=?\n :AWaeinrstw"
+WORDS = ("Answer: ", "Wait", "=?\n")
 
 
 def draw_problem(rng: random.Random) -> Problem:
@@ -116,14 +116,14 @@ def style_shares(responses: Iterable[tuple[str, bool]]) -> dict[Style, float]:
     return {name: found.count(name) / max(len(found), 1) for name in names}
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """BPE of 40 tokens: each character of the task, and `Answer: `, `Wait` and `=?` with its newline built up by merges.
+def build_tokenizer(alphabet: str = ALPHABET, words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
+    """BPE, of 40 tokens for this task: each character of the alphabet, and `Answer: `, `Wait` and `=?` with its newline built up by merges.
 
     Digits never merge, so that the model sees numbers digit by digit. Text with other characters loses them.
     """
-    vocabulary = {PAD: 0, EOS: 1} | {character: i + 2 for i, character in enumerate(_ALPHABET)}
+    vocabulary = {PAD: 0, EOS: 1} | {character: i + 2 for i, character in enumerate(alphabet)}
     merges: list[tuple[str, str]] = []
-    for word in _WORDS:
+    for word in words:
         for end in range(1, len(word)):
             merges.append((word[:end], word[end]))
             vocabulary[word[: end + 1]] = len(vocabulary)
@@ -176,12 +176,13 @@ def problem_rows(rng: random.Random, count: int, *, evaluation: bool) -> Iterato
             return
 
 
-def _write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    """One JSON object a line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _write_model(folder: Path, seed: int) -> None:
-    tokenizer = build_tokenizer()
+def write_model(folder: Path, seed: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The Hugging Face folder of the untrained model and its tokenizer."""
     model = build_model(tokenizer, seed)
     tokenizer.save_pretrained(folder)
     model.config.save_pretrained(folder)
@@ -203,9 +204,9 @@ def write_demo(folder: Path, seed: int) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_jsonl(folder / "sft.jsonl", sft_rows(seed))
-        _write_jsonl(folder / "train.jsonl", problem_rows(random.Random(f"{seed}/train"), TRAIN_ROWS, evaluation=False))
-        _write_jsonl(folder / "eval.jsonl", problem_rows(random.Random("eval"), EVAL_ROWS, evaluation=True))
-        _write_model(folder / "model", seed)
+        write_jsonl(folder / "sft.jsonl", sft_rows(seed))
+        write_jsonl(folder / "train.jsonl", problem_rows(random.Random(f"{seed}/train"), TRAIN_ROWS, evaluation=False))
+        write_jsonl(folder / "eval.jsonl", problem_rows(random.Random("eval"), EVAL_ROWS, evaluation=True))
+        write_model(folder / "model", seed, build_tokenizer())
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error.strerror or error} (choose another folder)") from error

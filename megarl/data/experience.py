@@ -73,6 +73,10 @@ class Experience:
         """Response tokens of each sequence, int64 [n]."""
         return torch.zeros_like(self.cu_seqlens[1:]).index_add_(0, self.sequence_ids, self.response_mask.long())
 
+    def spread(self, values: Tensor) -> Tensor:
+        """One value per response [n] at each of its tokens, [T]; 0 outside the responses."""
+        return torch.where(self.response_mask, torch.repeat_interleave(values, self.lengths), 0)
+
     def select(self, indices: Sequence[int] | Tensor) -> Experience:
         """The sequences `indices`, in that order, with all their columns."""
         indices = torch.as_tensor(indices, dtype=torch.int64)

@@ -43,9 +43,17 @@ def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
-def cost(lengths: Sequence[int], hidden: int, linear: float = 12.0) -> list[float]:
-    """Time of a sequence's forward and backward pass in units of one token's way through the linears: l + l^2 / (linear * hidden).
+def cost(lengths: Sequence[int], even: float) -> list[float]:
+    """Time of a sequence's forward and backward pass in units of one token's way through the linears: l + l^2 / even.
 
-    `linear` is a layer's matrix parameters / hidden^2: 12 for a GPT-2 layer (4 attention, 8 MLP), 18.6 for Qwen2.5-32B. A token
-    takes 2 * linear * hidden^2 FLOPs in the linears and, as causal attention reads half of l, 2 * l * hidden in attention."""
-    return [length + length * length / (linear * hidden) for length in lengths]
+    even: the length at which causal attention takes as many FLOPs as the linears, tokens; `even_length` knows it."""
+    return [length + length * length / even for length in lengths]
+
+
+def even_length(*models: tuple[int, int]) -> float:
+    """`cost`'s length for models that a sequence goes through equally often, each given as (matrix parameters, query width).
+
+    Matrix parameters P: of all layers together. Query width w: heads * head_dim, summed over the layers. l tokens take 2 P l FLOPs
+    in the linears and, as causal attention reads half of the square, 2 w l^2 in scores and weighted sums: equal at l = P / w.
+    95,232 tokens for Qwen2.5-32B: 18.6 hidden^2 parameters a layer, and w = hidden."""
+    return sum(parameters for parameters, _ in models) / sum(width for _, width in models)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.packing import balance, cost, pack
+from megarl.data.packing import balance, cost, even_length, pack
 
 
 def lengths_of_responses(n: int, seed: int) -> list[int]:
@@ -76,13 +76,28 @@ def test_balance(costs: list[float], ranks: int, rng: random.Random) -> None:
     assert balance(costs, ranks) == parts
 
 
+# Qwen2.5-32B: 64 layers, hidden 5,120, 40 query and 8 key/value heads of 128, feed-forward 27,648.
+PARAMETERS_32B = 64 * (5120 * 5120 + 2 * 5120 * 1024 + 5120 * 5120 + 3 * 5120 * 27648)
+EVEN_32B = even_length((PARAMETERS_32B, 64 * 5120))
+
+
+def test_even_length_of_32b_is_its_published_shape() -> None:
+    assert pytest.approx(18.6) == PARAMETERS_32B / (64 * 5120**2)
+    assert EVEN_32B == 95_232
+
+
 def test_cost_is_the_count_of_matrix_operations() -> None:
-    """Against FLOPs counted position by position for one GPT-2 layer: 12 h^2 parameters, causal scores and weighted sums."""
-    hidden = 96
+    """Against FLOPs counted position by position: two layers whose heads are wider than the hidden size, and a model beside them."""
+    hidden, query, layers = 96, 128, 2
+    parameters = layers * 1000 * hidden
+    even = even_length((parameters, layers * query))
     for length in (1, 7, 300):
-        linears = 2 * 12 * hidden**2 * length
-        attention = sum(2 * 2 * hidden * (position + 0.5) for position in range(length))
-        assert cost([length], hidden)[0] == pytest.approx((linears + attention) / (2 * 12 * hidden**2))
+        linears = 2 * parameters * length
+        attention = sum(layers * 2 * 2 * query * (position + 0.5) for position in range(length))
+        assert cost([length], even)[0] == pytest.approx((linears + attention) / (2 * parameters))
+        other = 2 * 5000 * length + sum(2 * 2 * 16 * (position + 0.5) for position in range(length))
+        both = even_length((parameters, layers * query), (5000, 16))
+        assert cost([length], both)[0] == pytest.approx((linears + attention + other) / (2 * (parameters + 5000)))
     assert cost([], 8) == []
 
 
@@ -91,7 +106,7 @@ def test_plan_of_a_full_step(seed: int) -> None:
     """8,192 responses on 16 ranks: the slowest rank within 3 % of the mean, 2 % of the packed tokens unused, planned in a second."""
     lengths = lengths_of_responses(8192, seed)
     start = time.process_time()
-    costs = cost(lengths, hidden=5120, linear=18.6)
+    costs = cost(lengths, EVEN_32B)
     parts = balance(costs, 16)
     plans = [pack([lengths[i] for i in part], 32_768) for part in parts]
     assert time.process_time() - start < 1.0
@@ -103,7 +118,7 @@ def test_plan_of_a_full_step(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_plan_of_a_mini_batch(seed: int) -> None:
     """The 512 responses of one optimizer step."""
-    costs = cost(lengths_of_responses(512, seed), hidden=5120, linear=18.6)
+    costs = cost(lengths_of_responses(512, seed), EVEN_32B)
     loads = [sum(costs[i] for i in part) for part in balance(costs, 16)]
     assert max(loads) <= 1.03 * sum(loads) / 16
 
