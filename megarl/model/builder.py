@@ -1,7 +1,7 @@
 """Megatron models from a Hugging Face configuration: the only file that names a Megatron model class.
 
 Actor and critic share the body; the actor's head gives log-probabilities, the critic's gives values. Weights are not
-initialised here (see megarl/weights), save the critic's head, which starts at zero.
+initialised here (see megarl/weights), save the critic's head, which starts at zero or as critic.head_std says.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from megarl.model.portable import PackedAttention, PackedPlan, RMSNorm
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import padded_vocab
 from megarl.parallel.runtime import Runtime
+from megarl.weights.families import Family, family_of
 
 Model = TypeVar("Model", bound=GPTModel)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -184,16 +185,19 @@ def build_actor(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Actor
 
 
 def build_critic(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Critic:
-    """This rank's part of the critic, weights undefined but for a value head of zeros."""
+    """This rank's part of the critic, weights undefined but for the value head's."""
     layers = choose_layers(config.model.layers, runtime.device)
     with on_cpu():
         model = Critic(hf, _transformer_config(config, hf, runtime, layers), runtime, layers)
+    if model.post_process and config.critic.head_std:
+        drawn = torch.randn(model.value_head.weight.shape, generator=torch.Generator().manual_seed(config.seed))  # alike on all ranks
+        model.value_head.weight.data.copy_(config.critic.head_std * drawn)
     return _mark_shards(model).to(runtime.device)
 
 
 def _mark_shards(model: Model) -> Model:
-    """Says of each parameter whether tensor-parallel ranks hold different parts of it. Megatron does so when it draws initial
-    weights, which we leave out; without it the gradient norm would count the shards of one rank only."""
+    """Says of each parameter whether tensor-parallel ranks hold different parts of it, and whether it is an expert's. Megatron does the
+    former when it draws initial weights, which we leave out; without it the gradient norm would count the shards of one rank only."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
             shards = [(parameter, 0) for parameter in module.parameters(recurse=False)]
@@ -204,6 +208,11 @@ def _mark_shards(model: Model) -> Model:
         for parameter, dim in shards:
             if not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            # Megatron says so only where ep > 1. With ep = 1 the tensor-parallel ranks, each of which has seen some of the tokens, hold
+            # the same experts, and their gradients would not be added up.
+            parameter.allreduce = False
     return model
 
 
@@ -227,25 +236,48 @@ def head_dim(hf: PretrainedConfig) -> int:
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 
+def _experts(hf: PretrainedConfig, family: Family, runtime: Runtime, sequence_parallel: bool) -> dict[str, Any]:
+    """What makes a mixture of experts out of each layer: dropless, no auxiliary loss, so that a token's output is its own affair."""
+    if not family.is_moe:
+        return {}
+    if runtime.layout.tp > 1 and not sequence_parallel:
+        raise ConfigError("parallel.sequence_parallel: false, but experts under tensor parallelism need it (leave it out)")
+    if hf.norm_topk_prob and hf.num_experts_per_tok == 1:
+        raise ConfigError("model.path: norm_topk_prob with num_experts_per_tok = 1 would leave the router without a gradient")
+    return {
+        "num_moe_experts": hf.num_experts,
+        "ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_router_topk": hf.num_experts_per_tok,
+        # The softmax over the chosen experts is the softmax over all of them, normalised to 1 over the chosen ones.
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "expert_model_parallel_size": runtime.layout.ep,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
 def _transformer_config(config: Config, hf: PretrainedConfig, runtime: Runtime, layers: str) -> TransformerConfig:
     layout, dtype = runtime.layout, DTYPES[config.model.dtype]
-    sequence_parallel = config.parallel.sequence_parallel
+    family = family_of(hf.to_dict())
+    sequence_parallel = layout.tp > 1 and config.parallel.sequence_parallel is not False
     options: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective"},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }
+    mlp = _experts(hf, family, runtime, sequence_parallel) or {"ffn_hidden_size": hf.intermediate_size}
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
-        ffn_hidden_size=hf.intermediate_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
         kv_channels=head_dim(hf),
         layernorm_epsilon=hf.rms_norm_eps,
         normalization="RMSNorm",
-        qk_layernorm=hf.model_type.startswith("qwen3"),
-        add_qkv_bias=hf.model_type == "qwen2",
+        qk_layernorm=family.has("q_layernorm.weight"),
+        add_qkv_bias=family.has("linear_qkv.bias"),
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -253,7 +285,7 @@ def _transformer_config(config: Config, hf: PretrainedConfig, runtime: Runtime, 
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
-        sequence_parallel=layout.tp > 1 and sequence_parallel is not False,
+        sequence_parallel=sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -267,14 +299,15 @@ def _transformer_config(config: Config, hf: PretrainedConfig, runtime: Runtime, 
         bias_dropout_fusion=layers == "te",
         apply_rope_fusion=layers == "te",
         masked_softmax_fusion=False,
+        **mlp,
         **options[config.model.recompute],
     )
 
 
 def _layer_spec(config: TransformerConfig, layers: str) -> Any:
     if layers == "te":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
