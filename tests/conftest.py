@@ -10,12 +10,12 @@ from tests.ranks import RankPool
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int, int, int], RankPool]]:
-    """`ranks(tp, pp, dp)`: the session's ranks of that layout, started at first use."""
-    pools: dict[tuple[int, int, int], RankPool] = {}
+def ranks() -> Iterator[Callable[..., RankPool]]:
+    """`ranks(tp, pp, dp)`, or `ranks(tp, pp, dp, ep)`: the session's ranks of that layout, started at first use."""
+    pools: dict[tuple[int, ...], RankPool] = {}
 
-    def pool(tp: int, pp: int, dp: int) -> RankPool:
-        layout = (tp, pp, dp)
+    def pool(tp: int, pp: int, dp: int, ep: int = 1) -> RankPool:
+        layout = (tp, pp, dp, ep)
         if layout not in pools or not pools[layout].alive:
             pools[layout] = RankPool(*layout)
         return pools[layout]

@@ -17,10 +17,11 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
-Family = Literal["qwen2", "qwen3", "llama"]
-CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama"]
+CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "llama": LlamaConfig}
 MODELS = {None: AutoModelForCausalLM, "sequence": AutoModelForSequenceClassification, "token": AutoModelForTokenClassification}
 PAD, EOS, BOS, START, END = "<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>"
 SPECIALS = (PAD, EOS, BOS, START, END)
@@ -69,7 +70,7 @@ def make_tokenizer(vocab: int, *, chat_template: bool = True) -> PreTrainedToken
 def make_config(family: Family, *, tied: bool = False, rope: Literal["default", "llama3"] = "default", **sizes: Any) -> Any:
     """The `transformers` config of a tiny model; `sizes` are config keys."""
     rope_parameters = {"rope_theta": 10000.0, "rope_type": "default"} if rope == "default" else {"rope_theta": 500000.0, **LLAMA3_ROPE}
-    extra = {"attention_bias": False} if family in ("qwen3", "llama") else {}
+    extra = {"attention_bias": False} if family in ("qwen3", "qwen3_moe", "llama") else {}
     return CONFIGS[family](
         tie_word_embeddings=tied, pad_token_id=0, eos_token_id=1, bos_token_id=2, rope_parameters=rope_parameters, **extra, **sizes
     )
@@ -87,6 +88,9 @@ def make_tiny_model(
     kv_heads: int = 2,
     head_dim: int | None = None,
     ffn: int = 48,
+    experts: int = 6,
+    active: int = 2,
+    norm_topk_prob: bool = True,
     max_positions: int = 512,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
@@ -99,9 +103,10 @@ def make_tiny_model(
     """Writes config.json, safetensors, tokenizer and generation_config.json into `folder` and returns it.
 
     Every weight, bias and norm weight is random (std 0.1 around its usual value), so that nothing is right by being zero;
-    only the `score.bias` of a token classifier is zero, because a value head has none. `head_dim` (qwen3, llama) may differ from
-    hidden / heads. `rope_style`: "classic" writes rope_theta and rope_scaling as published models do, "parameters" what
-    transformers 5 writes. `max_shard_bytes` splits the weights into several files with an index.
+    only the `score.bias` of a token classifier is zero, because a value head has none. `head_dim` (not qwen2) may differ from
+    hidden / heads. `experts` and `active` are of qwen3_moe; an expert is half as wide as `ffn`.
+    `rope_style`: "classic" writes rope_theta and rope_scaling as published models do, "parameters" what transformers 5 writes.
+    `max_shard_bytes` splits the weights into several files with an index.
     """
     sizes = {
         "vocab_size": vocab,
@@ -114,8 +119,15 @@ def make_tiny_model(
     }
     if head_dim is not None and family != "qwen2":
         sizes["head_dim"] = head_dim
-    elif family == "qwen3":
+    elif family in ("qwen3", "qwen3_moe"):
         sizes["head_dim"] = hidden // heads
+    if family == "qwen3_moe":
+        sizes |= {
+            "num_experts": experts,
+            "num_experts_per_tok": active,
+            "norm_topk_prob": norm_topk_prob,
+            "moe_intermediate_size": ffn // 2,
+        }
     if classification:
         sizes["num_labels"] = 1
     config = make_config(family, tied=tied, rope=rope, **sizes)

@@ -111,6 +111,11 @@ class _TorchWithoutCuda(types.ModuleType):
         return getattr(torch, name)
 
 
+def _as_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Numbers of tokens on the host: all_to_all_single takes them as an array, not as a tensor."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def install() -> None:
     """Puts the CPU in the place of CUDA, once per process, before the first Megatron call."""
     global _installed
@@ -138,8 +143,13 @@ def install() -> None:
 
     import megatron.core.pipeline_parallel.schedules as schedules
     import megatron.core.tensor_parallel.random as megatron_random
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     schedules.torch = _TorchWithoutCuda()  # total_num_tokens = torch.zeros([], device="cuda"), once a schedule
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # RouterGatingLinearFunction compares it with None, but it is only there with Transformer Engine
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_counts  # which leaves what is on the CPU already a tensor
     _installed = True

@@ -80,6 +80,12 @@ def launch(config: ParallelConfig, arguments: Sequence[str], folder: Path) -> in
     return 0
 
 
+def environment_of_children() -> dict[str, str]:
+    """This rank's environment for a program of other process groups, to which a launcher's settings would be wrong (an engine)."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK")
+    return {name: value for name, value in os.environ.items() if name not in names and not name.startswith("TORCHELASTIC_")}
+
+
 def verdict(failures: Mapping[int, tuple[int, Any]], folder: Path) -> tuple[int, str]:
     """Exit code and line for what became of the ranks: rank -> (exit code, negative for a signal; the word that it left, if any).
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Coords(NamedTuple):
-    """A rank's place, fastest-varying dimension first (Megatron's order tp-cp-ep-dp-pp with cp = ep = 1)."""
+    """A rank's place, fastest-varying dimension first (Megatron's order tp-cp-ep-dp-pp with cp = 1)."""
 
     tp: int
     dp: int
@@ -16,15 +16,21 @@ class Coords(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of tensor, pipeline and data parallelism."""
+    """Sizes of tensor, pipeline, data and expert parallelism.
+
+    Expert parallelism takes no ranks of its own: the tp * dp ranks of a pipeline stage are cut anew for the experts' weights, into
+    groups of `ep` ranks that stand side by side, each with its share of the experts, whole (expert tensor parallelism is 1)."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.tp, self.pp, self.dp) < 1:
-            raise ValueError(f"every parallel size must be at least 1 (got tp={self.tp}, pp={self.pp}, dp={self.dp})")
+        if min(self.tp, self.pp, self.dp, self.ep) < 1:
+            raise ValueError(f"every parallel size must be at least 1 (got tp={self.tp}, pp={self.pp}, dp={self.dp}, ep={self.ep})")
+        if self.tp * self.dp % self.ep:
+            raise ValueError(f"ep={self.ep} must divide tp * dp = {self.tp * self.dp}, the ranks of a pipeline stage")
 
     @property
     def world(self) -> int:
@@ -42,6 +48,11 @@ class Layout:
         if not 0 <= rank < self.world:
             raise IndexError(f"rank {rank} is outside of {self}")
         return Coords(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
+
+    def ep_rank(self, rank: int) -> int:
+        """Which share of the experts a global rank has: its place within the stage, modulo EP (Megatron's expert rank generator)."""
+        place = self.coords(rank)
+        return (place.tp + self.tp * place.dp) % self.ep
 
 
 def padded_vocab(vocab: int, tp: int) -> int:

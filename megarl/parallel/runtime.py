@@ -91,7 +91,9 @@ def layout_for(config: ParallelConfig, world: int) -> Layout:
     dp = world // model_parallel
     if config.dp is not None and config.dp != dp:
         raise ConfigError(f"parallel.dp: {config.dp} was asked for, but {world} processes / (tp {config.tp} x pp {config.pp}) give {dp}")
-    return Layout(tp=config.tp, pp=config.pp, dp=dp)
+    if config.tp * dp % config.ep:
+        raise ConfigError(f"parallel.ep: {config.ep} does not divide the {config.tp * dp} processes of a pipeline stage (tp x dp)")
+    return Layout(tp=config.tp, pp=config.pp, dp=dp, ep=config.ep)
 
 
 def start(config: ParallelConfig, seed: int) -> Runtime:
@@ -118,6 +120,7 @@ def start(config: ParallelConfig, seed: int) -> Runtime:
         pipeline_model_parallel_size=config.pp,
         context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
+        expert_tensor_parallel_size=1,  # experts are whole on the rank that has them (parallel/layout.py)
         distributed_timeout_minutes=max(1, round(config.timeout / 60)),
     )
     cpu_group = dist.new_group(backend="gloo", timeout=limit) if backend == "nccl" else dist.group.WORLD

@@ -102,6 +102,7 @@ def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, opt
     from megarl.training.batches import distribute
     from megarl.training.learner import Learner
     from megarl.training.losses import actor_loss, critic_loss
+    from megarl.training.mismatch import correct_mismatch
 
     config = make_config(folder, mini_batch=batch.num_sequences, **options)
     build = build_critic if which == "critic" else build_actor
@@ -109,34 +110,35 @@ def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, opt
     load(model, folder, runtime, critic=which == "critic")
     learner = Learner(which, model, config.critic if which == "critic" else config.actor, config.steps, runtime)
     copy = batch.select(range(batch.num_sequences))
-    local = distribute(copy, config, config.update.mini_batch, 3, model, runtime)
+    local = distribute(copy, config, config.update.mini_batch, 3, [model], runtime)
+    correct_mismatch(config.algorithm.mismatch, local.experience, runtime)
     loss = (critic_loss if which == "critic" else actor_loss)(config.algorithm, local.experience)
     [micro_batches] = local.mini_batches
     sums = sum_stats(runtime, learner.compute_gradients(micro_batches, loss))
     with on_cpu():
         learner.optimizer.prepare_grads()
         norm = learner.optimizer.get_grad_norm()
-    _gather_shards(learner, runtime)
+    _gather_shards(learner)
     gathered = _in_hf_names(learner, folder, runtime, which == "critic")
     return {"gradients": gathered, "norm": norm, "sums": sums, "tokens": local.experience.num_tokens}
 
 
-def _gather_shards(learner: Any, runtime: Runtime) -> None:
+def _gather_shards(learner: Any) -> None:
     """The distributed optimizer leaves each data-parallel rank the reduced gradients of its own shard only: all of them again."""
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
-    for buffer in learner.chunk.buffers:
+    for buffer in (*learner.chunk.buffers, *learner.chunk.expert_parallel_buffers):
+        group = buffer.data_parallel_group
         for bucket in buffer.buckets:
-            mine = bucket.grad_data.chunk(runtime.layout.dp)[runtime.dp_rank].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, mine, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
 
 def _in_hf_names(learner: Any, folder: Path, runtime: Runtime, critic: bool) -> dict[str, torch.Tensor]:
     from megarl.weights.families import table_names
     from megarl.weights.hf_io import HFFolder
     from megarl.weights.layout import hf_shards, megatron_layout
-    from megarl.weights.plan import make_plan
+    from megarl.weights.planner import make_plan
     from megarl.weights.transfer import Transfer
 
     hf_config = HFFolder(folder, critic=critic).config
@@ -163,7 +165,7 @@ def rollout_after_update(runtime: Runtime, folder: Path, out: Path, prompts: lis
     from megarl.weights.families import table_names
     from megarl.weights.hf_io import HFFolder
     from megarl.weights.layout import hf_shards, megatron_layout
-    from megarl.weights.plan import make_plan
+    from megarl.weights.planner import make_plan
     from megarl.weights.transfer import Transfer
 
     config = make_config(folder, dtype=dtype, nll_weight=1.0)
@@ -172,7 +174,7 @@ def rollout_after_update(runtime: Runtime, folder: Path, out: Path, prompts: lis
     learner = Learner("actor", model, config.critic, config.steps, runtime)  # the critic's rate: large enough to be seen
     batch = Experience.build([[3, 4]] * 4, [[5, 6, 7], [8, 9], [10], [11, 12]])
     batch["correct"], batch["truncated"] = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)
-    local = distribute(batch, config, 4, 0, model, runtime)
+    local = distribute(batch, config, 4, 0, [model], runtime)
     learner.begin_step()
     result = learner.update(local.mini_batches[0], supervised_loss(local.experience))
 

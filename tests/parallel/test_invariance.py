@@ -25,6 +25,13 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     "KL": ("actor", {"kl_weight": 0.2}),
     "DAPO": ("actor", {"clip_high": 0.28, "aggregation": "token", "overlong": True}),
     "VAPO": ("actor", {"clip_high": 0.28, "aggregation": "token", "nll_weight": 0.1}),
+    "policy, importance weights of tokens": ("actor", {"mismatch": {"weight": "token", "cap": 1.1}}),
+    "policy and KL, importance weights of responses": ("actor", {"kl_weight": 0.2, "mismatch": {"weight": "sequence", "cap": 3.0}}),
+    "policy, tokens masked": ("actor", {"mismatch": {"mask": "token", "mask_low": 0.8, "mask_high": 1.2}}),
+    "policy, responses masked": (
+        "actor",
+        {"aggregation": "sample", "mismatch": {"weight": "token", "mask": "sequence", "mask_low": 0.95, "mask_high": 1.05}},
+    ),
     "value": ("critic", {}),
     "value, clipped": ("critic", {"value_clip": 0.1}),
 }
@@ -41,6 +48,7 @@ def make_batch(only_first_correct: bool = False) -> Experience:
     batch["truncated"] = torch.tensor([i in (2, 7) for i in range(8)])
     for name, scale in (("old_logprobs", 0.3), ("ref_logprobs", 0.3)):
         batch[name] = torch.where(mask, -4.0 + scale * torch.randn(total, generator=g), 0.0)
+    batch["engine_logprobs"] = torch.where(mask, batch["old_logprobs"] + 0.2 * torch.randn(total, generator=g), 0.0)
     for name in ("advantages", "returns", "values"):
         batch[name] = torch.where(mask, torch.randn(total, generator=g), 0.0)
     return batch

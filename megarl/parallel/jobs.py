@@ -1,0 +1,108 @@
+"""Commands of megarl side by side on this machine, each a process with a log and a time limit, none of which outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+POLL = 0.1  # seconds
+GRACE = 10.0  # seconds between SIGTERM and SIGKILL
+
+
+@dataclass(frozen=True)
+class Job:
+    """`megarl ARGUMENTS`, its output in a file. The command must know `--follow PID` (see `follow_parent`)."""
+
+    name: str
+    arguments: tuple[str, ...]
+    log: Path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that has ended. problem: what went wrong, with the last line of its log; empty where its exit code was 0."""
+
+    job: Job
+    seconds: float
+    code: int
+    problem: str
+
+
+@dataclass
+class _Running:
+    job: Job
+    process: subprocess.Popen[bytes]
+    started: float
+
+
+def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended]:
+    """Starts the jobs in their order, `at_most` at a time, and gives each as it ends. limit: seconds, after which one is ended.
+
+    Closing the generator, and any exception (Ctrl-C), ends what still runs. Each job has a session of its own, so that a terminal's
+    Ctrl-C reaches only the parent. To be used from the main thread: Linux ends a job with the *thread* that started it."""
+    waiting = iter(jobs)
+    running: list[_Running] = []
+    try:
+        while True:
+            while len(running) < at_most and (job := next(waiting, None)) is not None:
+                running.append(_start(job))
+            if not running:
+                return
+            for one in [one for one in running if one.process.poll() is not None or time.monotonic() - one.started > limit]:
+                running.remove(one)
+                yield _end(one, limit)
+            time.sleep(POLL)
+    finally:
+        _stop([one.process for one in running])
+
+
+def follow_parent(parent: int) -> None:
+    """In a job: a parent that dies takes the job with it, even when it is killed, even while this process was still starting."""
+    from megarl.parallel.launch import follow_launcher
+
+    follow_launcher()
+    if os.getppid() != parent:
+        sys.exit(128 + signal.SIGTERM)
+
+
+def _start(job: Job) -> _Running:
+    with open(job.log, "wb") as log:
+        command = [sys.executable, "-m", "megarl", *job.arguments, "--follow", str(os.getpid())]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
+    return _Running(job, process, time.monotonic())
+
+
+def _end(one: _Running, limit: float) -> Ended:
+    code = one.process.poll()
+    problem = ""
+    if code is None:
+        _stop([one.process])
+        code, problem = one.process.returncode, f"ended after {limit:.0f} s, its time limit"
+    elif code:
+        problem = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    if problem:
+        lines = [line.strip() for line in one.job.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        problem += f": {lines[-1] if lines else 'it said nothing'} (log: {one.job.log})"
+    return Ended(one.job, time.monotonic() - one.started, code, problem)
+
+
+def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM to all, SIGKILL to the process groups of those that are still there after GRACE seconds."""
+    for process in processes:
+        process.terminate()
+    end = time.monotonic() + GRACE
+    for process in processes:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -1,0 +1,110 @@
+"""How a step's work is divided: by the shapes of the models that it goes through, into mini-batches of the actor and of the critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors.torch import load_file
+
+from megarl.data.experience import Experience
+from megarl.parallel.runtime import Runtime
+from megarl.training.batches import matrix_shape
+from tests.parallel.jobs import make_config
+from tests.ranks import RankPool
+from tests.tiny_models import make_tiny_model
+
+RESPONSES = 16
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An actor, and a critic of another size and family; the actor's heads are together wider than its hidden states."""
+    folder = tmp_path_factory.mktemp("models")
+    actor = make_tiny_model(folder / "actor", "qwen3", vocab=61, layers=2, hidden=32, heads=4, kv_heads=2, head_dim=16)
+    critic = make_tiny_model(folder / "critic", "llama", vocab=61, layers=4, hidden=64, heads=8, kv_heads=4, ffn=80, classification="token")
+    return actor, critic
+
+
+def make_batch() -> Experience:
+    g = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 60, (RESPONSES,), generator=g).tolist()
+    batch = Experience.build([[3, 4]] * RESPONSES, [[5] * n for n in lengths])
+    batch["correct"] = torch.rand(RESPONSES, generator=g) > 0.5
+    batch["truncated"] = torch.rand(RESPONSES, generator=g) > 0.7
+    batch["number"] = torch.arange(RESPONSES)
+    return batch
+
+
+def divide(runtime: Runtime, folders: tuple[Path, Path], mini_batch: int, critic_mini_batch: int | None) -> dict[str, Any]:
+    """The shapes of actor and critic, and this rank's responses of each mini-batch of either."""
+    from megarl.model.builder import build_actor, build_critic, read_hf_config
+    from megarl.training.batches import distribute
+
+    actor, critic = folders
+    config = make_config(actor, mini_batch=mini_batch, overlong=True)
+    config = config.model_copy(update={"critic": config.critic.model_copy(update={"mini_batch": critic_mini_batch})})
+    models = [build_actor(config, read_hf_config(actor), runtime), build_critic(config, read_hf_config(critic), runtime)]
+    batch = make_batch()
+    local = distribute(batch, config, mini_batch, 7, models, runtime)
+    numbers = local.experience.spread(local.experience["number"])
+
+    def members(mini_batches: Any) -> list[list[int]]:
+        return [sorted({int(n) for micro in own for n in numbers[micro.slots]}) for own in mini_batches]
+
+    return {
+        "shapes": [matrix_shape(model) for model in models],
+        "actor": members(local.mini_batches),
+        "critic": members(local.critic_mini_batches),
+        "weights": {name: batch[f"{name}_weights"] for name in ("policy", "nll", "value")},
+        "forward": sum(micro.slots.numel() for micro in local.micro_batches),
+        "local": int(local.experience.response_mask.sum()),
+    }
+
+
+def test_shapes_are_those_of_the_weights(folders: tuple[Path, Path], ranks: Callable[[int, int, int], RankPool]) -> None:
+    for layout in ((1, 1, 1), (2, 1, 1), (1, 2, 1)):
+        found = ranks(*layout).run(divide, folders=folders, mini_batch=8, critic_mini_batch=None)[0]["shapes"]
+        for (parameters, width), folder in zip(found, folders, strict=True):
+            layers = {k: v for k, v in load_file(folder / "model.safetensors").items() if ".layers." in k}
+            assert parameters == sum(tensor.numel() for tensor in layers.values() if tensor.ndim == 2)
+            assert width == sum(tensor.shape[0] for name, tensor in layers.items() if name.endswith("q_proj.weight"))
+
+
+def test_of_experts_only_the_chosen_ones_count() -> None:
+    """Counted by hand: a layer of Qwen3-30B-A3B, hidden 2,048, 32 query and 4 key/value heads of 128, 8 of 128 experts of width 768."""
+    sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_query_groups": 4, "kv_channels": 128, "ffn_hidden_size": 768}
+    experts = {"num_moe_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768}
+    config = TransformerConfig(num_layers=1, **sizes, **experts)
+    attention = 2048 * 4096 + 2 * 2048 * 512 + 4096 * 2048
+    assert matrix_shape(SimpleNamespace(config=config)) == (attention + 2048 * 128 + 8 * 3 * 2048 * 768, 4096)
+
+
+@pytest.mark.parametrize("critic_mini_batch", [None, 2, 4, 16])
+def test_mini_batches_of_the_critic(
+    critic_mini_batch: int | None, folders: tuple[Path, Path], ranks: Callable[[int, int, int], RankPool]
+) -> None:
+    """Over all replicas each mini-batch has its size, its own denominators, and nothing comes twice; at one or two replicas the same."""
+    batch = make_batch()
+    lengths, kept = batch.response_lengths.tolist(), (~batch["truncated"]).tolist()
+    sizes = {"actor": 4, "critic": critic_mini_batch or 4}
+    whole: dict[str, Any] = {}
+    for layout in ((1, 1, 1), (1, 1, 2)):
+        found = ranks(*layout).run(divide, folders=folders, mini_batch=4, critic_mini_batch=critic_mini_batch)
+        assert all(rank["forward"] == rank["local"] for rank in found)
+        for which, size in sizes.items():
+            mini_batches = [sorted(n for rank in found for n in rank[which][k]) for k in range(RESPONSES // size)]
+            assert sorted(n for own in mini_batches for n in own) == list(range(RESPONSES))
+            assert {len(own) for own in mini_batches} == {size}
+            assert whole.setdefault(which, mini_batches) == mini_batches
+            weights = found[0]["weights"]["value" if which == "critic" else "policy"]
+            for own in mini_batches:
+                tokens = sum(lengths[n] for n in own if kept[n])
+                for n in own:
+                    mine = weights[batch.cu_seqlens[n] : batch.cu_seqlens[n + 1]][2:].double().tolist()
+                    assert mine == pytest.approx([1 / tokens if kept[n] else 0.0] * lengths[n], rel=1e-6)

@@ -1,0 +1,47 @@
+"""The first weights of a critic's head where its folder has none: zeros, or drawn from the run's seed, alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.parallel.runtime import Runtime
+from tests.parallel.jobs import load, make_config
+from tests.ranks import RankPool
+from tests.tiny_models import make_tiny_model
+
+
+def head(runtime: Runtime, folder: Path, std: float, seed: int) -> Tensor | None:
+    """The head's weights once the folder is loaded; None on the stages before the last."""
+    from megarl.model.builder import build_critic, read_hf_config
+
+    config = make_config(folder)
+    config = config.model_copy(update={"seed": seed, "critic": config.critic.model_copy(update={"head_std": std})})
+    model = build_critic(config, read_hf_config(folder), runtime)
+    load(model, folder, runtime, critic=True)
+    return model.value_head.weight.detach().clone() if model.post_process else None
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 2, 1)])
+def test_head_of_a_body(layout: tuple[int, int, int], tmp_path: Path, ranks: Callable[[int, int, int], RankPool]) -> None:
+    folder = make_tiny_model(tmp_path / "body", "qwen3", hidden=256, heads=4, kv_heads=2)
+
+    def found(std: float, seed: int) -> Tensor:
+        heads = [h for h in ranks(*layout).run(head, folder=folder, std=std, seed=seed) if h is not None]
+        assert all(torch.equal(h, heads[0]) for h in heads)
+        return heads[0]
+
+    assert found(0.0, 3).count_nonzero() == 0
+    assert found(0.25, 3).std().item() == pytest.approx(0.25, rel=0.15)
+    assert torch.equal(found(0.25, 3), 0.25 * torch.randn(1, 256, generator=torch.Generator().manual_seed(3)))
+    assert not torch.equal(found(0.25, 4), found(0.25, 3))
+
+
+def test_a_folder_with_a_head_keeps_it(tmp_path: Path, ranks: Callable[[int, int, int], RankPool]) -> None:
+    folder = make_tiny_model(tmp_path / "scored", "qwen3", classification="token")
+    [plain], [drawn] = (ranks(1, 1, 1).run(head, folder=folder, std=std, seed=0) for std in (0.0, 0.25))
+    assert plain.count_nonzero() > 0 and torch.equal(plain, drawn)
