@@ -22,7 +22,7 @@ from megarl.parallel.layout import Layout
 from megarl.weights.families import family_of
 from megarl.weights.hf_io import INDEX, SINGLE, read_config
 from megarl.weights.layout import Shards, hf_shards, megatron_layout
-from megarl.weights.plan import make_plan
+from megarl.weights.planner import make_plan
 from megarl.weights.transfer import Transfer
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -71,7 +71,7 @@ def export_hf(
     aside = out.with_name(f".{out.name}.partial")
     first = next(iter(tensors.values()))
     kind: torch.dtype = first.dtype if dtype is None else dtype
-    files = list(_files(shards, kind.itemsize, max_shard_bytes))
+    files = list(split_files({name: prod(shard.shape) * kind.itemsize for name, shard in shards.items()}, max_shard_bytes))
 
     def on_rank_0(action: Callable[[], None]) -> None:
         _on_rank_0(action, out, aside, rank, layout.world, control)
@@ -85,18 +85,17 @@ def export_hf(
         Transfer(plan, rank, tensors, target, bucket_bytes, dtype=kind, group=group).run()
         if critic and "score.weight" in part and rank == 0:
             target["score.bias"] = torch.zeros(1, dtype=kind)  # transformers' token classifier has one
-        on_rank_0(partial(_write_tensors, aside / _file_name(number, len(files)), target))
+        on_rank_0(partial(_write_tensors, aside / file_name(number, len(files)), target))
         del target
     index = _index(files, shards, kind.itemsize, critic)
-    on_rank_0(partial(_finish, out, aside, source, _exported_config(config, critic, kind), index))
+    on_rank_0(partial(_finish, out, aside, source, exported_config(config, critic, kind), index))
 
 
-def _files(shards: Shards, itemsize: int, limit: int) -> Iterator[list[str]]:
-    """Names of the tensors of each output file, in the model's order, as many as fit into `limit` bytes."""
+def split_files(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    """Names of the tensors of each output file, in the model's order, as many as fit into `limit` bytes. `sizes`: their bytes."""
     names: list[str] = []
     size = 0
-    for name, shard in shards.items():
-        tensor_size = prod(shard.shape) * itemsize
+    for name, tensor_size in sizes.items():
         if names and size + tensor_size > limit:
             yield names
             names, size = [], 0
@@ -105,7 +104,8 @@ def _files(shards: Shards, itemsize: int, limit: int) -> Iterator[list[str]]:
     yield names
 
 
-def _file_name(number: int, files: int) -> str:
+def file_name(number: int, files: int) -> str:
+    """Of one of `files` weight files, counted from 1."""
     return SINGLE if files == 1 else f"model-{number:05d}-of-{files:05d}.safetensors"
 
 
@@ -143,7 +143,7 @@ def _index(files: list[list[str]], shards: Shards, itemsize: int, critic: bool) 
     """The index of several files; None where one file needs none."""
     if len(files) == 1:
         return None
-    weight_map = {name: _file_name(number, len(files)) for number, names in enumerate(files, start=1) for name in names}
+    weight_map = {name: file_name(number, len(files)) for number, names in enumerate(files, start=1) for name in names}
     elements = sum(prod(shard.shape) for shard in shards.values())
     if critic:
         weight_map["score.bias"] = weight_map["score.weight"]
@@ -153,9 +153,9 @@ def _index(files: list[list[str]], shards: Shards, itemsize: int, critic: bool) 
 
 def _finish(out: Path, aside: Path, source: Path, config: dict[str, Any], index: dict[str, Any] | None) -> None:
     """Adds everything that is not weights, makes it durable, and gives the folder its name."""
-    _write_json(aside / "config.json", config)
+    write_json(aside / "config.json", config)
     if index is not None:
-        _write_json(aside / INDEX, index)
+        write_json(aside / INDEX, index)
     carried = {path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()}
     for path in sorted(carried):
         shutil.copyfile(path, aside / path.name)
@@ -165,16 +165,18 @@ def _finish(out: Path, aside: Path, source: Path, config: dict[str, Any], index:
     fsync(out.parent)
 
 
-def _exported_config(config: Mapping[str, Any], critic: bool, dtype: torch.dtype) -> dict[str, Any]:
-    """The source's config.json, with the dtype and the head that were written."""
+def exported_config(config: Mapping[str, Any], critic: bool, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The source's config.json, with the head and the dtype that were written (None: of several)."""
     suffix = "ForTokenClassification" if critic else "ForCausalLM"
     exported = {**config, "architectures": [family_of(config).prefix + suffix]}
-    exported["dtype" if "dtype" in config else "torch_dtype"] = DTYPE_NAMES[dtype]
+    if dtype is not None:
+        exported["dtype" if "dtype" in config else "torch_dtype"] = DTYPE_NAMES[dtype]
     if critic:
         exported |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "classifier_dropout": 0.0}
     return exported
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Indented, and on disk."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     fsync(path)

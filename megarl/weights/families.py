@@ -22,11 +22,12 @@ Shape = tuple[int, ...]
 #   qkv         as column, but stacked per query group: [queries of a group, its key, its value], group after group
 #   row         a rank's columns
 #   vocabulary  a rank's rows, padded with zero rows to a multiple of the tensor-parallel size
+# A pair with `{e}` in its names stands for one expert: whole on each rank that has it, and not cut over tensor-parallel ranks.
 Operation = Literal["replicated", "column", "qkv", "row", "vocabulary"]
 
 
 # Beyond every model, and small enough that a nonsensical config.json ends in a message instead of filling the memory.
-MAX_SIZE, MAX_LAYERS = 2**24, 10_000
+MAX_SIZE, MAX_LAYERS, MAX_EXPERTS = 2**24, 10_000, 4096
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Sizes:
     vocab: int
     q: int  # rows of q_proj: heads * head_dim
     kv: int  # rows of k_proj and of v_proj: kv_heads * head_dim
+    experts: int = 0  # 0: a dense model
+    expert_ffn: int = 0
     one: int = 1
 
     @staticmethod
@@ -61,6 +64,8 @@ class Sizes:
         head_dim = get("head_dim", hidden // heads)
         if heads % kv_heads:
             raise CheckpointError(f"config.json: num_key_value_heads: {kv_heads} does not divide num_attention_heads = {heads}")
+        family = FAMILIES.get(str(hf_config.get("model_type")))
+        moe = family is not None and family.is_moe
         return Sizes(
             layers=get("num_hidden_layers", most=MAX_LAYERS),
             hidden=hidden,
@@ -71,6 +76,8 @@ class Sizes:
             vocab=get("vocab_size"),
             q=heads * head_dim,
             kv=kv_heads * head_dim,
+            experts=get("num_experts", hf_config.get("num_local_experts"), MAX_EXPERTS) if moe else 0,  # transformers 5 writes the latter
+            expert_ffn=get("moe_intermediate_size") if moe else 0,
         )
 
     def shape(self, dims: str) -> Shape:
@@ -80,11 +87,17 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Pair:
-    """A Megatron parameter and the Hugging Face tensors in it, each with its dimensions. `{l}` is the global layer index."""
+    """A Megatron parameter and the Hugging Face tensors in it, each with its dimensions. `{l}` is the index of the layer and `{e}` that
+    of the expert: global ones in Hugging Face names, those within the rank in Megatron's."""
 
     megatron: str
     operation: Operation
     hf: tuple[tuple[str, str], ...]
+
+    @property
+    def per_expert(self) -> bool:
+        """Whether each expert has one."""
+        return "{e}" in self.megatron
 
 
 def _layer(name: str, operation: Operation, *hf: tuple[str, str]) -> Pair:
@@ -98,7 +111,7 @@ OUTPUT = Pair("output_layer.weight", "vocabulary", (("lm_head.weight", "vocab hi
 TIED_OUTPUT = Pair("output_layer.weight", "vocabulary", EMBEDDING.hf)
 VALUE_HEAD = Pair("value_head.weight", "replicated", (("score.weight", "one hidden"),))
 
-DENSE_LAYER = (
+ATTENTION_LAYER = (
     _layer("input_layernorm.weight", "replicated", ("input_layernorm.weight", "hidden")),
     _layer(
         "self_attention.linear_qkv.weight",
@@ -109,6 +122,9 @@ DENSE_LAYER = (
     ),
     _layer("self_attention.linear_proj.weight", "row", ("self_attn.o_proj.weight", "hidden q")),
     _layer("pre_mlp_layernorm.weight", "replicated", ("post_attention_layernorm.weight", "hidden")),
+)
+DENSE_LAYER = (
+    *ATTENTION_LAYER,
     _layer("mlp.linear_fc1.weight", "column", ("mlp.gate_proj.weight", "ffn hidden"), ("mlp.up_proj.weight", "ffn hidden")),
     _layer("mlp.linear_fc2.weight", "row", ("mlp.down_proj.weight", "hidden ffn")),
 )
@@ -123,17 +139,37 @@ QK_NORMS = (
     _layer("self_attention.q_layernorm.weight", "replicated", ("self_attn.q_norm.weight", "head_dim")),
     _layer("self_attention.k_layernorm.weight", "replicated", ("self_attn.k_norm.weight", "head_dim")),
 )
+# Megatron's names of experts that are modules of their own (SequentialMLP), which every layer spec has.
+EXPERTS = (
+    _layer("mlp.router.weight", "replicated", ("mlp.gate.weight", "experts hidden")),
+    _layer(
+        "mlp.experts.local_experts.{e}.linear_fc1.weight",
+        "column",
+        ("mlp.experts.{e}.gate_proj.weight", "expert_ffn hidden"),
+        ("mlp.experts.{e}.up_proj.weight", "expert_ffn hidden"),
+    ),
+    _layer("mlp.experts.local_experts.{e}.linear_fc2.weight", "row", ("mlp.experts.{e}.down_proj.weight", "hidden expert_ffn")),
+)
 
 
 @dataclass(frozen=True)
 class Family:
     """A model family. `model_type` and `prefix` as in config.json ("qwen2", "Qwen2ForCausalLM"); `requires` are config keys whose
-    other values would mean parameters that the table does not have."""
+    other values would mean parameters that the table does not have (a key that is absent or null is taken for its value here)."""
 
     model_type: str
     prefix: str
     layer: tuple[Pair, ...]
     requires: tuple[tuple[str, Any], ...] = ()
+
+    def has(self, parameter: str) -> bool:
+        """Whether its layers have a Megatron parameter whose name ends so: what the model is built with follows from the table."""
+        return any(pair.megatron.endswith(parameter) for pair in self.layer)
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether its layers are mixtures of experts."""
+        return any(pair.per_expert for pair in self.layer)
 
 
 # What every family here is built as (megarl/model/builder.py): SwiGLU layers with full attention.
@@ -144,6 +180,13 @@ FAMILIES = {
     for family in (
         Family("qwen2", "Qwen2", (*DENSE_LAYER, QKV_BIAS), SWIGLU),
         Family("qwen3", "Qwen3", (*DENSE_LAYER, *QK_NORMS), (*SWIGLU, ("attention_bias", False))),
+        Family(
+            "qwen3_moe",
+            "Qwen3Moe",
+            (*ATTENTION_LAYER, *QK_NORMS, *EXPERTS),
+            # Every layer a mixture: published models have no dense layers in between.
+            (*SWIGLU, ("attention_bias", False), ("mlp_only_layers", []), ("decoder_sparse_step", 1)),
+        ),
         Family("llama", "Llama", DENSE_LAYER, (*SWIGLU, ("attention_bias", False), ("mlp_bias", False))),
     )
 }
@@ -182,8 +225,9 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     if architectures[0] not in heads:
         raise CheckpointError(f"config.json: architectures: {architectures[0]!r} is not supported (known: {', '.join(heads)})")
     for key, value in family.requires:
-        if hf_config.get(key, value) != value:
-            raise CheckpointError(f"config.json: {key}: {hf_config[key]!r} is not supported for {model_type} (only {value!r} is)")
+        found = hf_config.get(key)
+        if found is not None and found != value:
+            raise CheckpointError(f"config.json: {key}: {found!r} is not supported for {model_type} (only {value!r} is)")
     return family
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +15,12 @@ from torch import Tensor
 from megarl.config.errors import CheckpointError
 from megarl.config.files import read_json
 from megarl.weights.families import family_of
-from megarl.weights.layout import Box, Shards, hf_shapes
+from megarl.weights.layout import Box, Shards, full_box, hf_shapes
+from megarl.weights.stored import Made, Piece, Stored, made
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DTYPES = ("F32", "F16", "BF16")
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # In a folder, these belong to no parameter of ours and do no harm: old files' rotary tables, and the heads of another use of the body.
 HARMLESS = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight|score\.(weight|bias)")
 
@@ -26,6 +28,14 @@ HARMLESS = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight|score\.(weight|bi
 def read_config(folder: Path) -> dict[str, Any]:
     """A model folder's config.json; CheckpointError if it has none."""
     return read_json(folder / "config.json", "no such file (a Hugging Face model folder is expected)")
+
+
+def check_body(folder: Path, config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> None:
+    """CheckpointError unless the folder's model, heads aside, has the tensors of `hf_config`'s."""
+    ours, theirs = hf_shapes(config, critic=True), hf_shapes(hf_config, critic=True)
+    for name in (*theirs, *ours):
+        if ours.get(name) != theirs.get(name):
+            raise CheckpointError(f"{folder}/config.json: {name}: shape {ours.get(name)}, but {theirs.get(name)} is needed")
 
 
 class HFFolder:
@@ -45,23 +55,28 @@ class HFFolder:
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}/{error}") from None
         self._files = self._open()
+        self._offsets: dict[Path, dict[str, int]] = {}
         self._check(critic)
         self.missing = tuple(name for name in self.shapes if name not in self._files)
         self.extra = tuple(name for name in self._files if name not in self.shapes)
 
     def check_body(self, hf_config: Mapping[str, Any]) -> None:
         """CheckpointError unless this model, heads aside, has the tensors of `hf_config`'s: a critic must fit the actor's layout."""
-        ours, theirs = hf_shapes(self.config, critic=True), hf_shapes(hf_config, critic=True)
-        for name in (*theirs, *ours):
-            if ours.get(name) != theirs.get(name):
-                raise CheckpointError(f"{self.path}/config.json: {name}: shape {ours.get(name)}, but {theirs.get(name)} is needed")
+        check_body(self.path, self.config, hf_config)
+
+    def tensor(self, name: str) -> Made:
+        """Where a tensor of the folder lies."""
+        path, handle = self._files[name]
+        if path not in self._offsets:
+            self._offsets[path] = _offsets(path)
+        stored = handle.get_slice(name)
+        shape = tuple(stored.get_shape())
+        in_file = Stored(path, self._offsets[path][name], shape, DTYPES[stored.get_dtype()])
+        return made(name, shape, [Piece(in_file, full_box(shape), full_box(shape))])
 
     def read(self, name: str, box: Box) -> Tensor:
         """`tensor[box]` on the CPU, in the file's dtype; only these bytes are read."""
-        try:
-            return self._files[name][1].get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._files[name][0]}: {name}: cannot be read ({error})") from error
+        return self.tensor(name).read(box)
 
     def _open(self) -> dict[str, tuple[Path, Any]]:
         """Tensor name -> (file, open handle). Opening reads the header and checks it against the file's length."""
@@ -105,9 +120,21 @@ def _open_file(path: Path) -> tuple[Path, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file (an index names it)")
     try:
+        path.open("rb").close()  # safetensors takes a file that may not be read for one that is not there
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    try:
         return path, safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: truncated or not a safetensors file ({error})") from error
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Where each tensor of a safetensors file begins, in bytes. The header, checked at opening, is a length and so many bytes of JSON."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 @torch.no_grad()

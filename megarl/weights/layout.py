@@ -6,7 +6,8 @@ so that a further layout (an engine's fused shards, say) is one more function th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError
@@ -46,18 +47,36 @@ def stage_layers(layers: int, pp: int, pp_rank: int) -> range:
     return range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
 
 
-def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int) -> None:
-    """ConfigError, naming `parallel.tp` or `parallel.pp`, if the model cannot be divided so; CheckpointError for an unknown family."""
-    family_of(hf_config)
+def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1) -> None:
+    """ConfigError, naming `parallel.tp`, `parallel.pp` or `parallel.ep`, if the model cannot be divided so; CheckpointError for an
+    unknown family."""
+    moe = family_of(hf_config).is_moe
     sizes = Sizes.of(hf_config)
-    dividable = {"attention heads": sizes.heads, "key/value heads": sizes.kv_heads, "feed-forward columns": sizes.ffn}
+    dividable = {"attention heads": sizes.heads, "key/value heads": sizes.kv_heads}
+    if not moe:
+        dividable["feed-forward columns"] = sizes.ffn
     for what, number in dividable.items():
         if number % tp:
             good = [str(t) for t in range(1, sizes.kv_heads + 1) if not any(n % t for n in dividable.values())]
             raise ConfigError(f"parallel.tp: {tp} does not divide the model's {number} {what} (possible: {', '.join(good)})")
     if sizes.layers % pp:
-        good = [str(p) for p in range(1, sizes.layers + 1) if sizes.layers % p == 0]
-        raise ConfigError(f"parallel.pp: {pp} does not divide the model's {sizes.layers} layers (possible: {', '.join(good)})")
+        raise ConfigError(f"parallel.pp: {pp} does not divide the model's {sizes.layers} layers (possible: {_divisors(sizes.layers)})")
+    if ep > 1 and not moe:
+        raise ConfigError(f"parallel.ep: {ep}, but a {hf_config.get('model_type')} model has no experts (set it to 1)")
+    if ep > 1 and sizes.experts % ep:
+        raise ConfigError(f"parallel.ep: {ep} does not divide the model's {sizes.experts} experts (possible: {_divisors(sizes.experts)})")
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def _in_layers(pairs: Iterable[Pair], layers: Iterable[int], experts: range) -> Iterator[tuple[Pair, int, int]]:
+    """(pair, layer, expert) of every parameter of these layers and experts, layer by layer, a layer's experts one after the other."""
+    once, each = ([pair for pair in pairs if pair.per_expert is per_expert] for per_expert in (False, True))
+    for layer in layers:
+        yield from ((pair, layer, 0) for pair in once)
+        yield from ((pair, layer, expert) for expert in experts for pair in each)
 
 
 def hf_shapes(hf_config: Mapping[str, Any], *, critic: bool = False) -> dict[str, Shape]:
@@ -65,9 +84,9 @@ def hf_shapes(hf_config: Mapping[str, Any], *, critic: bool = False) -> dict[str
     with neither for an actor with tied embeddings."""
     sizes = Sizes.of(hf_config)
     head = (VALUE_HEAD,) if critic else () if is_tied(hf_config) else (OUTPUT,)
-    layers = [(pair, layer) for layer in range(sizes.layers) for pair in family_of(hf_config).layer]
-    pairs = [(EMBEDDING, 0), *layers, *((pair, 0) for pair in (FINAL_NORM, *head))]
-    return {name.format(l=layer): sizes.shape(dims) for pair, layer in pairs for name, dims in pair.hf}
+    layers = _in_layers(family_of(hf_config).layer, range(sizes.layers), range(sizes.experts))
+    places = [(EMBEDDING, 0, 0), *layers, *((pair, 0, 0) for pair in (FINAL_NORM, *head))]
+    return {name.format(l=layer, e=expert): sizes.shape(dims) for pair, layer, expert in places for name, dims in pair.hf}
 
 
 def hf_shards(hf_config: Mapping[str, Any], *, critic: bool = False) -> Shards:
@@ -77,41 +96,65 @@ def hf_shards(hf_config: Mapping[str, Any], *, critic: bool = False) -> Shards:
     }
 
 
-def megatron_shards(hf_config: Mapping[str, Any], layout: Layout, *, tp_rank: int, pp_rank: int, critic: bool = False) -> Shards:
-    """The parameters of one Megatron rank under the table's names, with the stage's own layer indices.
+def megatron_shards(
+    hf_config: Mapping[str, Any], layout: Layout, *, tp_rank: int, pp_rank: int, ep_rank: int = 0, critic: bool = False
+) -> Shards:
+    """The parameters of one Megatron rank under the table's names, with the stage's own layer and the rank's own expert indices.
 
     With tied embeddings the last of several stages holds a copy of the embedding as `output_layer.weight`; a critic has
-    `value_head.weight` [1, hidden] on the last stage and no output layer. Data-parallel ranks hold the same.
+    `value_head.weight` [1, hidden] on the last stage and no output layer. Data-parallel ranks hold the same, but for experts: those of
+    `ep_rank` (see `Layout.ep_rank`).
     """
-    check_layout(hf_config, layout.tp, layout.pp)
-    sizes = Sizes.of(hf_config)
-    mine = stage_layers(sizes.layers, layout.pp, pp_rank)
-    first, last = pp_rank == 0, pp_rank == layout.pp - 1
-    tied = is_tied(hf_config)
-    pairs = [(EMBEDDING, 0)] if first else []
-    pairs += [(pair, layer) for layer in mine for pair in family_of(hf_config).layer]
-    if last:
-        pairs.append((FINAL_NORM, 0))
-        if critic:
-            pairs.append((VALUE_HEAD, 0))
-        elif not tied:
-            pairs.append((OUTPUT, 0))
-        elif not first:
-            pairs.append((TIED_OUTPUT, 0))
-    return {pair.megatron.format(l=layer - mine.start): _shard(pair, layer, sizes, layout.tp, tp_rank) for pair, layer in pairs}
+    return _rank_shards(hf_config, layout, tp_rank, pp_rank, ep_rank, critic, pair_shard)
 
 
 def megatron_layout(hf_config: Mapping[str, Any], layout: Layout, *, critic: bool = False) -> list[tuple[int, Shards]]:
-    """(rank, shards) of every rank of a Megatron job; data-parallel replicas share one object."""
-    places = [(tp, pp) for pp in range(layout.pp) for tp in range(layout.tp)]
-    shards = {(tp, pp): megatron_shards(hf_config, layout, tp_rank=tp, pp_rank=pp, critic=critic) for tp, pp in places}
+    """(rank, shards) of every rank of a Megatron job; ranks that hold the same share one object, of the whole or of a shard."""
+    make = cache(pair_shard)
+    rank_shards = cache(lambda tp, pp, ep: _rank_shards(hf_config, layout, tp, pp, ep, critic, make))
     coords = [layout.coords(rank) for rank in range(layout.world)]
-    return [(rank, shards[place.tp, place.pp]) for rank, place in enumerate(coords)]
+    return [(rank, rank_shards(place.tp, place.pp, layout.ep_rank(rank))) for rank, place in enumerate(coords)]
 
 
-def _shard(pair: Pair, layer: int, sizes: Sizes, tp: int, tp_rank: int) -> Shard:
-    """One parameter of one tensor-parallel rank."""
-    hf = [(name.format(l=layer), sizes.shape(dims)) for name, dims in pair.hf]
+def parameters(
+    hf_config: Mapping[str, Any], layout: Layout, *, pp_rank: int, ep_rank: int = 0, critic: bool = False
+) -> list[tuple[str, Pair, int, int]]:
+    """(name, pair, global layer, global expert) of every parameter of a Megatron rank, in the model's order."""
+    check_layout(hf_config, layout.tp, layout.pp, layout.ep)
+    sizes = Sizes.of(hf_config)
+    layers = stage_layers(sizes.layers, layout.pp, pp_rank)
+    share = sizes.experts // layout.ep
+    experts = range(ep_rank * share, (ep_rank + 1) * share)
+    first, last = pp_rank == 0, pp_rank == layout.pp - 1
+    tied = is_tied(hf_config)
+    places = [(EMBEDDING, 0, 0)] if first else []
+    places += _in_layers(family_of(hf_config).layer, layers, experts)
+    if last:
+        places.append((FINAL_NORM, 0, 0))
+        if critic:
+            places.append((VALUE_HEAD, 0, 0))
+        elif not tied:
+            places.append((OUTPUT, 0, 0))
+        elif not first:
+            places.append((TIED_OUTPUT, 0, 0))
+    return [(pair.megatron.format(l=layer - layers.start, e=expert - experts.start), pair, layer, expert) for pair, layer, expert in places]
+
+
+def _rank_shards(
+    hf_config: Mapping[str, Any], layout: Layout, tp_rank: int, pp_rank: int, ep_rank: int, critic: bool, make: Callable[..., Shard]
+) -> Shards:
+    sizes = Sizes.of(hf_config)
+    named = parameters(hf_config, layout, pp_rank=pp_rank, ep_rank=ep_rank, critic=critic)
+    # An expert is not cut over tensor-parallel ranks.
+    return {
+        name: make(pair, layer, expert, sizes, *((1, 0) if pair.per_expert else (layout.tp, tp_rank)))
+        for name, pair, layer, expert in named
+    }
+
+
+def pair_shard(pair: Pair, layer: int, expert: int, sizes: Sizes, tp: int, tp_rank: int) -> Shard:
+    """One parameter of one tensor-parallel rank, of a global layer and expert."""
+    hf = [(name.format(l=layer, e=expert), sizes.shape(dims)) for name, dims in pair.hf]
     match pair.operation:
         case "replicated":
             ((name, shape),) = hf

@@ -1,4 +1,4 @@
-"""The plan of a weight transfer, (source rank, tensor, box) -> (target rank, tensor, box), computed and proved from shapes alone.
+"""The plan of a weight transfer, (source rank, tensor, box) -> (target rank, tensor, box), and its proof, from shapes alone.
 
 Both sides are described in Hugging Face coordinates; a copy is an intersection of two boxes there. Imports without torch, so that a
 laptop plans a job of 1,024 GPUs.
@@ -7,12 +7,15 @@ laptop plans a job of 1,024 GPUs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
+from megarl.weights.formats import format_bytes
 from megarl.weights.layout import Box, Shard, Shards
+
+GPUS_PER_NODE = 8
 
 
 class PlanError(ValueError):
@@ -45,19 +48,37 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All copies of a transfer, in an order that every rank computes alike, with the layouts that they connect."""
+    """All copies of a transfer, in an order that every rank computes alike, with the layouts that they connect.
+
+    `relays` are carried out after `copies`, from one target to another on its node: `src_name` and `src_box` are those of a target,
+    to which a copy has brought the bytes. `formats`: target tensors that are not of the model's dtype, by name (see formats.py).
+    Rank r is on node r // gpus_per_node.
+    """
 
     copies: tuple[Copy, ...]
     sources: dict[int, Shards]
     targets: dict[int, Shards]
+    formats: Mapping[str, str] = field(default_factory=dict)
+    gpus_per_node: int = GPUS_PER_NODE
+    relays: tuple[Copy, ...] = ()
+
+    def direct(self) -> Iterator[Copy]:
+        """All copies as if each came from the source that holds its bytes. PlanError if a relay takes what no copy brings."""
+        yield from self.copies
+        brought = {(copy.dst_rank, copy.dst_name, copy.dst_box): copy for copy in self.copies} if self.relays else {}
+        for relay in self.relays:
+            copy = brought.get((relay.src_rank, relay.src_name, relay.src_box))
+            if copy is None:
+                raise PlanError(f"rank {relay.dst_rank}, {relay.dst_name}: rank {relay.src_rank} is to pass on what it does not get")
+            yield relay._replace(src_rank=copy.src_rank, src_name=copy.src_name, src_box=copy.src_box)
 
     def summary(self, itemsize: int) -> dict[int, Traffic]:
-        """Traffic of every rank that takes part, for elements of `itemsize` bytes."""
+        """Traffic of every rank that takes part; an element of the model's dtype has `itemsize` bytes."""
         sent: dict[int, int] = defaultdict(int)
         received: dict[int, int] = defaultdict(int)
         local: dict[int, int] = defaultdict(int)
-        for copy in self.copies:
-            size = copy.size * itemsize
+        for copy in (*self.copies, *self.relays):
+            size = copy.size * format_bytes(self.formats, copy.dst_name, itemsize)
             if copy.src_rank == copy.dst_rank:
                 local[copy.dst_rank] += size
             else:
@@ -73,22 +94,31 @@ class Plan:
         tensor. PlanError names the first tensor for which one is false.
         """
         written: dict[tuple[int, str], list[Box]] = defaultdict(list)
-        located: dict[tuple[int, Box], tuple[str, Box]] = {}  # by (shard object, box): shards of replicas are often one object
+        # By identity, as the copies keep the objects alive: shards and boxes of replicas are often the same objects.
+        located: dict[tuple[int, int], tuple[str, Box]] = {}
+        same: set[tuple[int, int, int, int]] = set()
 
-        def locate(side: dict[int, Shards], rank: int, name: str, box: Box) -> tuple[str, Box]:
+        def find(side: dict[int, Shards], rank: int, name: str) -> Shard:
             shard = side.get(rank, {}).get(name)
             if shard is None:
                 raise PlanError(f"rank {rank}, {name}: a copy names a tensor that is not in the layout")
-            key = (id(shard), box)
+            return shard
+
+        def locate(shard: Shard, rank: int, name: str, box: Box) -> tuple[str, Box]:
+            key = (id(shard), id(box))
             if key not in located:
-                located[key] = _to_hf(shard, box, f"rank {rank}, {name}")
+                located[key] = to_hf(shard, box, f"rank {rank}, {name}")
             return located[key]
 
-        for copy in self.copies:
-            source = locate(self.sources, copy.src_rank, copy.src_name, copy.src_box)
-            target = locate(self.targets, copy.dst_rank, copy.dst_name, copy.dst_box)
-            if source != target:
-                raise PlanError(f"rank {copy.dst_rank}, {copy.dst_name}: {target} would be written with {source}")
+        for copy in self.direct():
+            from_, to = find(self.sources, copy.src_rank, copy.src_name), find(self.targets, copy.dst_rank, copy.dst_name)
+            pair = (id(from_), id(copy.src_box), id(to), id(copy.dst_box))
+            if pair not in same:
+                source = locate(from_, copy.src_rank, copy.src_name, copy.src_box)
+                target = locate(to, copy.dst_rank, copy.dst_name, copy.dst_box)
+                if source != target:
+                    raise PlanError(f"rank {copy.dst_rank}, {copy.dst_name}: {target} would be written with {source}")
+                same.add(pair)
             written[copy.dst_rank, copy.dst_name].append(copy.dst_box)
         proved = set()
         for rank, shards in self.targets.items():
@@ -97,34 +127,6 @@ class Plan:
                 if (shard.shape, boxes) not in proved:
                     _prove_tiling(shard.shape, boxes, f"rank {rank}, {name}")
                     proved.add((shard.shape, boxes))
-
-
-def make_plan(sources: Iterable[tuple[int, Shards]], targets: Iterable[tuple[int, Shards]]) -> Plan:
-    """Plans how `targets` get their bytes from `sources`, both (rank, shards of that rank).
-
-    Where several ranks hold a box (data-parallel replicas, replicated norms), the target's own rank is taken, else the one that has
-    sent least so far, so that the load is spread. Regions of different sources must be equal or disjoint in Hugging Face
-    coordinates. PlanError if a target wants something that no source has.
-    """
-    source_of, target_of = dict(sources), dict(targets)
-    holders = _holders(source_of)
-    sent: dict[int, int] = defaultdict(int)
-    pieces: dict[tuple[str, Box], list[tuple[Box, dict[int, tuple[str, Box]]]]] = {}
-    copies = []
-    for rank, shards in target_of.items():
-        for name, shard in shards.items():
-            for region in shard.regions:
-                key = (region.hf_name, region.hf_box)
-                if key not in pieces:
-                    pieces[key] = _cover(region.hf_name, region.hf_box, holders)
-                for common, held_by in pieces[key]:
-                    source = rank if rank in held_by else min(held_by, key=lambda holder: (sent[holder], holder))
-                    if source != rank:
-                        sent[source] += volume(common)
-                    dst_box = _shift(common, region.hf_box, region.local_box)
-                    src_name, src_box = held_by[source]
-                    copies.append(Copy(source, src_name, src_box, rank, name, dst_box))
-    return Plan(tuple(copies), source_of, target_of)
 
 
 def volume(box: Box) -> int:
@@ -138,40 +140,16 @@ def intersect(a: Box, b: Box) -> Box | None:
     return common if all(start < stop for start, stop in common) else None
 
 
-def _holders(sources: dict[int, Shards]) -> dict[str, dict[Box, dict[int, tuple[str, Box]]]]:
-    """Hugging Face name -> box -> rank -> (local name, local box): who holds which part of each tensor."""
-    holders: dict[str, dict[Box, dict[int, tuple[str, Box]]]] = defaultdict(lambda: defaultdict(dict))
-    for rank, shards in sources.items():
-        for name, shard in shards.items():
-            for region in shard.regions:
-                holders[region.hf_name][region.hf_box].setdefault(rank, (name, region.local_box))
-    return holders
-
-
-def _cover(
-    hf_name: str, wanted: Box, holders: dict[str, dict[Box, dict[int, tuple[str, Box]]]]
-) -> list[tuple[Box, dict[int, tuple[str, Box]]]]:
-    """Cuts a wanted box into (part, rank -> (local name, local box of the part)); PlanError if the sources do not cover it once."""
-    parts = []
-    for box, ranks in holders.get(hf_name, {}).items():
-        common = intersect(box, wanted)
-        if common is not None:
-            parts.append((common, {rank: (name, _shift(common, box, local)) for rank, (name, local) in ranks.items()}))
-    if sum(volume(part) for part, _ in parts) != volume(wanted):
-        raise PlanError(f"{hf_name}: the sources do not hold {wanted} exactly once")
-    return sorted(parts, key=lambda part: part[0])
-
-
-def _shift(box: Box, origin: Box, destination: Box) -> Box:
+def shift(box: Box, origin: Box, destination: Box) -> Box:
     """A box within `origin`, moved to where `destination` lies."""
     return tuple((a - o + d, b - o + d) for (a, b), (o, _), (d, _) in zip(box, origin, destination, strict=True))
 
 
-def _to_hf(shard: Shard, box: Box, where: str) -> tuple[str, Box]:
+def to_hf(shard: Shard, box: Box, where: str) -> tuple[str, Box]:
     """Hugging Face coordinates of a box of a local tensor; PlanError unless it lies within one region."""
     for region in shard.regions:
         if len(box) == len(region.local_box) and intersect(box, region.local_box) == box:
-            return region.hf_name, _shift(box, region.local_box, region.hf_box)
+            return region.hf_name, shift(box, region.local_box, region.hf_box)
     raise PlanError(f"{where}: {box} does not lie within one region")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.parallel.layout import Layout
@@ -61,6 +61,11 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
     return folder
 
 
+def folder_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder's safetensors files."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
 def loaded(layout: list[tuple[int, Shards]], folder: HFFolder, dtype: torch.dtype = torch.float32) -> dict[int, dict[str, Tensor]]:
     """Rank -> local tensors, read from the folder; they start as NaN, so that whatever is not written shows."""
     ranks = {}
@@ -73,7 +78,8 @@ def loaded(layout: list[tuple[int, Shards]], folder: HFFolder, dtype: torch.dtyp
 def execute(plan: Plan, sources: dict[int, dict[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
     """A plan carried out by plain slicing in one process; target elements that no copy writes stay NaN."""
     targets = {r: {n: torch.full(s.shape, torch.nan) for n, s in shards.items()} for r, shards in plan.targets.items()}
-    for copy in plan.copies:
-        src, dst = (tuple(slice(*ends) for ends in box) for box in (copy.src_box, copy.dst_box))
-        targets[copy.dst_rank][copy.dst_name][dst] = sources[copy.src_rank][copy.src_name][src]
+    for copies, from_ in ((plan.copies, sources), (plan.relays, targets)):
+        for copy in copies:
+            src, dst = (tuple(slice(*ends) for ends in box) for box in (copy.src_box, copy.dst_box))
+            targets[copy.dst_rank][copy.dst_name][dst] = from_[copy.src_rank][copy.src_name][src]
     return targets

@@ -12,7 +12,7 @@ from megarl.parallel.runtime import Runtime
 from megarl.weights.export import export_hf
 from megarl.weights.hf_io import HFFolder, load_into
 from megarl.weights.layout import Shards, hf_shards, megatron_layout
-from megarl.weights.plan import make_plan
+from megarl.weights.planner import make_plan
 from megarl.weights.transfer import Transfer
 
 

@@ -11,10 +11,15 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megarl.config.schema import ClusterConfig
 from megarl.parallel.layout import Layout
+from megarl.weights.cost import direct_cost
 from megarl.weights.hf_io import HFFolder
+from megarl.weights.known_models import KNOWN_MODELS
 from megarl.weights.layout import Region, Shard, Shards, full_box, hf_shapes, hf_shards, megatron_layout
-from megarl.weights.plan import Copy, Plan, PlanError, make_plan
+from megarl.weights.plan import Copy, Plan, PlanError
+from megarl.weights.planner import make_plan
+from megarl.weights.sglang_layout import sglang_shards
 from tests.weights.folders import execute, hf_configs, loaded, numbered, write_folder
 
 Drawn = tuple[dict[str, Any], list[Layout]]
@@ -119,16 +124,24 @@ def mutations(copy: Copy, others: tuple[Copy, ...]) -> list[tuple[Copy, ...]]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(hf_configs(), st.data())
-def test_a_wrong_plan_is_found_out(drawn: Drawn, data: st.DataObject) -> None:
+@given(hf_configs(), st.sampled_from((1, 2, 8)), st.booleans(), st.data())
+def test_a_wrong_plan_is_found_out(drawn: Drawn, node: int, fused: bool, data: st.DataObject) -> None:
     config, (layout, other) = drawn
-    plan = make_plan(megatron_layout(config, layout), megatron_layout(config, other))
-    index = data.draw(st.integers(0, len(plan.copies) - 1))
-    others = data.draw(st.lists(st.sampled_from(plan.copies), max_size=2))
-    for wrong in mutations(plan.copies[index], tuple(others)):
-        mutated = replace(plan, copies=(*plan.copies[:index], *wrong, *plan.copies[index + 1 :]))
-        with pytest.raises(PlanError):
-            mutated.verify()
+    if fused:
+        shards = [sglang_shards(config, other.tp, rank, cpu=True) for rank in range(other.tp)]
+        targets = [(rank, shards[rank % other.tp]) for rank in range(2 * other.tp)]
+    else:
+        targets = megatron_layout(config, other)
+    plan = make_plan(megatron_layout(config, layout), targets, gpus_per_node=node)
+    plan.verify()
+    for kind in ("copies", "relays") if plan.relays else ("copies",):
+        right = getattr(plan, kind)
+        index = data.draw(st.integers(0, len(right) - 1))
+        others = data.draw(st.lists(st.sampled_from(right), max_size=2))
+        for wrong in mutations(right[index], tuple(others)):
+            mutated = replace(plan, **{kind: (*right[:index], *wrong, *right[index + 1 :])})
+            with pytest.raises(PlanError):
+                mutated.verify()
 
 
 def test_the_proof_names_the_tensor() -> None:
@@ -214,3 +227,60 @@ def test_the_order_of_a_plan_does_not_depend_on_who_makes_it() -> None:
         return make_plan(megatron_layout(config, Layout(tp=4, pp=2, dp=2)), megatron_layout(config, Layout(tp=2, dp=3)))
 
     assert plan().copies == plan().copies
+
+
+def test_the_node_comes_before_the_rest_and_nothing_comes_to_a_node_twice() -> None:
+    """8 ranks, 2 on a node, actor tp 2 pp 2 dp 2: each of 8 engines of one rank gets its node's stage from there, the other stage once."""
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 64,
+    }
+    sources = megatron_layout(config, Layout(tp=2, pp=2, dp=2))
+    whole = hf_shards(config)
+    plan = make_plan(sources, [(rank, whole) for rank in range(8)], gpus_per_node=2)
+    plan.verify()
+    model = sum(int(torch.tensor(shape).prod()) for shape in hf_shapes(config).values())
+    cost = direct_cost(plan, 1, 1 << 20, ClusterConfig())
+    stage = {rank: sum(shard_size(rank + other, sources) for other in (0, 1)) for rank in (0, 2, 4, 6)}
+    norms = {rank: sum(shard.shape[0] for shard in sources[rank][1].values() if len(shard.shape) == 1) for rank in (0, 2, 4, 6)}
+    for first in (0, 2, 4, 6):
+        here = stage[first] - norms[first]  # both ranks of a stage hold its norms
+        pair = [cost[first], cost[first + 1]]
+        assert sum(c.network_received for c in pair) == model - here
+        assert sum(c.local for c in pair) == stage[first]
+        assert sum(c.node_received for c in pair) == 2 * model - (model - here) - stage[first]
+        assert abs(pair[0].network_received - pair[1].network_received) < 0.1 * model
+    sent = [c.network_sent for c in cost.values()]
+    assert max(sent) < 1.2 * min(sent)
+
+
+def shard_size(rank: int, layout: list[tuple[int, Shards]]) -> int:
+    return sum(int(torch.tensor(shard.shape).prod()) for shard in layout[rank][1].values())
+
+
+def test_engines_are_served_at_the_same_time() -> None:
+    """At full size no link waits long for another one: rounds and seconds are near what the bytes alone would take."""
+    config = KNOWN_MODELS["Qwen2.5-32B"]
+    shards = [sglang_shards(config, 8, rank) for rank in range(8)]
+    plan = make_plan(megatron_layout(config, Layout(tp=8, pp=4, dp=4)), [(rank, shards[rank % 8]) for rank in range(128)])
+    cost = direct_cost(plan, 2, 256 << 20, ClusterConfig())
+    per_rank = sum(int(torch.tensor(shape).prod()) for shape in hf_shapes(config).values()) * 2 / 8
+    assert max(c.received for c in cost.values()) <= 1.02 * per_rank
+    assert all(c.node_received == 0 and c.staging <= 256 << 20 for c in cost.values())
+    received = max(c.received for c in cost.values())
+    assert max(c.rounds for c in cost.values()) <= 1.3 * received / (128 << 20)
+    alone = max(max(c.received, c.sent) / 50e9 + c.local / 1675e9 for c in cost.values())
+    assert max(c.seconds for c in cost.values()) <= 1.15 * alone
+
+
+def test_a_relay_of_what_does_not_come_is_found_out() -> None:
+    whole = {"a": Shard((4,), (Region("x", ((0, 4),), ((0, 4),)),))}
+    plan = make_plan([(0, whole)], [(8, whole), (9, whole)])
+    assert len(plan.copies) == len(plan.relays) == 1
+    plan.verify()
+    with pytest.raises(PlanError, match="rank 9, a: rank 10 is to pass on what it does not get"):
+        replace(plan, relays=(plan.relays[0]._replace(src_rank=10),)).verify()

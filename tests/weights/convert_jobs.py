@@ -1,0 +1,59 @@
+"""What ranks do in the tests of the converters: Megatron's own loading and saving."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from megarl.parallel.cpu_platform import on_cpu
+from megarl.parallel.runtime import Runtime
+from tests.parallel.jobs import load, make_config
+
+
+def build(folder: Path, runtime: Runtime, critic: bool) -> Any:
+    from megarl.model.builder import build_actor, build_critic, read_hf_config
+
+    return (build_critic if critic else build_actor)(make_config(folder), read_hf_config(folder), runtime)
+
+
+def load_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, critic: bool) -> list[str]:
+    """Names of this rank's parameters that differ between a converted checkpoint and the Hugging Face folder."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.transformer.module import MegatronModule
+
+    model, expected = (build(folder, runtime, critic) for _ in range(2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    with warnings.catch_warnings(), on_cpu():
+        warnings.simplefilter("ignore")
+        state = MegatronModule.sharded_state_dict(model) if critic else model.sharded_state_dict()
+        model.load_state_dict(dist_checkpointing.load({"model": state}, str(checkpoint))["model"])
+    load(expected, folder, runtime, critic)
+    pairs = zip(model.named_parameters(), expected.parameters(), strict=True)
+    return [name for (name, found), wanted in pairs if not torch.equal(found, wanted)]
+
+
+def save_checkpoint(runtime: Runtime, folder: Path, out: Path, critic: bool) -> None:
+    """A learner's checkpoint as a run writes it."""
+    from megarl.training import sharded
+    from megarl.training.learner import Learner
+
+    model = build(folder, runtime, critic)
+    load(model, folder, runtime, critic)
+    config = make_config(folder)
+    learner = Learner("critic" if critic else "actor", model, config.critic, config.steps, runtime)
+    for part in sharded._optimizers(learner).values():
+        sharded._allocate(part.optimizer)  # as after a first step, without which it cannot be saved
+    sharded.save_learner(learner, out)
+
+
+def keys(checkpoint: Path) -> dict[str, Any]:
+    """The model's keys of a checkpoint and their shapes (None: an object); optimizer state left out."""
+    entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    # Any tensor-parallel size pads the vocabulary in its own way; here both are of the same size.
+    return {key: getattr(entry, "size", None) for key, entry in entries.items() if not key.startswith("optimizer")}

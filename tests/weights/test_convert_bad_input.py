@@ -1,0 +1,231 @@
+"""Conversions that cannot be: the error names file and tensor, and nothing is left under the final name or beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megarl.config.errors import CheckpointError, ConfigError
+from megarl.parallel.layout import Layout
+from megarl.weights.convert import conversion_layout, hf_to_megatron, megatron_to_hf
+from tests.tiny_models import make_tiny_model
+from tests.weights.folders import folder_tensors
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "model", "qwen2", max_shard_bytes=20_000)
+
+
+def change(folder: Path, action: Callable[[dict[str, Tensor]], Any], having: str) -> Path:
+    """Rewrites the file that has the tensor `having`."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    path = folder / index[having]
+    tensors = load_file(path)
+    action(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return path
+
+
+def refused(convert: Callable[[Path], Any], scratch: Path, *said: str) -> None:
+    before = sorted(scratch.iterdir())
+    with pytest.raises((CheckpointError, ConfigError)) as error:
+        convert(scratch / "never")
+    assert all(text in str(error.value) for text in said), (str(error.value), said)
+    assert "\n" not in str(error.value)
+    assert sorted(scratch.iterdir()) == before, "something was left behind"
+
+
+K = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda f: change(f, lambda t: t.update({K: torch.zeros(8, 32)}), K), [K, "shape (8, 32)"]),
+        (lambda f: change(f, lambda t: t.update({K: t[K].double()}), K), [K, "dtype F64 is not supported"]),
+        (lambda f: change(f, lambda t: t.update({K: t[K].bfloat16()}), K), [K.replace("k_proj", "q_proj"), "bfloat16", "float32"]),
+        (lambda f: change(f, lambda t: t.pop(K), K), ["index.json", K, "which does not have it"]),
+        (lambda f: truncate(change(f, lambda t: None, K)), [".safetensors", "truncated"]),
+        (lambda f: change(f, lambda t: None, K).unlink(), [".safetensors", "no such file"]),
+    ],
+    ids=["shape", "dtype", "mixed dtypes", "absent", "truncated", "missing file"],
+)
+def test_damaged_sources(damage: Callable[[Path], Any], said: list[str], folder: Path, tmp_path: Path) -> None:
+    damage(folder)
+    refused(lambda out: hf_to_megatron(folder, out, Layout()), tmp_path, *said)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def test_tensors_too_many(folder: Path, tmp_path: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    path = change(folder, lambda tensors: tensors.update({"model.layers.0.surprise": torch.ones(3)}), K)
+    content["weight_map"]["model.layers.0.surprise"] = path.name
+    index.write_text(json.dumps(content))
+    refused(lambda out: hf_to_megatron(folder, out, Layout()), tmp_path, path.name, "model.layers.0.surprise")
+
+
+def test_damaged_checkpoints(folder: Path, tmp_path: Path) -> None:
+    good = tmp_path / "good"
+    hf_to_megatron(folder, good, conversion_layout(2, 1, 1))
+
+    def damaged(action: Callable[[Path], Any]) -> Path:
+        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
+        shutil.copytree(good, tmp_path / "bad")
+        action(tmp_path / "bad")
+        return tmp_path / "bad"
+
+    def resize(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+
+    def untie(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+
+    cases: list[tuple[Callable[[Path], Any], list[str]]] = [
+        (lambda path: (path / "__1_0.distcp").unlink(), ["__1_0.distcp", "missing, truncated"]),
+        (lambda path: truncate(path / "__1_0.distcp"), ["__1_0.distcp"]),
+        (lambda path: (path / ".metadata").write_bytes(b"nonsense"), [".metadata", "not a readable index"]),
+        (lambda path: (path / ".metadata").unlink(), ["no .metadata"]),
+        (resize, [".metadata", "decoder.layers.mlp.linear_fc1.weight", "config.json asks for"]),
+        (untie, [".metadata", "decoder.layers.self_attention.linear_qkv.bias", "no such tensor"]),
+    ]
+    for action, said in cases:
+        bad = damaged(action)
+        refused(lambda out, bad=bad: megatron_to_hf(bad, out), tmp_path, *said)
+
+
+def test_a_layout_that_does_not_fit(folder: Path, tmp_path: Path) -> None:
+    refused(lambda out: hf_to_megatron(folder, out, conversion_layout(3, 1, 1)), tmp_path, "parallel.tp: 3 does not divide")
+    refused(lambda out: hf_to_megatron(folder, out, conversion_layout(1, 1, 2)), tmp_path, "parallel.ep: 2", "no experts")
+
+
+def test_targets_that_exist(folder: Path, tmp_path: Path) -> None:
+    hf_to_megatron(folder, tmp_path / "megatron", Layout())
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "empty", "link", "megatron"):
+        for convert in (lambda out: hf_to_megatron(folder, out, Layout()), lambda out: megatron_to_hf(tmp_path / "megatron", out)):
+            with pytest.raises(CheckpointError, match=rf"{name}: already exists \(choose another folder, or remove it\)"):
+                convert(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "mine" and not list((tmp_path / "empty").iterdir())
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_interrupted_conversions_leave_nothing(folder: Path, tmp_path: Path) -> None:
+    @contextmanager
+    def impatient(_what: str, _size: int) -> Iterator[Callable[[int], None]]:
+        def advance(_: int) -> None:
+            raise KeyboardInterrupt
+
+        yield advance
+
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        hf_to_megatron(folder, tmp_path / "out", Layout(), watch=impatient)
+    assert sorted(tmp_path.iterdir()) == before
+    # What a kill -9 leaves has another name, and is cleared away by the next conversion.
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "junk").write_text("half a tensor")
+    hf_to_megatron(folder, tmp_path / "out", Layout())
+    assert not (tmp_path / ".out.partial").exists() and not (tmp_path / "out" / "junk").exists()
+
+
+@pytest.mark.parametrize("where", ["__0_0.distcp", "model.safetensors"])
+def test_verify_finds_one_wrong_bit(where: str, folder: Path, tmp_path: Path) -> None:
+    @contextmanager
+    def meddling(what: str, _size: int) -> Iterator[Callable[[int], None]]:
+        if what == "comparing":
+            [path] = tmp_path.glob(f".never.partial/{where}")
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 4
+            path.write_bytes(data)
+        yield lambda _: None
+
+    hf_to_megatron(folder, tmp_path / "megatron", Layout())
+    if where.endswith("distcp"):
+        refused(lambda out: hf_to_megatron(folder, out, Layout(), verify=True, watch=meddling), tmp_path, where, "is not what was written")
+    else:
+        refused(
+            lambda out: megatron_to_hf(tmp_path / "megatron", out, verify=True, watch=meddling), tmp_path, where, "is not what was written"
+        )
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 160 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", disk], capture_output=True)
+    if not mounted or mounted.returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_disk_that_is_full(folder: Path, tmp_path: Path, small_disk: Path) -> None:
+    hf_to_megatron(folder, tmp_path / "megatron", Layout())
+    size = sum(tensor.nbytes for tensor in folder_tensors(folder).values())
+    assert 140_000 < size < 160 << 10  # the tensors alone would fit: the disk is found full in the middle of the work
+    for convert in (
+        lambda out: hf_to_megatron(folder, out, conversion_layout(2, 2, 1)),
+        lambda out: megatron_to_hf(tmp_path / "megatron", out),
+    ):
+        refused(convert, small_disk, "cannot be written", "No space left on device")
+    (small_disk / "other").write_bytes(b"x" * 50_000)
+    refused(lambda out: hf_to_megatron(folder, out, Layout()), small_disk, "GB are to be written, but", "are free there")
+
+
+def test_a_file_that_may_not_grow(folder: Path, tmp_path: Path) -> None:
+    """As a full disk, where none can be made: the process may write no file of more than 50 kB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    hf_to_megatron(folder, tmp_path / "megatron", Layout())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        refused(lambda out: hf_to_megatron(folder, out, Layout()), tmp_path, "cannot be written", "File too large")
+        refused(lambda out: megatron_to_hf(tmp_path / "megatron", out), tmp_path, "cannot be written", "File too large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_no_permission_to_write(folder: Path, tmp_path: Path) -> None:
+    """By another user, because root may write anywhere."""
+    place = tmp_path / "place"
+    place.mkdir(mode=0o555)
+    code = f"""
+import os
+from megarl.cli.main import main
+assert main(["convert", "to-megatron", {str(folder)!r}, {str(tmp_path / "first")!r}]) == 0  # whatever is imported, is now
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+raise SystemExit(main(["convert", "to-megatron", {str(folder)!r}, {str(place / "out")!r}]))
+"""
+    for path in folder.iterdir():
+        path.chmod(0o644)
+    for parent in (tmp_path, *tmp_path.parents):  # pytest's folders are the user's own
+        if parent.stat().st_uid == os.getuid() and parent.parent != parent and "pytest" in str(parent):
+            parent.chmod(0o755)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert run.returncode == 2, run.stderr[-2000:]
+    assert "cannot be written (Permission denied)" in run.stderr and run.stderr.count("\n") == 1
+    assert not list(place.iterdir())

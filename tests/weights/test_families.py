@@ -1,0 +1,189 @@
+"""Families against transformers on the same weights: mixtures under expert parallelism, and a family added as docs/families.md says."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForTokenClassification, SeedOssConfig
+
+from megarl.config.errors import CheckpointError, ConfigError
+from megarl.parallel.layout import Layout
+from megarl.parallel.runtime import Runtime
+from megarl.weights.convert import conversion_layout, hf_to_megatron, megatron_to_hf
+from megarl.weights.families import FAMILIES, family_of
+from megarl.weights.layout import check_layout, megatron_layout
+from tests.parallel import jobs
+from tests.parallel.test_invariance import VOCAB, make_batch, relative_difference
+from tests.parallel.test_parity import hf_logprobs, sequences
+from tests.ranks import RankPool
+from tests.tiny_models import CONFIGS, make_tiny_model
+from tests.weights.folders import folder_tensors
+
+Ranks = Callable[..., RankPool]
+LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 2), (1, 1, 2, 2), (1, 2, 1, 1)]
+
+
+def largest_difference(pool: RankPool, folder: Path, vocab: int = 101) -> float:
+    """Of log-probabilities and entropies, over all ranks, from those of Hugging Face in float64 softmax."""
+    prompts, responses = sequences(vocab)
+    expected, entropy = hf_logprobs(folder, prompts, responses, 1.0)
+    found = pool.run(jobs.logprobs, folder=folder, prompts=prompts, responses=responses)
+    return max(float(max((p - expected).abs().max(), (e - entropy).abs().max())) for p, e in found)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids="tp{0[0]}-pp{0[1]}-dp{0[2]}-ep{0[3]}".format)
+def test_experts_equal_hugging_face(layout: tuple[int, int, int, int], ranks: Ranks, tmp_path: Path) -> None:
+    for number, options in enumerate(({"head_dim": 12}, {"norm_topk_prob": False, "active": 3, "tied": True})):
+        folder = make_tiny_model(tmp_path / str(number), "qwen3_moe", vocab=101, **options)
+        assert largest_difference(ranks(*layout), folder) <= 1e-5
+
+
+@pytest.mark.slow
+def test_gradients_of_experts_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
+    """Ragged sequences of which a replica may have one micro-batch and another three: all of them must reach the experts."""
+    folder = make_tiny_model(tmp_path / "model", "qwen3_moe", vocab=VOCAB, layers=2)
+    arguments = {"folder": folder, "batch": make_batch(), "which": "actor"}
+    options = {"clip_high": 0.28, "nll_weight": 0.1}
+    expected = ranks(1, 1, 1).run(jobs.gradients, **arguments, options={**options, "budget": 10_000})[0]
+    router = expected["gradients"]["model.layers.1.mlp.gate.weight"]
+    assert router.isfinite().all() and router.norm() > 0
+    for layout in LAYOUTS[1:]:
+        found = ranks(*layout).run(jobs.gradients, **arguments, options={**options, "budget": 34})[0]
+        assert relative_difference(found["gradients"], expected["gradients"]) <= 1e-5, layout
+        exact = torch.cat([x.flatten() for x in found["gradients"].values()]).double().norm()
+        assert found["norm"] == pytest.approx(float(exact), rel=1e-5), layout
+
+
+def test_values_of_a_mixture_equal_hugging_face(ranks: Ranks, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", "qwen3_moe", vocab=101, classification="token")
+    prompts, responses = sequences(101)
+    model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = [model(torch.tensor([p + r])).logits[0, len(p) - 1 : -1, 0] for p, r in zip(prompts, responses, strict=True)]
+    for found in ranks(2, 1, 1, 2).run(jobs.values, folder=folder, prompts=prompts, responses=responses):
+        assert (found - torch.cat(expected)).abs().max() <= 1e-5
+
+
+# Each rank's place among the experts, under a process group that only pretends.
+PLACES = """
+import json, sys, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from megarl.parallel import cpu_platform
+cpu_platform.install()
+from megatron.core import parallel_state as ps
+found = []
+for tp, pp, dp, ep in json.load(sys.stdin):
+    for rank in range(tp * pp * dp):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp * dp)
+        ps.initialize_model_parallel(
+            tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1, create_gloo_process_groups=False
+        )
+        found.append([ps.get_expert_model_parallel_rank(), ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank()])
+        ps.destroy_model_parallel()
+        dist.destroy_process_group()
+print("FOUND" + json.dumps(found))
+"""
+
+
+def test_experts_are_where_megatron_has_them() -> None:
+    layouts = [(2, 2, 2, 4), (1, 2, 4, 2), (4, 1, 2, 2), (2, 1, 3, 3), (2, 1, 2, 1)]
+    run = subprocess.run([sys.executable, "-c", PLACES], input=json.dumps(layouts), capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    expected = []
+    for tp, pp, dp, ep in layouts:
+        layout = Layout(tp=tp, pp=pp, dp=dp, ep=ep)
+        expected += [[layout.ep_rank(rank), layout.coords(rank).tp, layout.coords(rank).pp] for rank in range(layout.world)]
+    assert json.loads(run.stdout.split("FOUND")[1]) == expected
+
+
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 7,
+    "moe_intermediate_size": 5,
+    "num_experts": 6,
+    "vocab_size": 11,
+}
+
+
+def test_each_expert_is_whole_and_held_once_in_each_group() -> None:
+    for layout in (Layout(tp=2, pp=2, dp=3, ep=3), Layout(tp=2, ep=2), Layout(dp=2, ep=2)):
+        ranks = megatron_layout(MOE, layout)
+        names = {"gate_proj": (5, 16), "up_proj": (5, 16), "down_proj": (16, 5)}
+        held = [(rank, r) for rank, shards in ranks for shard in shards.values() for r in shard.regions if ".experts." in r.hf_name]
+        for layer in range(2):
+            for expert in range(6):
+                for name, (rows, columns) in names.items():
+                    full = f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
+                    holders = [rank for rank, region in held if region.hf_name == full and region.hf_box == ((0, rows), (0, columns))]
+                    assert len(holders) == layout.tp * layout.dp // layout.ep
+                    assert {layout.ep_rank(rank) for rank in holders} == {expert // (6 // layout.ep)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mlp_only_layers": [1]}, r"mlp_only_layers: \[1\] is not supported for qwen3_moe"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step: 2 is not supported for qwen3_moe"),
+        ({"num_experts": 0}, "num_experts: must be a positive integer"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size: must be a positive integer"),
+    ],
+)
+def test_mixtures_that_the_table_does_not_describe(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        family_of({**MOE, **change})
+        check_layout({**MOE, **change}, 1, 1)
+
+
+def test_layouts_that_the_experts_do_not_fit() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.ep: 4 does not divide the model's 6 experts \(possible: 1, 2, 3, 6\)"):
+        check_layout(MOE, 1, 1, 4)
+    with pytest.raises(ConfigError, match=r"parallel.ep: 2, but a qwen2 model has no experts"):
+        check_layout({**MOE, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, 1, 1, 2)
+    check_layout({**MOE, "mlp_only_layers": None, "intermediate_size": 7}, 2, 1, 6)
+    with pytest.raises(ValueError, match="ep=4 must divide tp"):
+        Layout(tp=2, ep=4)
+
+
+def with_table(runtime: Runtime, table: str, **arguments: Any) -> Any:
+    """Adds a family on a rank, and gives the log-probabilities of a model of it."""
+    family = run_block(table)
+    FAMILIES[family.model_type] = family
+    return jobs.logprobs(runtime, **arguments)
+
+
+def run_block(table: str) -> Any:
+    names: dict[str, Any] = {}
+    exec(table, names)
+    return names["SEED_OSS"]
+
+
+def test_a_family_is_added_as_the_docs_say(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
+    [table] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.setitem(CONFIGS, "seed_oss", SeedOssConfig)
+    folder = make_tiny_model(tmp_path / "model", "seed_oss", vocab=101, head_dim=12)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="'seed_oss' is not a known family"):
+        hf_to_megatron(folder, tmp_path / "checkpoint", Layout())
+    monkeypatch.setitem(FAMILIES, "seed_oss", run_block(table))
+    hf_to_megatron(folder, tmp_path / "checkpoint", conversion_layout(2, 2, 1))
+    megatron_to_hf(tmp_path / "checkpoint", tmp_path / "back")
+    before, after = folder_tensors(folder), folder_tensors(tmp_path / "back")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    prompts, responses = sequences(101)
+    expected, _ = hf_logprobs(folder, prompts, responses, 1.0)
+    for tp in (1, 2):
+        for found, _ in ranks(tp, 1, 1).run(with_table, table=table, folder=folder, prompts=prompts, responses=responses):
+            assert (found - expected).abs().max() <= 1e-5

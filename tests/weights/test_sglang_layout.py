@@ -1,0 +1,150 @@
+"""SGLang's fused shards against whole tensors cut and joined head by head, from random actor layouts, experts and copied heads included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megarl.config.errors import ConfigError
+from megarl.parallel.layout import Layout
+from megarl.weights.layout import Shards, megatron_layout
+from megarl.weights.planner import make_plan
+from megarl.weights.sglang_layout import sglang_shards
+from tests.weights.folders import execute, hf_configs, numbered
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 3,
+    "intermediate_size": 8,
+    "moe_intermediate_size": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 11,
+    "tie_word_embeddings": False,
+}
+
+
+def held(layout: list[tuple[int, Shards]], hf: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """What each rank of the actor holds."""
+    ranks: dict[int, dict[str, Tensor]] = {}
+    for rank, shards in layout:
+        ranks[rank] = {name: torch.zeros(shard.shape) for name, shard in shards.items()}
+        for name, shard in shards.items():
+            for region in shard.regions:
+                to, from_ = (tuple(slice(*ends) for ends in box) for box in (region.local_box, region.hf_box))
+                ranks[rank][name][to] = hf[region.hf_name][from_]
+    return ranks
+
+
+def expected(config: dict[str, Any], hf: dict[str, Tensor], tp: int, rank: int, cpu: bool) -> dict[str, Tensor]:
+    """One rank's tensors, by torch's cat, pad and chunk; heads one by one."""
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    group = heads // kv_heads
+    if cpu and (heads % tp or kv_heads % tp):
+        kv_heads = -(-kv_heads // tp) * tp
+        heads = kv_heads * group
+    mine = range(rank * heads // tp, (rank + 1) * heads // tp)
+    kv_mine = sorted({head // group for head in mine})  # a key/value head is where its queries are
+
+    def take(tensor: Tensor, wanted: Any, axis: int = 0) -> Tensor:
+        whole = pad(tensor.movedim(axis, -1), (0, (max(wanted) + 1) * dim))  # zeros for heads that do not exist
+        return torch.cat([whole[..., head * dim : (head + 1) * dim] for head in wanted], -1).movedim(-1, axis)
+
+    def chunk(tensor: Tensor, axis: int, multiple: int) -> Tensor:
+        size = tensor.shape[axis]
+        padded = -(-size // multiple) * multiple
+        whole = pad(tensor.movedim(axis, -1), (0, padded - size)).movedim(-1, axis)
+        return whole.chunk(tp, axis)[rank]
+
+    multiple = 32 * tp if cpu else tp
+    out = {}
+    for name, tensor in hf.items():
+        if "q_proj" in name:
+            k, v = (hf[name.replace("q_proj", part)] for part in ("k_proj", "v_proj"))
+            out[name.replace("q_proj", "qkv_proj")] = torch.cat([take(tensor, mine), take(k, kv_mine), take(v, kv_mine)])
+        elif "o_proj" in name:
+            out[name] = take(tensor, mine, 1)
+        elif "gate_proj" in name:
+            fused = torch.cat([chunk(part, 0, multiple) for part in (tensor, hf[name.replace("gate_proj", "up_proj")])])
+            expert = name.partition(".experts.")[2].partition(".")[0]
+            moe = name.partition(".experts.")[0] + f".experts.w13_weight.{expert}"
+            out[moe if expert else name.replace("gate_proj", "gate_up_proj")] = fused
+        elif "down_proj" in name:
+            expert = name.partition(".experts.")[2].partition(".")[0]
+            moe = name.partition(".experts.")[0] + f".experts.w2_weight.{expert}"
+            out[moe if expert else name] = chunk(tensor, 1, multiple)
+        elif name in ("model.embed_tokens.weight", "lm_head.weight"):
+            rows = -(-tensor.shape[0] // 64) * 64
+            out[name] = chunk(tensor, 0, 64 if rows % tp == 0 else 64 * tp)
+        elif not any(part in name for part in ("k_proj", "v_proj", "up_proj")):
+            out[name] = tensor
+    return out
+
+
+def check(config: dict[str, Any], layout: Layout, tp: int, engines: int, cpu: bool, node: int) -> None:
+    hf = numbered(config)
+    sources = megatron_layout(config, layout)
+    shards = [sglang_shards(config, tp, rank, cpu=cpu) for rank in range(tp)]
+    plan = make_plan(sources, [(rank, shards[rank % tp]) for rank in range(engines * tp)], gpus_per_node=node)
+    plan.verify()
+    for rank, tensors in execute(plan, held(sources, hf)).items():
+        wanted = expected(config, hf, tp, rank % tp, cpu)
+        assert tensors.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            padding = torch.zeros(tensor.shape, dtype=torch.bool)
+            for box in plan.targets[rank][name].padding:
+                padding[tuple(slice(*ends) for ends in box)] = True
+            assert torch.equal(tensors[name].isnan(), padding), name  # the transfer zeroes it
+            assert torch.equal(tensors[name].nan_to_num(0.0), tensor), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(hf_configs(), st.sampled_from((1, 2, 4, 8)), st.integers(1, 3), st.booleans(), st.sampled_from((1, 2, 4, 8)))
+def test_shards_are_those_of_whole_tensors(drawn: Any, tp: int, engines: int, cpu: bool, node: int) -> None:
+    config, (layout, _) = drawn
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    if not cpu:
+        assume(heads % tp == 0 and max(kv_heads, tp) % min(kv_heads, tp) == 0 and config["intermediate_size"] % tp == 0)
+    check(config, layout, tp, engines, cpu, node)
+
+
+@pytest.mark.parametrize("layout", [Layout(ep=1), Layout(dp=4, ep=4), Layout(tp=2, dp=2, ep=2), Layout(tp=2, pp=2, dp=2, ep=4)])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_experts(layout: Layout, tp: int) -> None:
+    check(MOE, layout, tp, 2, False, 2)
+
+
+def test_heads_that_are_copied() -> None:
+    """Two key/value heads on eight ranks: ranks 0 to 3 have the first, 4 to 7 the second."""
+    config = {**MOE, "model_type": "llama", "num_attention_heads": 8}
+    rows = []
+    for rank in range(8):
+        shard = sglang_shards(config, 8, rank)["model.layers.0.self_attn.qkv_proj.weight"]
+        assert shard.shape == (3 * 3, 8)
+        rows.append([region.hf_box[0] for region in shard.regions])
+    assert [row[0] for row in rows] == [(3 * rank, 3 * rank + 3) for rank in range(8)]
+    assert [row[1] for row in rows] == [row[2] for row in rows] == [(0, 3)] * 4 + [(3, 6)] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        ({"num_attention_heads": 6}, 4, "does not divide the model's 6 attention heads"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, "neither a divisor nor a multiple of the model's 6 key/value heads"),
+        ({"intermediate_size": 6}, 4, "does not divide the model's 6 feed-forward columns"),
+    ],
+)
+def test_what_cannot_be_divided(changes: dict[str, int], tp: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rollout.engine_tp: {tp}.*{message}"):
+        sglang_shards({**MOE, "model_type": "llama", **changes}, tp, 0)
