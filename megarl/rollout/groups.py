@@ -17,7 +17,8 @@ from megarl.data.prompts import Prompt
 @dataclass
 class Response:
     """tokens int32 [l] and logprobs float32 [l] as the engine gave them; extracted and error as in Verdict; reward as it enters the
-    advantages, penalty (soft overlong punishment, <= 0) included."""
+    advantages, penalty (soft overlong punishment, <= 0) included; versions int32 [l]: of the weights that each token was sampled from,
+    where that is not the group's version for all of them."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -27,6 +28,7 @@ class Response:
     error: str | None
     reward: float
     penalty: float
+    versions: np.ndarray | None = None
 
     @property
     def truncated(self) -> bool:
@@ -52,20 +54,44 @@ class Group:
 
     def state_dict(self) -> dict[str, Any]:
         """Lists, dicts, numbers and texts only; exact (a float32 survives as a float64)."""
-        responses = [{**vars(r), "tokens": r.tokens.tolist(), "logprobs": r.logprobs.tolist()} for r in self.responses]
-        return {"prompt": {**vars(self.prompt), "tokens": list(self.prompt.tokens)}, "responses": responses, "version": self.version}
+        responses = [
+            {
+                **vars(r),
+                "tokens": r.tokens.tolist(),
+                "logprobs": r.logprobs.tolist(),
+                "versions": None if r.versions is None else r.versions.tolist(),
+            }
+            for r in self.responses
+        ]
+        return {"prompt": prompt_state(self.prompt), "responses": responses, "version": self.version}
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> Group:
         """Undoes `state_dict`."""
-        prompt = Prompt(**{**state["prompt"], "tokens": tuple(state["prompt"]["tokens"])})
-        arrays = [(np.array(r["tokens"], dtype=np.int32), np.array(r["logprobs"], dtype=np.float32)) for r in state["responses"]]
-        responses = [Response(**{**r, "tokens": t, "logprobs": p}) for r, (t, p) in zip(state["responses"], arrays, strict=True)]
-        return Group(prompt, responses, state["version"])
+        responses = []
+        for r in state["responses"]:
+            versions = r.get("versions")
+            arrays = {
+                "tokens": np.array(r["tokens"], dtype=np.int32),
+                "logprobs": np.array(r["logprobs"], dtype=np.float32),
+                "versions": None if versions is None else np.array(versions, dtype=np.int32),
+            }
+            responses.append(Response(**{**r, **arrays}))
+        return Group(prompt_from_state(state["prompt"]), responses, state["version"])
+
+
+def prompt_state(prompt: Prompt) -> dict[str, Any]:
+    """As JSON holds it."""
+    return {**vars(prompt), "tokens": list(prompt.tokens)}
+
+
+def prompt_from_state(state: Mapping[str, Any]) -> Prompt:
+    """Undoes `prompt_state`."""
+    return Prompt(**{**state, "tokens": tuple(state["tokens"])})
 
 
 class GroupCollector:
-    """Collects the groups of one rollout step, one generation batch (wave) after another:
+    """Collects the groups of one rollout step, one generation batch (wave) after another, or, from an engine that streams, one by one:
 
         while n := collector.wave(): collector.offer(<groups of the next n prompts, in their order>)
         groups, surplus = collector.result()
@@ -79,6 +105,7 @@ class GroupCollector:
         self.offered: list[Group] = []  # of this step, in order
         self.rejected: list[Group] = []
         self.batches = 0
+        self.asked = 0  # prompts, where the engine streams
 
     @property
     def missing(self) -> int:
@@ -90,23 +117,54 @@ class GroupCollector:
         Raises DataError at the limit where the configuration says stop."""
         if not self.missing:
             return 0
-        if not self.batches:
-            return math.ceil(self.missing * self.oversample) if self.dynamic.enabled else self.missing
-        if self.batches < self.dynamic.max_batches:
-            # Laplace's estimate of the acceptance rate: never 0, and careful after few prompts.
-            rate = (len(self.offered) - len(self.rejected) + 1) / (len(self.offered) + 2)
-            return min(self.prompts, max(self.missing, math.ceil(self.missing / rate)))
+        if self.batches >= self.dynamic.max_batches:
+            self._check_limit()
+            return 0
+        wanted = self._first if not self.batches else min(self.prompts, max(self.missing, self._needed(self.missing, ())))
+        self.batches += 1
+        return wanted
+
+    def refill(self, ahead: Sequence[Group], running: int) -> int:
+        """Prompts to submit beside those that run. ahead: groups that are complete but not offered, as one before them still runs; running:
+        prompts whose groups are not complete. Never more run at once than `prompts` (or the first batch), and in a step there are no
+        more than `prompts` * max_batches.
+
+        How many run ahead depends on time; which groups are accepted does not.
+        Raises DataError at the limit where the configuration says stop."""
+        missing = self.missing - sum(group.mixed or not self.dynamic.enabled for group in ahead)
+        if missing <= 0:
+            return 0
+        if not self.asked:
+            self.asked = self._first
+            return self.asked
+        left = self.prompts * self.dynamic.max_batches - self.asked
+        if self.dynamic.enabled and left <= 0 and not running and not ahead:
+            self._check_limit()
+        if not self.dynamic.enabled or left <= 0 or not (self.offered or ahead):
+            return 0
+        more = max(0, min(left, min(self._needed(missing, ahead), self.prompts) - running))
+        self.asked += more
+        return more
+
+    @property
+    def _first(self) -> int:
+        return math.ceil(self.missing * self.oversample) if self.dynamic.enabled else self.missing
+
+    def _needed(self, missing: int, ahead: Sequence[Group]) -> int:
+        """Prompts for so many accepted groups, by Laplace's estimate of the rate: never 0, and careful after few prompts."""
+        kept = len(self.offered) - len(self.rejected) + sum(group.mixed for group in ahead)
+        return math.ceil(missing * (len(self.offered) + len(ahead) + 2) / (kept + 1))
+
+    def _check_limit(self) -> None:
         if self.dynamic.at_limit == "stop":
             raise DataError(
-                f"rollout.dynamic_sampling.max_batches: after {self.batches} generation batches ({len(self.offered)} prompts) only "
-                f"{len(self.accepted)} of {self.prompts} groups have right and wrong answers "
+                f"rollout.dynamic_sampling.max_batches: after {self.dynamic.max_batches} generation batches ({len(self.offered)} prompts) "
+                f"only {len(self.accepted)} of {self.prompts} groups have right and wrong answers "
                 "(raise it, choose other prompts, or set rollout.dynamic_sampling.at_limit to continue)"
             )
-        return 0
 
     def offer(self, groups: Sequence[Group]) -> None:
-        """One generation batch, in the order of its prompts."""
-        self.batches += 1
+        """Complete groups, in the order of their prompts."""
         self.offered += groups
         for group in groups:
             (self.accepted if group.mixed or not self.dynamic.enabled else self.rejected).append(group)
@@ -126,7 +184,7 @@ class GroupCollector:
             "rollout/groups_kept": len(self.offered) - right - wrong,
             "rollout/groups_all_right": right,
             "rollout/groups_all_wrong": wrong,
-            "rollout/batches": self.batches,
+            "rollout/batches": self.batches or math.ceil(len(self.offered) / self.prompts),
             "rollout/prompts": len(self.offered),
             "rollout/tokens": sum(r.tokens.size for group in self.offered for r in group.responses),
             "rollout/surplus": len(self.result()[1]),

@@ -10,10 +10,11 @@ from megarl.config.errors import DataError
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.rollout.batch import EvaluationResult, RolloutBatch, response_stats
-from megarl.rollout.engine import RolloutEngine, SamplingParams
-from megarl.rollout.groups import Group, GroupCollector
+from megarl.rollout.delivery import Failures
+from megarl.rollout.engine import Completion, RolloutEngine, SamplingParams
+from megarl.rollout.groups import Group, GroupCollector, prompt_from_state, prompt_state
 from megarl.rollout.seeds import evaluation_seed, response_seed
-from megarl.rollout.wave import Verifier, WaveRunner
+from megarl.rollout.wave import Asked, Verifier, WaveRunner, give_up
 
 
 class RolloutSampler:
@@ -23,6 +24,11 @@ class RolloutSampler:
     rank, world this rank's engine among all engines
     gather      every rank's object, by rank, on every rank
     oversample  see GroupCollector
+    recover     see WaveRunner
+
+    Where the engine streams, prompts are drawn ahead as long as groups are missing, groups are accepted in the order of their prompts,
+    and once there are enough what still runs is aborted: its prompts come first in the next step, with
+    `rollout.continue_partial` with what there is of their responses.
     """
 
     def __init__(
@@ -36,10 +42,12 @@ class RolloutSampler:
         world: int = 1,
         gather: Callable[[Any], list[Any]] = lambda value: [value],
         oversample: float = 1.0,
+        recover: Callable[[Failures], None] = give_up,
     ) -> None:
         self.config, self.engine, self.draw, self.verifier, self.tokenizer = config, engine, draw, verifier, tokenizer
-        self.rank, self.world, self.gather, self.oversample = rank, world, gather, oversample
+        self.rank, self.world, self.gather, self.oversample, self.recover = rank, world, gather, oversample, recover
         self.surplus: list[Group] = []
+        self.returned: list[Asked] = []
 
     @property
     def params(self) -> SamplingParams:
@@ -61,18 +69,35 @@ class RolloutSampler:
         rollout, runner = self.config.rollout, self._runner()
         collector = GroupCollector(rollout.prompts, rollout.dynamic_sampling, self.surplus, self.oversample)
         drawn: Counter[int] = Counter()
-        while prompts := collector.wave():
-            wave = self.draw(prompts)
-            seeds = []
-            for prompt in wave:
-                first = drawn[prompt.uid] * rollout.group_size  # a prompt drawn again in one step goes on where it stopped
-                seeds.append([response_seed(self.config.seed, step, prompt.uid, first + i) for i in range(rollout.group_size)])
-                drawn[prompt.uid] += 1
-            collector.offer(runner.run(wave, seeds, self.params))
+        while prompts := self._more(collector, runner):
+            runner.submit(self._draw(prompts, step, drawn), self.params)
+            while runner.running:
+                runner.tick()
+                collector.offer(runner.take(collector.missing if self.engine.streams else None))
+                if self.engine.streams:
+                    if not collector.missing:
+                        self.returned = runner.abort(rollout.continue_partial) + self.returned
+                    elif more := self._more(collector, runner):
+                        runner.submit(self._draw(more, step, drawn), self.params)
         groups, self.surplus = collector.result()
         responses = [r for group in collector.offered or groups for r in group.responses]
         errors = Counter(r.error for r in responses if r.error is not None)
         return RolloutBatch(step, groups, {**collector.stats(), **response_stats(responses)}, runner.seconds, dict(errors))
+
+    def _more(self, collector: GroupCollector, runner: WaveRunner) -> int:
+        return collector.refill(runner.ahead, runner.running) if self.engine.streams else collector.wave()
+
+    def _draw(self, prompts: int, step: int, drawn: Counter[int]) -> list[Asked]:
+        """The next prompts: those that were returned first. A prompt drawn again in one step goes on where it stopped."""
+        asked, self.returned = self.returned[:prompts], self.returned[prompts:]
+        asked += [Asked(prompt, ()) for prompt in (self.draw(prompts - len(asked)) if len(asked) < prompts else ())]
+        size = self.config.rollout.group_size
+        for i, (prompt, begun) in enumerate((a.prompt, a.begun) for a in asked):
+            if not begun:
+                first = drawn[prompt.uid] * size
+                asked[i] = Asked(prompt, [response_seed(self.config.seed, step, prompt.uid, first + j) for j in range(size)])
+            drawn[prompt.uid] += 1
+        return asked
 
     def evaluate(self, problems: Sequence[Prompt], k: int | None = None, params: SamplingParams | None = None) -> EvaluationResult:
         """k answers (default `evaluation.samples`) to each problem. Raises DataError where there is no problem."""
@@ -89,10 +114,27 @@ class RolloutSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step needs besides the weights and the prompts' order; lists and dicts only."""
-        return {"surplus": [group.state_dict() for group in self.surplus]}
+        returned = [
+            {"prompt": prompt_state(a.prompt), "seeds": list(a.seeds), "begun": [c and vars(c) for c in a.begun]} for a in self.returned
+        ]
+        return {"surplus": [group.state_dict() for group in self.surplus], "returned": returned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.surplus = [Group.from_state(group) for group in state["surplus"]]
+        self.returned = [
+            Asked(prompt_from_state(a["prompt"]), a["seeds"], [Completion(**c) if c else None for c in a["begun"]])
+            for a in state.get("returned", ())
+        ]
 
     def _runner(self) -> WaveRunner:
-        return WaveRunner(self.rank, self.world, self.engine, self.verifier, self.tokenizer, self.gather, self.config.reward)
+        return WaveRunner(
+            self.rank,
+            self.world,
+            self.engine,
+            self.verifier,
+            self.tokenizer,
+            self.gather,
+            self.config.reward,
+            tp=self.config.rollout.engine_tp,
+            recover=self.recover,
+        )

@@ -5,7 +5,7 @@ weight transfer into `parameters()`; decode.py holds the loop.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from megarl.config.errors import CheckpointError, EngineError
 from megarl.rollout.decode import DecodeLoop, Model, Stopping
-from megarl.rollout.engine import Completion, Request, SamplingParams
+from megarl.rollout.engine import TAGS, Completion, Request, SamplingParams
 from megarl.rollout.kv_cache import ATTENTION, attention
+from megarl.weights.plan import Plan
 
 AttentionInterface.register(ATTENTION, attention)
 
@@ -27,6 +28,8 @@ class TransformersEngine:
 
     folder: Hugging Face folder, of which `start` reads only config.json; max_batch: responses decoded at once; eos_ids: tokens that
     end a response; tokenizer: needed for stop texts only."""
+
+    streams = False
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class TransformersEngine:
         self._ready = False  # whether the weights are defined
         self._asleep = False
         self._aborted = threading.Event()
+        self._submitted: list[tuple[dict[int, Request], SamplingParams]] = []
         self._stopping: dict[tuple[str, ...], Stopping] = {}
 
     def start(self) -> None:
@@ -84,8 +88,18 @@ class TransformersEngine:
             )
         return {name: p.data for name, p in self._model.named_parameters()}
 
+    def buckets(self, plan: Plan) -> list[tuple[Plan, dict[str, Tensor]]]:
+        """One: the engine's own tensors are written in place."""
+        return [(plan, self.parameters())]
+
+    def handle(self, bucket: int) -> None:
+        return None
+
     def begin_update(self) -> None:
         self._ready = False
+
+    def deliver(self, bucket: int, handles: Sequence[None], version: int) -> None:
+        """Nothing: it is where it belongs."""
 
     def end_update(self, version: int) -> None:
         """No cache survives a `generate` call, so there is none to drop."""
@@ -143,6 +157,22 @@ class TransformersEngine:
         )
         return DecodeLoop(model, requests, params, self.max_batch, self._stopping_for(params.stop), self._aborted.is_set).run()
 
+    def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
+        """Keeps them for the next `poll`, which decodes all of them as one batch."""
+        self._submitted.append((dict(requests), params))
+
+    def poll(self, seconds: float) -> list[tuple[int, Completion]]:
+        """All that was submitted, whatever `seconds`."""
+        ended = []
+        while self._submitted:
+            requests, params = self._submitted.pop(0)
+            ended += list(zip(requests, self.generate(list(requests.values()), params), strict=True))
+        return ended
+
+    @property
+    def running(self) -> int:
+        return sum(len(requests) for requests, _ in self._submitted)
+
     def _check(self, requests: Sequence[Request], params: SamplingParams) -> None:
         positions, vocab = self._model.config.max_position_embeddings, self._model.config.vocab_size
         prompts = dict.fromkeys(r.prompt for r in requests)
@@ -182,13 +212,26 @@ class TransformersEngine:
     def _text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def abort(self) -> None:
-        """Ends a running `generate` after its current step; without one it does nothing."""
+    def abort(self) -> list[tuple[int, Completion]]:
+        """Forgets what was submitted, and ends a `generate` that runs in another thread after its current step."""
         self._aborted.set()
+        forgotten = [(number, Completion()) for requests, _ in self._submitted for number in requests]
+        self._submitted.clear()
+        return forgotten
 
-    def sleep(self) -> None:
-        """Gives the storage of the weights back; the tensors of `parameters` stay the same objects."""
-        if self._model is None or self._asleep:
+    def ready(self, seconds: float) -> bool:
+        return self._model is not None
+
+    def restart(self) -> None:
+        raise EngineError("rollout engine: the transformers engine has no process that could be started anew")
+
+    def is_one_of(self, ranks: Sequence[int]) -> bool:
+        """Asked of engines that failed; this one's errors are the rank's own."""
+        return False
+
+    def sleep(self, tags: Sequence[str] = TAGS) -> None:
+        """Gives the storage of the weights back; the tensors of `parameters` stay the same objects. Its KV cache ends with `generate`."""
+        if self._model is None or self._asleep or "weights" not in tags:
             return
         self._asleep, self._ready = True, False
         for parameter in self._model.parameters():
@@ -196,16 +239,17 @@ class TransformersEngine:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def wake(self) -> None:
+    def wake(self, tags: Sequence[str] = TAGS) -> None:
         """Allocates the weights again, undefined."""
-        if self._model is None or not self._asleep:
+        if self._model is None or not self._asleep or "weights" not in tags:
             return
         for parameter in self._model.parameters():
             parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
         self._asleep = False
 
     def stop(self) -> None:
-        self.abort()
+        self._aborted.set()
+        self._submitted.clear()
         self._model, self._ready, self._asleep = None, False, False
         self._stopping.clear()
         if self.device.type == "cuda":

@@ -1,0 +1,99 @@
+"""Weights into the engines, bucket after bucket, and engines that failed back to life. All ranks call both alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megarl.config.errors import EngineError, EngineFailure
+from megarl.rollout.engine import RolloutEngine
+from megarl.weights.transfer import Transfer, TransferStats
+
+PATIENCE = 10.0  # seconds
+Failures = list[EngineFailure | None]  # by rank
+
+
+class Delivery:
+    """transfers: one for each bucket of the engine, in order; gather: every rank's object, by rank, on every rank; most_failures: failures
+    of engines, since the last whole delivery, after which none is started anew; check: compare weights by fingerprints.
+
+    events: lines about failures, for the run's log; `take_events` empties it."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        transfers: Sequence[Transfer],
+        gather: Callable[[Any], list[Any]],
+        most_failures: int = 0,
+        check: bool = False,
+    ) -> None:
+        self.engine, self.transfers, self.gather = engine, transfers, gather
+        self.most_failures, self.check = most_failures, check
+        self.failures = 0
+        self.version = -1
+        self.events: list[str] = []
+
+    def run(self, version: int) -> TransferStats:
+        """The actor's present weights into all engines, which then carry `version`."""
+        self.failures, self.version = 0, version
+        failures, stats = self._attempt(True)
+        if any(failures):
+            self.recover(failures)
+        return stats
+
+    def recover(self, failures: Failures) -> None:
+        """Starts the engines of the ranks that met a failure anew and gives them the weights of `version`, which the actor must still have;
+        what they had not finished goes on. EngineError on every rank once there were too many failures."""
+        while any(failures):
+            for rank, failure in enumerate(failures):
+                if failure is not None:
+                    self.failures += 1
+                    self.events.append(f"engine of rank {rank} failed ({self.failures} of at most {self.most_failures}): {failure}")
+                    last = failure
+            if self.failures > self.most_failures:
+                error = EngineError(
+                    f"rollout: {self.failures} engine failures since the last weight transfer, rollout.engine_failures allows "
+                    f"{self.most_failures}; the last: {last}"
+                )
+                error.on_every_rank = True
+                raise error
+            # All ranks of an engine start it anew, of which the leader alone meets failures.
+            mine = self.engine.is_one_of([rank for rank, failure in enumerate(failures) if failure is not None])
+            if mine:
+                self.engine.restart()
+            failures, _ = self._attempt(mine)
+
+    def _attempt(self, mine: bool) -> tuple[Failures, TransferStats]:
+        """One delivery, to the engines whose ranks say `mine`; the others' memory is written too, and not looked at."""
+        failure: EngineFailure | None = None
+
+        def do(call: Callable[..., Any], *arguments: Any) -> Any:
+            nonlocal failure
+            if mine and failure is None:
+                try:
+                    return call(*arguments)
+                except EngineFailure as error:
+                    failure = error
+            return None
+
+        # An engine may take longer to start than any rank may wait in a collective.
+        while not all(self.gather(do(self.engine.ready, PATIENCE) is not False)):
+            pass
+        total = TransferStats(0, 0, 0, 0.0)
+        failures: Failures = []
+        do(self.engine.begin_update)
+        for bucket, transfer in enumerate(self.transfers):
+            total = total.plus(transfer.run())
+            if self.check:
+                transfer.check()
+            handles = self.gather(self.engine.handle(bucket))  # nobody reads before all have written
+            do(self.engine.deliver, bucket, handles, self.version)
+            if bucket == len(self.transfers) - 1:
+                do(self.engine.end_update, self.version)
+            failures = self.gather(failure)  # nobody writes before all have read
+        return failures, total
+
+    def take_events(self) -> list[str]:
+        """The lines since the last call."""
+        events, self.events = self.events, []
+        return events

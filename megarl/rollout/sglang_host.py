@@ -1,0 +1,198 @@
+"""The process that holds one SGLang engine: `python -m megarl.rollout.sglang_host FD PID`. Messages come and go
+through a socket from the rank with that process id.
+
+A process of its own, because SGLang kills the process that made an engine when one of the engine's children fails. SGLang's children
+import this module first (multiprocessing's spawn does), so that what a CPU needs is in place in each of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megarl.rollout import sglang_cpu
+
+sglang_cpu.install()
+
+PROGRESS = 0.5  # seconds between signs of progress
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Calls:
+    """The calls that differ between SGLang's versions, or say by their value that they failed. RuntimeError with what SGLang says.
+
+    0.5.15 has no weight-update sessions, 0.5.23 refuses updates outside of one; both refuse by returning False."""
+
+    def __init__(self, engine: Any) -> None:
+        from sglang.srt.managers import io_struct
+
+        self.manager, self.io = engine.tokenizer_manager, io_struct
+
+    @staticmethod
+    def _check(what: str, result: Any) -> None:
+        success, message = result if isinstance(result, tuple) else (result.success, getattr(result, "message", ""))
+        if not success:
+            raise RuntimeError(f"{what}: {message}")
+
+    async def begin(self) -> None:
+        if hasattr(self.manager, "begin_weight_update"):
+            self._check("begin_weight_update", await self.manager.begin_weight_update(self.io.BeginWeightUpdateReqInput(), None))
+
+    async def load(self, payloads: list[bytes], version: int, last: bool) -> None:
+        """One payload per rank. With the last one the prefix cache is dropped, and the engine has `version`."""
+        from megarl.rollout.sglang_inside import LOADER
+
+        request = self.io.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=payloads, load_format=LOADER, flush_cache=last, weight_version=str(version) if last else None
+        )
+        self._check("update_weights_from_tensor", await self.manager.update_weights_from_tensor(request, None))
+
+    async def end(self) -> None:
+        if hasattr(self.manager, "end_weight_update"):
+            self._check("end_weight_update", await self.manager.end_weight_update(self.io.EndWeightUpdateReqInput(), None))
+
+    async def sleep(self, tags: list[str]) -> None:
+        """Frees memory; only once nothing runs, else the server dies."""
+        while not (await self.manager.flush_cache()).success:
+            await asyncio.sleep(0.1)
+        await self.manager.release_memory_occupation(self.io.ReleaseMemoryOccupationReqInput(tags=tags), None)
+
+    async def wake(self, tags: list[str]) -> None:
+        await self.manager.resume_memory_occupation(self.io.ResumeMemoryOccupationReqInput(tags=tags), None)
+
+
+class Host:
+    """Answers messages (word, ...) until the other end is gone:
+
+    submit (id, prompt, its length without what a response begins with, seed), ..., params   -> done [(id, answer), ...]
+    abort                                                                            -> done, of what was running
+    call number, name, arguments of a method of Calls                                -> answer number, error or None
+    """
+
+    def __init__(self, engine: Any, connection: Connection, calls: Calls) -> None:
+        from megarl.rollout.sglang_inside import KeepParams
+
+        self.engine, self.connection, self.calls = engine, connection, calls
+        self.processor = KeepParams.to_str()
+        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # a reader that is slow must not stop the engine
+        self.finished: list[tuple[int, Any]] = []
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.children = multiprocessing.active_children()
+        self.generating = 0
+        threading.Thread(target=self._send, daemon=True).start()
+
+    def serve(self) -> None:
+        loop = self.engine.loop
+        loop.add_reader(self.connection.fileno(), self._receive)
+        loop.create_task(self._watch())
+        self.outbox.put(("ready", [child.pid for child in self.children]))
+        loop.run_forever()
+
+    def _send(self) -> None:
+        while True:
+            try:
+                self.connection.send(self.outbox.get())
+            except OSError:
+                os._exit(1)
+
+    def _receive(self) -> None:
+        try:
+            word, *rest = self.connection.recv()
+        except (EOFError, OSError):
+            os._exit(1)  # the rank has gone; SGLang's children follow their parent
+        if word == "submit":
+            self._submit(*rest)
+        elif word == "abort":
+            self.calls.manager.abort_request(abort_all=True)
+        else:
+            self._start(self._call(*rest))
+
+    def _start(self, work: Any) -> None:
+        task = self.engine.loop.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _call(self, number: int, name: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            await getattr(self.calls, name)(*arguments)
+        except Exception as error:  # noqa: BLE001 (the rank raises it)
+            self.outbox.put(("answer", number, f"{type(error).__name__}: {error}"))
+        else:
+            self.outbox.put(("answer", number, None))
+
+    def _submit(self, requests: list[tuple[int, list[int], int, int]], params: dict[str, Any]) -> None:
+        """`params`: max_tokens, temperature, top_p, top_k, stop, stop_token_ids. SGLang queues what is more than it may run at once."""
+        for number, prompt, length, seed in requests:
+            own = {"seed": seed, "prompt": length, **{key: params[key] for key in ("temperature", "top_p", "top_k")}}
+            sampling = {
+                "max_new_tokens": params["max_tokens"] - (len(prompt) - length),
+                "stop_token_ids": params["stop_token_ids"],
+                "stop": params["stop"] or None,
+                "custom_params": own,
+            }
+            self.generating += 1
+            self._start(self._generate(number, prompt, sampling))
+
+    async def _generate(self, number: int, prompt: list[int], sampling: dict[str, Any]) -> None:
+        try:
+            answer = await self.engine.async_generate(
+                input_ids=prompt, sampling_params=sampling, return_logprob=True, custom_logit_processor=self.processor
+            )
+            meta = answer["meta_info"]
+            logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+            result: Any = (answer["output_ids"], logprobs, meta["finish_reason"]["type"], meta["weight_version"])
+        except Exception as error:  # noqa: BLE001 (the rank raises it)
+            result = f"{type(error).__name__}: {error}"
+        self.generating -= 1
+        self.finished.append((number, result))
+        if len(self.finished) == 1:
+            self.engine.loop.call_soon(self._flush)  # what ends in one step of the engine goes in one message
+
+    def _flush(self) -> None:
+        self.outbox.put(("done", self.finished))
+        self.finished = []
+
+    async def _watch(self) -> None:
+        """Says that tokens come, and ends this process when one of SGLang's has ended: the rank sees that at once."""
+        seen = 0.0
+        while True:
+            await asyncio.sleep(PROGRESS)
+            for child in self.children:
+                if not child.is_alive():
+                    print(f"{child.name} has ended", file=sys.stderr, flush=True)
+                    os._exit(1)
+            received = self.calls.manager.last_receive_tstamp
+            if self.generating and received != seen:
+                self.outbox.put(("progress",))
+            seen = received
+
+
+def main(calls: type[Calls] = Calls) -> None:
+    """Makes the engine that the first message describes, and serves it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank that is killed takes its engine with it
+    if os.getppid() != int(sys.argv[2]):
+        raise SystemExit("the rank that started this engine has ended")
+    connection = Connection(int(sys.argv[1]))
+    arguments = connection.recv()
+    from sglang.srt.entrypoints.engine import Engine
+
+    from megarl.rollout.sglang_inside import run_scheduler
+
+    class SeededEngine(Engine):
+        run_scheduler_process_func = staticmethod(run_scheduler)
+
+    engine = SeededEngine(**arguments)
+    Host(engine, connection, calls(engine)).serve()
+
+
+if __name__ == "__main__":
+    main()

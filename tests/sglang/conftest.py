@@ -1,0 +1,15 @@
+"""Everything here needs sglang (`make test-sglang` makes an environment that has it) and takes long."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/sglang/" in item.nodeid:
+            item.add_marker(pytest.mark.slow)
+            if find_spec("sglang") is None:
+                item.add_marker(pytest.mark.skip(reason="sglang is not installed: make test-sglang"))

@@ -1,0 +1,25 @@
+"""The engine's process with one call more, for tests: what SGLang's ranks really hold."""
+
+from __future__ import annotations
+
+from multiprocessing.reduction import ForkingPickler
+
+import torch
+
+from megarl.rollout import sglang_host
+
+DUMP = "tests.sglang.inside.dump"
+
+
+class Calls(sglang_host.Calls):
+    async def dump(self, path: str, ranks: int) -> None:
+        """Each rank's parameters into `path` with its rank put in."""
+        payload = bytes(ForkingPickler.dumps([(path, torch.empty(0))]))
+        await self.begin()
+        request = self.io.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[payload] * ranks, load_format=DUMP, flush_cache=False)
+        self._check("dump", await self.manager.update_weights_from_tensor(request, None))
+        await self.end()
+
+
+if __name__ == "__main__":
+    sglang_host.main(Calls)

@@ -1,0 +1,215 @@
+"""What ranks do in the tests of this folder: a real actor, a real SGLang engine, which stays from job to job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config.errors import EngineError, EngineFailure
+from megarl.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, RolloutConfig
+from megarl.data.experience import Experience
+from megarl.data.prompts import Prompt
+from megarl.parallel.comm import gather_objects
+from megarl.parallel.runtime import Runtime
+from megarl.rewards.verdict import Verdict
+from megarl.rollout.engine import Completion, Request, SamplingParams
+from megarl.rollout.sglang import SGLangEngine
+from megarl.rollout.wave import Asked, WaveRunner
+from tests.parallel import jobs as parallel_jobs
+
+SCENES: dict[str, Any] = {}  # of this rank's process
+PROMPTS = [(3, 9, 4), (7,) * 11, (20, 5), (3, 9, 4), (5, 6, 7, 8, 9, 10), (41, 40, 39)]
+DUMP = "tests.sglang.inside.dump"
+PATIENCE = 20.0  # seconds without progress before an engine hangs: an engine on a loaded machine must not seem to
+
+
+class Scene:
+    """An actor and an engine that is fed by it."""
+
+    def __init__(self, runtime: Runtime, folder: Path, options: dict[str, Any]) -> None:
+        from transformers import AutoTokenizer
+
+        from megarl.model.builder import build_actor, read_hf_config
+        from megarl.schedule.run import make_delivery, make_engine
+        from megarl.training.learner import Learner
+        from megarl.weights.hf_io import read_config
+
+        inside = {"custom_weight_loader": ["megarl.rollout.sglang_inside.load_shards", DUMP]}
+        rollout = {"engine": "sglang", "max_response_tokens": 64, "max_batch": 32, "engine_options": inside, "engine_start_timeout": 1500}
+        self.config = Config(
+            recipe="dapo",
+            run_dir=folder,
+            steps=4,
+            model=ModelConfig(path=folder, dtype="fp32"),
+            data=DataConfig(max_prompt_tokens=32),
+            parallel=ParallelConfig(tp=runtime.layout.tp),
+            rollout=RolloutConfig(**{**rollout, **options}),
+        )
+        self.runtime, self.folder = runtime, folder
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = build_actor(self.config, read_hf_config(folder), runtime)
+        parallel_jobs.load(model, folder, runtime)
+        self.actor = Learner("actor", model, self.config.critic, self.config.steps, runtime)  # the critic's rate: a change to be seen
+        self.engine = make_engine(self.config, self.tokenizer, runtime)
+        assert isinstance(self.engine, SGLangEngine)
+        if self.engine.process is not None:
+            self.engine.process.module = "tests.sglang.host"
+        self.engine.start()
+        self.delivery = make_delivery(self.config, runtime, read_config(folder), model, self.engine)
+
+    def generate(self, requests: list[Request], params: SamplingParams) -> list[Completion]:
+        """From the engine's first rank, on every rank."""
+        leader = self.runtime.rank == 0
+        return gather_objects(self.runtime, self.engine.generate(requests, params) if leader else None)[0]
+
+
+def start(runtime: Runtime, name: str, folder: Path, **options: Any) -> list[int]:
+    """Begins a scene; gives the processes of its engine's host."""
+    SCENES[name] = Scene(runtime, folder, options)
+    engine = SCENES[name].engine
+    return [engine.process.pid] if engine.process else []
+
+
+def wait(runtime: Runtime, name: str) -> bool:
+    """Whether the engine is ready; waits for a while."""
+    return all(gather_objects(runtime, SCENES[name].engine.ready(60.0)))
+
+
+def deliver(runtime: Runtime, name: str, version: int, dump: Path) -> dict[str, Any]:
+    """The actor's weights into the engine; what SGLang's ranks hold then goes to files, and the actor is exported."""
+    from megarl.weights.export import export_hf
+    from megarl.weights.families import table_names
+
+    scene = SCENES[name]
+    stats = scene.delivery.run(version)
+    if runtime.rank == 0:
+        scene.engine.process.call("dump", str(dump / "rank{rank}.safetensors"), scene.config.rollout.engine_tp)
+    named = table_names(dict(scene.actor.model.named_parameters()))
+    export_hf(dump / "hf", scene.folder, runtime.layout, runtime.rank, named, dtype=torch.float32)
+    children = scene.engine.process.children if scene.engine.process else []
+    return {"buckets": len(scene.delivery.transfers), "moved": stats.bytes_received + stats.bytes_local, "children": children}
+
+
+def update(runtime: Runtime, name: str) -> float:
+    """One optimizer step of the actor; gives the gradient's norm."""
+    from megarl.training.batches import distribute
+    from megarl.training.losses import supervised_loss
+
+    scene = SCENES[name]
+    config = parallel_jobs.make_config(scene.folder, nll_weight=1.0)
+    batch = Experience.build([[3, 4]] * 4, [[5, 6, 7], [8, 9], [10], [11, 12]])
+    batch["correct"], batch["truncated"] = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)
+    local = distribute(batch, config, 4, 0, [scene.actor.model], runtime)
+    scene.actor.begin_step()
+    return scene.actor.update(local.mini_batches[0], supervised_loss(local.experience)).grad_norm
+
+
+def sample(runtime: Runtime, name: str, params: SamplingParams, count: int = 3) -> tuple[list[Completion], Any]:
+    """`count` responses to each prompt, and the trainer's log-probabilities of their tokens."""
+    from megarl.training.columns import logprob_columns
+    from megarl.training.micro_batch import make_micro_batches
+
+    scene = SCENES[name]
+    prompts = [prompt for prompt in PROMPTS for _ in range(count)]
+    completions = scene.generate([Request(prompt, seed) for seed, prompt in enumerate(prompts)], params)
+    experience = Experience.build([list(p) for p in prompts], [c.tokens for c in completions])
+    batches = make_micro_batches(experience, range(len(prompts)), 200, scene.actor.model)
+    ours = logprob_columns(scene.actor, experience, batches, runtime)["logprobs"][experience.response_mask]
+    return completions, ours
+
+
+def interrupt(runtime: Runtime, name: str, params: SamplingParams) -> tuple[list[Completion], list[Completion], list[Completion]]:
+    """Responses in one go; the same aborted in the middle; and those gone on with."""
+    engine = SCENES[name].engine
+    requests = {i: Request(PROMPTS[i % len(PROMPTS)], 100 + i) for i in range(40)}
+    whole = engine.generate(list(requests.values()), params)
+    engine.submit(requests, params)
+    ended: dict[int, Completion] = {}
+    while len(ended) < 2:  # some of 40 have ended, some of the 32 that run at once are under way, some wait
+        ended |= dict(engine.poll(5.0))
+    ended |= dict(engine.abort())
+    begun = [ended[i] for i in requests]
+    left = [i for i in requests if ended[i].finish == "abort"]
+    engine.submit({i: Request(requests[i].prompt, requests[i].seed, ended[i]) for i in left}, params)
+    while engine.running:
+        ended |= dict(engine.poll(5.0))
+    return whole, begun, [ended[i] for i in requests]
+
+
+def sleep_and_wake(runtime: Runtime, name: str, version: int) -> str:
+    """Asleep and awake again; the message of a request before the weights are back."""
+    scene = SCENES[name]
+    scene.engine.sleep()
+    scene.engine.wake()
+    try:
+        scene.engine.submit({0: Request(PROMPTS[0], 0)}, SamplingParams(4))
+    except EngineError as error:
+        scene.delivery.run(version)
+        return str(error)
+    return "nothing"
+
+
+class Parity:
+    """A verifier: right are texts of even length."""
+
+    def verify(self, items: Any) -> list[Verdict]:
+        return [Verdict(correct=len(text) % 2 == 0, extracted=text[-1:]) for text, _ in items]
+
+
+def rollout(runtime: Runtime, name: str, harm: str = "", most_failures: int = 3) -> dict[str, Any]:
+    """Groups through the whole path of a step. harm: what happens to SGLang's scheduler once it generates."""
+    scene = SCENES[name]
+    scene.delivery.failures, scene.delivery.most_failures = 0, most_failures
+    runner = WaveRunner(
+        0, 1, scene.engine, Parity(), scene.tokenizer, lambda value: [value], scene.config.reward, recover=scene.delivery.recover
+    )
+    asked = [Asked(Prompt(i, "", prompt, ""), [1000 * i + j for j in range(8)]) for i, prompt in enumerate(PROMPTS)]
+    process = scene.engine.process
+    process.limit = PATIENCE if harm else 300.0
+    before = [process.pid, *process.children]
+    if harm == "nan":
+        for parameter in scene.actor.model.parameters():
+            parameter.data.fill_(float("nan"))
+        scene.delivery.run(scene.engine.weight_version + 1)
+    runner.submit(asked, SamplingParams(scene.config.rollout.max_response_tokens))
+    if harm in ("kill", "stop"):
+        scheduler = next(pid for pid in process.children if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(scheduler, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[harm])
+    error = None
+    try:
+        while runner.running:
+            runner.tick()
+    except (EngineError, EngineFailure) as problem:
+        error = problem
+    return {
+        "responses": [(r.tokens.tolist(), r.logprobs.tolist()) for group in runner.take() for r in group.responses],
+        "error": None if error is None else (type(error).__name__, str(error), error.on_every_rank),
+        "events": scene.delivery.take_events(),
+        "failures": scene.delivery.failures,
+        "before": before,
+        "after": [process.pid, *process.children] if error is None else [],
+    }
+
+
+def stop(runtime: Runtime, name: str) -> None:
+    SCENES.pop(name).engine.stop()
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Of these processes, those that still run, after a while."""
+    end = time.monotonic() + 30
+    while (left := [pid for pid in pids if running(pid)]) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

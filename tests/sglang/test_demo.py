@@ -1,0 +1,44 @@
+"""The demo's loop on a real SGLang engine: `megarl train` as a user runs it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.schedule import demo
+from tests.schedule.demo import make_warm_model, train
+
+
+@pytest.mark.timeout(1800)
+def test_the_demo_learns_on_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DAPO with filtering, so that prompts are drawn while others run and the surplus is aborted."""
+    monkeypatch.setattr(demo, "LIMIT", 900)  # seconds: SGLang imports for long where the machine is busy
+    warm = make_warm_model(tmp_path / "demo", steps=60)
+    before = {process.pid for process in psutil.process_iter()}
+    records = train(
+        warm,
+        "dapo",
+        tmp_path / "run",
+        "steps=3",
+        "rollout.engine=sglang",
+        "parallel.tp=1",
+        "rollout.fingerprint=true",
+        "rollout.continue_partial=true",
+        "rollout.dynamic_sampling.max_batches=3",
+    )
+    steps = [r for r in records if r["stage"] == "train"]
+    evaluations = [r for r in records if r["stage"] == "eval"]
+    assert [r["step"] for r in steps] == [1, 2, 3]
+    assert [r["step"] for r in evaluations] == [0, 3]
+    for record in records:
+        assert all(math.isfinite(value) for value in record.values() if isinstance(value, float))
+    for record in steps:
+        assert 0 <= record["reward/accuracy"] <= 1
+        assert record["mismatch/logprob_abs_max"] <= 1e-4  # trainer against engine, nats
+        assert record["policy/grad_norm"] > 0
+        assert record["rollout/prompts"] >= 8
+    left = [p.name() for p in psutil.process_iter() if p.pid not in before and ("sglang" in p.name() or "sglang" in " ".join(p.cmdline()))]
+    assert left == []

@@ -1,0 +1,154 @@
+"""A real SGLang engine on a CPU, fed by a Megatron actor: its weights, what it samples, and what becomes of it when it fails.
+
+The engine at tp=1 is shared by all tests of this file and started anew only where a test kills it; the order of the tests matters little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.rollout.engine import Request, SamplingParams
+from megarl.rollout.transformers_engine import TransformersEngine
+from megarl.weights.hf_io import HFFolder, load_into
+from megarl.weights.sglang_layout import sglang_shards
+from tests.ranks import RankPool
+from tests.sglang import jobs
+from tests.tiny_models import make_tiny_model
+
+START = 1500  # seconds
+pytestmark = pytest.mark.timeout(1800)  # a start takes 20 s, and minutes where the machine is busy
+
+
+def begin(pool: RankPool, name: str, folder: Path, **options: Any) -> None:
+    pool.run(jobs.start, name=name, folder=folder, **options)
+    for _ in range(START // 60):
+        if all(pool.run(jobs.wait, name=name)):
+            return
+    raise AssertionError("SGLang did not start")
+
+
+@pytest.fixture(scope="module")
+def one(ranks: Callable[..., RankPool], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """A rank with an engine at tp=1, which has the folder's weights as version 0."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", tied=True, vocab=307, head_dim=16, hidden=64, ffn=96)
+    pool = ranks(1, 1, 1)
+    begin(pool, "one", folder, max_response_tokens=100)
+    pool.run(jobs.deliver, name="one", version=0, dump=tmp_path_factory.mktemp("dump"))
+    yield pool
+    if pool.alive:
+        pool.run(jobs.stop, name="one")
+
+
+def check_weights(dump: Path, tp: int) -> None:
+    """What SGLang's ranks hold is, bit for bit, what the exported folder holds, in SGLang's layout."""
+    exported = HFFolder(dump / "hf")
+    for rank in range(tp):
+        shards = sglang_shards(exported.config, tp, rank, cpu=True)
+        expected = {name: torch.zeros(shard.shape) for name, shard in shards.items()}
+        load_into(expected, shards, exported)
+        held = load_file(dump / f"rank{rank}.safetensors")
+        assert held.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(held[name], tensor), (rank, name)
+
+
+def check_samples(pool: RankPool, name: str, dump: Path, params: SamplingParams, version: int) -> None:
+    """The trainer's log-probabilities, and the transformers engine's tokens, from the exported folder and the same seeds."""
+    (completions, ours), *_ = pool.run(jobs.sample, name=name, params=params)
+    theirs = torch.tensor([x for c in completions for x in c.logprobs])
+    assert {v for c in completions for v in c.versions} == {version}
+    if params.temperature == 1:
+        assert (theirs - ours).abs().max() <= 1e-4
+    engine = TransformersEngine(dump / "hf", eos_ids=(1,))
+    engine.start()
+    engine.load_folder()
+    prompts = [prompt for prompt in jobs.PROMPTS for _ in range(3)]
+    reference = engine.generate([Request(prompt, seed) for seed, prompt in enumerate(prompts)], params)
+    same = [a.tokens == b.tokens for a, b in zip(completions, reference, strict=True)]
+    assert sum(same) >= len(same) - 1  # rounding may turn one draw in some thousand
+    for a, b, equal in zip(completions, reference, same, strict=True):
+        if equal:
+            assert a.finish == b.finish
+            assert torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-4)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(48), SamplingParams(24, 0.7, 0.8, 10), SamplingParams(24, 0.0)], ids=str)
+def test_samples_as_the_transformers_engine(one: RankPool, params: SamplingParams, tmp_path: Path) -> None:
+    one.run(jobs.deliver, name="one", version=0, dump=tmp_path)
+    check_samples(one, "one", tmp_path, params, 0)
+
+
+def test_weights_after_an_update_are_the_exported_ones(one: RankPool, tmp_path: Path) -> None:
+    [(before, _)] = one.run(jobs.sample, name="one", params=SamplingParams(24))
+    assert one.run(jobs.update, name="one")[0] > 0
+    [report] = one.run(jobs.deliver, name="one", version=1, dump=tmp_path)
+    assert report["buckets"] == 1
+    check_weights(tmp_path, 1)
+    check_samples(one, "one", tmp_path, SamplingParams(24), 1)
+    [(after, _)] = one.run(jobs.sample, name="one", params=SamplingParams(24))
+    assert any(a.logprobs != b.logprobs for a, b in zip(before, after, strict=True))
+
+
+def test_an_aborted_response_goes_on_as_if_nothing_had_happened(one: RankPool) -> None:
+    [(whole, begun, gone_on)] = one.run(jobs.interrupt, name="one", params=SamplingParams(100))
+    aborted = [c for c in begun if c.finish == "abort"]
+    assert aborted
+    assert any(0 < len(c.tokens) < 100 for c in aborted)
+    same = sum(a.tokens == b.tokens and a.finish == b.finish for a, b in zip(whole, gone_on, strict=True))
+    assert same >= len(whole) - 1
+    for start, end in zip(begun, gone_on, strict=True):
+        assert end.tokens[: len(start.tokens)] == start.tokens
+        assert len(end.logprobs) == len(end.versions) == len(end.tokens)
+
+
+def test_sleep_and_wake_by_tags(one: RankPool) -> None:
+    [message] = one.run(jobs.sleep_and_wake, name="one", version=1)
+    assert "no weights" in message
+    [(completions, ours)] = one.run(jobs.sample, name="one", params=SamplingParams(8))
+    assert (torch.tensor([x for c in completions for x in c.logprobs]) - ours).abs().max() <= 1e-4
+
+
+def test_an_engine_over_two_ranks(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+    """Untied, a vocabulary that is padded, biases; several buckets; the trainer at TP 2 as well."""
+    folder = make_tiny_model(tmp_path / "model", "qwen2", vocab=4099, hidden=128, ffn=160, heads=4, kv_heads=2)
+    pool = ranks(2, 1, 1)
+    begin(pool, "two", folder, engine_tp=2, transfer_bucket=1)
+    for version in (0, 1):
+        reports = pool.run(jobs.deliver, name="two", version=version, dump=tmp_path)
+        assert reports[0]["buckets"] > 2
+        check_weights(tmp_path, 2)
+        check_samples(pool, "two", tmp_path, SamplingParams(24), version)
+        pool.run(jobs.update, name="two")
+    children = reports[0]["children"]
+    assert len(children) >= 3
+    assert jobs.alive(children[:1])
+    pool.run(jobs.stop, name="two")
+    assert jobs.alive(children) == []
+
+
+@pytest.mark.parametrize("harm", ["kill", "stop"])
+def test_a_failed_engine_is_started_anew_and_nothing_is_lost(one: RankPool, harm: str) -> None:
+    [undisturbed] = one.run(jobs.rollout, name="one")
+    [disturbed] = one.run(jobs.rollout, name="one", harm=harm)
+    assert disturbed["error"] is None
+    assert disturbed["failures"] == 1
+    assert len(disturbed["events"]) == 1 and "engine of rank 0 failed (1 of at most 3): SGLang" in disturbed["events"][0]
+    same = sum(a[0] == b[0] for a, b in zip(undisturbed["responses"], disturbed["responses"], strict=True))
+    assert same >= len(undisturbed["responses"]) - 1  # from the same seeds under the same weights
+    assert not set(disturbed["before"]) & set(disturbed["after"])
+    assert jobs.alive(disturbed["before"]) == []
+
+
+def test_after_too_many_failures_the_run_stops_with_a_message(one: RankPool) -> None:
+    """Weights that are NaN: nonsense that no restart mends."""
+    [report] = one.run(jobs.rollout, name="one", harm="nan", most_failures=0)
+    kind, message, on_every_rank = report["error"]
+    assert kind == "EngineError" and on_every_rank
+    assert "1 engine failures since the last weight transfer, rollout.engine_failures allows 0" in message
+    assert "a log-probability that is not a finite number" in message
