@@ -25,8 +25,7 @@ from megarl.parallel.runtime import Runtime
 
 def add_group_advantages(batch: Experience) -> None:
     """Writes advantages [T] from rewards and group_ids. `batch` must hold whole groups: it runs before the batch is divided."""
-    per_response = group_advantages(batch["rewards"], batch["group_ids"])
-    batch["advantages"] = torch.where(batch.response_mask, per_response[batch.sequence_ids], 0.0)
+    batch["advantages"] = batch.spread(group_advantages(batch["rewards"], batch["group_ids"]))
 
 
 def add_gae(config: AlgorithmConfig, experience: Experience, runtime: Runtime) -> dict[str, float]:

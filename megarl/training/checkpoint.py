@@ -21,6 +21,7 @@ from megarl.config.files import fsync, read_json
 from megarl.config.schema import Config
 
 if TYPE_CHECKING:
+    from megarl.model.builder import Actor
     from megarl.parallel.runtime import Runtime
     from megarl.training.learner import Learner
 
@@ -41,9 +42,14 @@ FREE = (
     "model.recompute",
     "reward.workers",
     "rollout.max_batch",
+    "rollout.engine_memory",
+    "rollout.engine_timeout",
+    "rollout.engine_start_timeout",
+    "rollout.engine_failures",
     "rollout.transfer_bucket",
     "update.tokens_per_micro_batch",
     "update.logprob_chunk",
+    "value_pretraining.rollouts",
 )
 
 
@@ -103,7 +109,7 @@ def find_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     skipped: list[str] = []
     for _, path in sorted(_all(run_dir), reverse=True):
         try:
-            return _open(path), skipped
+            return open_checkpoint(path), skipped
         except CheckpointError as error:
             skipped.append(f"{error} (skipped)")
     return None, skipped
@@ -116,8 +122,8 @@ def _all(run_dir: Path) -> list[tuple[int, Path]]:
     return [(int(match[1] or match[2]), path) for match, path in found if match]
 
 
-def _open(path: Path) -> Checkpoint:
-    """Raises CheckpointError saying what is missing."""
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint's folder. Raises CheckpointError saying what is missing."""
     if path.name.startswith("."):
         raise CheckpointError(f"{path}: its writing was interrupted")
     manifest = read_json(path / MANIFEST)
@@ -169,6 +175,17 @@ def load_checkpoint(checkpoint: Checkpoint, learners: Mapping[str, Learner]) -> 
     return checkpoint.state()
 
 
+def load_actor(folder: Path, model: Actor) -> None:
+    """Fills a bare actor, without an optimizer, from a distributed checkpoint of it (a checkpoint's actor/), whatever layout wrote it;
+    every rank calls this. CheckpointError where it is damaged."""
+    from megarl.training.sharded import load_model
+
+    try:
+        load_model(model, folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+
+
 def _on_rank_0(runtime: Runtime, action: Callable[[], None], aside: Path) -> None:
     """Runs `action` on rank 0 while the others wait; its failure is a CheckpointError everywhere, and removes what was written."""
     from megarl.parallel.comm import gather_objects
@@ -213,7 +230,7 @@ def _prune(run_dir: Path, keep: int) -> None:
     complete = []
     for step, path in sorted(_all(run_dir), reverse=True):
         try:
-            _open(path)
+            open_checkpoint(path)
         except CheckpointError:
             continue
         complete.append(step)

@@ -182,7 +182,8 @@ class Learner(Frozen):
     def _require_finite(self, collected: list[Stats]) -> None:
         losses = [float(stats["_loss"]) for stats in collected]
         bad = [f"loss of micro-batch {i} is {value}" for i, value in enumerate(losses) if not torch.isfinite(torch.tensor(value))]
-        if not all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in self.chunk.buffers):
+        buffers = [*self.chunk.buffers, *self.chunk.expert_parallel_buffers]
+        if not all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in buffers):
             bad.append("gradient is not finite")
         if any_rank(self.runtime, bool(bad)):
             reports = gather_objects(self.runtime, bad)

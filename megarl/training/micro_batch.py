@@ -37,11 +37,14 @@ class MicroBatch:
         return experience[name][self.slots].to(self.tokens.device)
 
 
-def make_micro_batches(experience: Experience, indices: Sequence[int], max_tokens: int, model: Actor | Critic) -> list[MicroBatch]:
-    """Packs the sequences `indices` by token budget. At least one micro-batch, if only of one token that counts nowhere:
+def make_micro_batches(
+    experience: Experience, indices: Sequence[int], max_tokens: int, model: Actor | Critic, at_least: int = 1
+) -> list[MicroBatch]:
+    """Packs the sequences `indices` by token budget. At least so many micro-batches, if only of one token that counts nowhere:
     every data-parallel replica must take part in an update, with or without sequences."""
     lengths = experience.lengths[torch.as_tensor(indices, dtype=torch.int64)].tolist()
-    groups = [[indices[i] for i in group] for group in pack(lengths, max_tokens)] if indices else [[]]
+    groups = [[indices[i] for i in group] for group in pack(lengths, max_tokens)]
+    groups += [[]] * (at_least - len(groups))
     multiple = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
     return [_micro_batch(experience, group, multiple, model) for group in groups]
 

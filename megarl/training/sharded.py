@@ -85,6 +85,16 @@ def load_learner(learner: Learner, folder: Path) -> None:
     learner.schedule.num_steps = loaded["schedule_steps"]
 
 
+def load_model(model: Actor | Critic, folder: Path) -> None:
+    """Fills a model alone with the weights that `save_learner` wrote; every rank calls this. CheckpointError where they cannot be read."""
+    try:
+        with _megatron():
+            loaded = dist_checkpointing.load({"model": _model_state(model)}, str(folder))
+    except FAILURES as error:
+        raise CheckpointError(f"cannot be read: {_reason(error)} (choose another checkpoint)") from error
+    model.load_state_dict(loaded["model"])
+
+
 @contextmanager
 def _megatron() -> Iterator[None]:
     """Around megatron-core's checkpointing, which stands on parts of torch that warn of their end."""

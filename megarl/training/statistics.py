@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megarl.algorithms.losses import loss_metrics
-from megarl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from megarl.data.experience import Experience
-from megarl.parallel.comm import max_over_ranks, sum_over_replicas, sum_stats
+from megarl.parallel.comm import sum_over_replicas, sum_stats
 from megarl.parallel.runtime import Runtime
-from megarl.training.batches import LocalBatch
 from megarl.training.learner import Learner, Loss
+from megarl.training.micro_batch import MicroBatch
 
 TRAINING_PHASES = ("old_logprobs", "reference_logprobs", "values", "critic_update", "actor_update", "supervised_update")
 
@@ -24,21 +25,15 @@ def policy_statistics(experience: Experience, runtime: Runtime) -> dict[str, flo
     return {"policy/entropy": entropy / max(tokens, 1), "policy/mean_prob": probability / max(tokens, 1)}
 
 
-def mismatch(experience: Experience, version: int, runtime: Runtime) -> dict[str, float]:
-    """How far the engine's log-probabilities are from the trainer's, over responses that were drawn with the present weights,
-    `version`: dynamic sampling's surplus of the step before was drawn with older ones."""
-    mask = experience.response_mask & (experience["policy_version"] == version)[experience.sequence_ids]
-    sums, largest = mismatch_sums(experience["old_logprobs"], experience["engine_logprobs"], mask)
-    return mismatch_metrics(sum_over_replicas(runtime, sums), max_over_ranks(runtime, float(largest)))
-
-
-def update_mini_batches(learner: Learner, local: LocalBatch, loss: Loss, epochs: int, room: str, runtime: Runtime) -> dict[str, float]:
+def update_mini_batches(
+    learner: Learner, mini_batches: Sequence[Sequence[MicroBatch]], loss: Loss, epochs: int, room: str, runtime: Runtime
+) -> dict[str, float]:
     """`epochs` passes of optimizer steps over the mini-batches; the metrics of `room` ("policy" or "value")."""
     learner.begin_step()
     sums: dict[str, float] = {}
     norms: list[float] = []
     for _ in range(epochs):
-        for micro_batches in local.mini_batches:
+        for micro_batches in mini_batches:
             result = learner.update(micro_batches, loss)
             norms.append(result.grad_norm)
             for key, value in result.sums.items():
@@ -52,7 +47,7 @@ def update_mini_batches(learner: Learner, local: LocalBatch, loss: Loss, epochs:
 def throughput(metrics: dict[str, float]) -> dict[str, float]:
     """Tokens per second of the whole job: response tokens generated, and tokens put through forward and update of the models."""
     rates = {}
-    if metrics.get("time/rollout") and "rollout/tokens" in metrics:
+    if metrics.get("time/rollout") and "rollout/tokens" in metrics and not metrics.get("rollout/reused"):
         rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / metrics["time/rollout"]
     training = sum(metrics.get(f"time/{name}", 0.0) for name in TRAINING_PHASES)
     if training and "train/tokens" in metrics:

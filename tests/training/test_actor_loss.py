@@ -1,0 +1,74 @@
+"""The actor's whole loss, its terms and their factors, against float64 loops; and what corrects for the engine inside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithms.weights import token_weights
+from megarl.config.schema import AlgorithmConfig
+from megarl.parallel.layout import Layout
+from megarl.parallel.runtime import Runtime
+from megarl.training.losses import actor_loss
+from megarl.training.micro_batch import MicroBatch
+from megarl.training.mismatch import correct_mismatch
+from tests.algorithms.loops import Batch, batches, loop_kl, loop_nll, loop_policy, loop_weights
+from tests.algorithms.test_mismatch import loop_factors
+
+ALONE = Runtime(Layout(), rank=0, device=torch.device("cpu"), timeout=60.0, cpu_group=None)  # type: ignore[arg-type]
+
+
+def whole(batch: Batch) -> MicroBatch:
+    """All response tokens as one micro-batch."""
+    slots = batch.experience.response_mask.nonzero().squeeze(-1)
+    none = torch.zeros(0, dtype=torch.int64)
+    return MicroBatch(none, none, None, none, none, slots)
+
+
+def loss_of(config: AlgorithmConfig, batch: Batch) -> float:
+    e, micro = batch.experience, whole(batch)
+    loss, _ = actor_loss(config, e)((e["logprobs"][micro.slots], e["entropy"][micro.slots]), micro)
+    return float(loss)
+
+
+def add_columns(batch: Batch) -> tuple[list[float], list[float]]:
+    """policy_weights and nll_weights as the step has them; gives them as the loops have them."""
+    e = batch.experience
+    e["policy_weights"] = e.spread(token_weights(e.response_lengths, "token"))
+    e["nll_weights"] = e.spread(token_weights(e.response_lengths, "token", include=batch.include))
+    everything = [True] * e.num_sequences
+    return loop_weights(batch, "token", everything), loop_weights(batch, "token", batch.include.tolist())
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), st.sampled_from([0.0, 0.1, 2.0]), st.sampled_from([0.0, 0.3]))
+def test_is_the_weighted_sum_of_its_terms(batch: Batch, mu: float, beta: float) -> None:
+    """VAPO eq. 10: L_PPO + mu L_NLL, and GRPO's beta KL; the NLL over the correct responses alone."""
+    policy_weights, nll_weights = add_columns(batch)
+    config = AlgorithmConfig(clip_low=0.2, clip_high=0.28, nll_weight=mu, kl_weight=beta)
+    policy, nll, kl = loop_policy(batch, policy_weights, 0.2, 0.28)[0], loop_nll(batch, nll_weights), loop_kl(batch, policy_weights)
+    size = policy.size + mu * nll.size + beta * kl.size
+    assert loss_of(config, batch) == pytest.approx(policy.loss + mu * nll.loss + beta * kl.loss, abs=1e-6 * size)
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches(), st.sampled_from(["none", "token", "sequence"]), st.sampled_from(["none", "token", "sequence"]))
+def test_mismatch_reaches_policy_and_kl_and_leaves_the_nll(batch: Batch, weight: str, mask: str) -> None:
+    policy_weights, nll_weights = add_columns(batch)
+    e = batch.experience
+    e["engine_logprobs"] = torch.where(e.response_mask, e["old_logprobs"] + 0.3 * e["values"], 0.0)
+    options = {"weight": weight, "mask": mask, "cap": 1.2, "mask_low": 0.8, "mask_high": 1.25}
+    config = AlgorithmConfig(nll_weight=0.1, kl_weight=0.3, mismatch=options)
+    metrics = correct_mismatch(config.mismatch, e, ALONE)
+    # loop_factors compares logprobs with old_logprobs: here these are the trainer's old ones and the engine's.
+    compared = Batch(e.select(range(e.num_sequences)), batch.spans, batch.include)
+    compared.experience["logprobs"], compared.experience["old_logprobs"] = e["old_logprobs"], e["engine_logprobs"]
+    factors, (tokens, truncated, masked) = loop_factors(compared, weight, 1.2, mask, (0.8, 1.25))
+    weights = [w * factor for w, factor in zip(policy_weights, factors, strict=True)]
+    policy, nll, kl = loop_policy(batch, weights, 0.2, 0.2)[0], loop_nll(batch, nll_weights), loop_kl(batch, weights)
+    size = policy.size + 0.1 * nll.size + 0.3 * kl.size
+    assert loss_of(config, batch) == pytest.approx(policy.loss + 0.1 * nll.loss + 0.3 * kl.loss, abs=2e-6 * size)
+    off = weight == mask == "none"
+    assert metrics == ({} if off else {"mismatch/truncated": truncated / tokens, "mismatch/masked": masked / tokens})
