@@ -6,14 +6,15 @@ The scheduler checks the declarations at start-up, moves tenants between phases 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.schedule.run import Step
 from megarl.training.advantages import add_gae, add_group_advantages, add_returns
 from megarl.training.batches import distribute
 from megarl.training.columns import logprob_columns, value_columns
 from megarl.training.losses import actor_loss, critic_loss, supervised_loss
-from megarl.training.statistics import mismatch, policy_statistics, update_mini_batches
+from megarl.training.mismatch import correct_mismatch, mismatch
+from megarl.training.statistics import policy_statistics, update_mini_batches
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,25 @@ def rollout(step: Step) -> None:
     step.rollout = step.run.sampler.collect(step.index)
     step.batch = step.rollout.to_experience()
     step.metrics |= step.rollout.stats | {f"inside/{part}": seconds for part, seconds in step.rollout.seconds.items()}
+    step.events += step.run.delivery.take_events()
+
+
+def _frozen_rollout(step: Step) -> None:
+    assert step.kept is not None
+    found, step.events = step.kept.read(step.number)
+    step.metrics["rollout/reused"] = float(found is not None)
+    if found is not None:
+        step.batch, state = found
+        step.run.load_state_dict(state["samplers"])  # as if it had been sampled now: what is drawn next does not change
+        step.metrics |= state["stats"]
+        return
+    rollout.run(step)
+    assert step.rollout is not None
+    step.kept.write(step.number, step.batch, {"stats": step.rollout.stats, "samplers": step.run.state_dict()})
+
+
+# Value pretraining's rollout: from disk where an earlier run has kept it, else sampled and kept.
+frozen_rollout = replace(rollout, run=_frozen_rollout)
 
 
 @phase(reads="rewards group_ids", writes="advantages")
@@ -54,18 +74,20 @@ def group_advantages(step: Step) -> None:
 def divide(step: Step) -> None:
     """Mini-batches, their global denominators, and this replica's share of the work."""
     run = step.run
-    model = run.actor.model if run.critic is None else run.critic.model
-    step.local = distribute(step.batch, run.config, step.mini_batch, step.seed, model, run.runtime)
+    learners = [run.critic] if step.stage == "value_pretraining" else [run.actor, run.critic]
+    models = [learner.model for learner in learners if learner is not None]
+    step.local = distribute(step.batch, run.config, step.mini_batch, step.seed, models, run.runtime)
 
 
-@phase(reads="tokens engine_logprobs policy_version", writes="old_logprobs entropy", resident="actor.weights")
+@phase(reads="tokens engine_logprobs policy_version policy_weights", writes="old_logprobs entropy policy_weights", resident="actor.weights")
 def old_logprobs(step: Step) -> None:
-    """log pi_old of the trainer, before any update: the ratio's denominator, and the measure of the engine."""
+    """log pi_old of the trainer, before any update: the ratio's denominator, the measure of the engine, and what corrects for it."""
     run, experience = step.run, step.local.experience
     columns = logprob_columns(run.actor, experience, step.local.micro_batches, run.runtime)
     experience["old_logprobs"], experience["entropy"] = columns["logprobs"], columns["entropy"]
     step.count_tokens(passes=1)
     step.metrics |= policy_statistics(experience, run.runtime) | mismatch(experience, run.engine.weight_version, run.runtime)
+    step.metrics |= correct_mismatch(run.config.algorithm.mismatch, experience, run.runtime)
 
 
 @phase(reads="tokens", writes="ref_logprobs", resident="reference.weights")
@@ -105,7 +127,7 @@ def critic_update(step: Step) -> None:
     assert run.critic is not None
     loss = critic_loss(run.config.algorithm, step.local.experience)
     step.count_tokens(step.critic_epochs)
-    step.metrics |= update_mini_batches(run.critic, step.local, loss, step.critic_epochs, "value", run.runtime)
+    step.metrics |= update_mini_batches(run.critic, step.local.critic_mini_batches, loss, step.critic_epochs, "value", run.runtime)
 
 
 @phase(reads="tokens old_logprobs advantages policy_weights nll_weights", resident="actor.weights actor.gradients actor.optimizer")
@@ -114,13 +136,14 @@ def actor_update(step: Step) -> None:
     run = step.run
     loss = actor_loss(run.config.algorithm, step.local.experience)
     step.count_tokens(run.config.update.epochs)
-    step.metrics |= update_mini_batches(run.actor, step.local, loss, run.config.update.epochs, "policy", run.runtime)
+    step.metrics |= update_mini_batches(run.actor, step.local.mini_batches, loss, run.config.update.epochs, "policy", run.runtime)
 
 
 @phase(resident="actor.weights engine.weights")
 def weight_transfer(step: Step) -> None:
     """The actor's shards into the engine's, in place."""
     step.metrics |= step.run.transfer_weights(step.number)
+    step.events += step.run.delivery.take_events()
 
 
 @phase(writes="tokens correct truncated")
@@ -135,4 +158,4 @@ def supervised_update(step: Step) -> None:
     run = step.run
     loss = supervised_loss(step.local.experience)
     step.count_tokens(passes=1)
-    step.metrics |= update_mini_batches(run.actor, step.local, loss, 1, "policy", run.runtime)
+    step.metrics |= update_mini_batches(run.actor, step.local.mini_batches, loss, 1, "policy", run.runtime)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.metadata as metadata
 import json
 import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,9 +19,18 @@ from megarl.data.reader import validate_files
 from megarl.parallel.launch import ranks_here
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.rewards.registry import get_verifier
+from megarl.schedule.kept_rollouts import check_kept
 from megarl.training.checkpoint import check_continues, find_checkpoint
-from megarl.weights.hf_io import HFFolder
+from megarl.weights.engine_plan import engine_targets
+from megarl.weights.hf_io import HFFolder, read_config
 from megarl.weights.layout import check_layout
+
+
+class Described(NamedTuple):
+    """The folder of a model whose weights are elsewhere. config: its config.json."""
+
+    path: Path
+    config: dict[str, Any]
 
 
 def preflight(config: Config, where: str) -> None:
@@ -36,19 +46,23 @@ def preflight(config: Config, where: str) -> None:
         _check_positions(config, where, critic)
     if config.recipe != "sft":
         _check_positions(config, where, folder)
+        _check_engine_layout(config, folder.config, device)
         get_verifier(config.reward.verifier)
     validate_files(config.data, config.supervised.response_key if config.recipe == "sft" else None)
+    check_kept(config)
 
 
-def preflight_evaluation(config: Config, where: str, key: str = "model.path") -> None:
-    """What `megarl eval` needs, which is less: one process, no training data, no layout. `key`: what named the model's folder."""
+def preflight_evaluation(config: Config, where: str, key: str = "model.path", *, weights: bool = True) -> None:
+    """What `megarl eval` needs, which is less: no training data, no critic. `key`: what named the model's folder; weights: whether
+    the model's weights are to be in it, and not in a checkpoint."""
     if not config.data.eval:
         raise ConfigError(f"{where}: data.eval: must name at least one file to evaluate on")
-    choose_device(config.parallel.device)
-    _check_engine(config)
-    folder = _open_folder(config.model.path, key)
+    _check_machine(config, choose_device(config.parallel.device).type)
+    folder = _open_folder(config.model.path, key) if weights else Described(config.model.path, read_config(config.model.path))
+    check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
     check_tokenizer(config, folder, key)
     _check_positions(config, where, folder)
+    _check_engine_layout(config, folder.config, choose_device(config.parallel.device))
     get_verifier(config.reward.verifier)
     validate_files(config.data.model_copy(update={"train": ()}))
 
@@ -56,11 +70,11 @@ def preflight_evaluation(config: Config, where: str, key: str = "model.path") ->
 def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> HFFolder:
     """The folder's headers are read and its sizes checked against the parallel layout."""
     folder = _open_folder(path, key, critic=critic)
-    check_layout(folder.config, config.parallel.tp, config.parallel.pp)
+    check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
     return folder
 
 
-def check_tokenizer(config: Config, folder: HFFolder, key: str = "model.path") -> Any:
+def check_tokenizer(config: Config, folder: HFFolder | Described, key: str = "model.path") -> Any:
     """The tokenizer of the model's folder, found to be one that prompts and responses can go through."""
     if not any((folder.path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise CheckpointError(f"{key}: {folder.path}: no tokenizer.json (the model's folder must hold its tokenizer)")
@@ -109,8 +123,18 @@ def _check_machine(config: Config, device: str) -> None:
 
 
 def _check_engine(config: Config) -> None:
-    if config.rollout.engine == "sglang":
-        raise ConfigError("rollout.engine: sglang is not built yet (use transformers)")
+    if config.rollout.engine == "sglang" and not find_spec("sglang"):
+        raise ConfigError("rollout.engine: sglang is not installed (pip install 'megarl[sglang]', or use transformers)")
+
+
+def _check_engine_layout(config: Config, hf_config: Mapping[str, Any], device: torch.device) -> None:
+    """Whether the engines divide the ranks and the model, and each lies within a node."""
+    tp, cpu = config.rollout.engine_tp, device.type == "cpu"
+    if not cpu and torch.cuda.device_count() % tp:
+        raise ConfigError(
+            f"rollout.engine_tp: {tp} does not divide the {torch.cuda.device_count()} devices of this node (an engine lies within one node)"
+        )
+    engine_targets(config, hf_config, launched_world() if is_launched() else ranks_here(config.parallel), cpu=cpu)
 
 
 def _open_folder(path: Path, key: str, *, critic: bool = False) -> HFFolder:
@@ -123,7 +147,7 @@ def _open_folder(path: Path, key: str, *, critic: bool = False) -> HFFolder:
         raise CheckpointError(f"{key}: {error}") from None
 
 
-def _check_vocabulary(folder: HFFolder, key: str, tokenizer: Any) -> None:
+def _check_vocabulary(folder: HFFolder | Described, key: str, tokenizer: Any) -> None:
     vocabulary = folder.config["vocab_size"]
     if len(tokenizer) > vocabulary:
         raise CheckpointError(
@@ -132,7 +156,7 @@ def _check_vocabulary(folder: HFFolder, key: str, tokenizer: Any) -> None:
         )
 
 
-def _check_positions(config: Config, where: str, folder: HFFolder) -> None:
+def _check_positions(config: Config, where: str, folder: HFFolder | Described) -> None:
     positions = config.model.max_positions or folder.config.get("max_position_embeddings")
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     if isinstance(positions, int) and prompt + response > positions:

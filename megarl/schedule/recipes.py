@@ -37,7 +37,7 @@ ACTOR_CRITIC = (
 ACTOR_CRITIC_WITH_KL = (*ACTOR_CRITIC[:3], p.reference_logprobs, *ACTOR_CRITIC[3:-2], ACTOR_UPDATE_WITH_KL, p.weight_transfer)
 
 # VAPO section 4.1: the policy stands still, the critic is fitted to Monte-Carlo returns.
-VALUE_PRETRAINING = (p.rollout, p.divide, p.values, p.monte_carlo_returns, p.critic_update)
+VALUE_PRETRAINING = (p.frozen_rollout, p.divide, p.values, p.monte_carlo_returns, p.critic_update)
 
 # Warm start on given responses.
 SUPERVISED = (p.read_pairs, p.divide, p.supervised_update)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
+from megarl.data.prompts import Prompt
 from megarl.data.reader import ReadReport, read_pairs, read_prompts
 from megarl.data.sampler import PromptSampler
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
@@ -20,16 +22,21 @@ from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.batch import RolloutBatch
+from megarl.rollout.delivery import Delivery, Failures
+from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampler import RolloutSampler
 from megarl.rollout.seeds import shuffle_seed
+from megarl.rollout.sglang import Place, SGLangEngine
 from megarl.rollout.transformers_engine import TransformersEngine
+from megarl.rollout.wave import give_up
+from megarl.schedule.kept_rollouts import KeptRollouts
 from megarl.training.batches import LocalBatch
 from megarl.training.learner import Frozen, Learner
+from megarl.weights.engine_plan import engine_plan
 from megarl.weights.export import export_hf
 from megarl.weights.families import table_names
-from megarl.weights.hf_io import HFFolder, load_into
-from megarl.weights.layout import hf_shards, megatron_layout
-from megarl.weights.plan import make_plan
+from megarl.weights.hf_io import HFFolder, load_into, read_config
+from megarl.weights.layout import megatron_layout
 from megarl.weights.transfer import Transfer
 
 
@@ -38,17 +45,61 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def make_engine(config: Config, tokenizer: Any, device: torch.device | str) -> TransformersEngine:
+def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
     """The rollout engine that `rollout.engine` names, not started."""
-    if config.rollout.engine != "transformers":
-        raise ConfigError(f"rollout.engine: {config.rollout.engine} is not built yet (use transformers)")
+    if config.rollout.engine == "sglang":
+        place = Place(runtime.rank, config.rollout.engine_tp, runtime.device)
+        return SGLangEngine(config, read_config(config.model.path), place, (tokenizer.eos_token_id,))
     return TransformersEngine(
         config.model.path,
         dtype=DTYPES[config.model.dtype],
-        device=device,
+        device=runtime.device,
         max_batch=config.rollout.max_batch,
         eos_ids=(tokenizer.eos_token_id,),
         tokenizer=tokenizer,
+    )
+
+
+def load_weights(model: torch.nn.Module, folder: HFFolder, runtime: Runtime, *, critic: bool = False) -> None:
+    """This rank's slices of a Hugging Face folder into its part of the model."""
+    shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
+    load_into(table_names(dict(model.named_parameters())), shards, folder)
+
+
+def make_delivery(
+    config: Config, runtime: Runtime, described: Mapping[str, Any], model: torch.nn.Module, engine: RolloutEngine
+) -> Delivery:
+    """The delivery of the actor `model` to the engine of every rank. `described`: the model's config.json."""
+    plan = engine_plan(config, described, runtime.layout, cpu=runtime.device.type == "cpu")
+    sources = table_names(dict(model.named_parameters()))
+    dtype, staging = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
+    transfers = [Transfer(part, runtime.rank, sources, targets, staging, dtype=dtype) for part, targets in engine.buckets(plan)]
+    return Delivery(
+        engine, transfers, lambda value: gather_objects(runtime, value), config.rollout.engine_failures, config.rollout.fingerprint
+    )
+
+
+def make_sampler(
+    config: Config,
+    runtime: Runtime,
+    engine: RolloutEngine,
+    verifier: VerifierPool,
+    tokenizer: Any,
+    draw: Callable[[int], Sequence[Prompt]] = lambda n: [],
+    recover: Callable[[Failures], None] = give_up,
+) -> RolloutSampler:
+    """A sampler whose work is shared by all ranks. `draw` and `recover`: see RolloutSampler; an evaluation needs none."""
+    return RolloutSampler(
+        config,
+        engine,
+        draw,
+        verifier,
+        tokenizer,
+        rank=runtime.rank,
+        world=runtime.world,
+        gather=lambda value: gather_objects(runtime, value),
+        oversample=config.rollout.dynamic_sampling.oversample,
+        recover=recover,
     )
 
 
@@ -68,13 +119,9 @@ class Run:
         else:
             self._prepare_rollout()
 
-    def _load(self, model: torch.nn.Module, folder: HFFolder, critic: bool) -> None:
-        shards = megatron_layout(folder.config, self.runtime.layout, critic=critic)[self.runtime.rank][1]
-        load_into(table_names(dict(model.named_parameters())), shards, folder)
-
     def _actor(self) -> Learner:
         model = build_actor(self.config, self.hf, self.runtime)
-        self._load(model, self.folder, critic=False)
+        load_weights(model, self.folder, self.runtime)
         return Learner("actor", model, self.config.actor, self.config.steps, self.runtime)
 
     def _critic(self) -> Learner:
@@ -85,12 +132,12 @@ class Run:
                 f"critic.path: {folder.path}: its vocabulary of {hf.vocab_size} does not hold the {len(self.tokenizer)} tokens of the actor"
             )
         model = build_critic(self.config, hf, self.runtime)
-        self._load(model, folder, critic=True)
+        load_weights(model, folder, self.runtime, critic=True)
         return Learner("critic", model, self.config.critic, self.config.steps, self.runtime)
 
     def _reference(self) -> Frozen:
         model = build_actor(self.config, self.hf, self.runtime)
-        self._load(model, self.folder, critic=False)
+        load_weights(model, self.folder, self.runtime)
         return Frozen("reference", model.requires_grad_(False), self.runtime)
 
     def _prepare_pairs(self) -> None:
@@ -108,40 +155,23 @@ class Run:
             problems, self.data_reports["eval"] = read_prompts(config.data.eval, config.data, self.tokenizer)
             self.problems = problems[: config.evaluation.max_problems or None]
         self.prompt_sampler = PromptSampler(len(self.prompts), config.seed, config.data.shuffle)
-        self.verifiers = VerifierPool(config.reward.verifier, config.reward.workers, config.reward.timeout)
-        self.engine = make_engine(config, self.tokenizer, runtime.device)
+        self.verifiers = VerifierPool(config.reward.verifier, config.reward.workers, config.reward.timeout, config.reward.memory)
+        self.engine = make_engine(config, self.tokenizer, runtime)
         self.engine.start()
-        self.sampler = RolloutSampler(
+        self.delivery = make_delivery(config, runtime, self.folder.config, self.actor.model, self.engine)
+        self.sampler = make_sampler(
             config,
+            runtime,
             self.engine,
+            self.verifiers,
+            self.tokenizer,
             draw=lambda n: [self.prompts[i] for i in self.prompt_sampler.take(n)],
-            verifier=self.verifiers,
-            tokenizer=self.tokenizer,
-            rank=runtime.rank,
-            world=runtime.world,
-            gather=lambda value: gather_objects(runtime, value),
-        )
-        self.transfer = self._plan_transfer()
-
-    def _plan_transfer(self) -> Transfer:
-        sources = megatron_layout(self.folder.config, self.runtime.layout)
-        targets = [(rank, hf_shards(self.folder.config)) for rank in range(self.runtime.world)]
-        plan = make_plan(sources, targets)
-        return Transfer(
-            plan,
-            self.runtime.rank,
-            table_names(dict(self.actor.model.named_parameters())),
-            self.engine.parameters(),
-            self.config.rollout.transfer_bucket * 2**20,
-            dtype=DTYPES[self.config.model.dtype],
+            recover=self.delivery.recover,
         )
 
     def transfer_weights(self, version: int) -> dict[str, float]:
         """The actor's present weights into the engine, which then carries `version`."""
-        self.engine.begin_update()
-        moved = self.transfer.run()
-        self.engine.end_update(version)
-        return {"transfer/bytes_received": float(moved.bytes_received)}
+        return self.delivery.run(version).metrics()
 
     def pairs_batch(self) -> Experience:
         """The next batch of supervised pairs, all counted as right."""
@@ -201,7 +231,9 @@ class Run:
 class Step:
     """One rollout step: what the phases read and write.
 
-    index   what seeds derive from: 1, 2, ... in the main stage, negative in value pretraining
+    index   what seeds derive from: 1, 2, ... in the main stage, -1, -2, ... in value pretraining
+    kept    value pretraining's rollouts on disk
+    events  lines to be shown
     batch   the whole step's Experience, the same on every rank
     local   this replica's share of it
     """
@@ -212,6 +244,8 @@ class Step:
     index: int
     metrics: dict[str, float] = field(default_factory=dict)
     rollout: RolloutBatch | None = None
+    kept: KeptRollouts | None = None
+    events: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
     _batch: Experience | None = None
     _local: LocalBatch | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from megarl.observe.metrics import MetricsLog
 from megarl.observe.samples import SampleLog
 from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.parallel.comm import barrier, gather_objects
+from megarl.schedule.kept_rollouts import KeptRollouts
 from megarl.schedule.preflight import versions
 from megarl.schedule.recipes import VALUE_PRETRAINING, check_columns, training_phases
 from megarl.schedule.run import Run, Step
@@ -133,7 +134,9 @@ class Scheduler:
         step.metrics["time/step"] = time.perf_counter() - step.started
         step.metrics["inside/megatron"] = self.run.megatron_seconds() - megatron
         step.metrics |= throughput(step.metrics)
-        self._record(step.stage, step.number, step.metrics)
+        for line in step.events:
+            self.view.event(line)
+        self._record(step.stage, step.number, step.metrics | ({"events": step.events} if step.events else {}))
         if self.samples is not None and step.rollout is not None:
             samples = step.rollout.samples(self.run.tokenizer, self.config.log.samples)
             self.samples.write(replace(sample, step=step.number, stage=step.stage) for sample in samples)
@@ -145,7 +148,7 @@ class Scheduler:
         yield
         step.metrics[f"time/{name}"] = time.perf_counter() - started
 
-    def _record(self, stage: str, number: int, metrics: dict[str, float]) -> None:
+    def _record(self, stage: str, number: int, metrics: Mapping[str, Any]) -> None:
         if self.metrics is not None:
             self.view.step(self.metrics.write({"step": number, "stage": stage, **metrics}))
 
@@ -165,8 +168,9 @@ class Scheduler:
         if critic is None or not config.steps:
             return
         critic.start_schedule(config.steps, constant_lr=config.lr or self.config.critic.lr)
+        kept = KeptRollouts(self.config, self.run.prompts, self.runtime)
         for number in range(1, config.steps + 1):
-            step = Step(self.run, "value_pretraining", number, number - config.steps - 1)
+            step = Step(self.run, "value_pretraining", number, -number, kept=kept)
             self._step(step, VALUE_PRETRAINING)
             self.pretraining_steps = number
             if step.metrics["value/explained_variance"] >= config.explained_variance:

@@ -35,7 +35,18 @@ def test_a_column_is_written_before_it_is_read(order: tuple[phases.Phase, ...]) 
     ("recipe", "overrides", "expected"),
     [
         ("grpo", ["algorithm.kl_weight=0.01"], ["policy/kl_loss"]),
-        ("dapo", ["reward.overlong.filter=true", "parallel.tp=1", "parallel.pp=2"], ["rollout/groups_kept"]),
+        (
+            "dapo",
+            [
+                "reward.overlong.filter=true",
+                "rollout.dynamic_sampling.oversample=2",
+                "parallel.tp=1",
+                "parallel.pp=2",
+                "algorithm.mismatch.weight=token",
+                "algorithm.mismatch.mask=sequence",
+            ],
+            ["rollout/groups_kept", "mismatch/kl", "mismatch/truncated", "mismatch/masked"],
+        ),
         ("ppo", ["rollout.group_size=1", "rollout.prompts=32", "parallel.tp=1", "value_pretraining.steps=0"], ["value/loss"]),
         (
             "vapo",

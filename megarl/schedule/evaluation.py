@@ -1,0 +1,107 @@
+"""An evaluation that stands alone, on one rank: the policy of a Hugging Face folder or of a checkpoint, in the engine, no optimizer."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from megarl.config.errors import CheckpointError
+from megarl.config.schema import Config, OverlongConfig
+from megarl.data.prompts import Prompt
+from megarl.data.reader import ReadReport, read_prompts
+from megarl.model.builder import build_actor, read_hf_config
+from megarl.parallel.comm import gather_objects
+from megarl.parallel.runtime import Runtime
+from megarl.rewards.pool import VerifierPool
+from megarl.rollout.batch import EvaluationResult
+from megarl.schedule.run import load_tokenizer, load_weights, make_delivery, make_engine, make_sampler
+from megarl.training.checkpoint import FOLDER, MANIFEST, Checkpoint, find_checkpoint, load_actor, open_checkpoint
+from megarl.weights.hf_io import HFFolder, read_config
+from megarl.weights.megatron_io import is_checkpoint
+
+
+def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None]:
+    """What `--checkpoint` names: (the config with the folder of the model's description and tokenizer as `model.path`, the distributed
+    checkpoint that holds the weights; None: that folder does).
+
+    given: a Hugging Face folder, a checkpoint of a run, the run's folder (its newest complete checkpoint), a checkpoint as `megarl convert`
+    writes it, with config.json and tokenizer beside it, or None: `model.path`. Raises CheckpointError for anything else, and where the
+    checkpoint is of another model.
+    """
+    if given is None:
+        return config, None
+    if not given.is_dir():
+        raise CheckpointError(f"--checkpoint: {given}: {'not a' if given.exists() else 'no such'} folder")
+    if (given / "config.json").is_file():
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": given})})
+        return config, given if is_checkpoint(given) else None
+    checkpoint = _open(given)
+    description = config.model.path / "config.json"
+    if not description.is_file():
+        raise CheckpointError(f"model.path: {description}: no such file (it describes the model whose weights are in {checkpoint.path})")
+    written = checkpoint.settings.get("model.path/config.json")
+    if written is not None and written != hashlib.sha256(description.read_bytes()).hexdigest():
+        raise CheckpointError(
+            f"--checkpoint: {checkpoint.path}: was written with another model than model.path describes, {description} "
+            "(give the run's own configuration)"
+        )
+    return config, checkpoint.path / "actor"
+
+
+def _open(given: Path) -> Checkpoint:
+    if (given / FOLDER).is_dir():
+        checkpoint, skipped = find_checkpoint(given)
+        if checkpoint is not None:
+            return checkpoint
+        hint = f" (its exported model is in {given / 'hf'})" if (given / "hf").is_dir() else ""
+        raise CheckpointError("; ".join([f"--checkpoint: {given}: the run has no complete checkpoint{hint}", *skipped]))
+    if (given / MANIFEST).exists() or given.name.startswith("."):
+        return open_checkpoint(given)
+    raise CheckpointError(
+        f"--checkpoint: {given}: neither a Hugging Face folder (config.json) nor a checkpoint (manifest.json) nor a run (checkpoints/)"
+    )
+
+
+class Evaluation:
+    """The policy in the engine, and the problems; every rank has one, and they share the work as in training."""
+
+    def __init__(self, config: Config, weights: Path | None, runtime: Runtime) -> None:
+        # Scores are counts of right answers: what reward an answer would have had in training is of no account.
+        config = config.model_copy(update={"reward": config.reward.model_copy(update={"overlong": OverlongConfig()})})
+        self.config, self.runtime = config, runtime
+        # A run may be writing there: what rank 0 has found is what all of them read.
+        self.weights = gather_objects(runtime, weights)[0]
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.problems, self.report = self._read_problems()
+        self.engine = make_engine(config, self.tokenizer, runtime)
+        self.engine.start()
+        self._load()
+
+    def _read_problems(self) -> tuple[list[Prompt], ReadReport]:
+        problems, report = read_prompts(self.config.data.eval, self.config.data, self.tokenizer)
+        return problems[: self.config.evaluation.max_problems or None], report
+
+    def _load(self) -> None:
+        """The weights into Megatron's actor at this job's layout, and by the plan into the engine; the actor goes then."""
+        config, runtime, path = self.config, self.runtime, self.config.model.path
+        model = build_actor(config, read_hf_config(path), runtime).requires_grad_(False)
+        if self.weights is None:
+            load_weights(model, HFFolder(path), runtime)
+        else:
+            load_actor(self.weights, model)
+        make_delivery(config, runtime, read_config(path), model, self.engine).run(version=0)
+
+    @property
+    def policy(self) -> Path:
+        """Where the weights came from."""
+        return self.weights or self.config.model.path
+
+    def answer(self) -> EvaluationResult:
+        """`evaluation.samples` answers to every problem, judged; the same on every rank."""
+        reward = self.config.reward
+        with VerifierPool(reward.verifier, reward.workers, reward.timeout, reward.memory) as verifiers:
+            return make_sampler(self.config, self.runtime, self.engine, verifiers, self.tokenizer).evaluate(self.problems)
+
+    def close(self) -> None:
+        """Ends the engine."""
+        self.engine.stop()

@@ -1,0 +1,240 @@
+"""Value-pretraining rollouts on disk: another critic is fitted to them without sampling, in the same bits; none is taken for another."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from megarl.cli.main import main
+from megarl.config import dump_config
+from megarl.config.errors import ConfigError, DataError
+from megarl.config.schema import Config
+from megarl.data.experience import Experience
+from megarl.data.stored import read_experience, read_made_from, write_experience
+from megarl.parallel.runtime import Runtime
+from megarl.schedule.run import Run
+from megarl.schedule.scheduler import Scheduler
+from tests.ranks import RankPool
+from tests.schedule.test_resume import assert_same_export, assert_same_tensors, make_config, records
+from tests.tiny_models import make_tiny_model
+
+Ranks = Callable[[int, int, int], RankPool]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kept")
+    make_tiny_model(folder / "model", "qwen3", tied=True)
+    make_tiny_model(folder / "critic", "llama", layers=1, hidden=48, heads=6, kv_heads=2, ffn=64, classification="token")
+    rows = [{"question": f"{a}+{b}=?", "answer": str(a + b)} for a in range(5) for b in range(5)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def config_of(folder: Path, name: str, **keys: Any) -> Config:
+    """VAPO with dynamic sampling, whose surplus goes from value pretraining's last rollout into the first step."""
+    base: dict[str, Any] = {
+        "recipe": "vapo",
+        "steps": 1,
+        "algorithm": {"advantage": "gae", "lambda_policy": "length_adaptive", "alpha": 0.5, "nll_weight": 0.1},
+        "critic": {"lr": 1e-2},
+        "value_pretraining": {"steps": 3},
+        "checkpoint": {"every": 0},
+    }
+    for key, value in keys.items():
+        base[key] = {**base.get(key, {}), **value} if isinstance(value, dict) else value
+    return make_config(folder, folder / name, **base)
+
+
+def execute(runtime: Runtime, config: Config) -> int:
+    """A whole run; gives how often this rank's engine was asked for responses."""
+    config.run_dir.mkdir(exist_ok=True)
+    run = Run(config, runtime)
+    asked, generate = [0], run.engine.generate
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        asked[0] += 1
+        return generate(*arguments, **keywords)
+
+    run.engine.generate = counted  # type: ignore[method-assign]
+    try:
+        Scheduler(run).execute()
+    finally:
+        run.close()
+    return asked[0]
+
+
+def refusal(runtime: Runtime, config: Config) -> str:
+    try:
+        execute(runtime, config)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def numbers(run_dir: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if k != "rollout/reused"} for record in records(run_dir)]
+
+
+def reused(run_dir: Path) -> list[float]:
+    return [record["rollout/reused"] for record in records(run_dir) if record["stage"] == "value_pretraining"]
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path, ranks: Ranks) -> Path:
+    """A run of two replicas that has kept its three rollouts."""
+    ranks(1, 1, 2).run(execute, config=config_of(folder, "first"))
+    assert reused(folder / "first") == [0, 0, 0]
+    return folder / "first" / "value_pretraining"
+
+
+@pytest.mark.slow
+def test_reused_rollouts_give_the_same_bits(folder: Path, first: Path, ranks: Ranks) -> None:
+    config = config_of(folder, "again", value_pretraining={"rollouts": first})
+    main_steps = ranks(1, 1, 2).run(execute, config=config_of(folder, "none", value_pretraining={"steps": 0}))
+    asked = ranks(1, 1, 2).run(execute, config=config)
+    assert reused(folder / "again") == [1, 1, 1]
+    assert max(asked) <= max(main_steps), "value pretraining asked the engine"
+    assert numbers(folder / "again") == numbers(folder / "first")
+    for what in ("hf", "critic_pretrained"):
+        assert_same_export(folder / "again" / what, folder / "first" / what)
+    assert not (folder / "again" / "value_pretraining").exists()
+
+
+@pytest.mark.slow
+def test_another_critic_takes_them(folder: Path, first: Path, ranks: Ranks) -> None:
+    """Another size, family, rate, number of passes, lambda and mini-batch, fewer rollouts: the same as without reuse."""
+    other = {
+        "critic": {"lr": 3e-3, "path": folder / "critic", "epochs": 2, "mini_batch": 6},
+        "algorithm": {"lambda_critic": 0.9, "value_clip": 0.2},
+    }
+    fewer = {"steps": 2, "epochs": 3, "lr": 5e-3}
+    ranks(1, 1, 2).run(execute, config=config_of(folder, "other_new", value_pretraining=fewer, **other))
+    ranks(1, 1, 2).run(execute, config=config_of(folder, "other_kept", value_pretraining={**fewer, "rollouts": first}, **other))
+    assert (reused(folder / "other_new"), reused(folder / "other_kept")) == ([0, 0], [1, 1])
+    assert numbers(folder / "other_kept") == numbers(folder / "other_new")
+    for what in ("hf", "critic_pretrained"):
+        assert_same_export(folder / "other_kept" / what, folder / "other_new" / what)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (2, 2, 1)])
+def test_a_critic_of_another_size_and_family_at_any_layout(layout: tuple[int, int, int], folder: Path, first: Path, ranks: Ranks) -> None:
+    """Larger than the actor this time; fitted to the same rollouts its numbers are those of one rank."""
+    large = folder / "large_critic"
+    if not large.exists():
+        make_tiny_model(large, "qwen2", layers=4, hidden=64, heads=8, kv_heads=4, ffn=96)
+    critic = {"path": large, "lr": 1e-3, "mini_batch": 24}
+    found = {}
+    for name, sizes in (("one", (1, 1, 1)), ("many", layout)):
+        run_dir = f"large_{name}_{''.join(map(str, layout))}"
+        ranks(*sizes).run(execute, config=config_of(folder, run_dir, critic=critic, value_pretraining={"rollouts": first}))
+        found[name] = [record for record in records(folder / run_dir) if record["stage"] == "value_pretraining"]
+        exported = load_file(folder / run_dir / "critic_pretrained" / "model.safetensors")
+        assert exported["model.layers.3.mlp.down_proj.weight"].shape == (64, 96) and exported["score.weight"].shape == (1, 64)
+    for one, other in zip(found["one"], found["many"], strict=True):
+        for key in ("value/loss", "value/grad_norm", "value/explained_variance"):
+            assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.slow
+def test_a_damaged_file_is_named_and_sampled_again_and_more_rollouts_follow(folder: Path, first: Path, ranks: Ranks) -> None:
+    """At another layout, too: the responses are the same."""
+    kept = shutil.copytree(first, folder / "damaged")
+    with open(kept / "step-000002.safetensors", "r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(bytes(100))
+    config = config_of(folder, "mended", value_pretraining={"rollouts": kept, "steps": 4})
+    ranks(1, 1, 2).run(execute, config=config)
+    assert reused(folder / "mended") == [1, 0, 1, 0]
+    events = [record.get("events") for record in records(folder / "mended") if record["stage"] == "value_pretraining"]
+    assert events == [None, [f"{kept}/step-000002.safetensors: is damaged (its checksum is another); it is sampled again"], None, None]
+    assert_same_tensors(load_file(kept / "step-000002.safetensors"), load_file(first / "step-000002.safetensors"))
+    assert sorted(path.name for path in kept.iterdir()) == [f"step-{n:06d}.safetensors" for n in range(1, 5)]
+    ranks(1, 1, 1).run(execute, config=config_of(folder, "one_rank", value_pretraining={"steps": 4}))
+    for number in range(1, 5):
+        one, other = (read_experience(path / f"step-{number:06d}.safetensors") for path in (kept, folder / "one_rank/value_pretraining"))
+        assert torch.equal(one[0].tokens, other[0].tokens) and one[1]["stats"] == other[1]["stats"]
+
+
+@pytest.mark.slow
+def test_rollouts_of_something_else_are_refused(
+    folder: Path, first: Path, ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": "1+1=?", "answer": "2"}\n' * 30)
+    kept = {"rollouts": first}
+    cases = {
+        "rollout.temperature 1.0, this run has 0.5": {"rollout": {"temperature": 0.5}},
+        "seed 0, this run has 4": {"seed": 4},
+        "other model.path": {"model": {"path": folder / "other_model"}},
+        "other data.train": {"data": {"train": [tmp_path / "train.jsonl"]}},
+    }
+    make_tiny_model(folder / "other_model", "qwen3", tied=True, seed=1)
+    capsys.readouterr()
+    for number, (expected, keys) in enumerate(cases.items()):
+        config = config_of(folder, f"refused{number}", value_pretraining=kept, **keys)
+        message = (
+            f"value_pretraining.rollouts: {first}/step-000001.safetensors: was sampled with {expected} (set it back, or choose another"
+        )
+        found = ranks(1, 1, 2).run(refusal, config=config)
+        assert len(set(found)) == 1 and found[0].startswith(message), found
+        if not expected.startswith("other"):
+            (tmp_path / "config.yaml").write_text(dump_config(config.model_copy(update={"run_dir": tmp_path / "run"})))
+            assert main(["train", str(tmp_path / "config.yaml")]) == 2
+            assert capsys.readouterr().err.startswith(f"megarl: {message}")
+    assert len(list(first.iterdir())) == 3
+
+
+def make_experience() -> Experience:
+    experience = Experience.build([[1, 2], [3]], [[4], [5, 6]])
+    experience["rewards"] = torch.tensor([1.0, -1.0])
+    experience["correct"] = torch.tensor([True, False])
+    experience["engine_logprobs"] = torch.randn(experience.num_tokens)
+    return experience
+
+
+def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
+    path, experience = tmp_path / "new" / "x.safetensors", make_experience()
+    state = {"stats": {"reward/mean": 0.1 + 0.2, "rollout/prompts": 7}, "samplers": {"a": ["\u00e9", None]}}
+    write_experience(path, experience, state, {"seed": 3})
+    found, found_state = read_experience(path)
+    assert found_state == state and read_made_from(path) == {"seed": 3}
+    assert found.columns.keys() == experience.columns.keys()
+    for one, other in zip(
+        (found.tokens, found.cu_seqlens, found.response_mask, *found.columns.values()),
+        (experience.tokens, experience.cu_seqlens, experience.response_mask, *(experience[name] for name in found.columns)),
+        strict=True,
+    ):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    assert [entry.name for entry in path.parent.iterdir()] == ["x.safetensors"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_damage_is_found_wherever_it_is(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """A bit flipped or the end lost: one line that names the file, never another experience."""
+    path, experience = tmp_path_factory.mktemp("damage") / "x.safetensors", make_experience()
+    write_experience(path, experience, {"stats": {}}, {})
+    content = bytearray(path.read_bytes())
+    at = data.draw(st.integers(0, len(content) - 1))
+    if data.draw(st.booleans()):
+        content[at] ^= 1 << data.draw(st.integers(0, 7))
+        path.write_bytes(content)
+    else:
+        os.truncate(path, at)
+    try:
+        found, _ = read_experience(path)
+    except DataError as error:
+        assert str(path) in str(error) and "\n" not in str(error)
+        return
+    assert torch.equal(found.tokens, experience.tokens) and found.columns.keys() == experience.columns.keys()
