@@ -11,6 +11,7 @@ from pathlib import Path
 from megarl.cli.train import train
 from megarl.config import check_config, load_config
 from megarl.config.errors import ConfigError
+from megarl.config.load import set_key
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MARK = ".megarl-demo"  # a folder that bears it was made here and may be made anew
@@ -26,14 +27,14 @@ def demo(recipe: str, seed: int, folder: Path, overrides: Sequence[str]) -> int:
     if not (configs / "demo_sft.yaml").is_file():
         raise ConfigError("configs/demo_sft.yaml: no such file (run megarl demo from a checkout of megarl)")
     run = folder / recipe
-    warm_start = [_set("seed", seed), _set("data.train", [folder / "sft.jsonl"]), _set("model.path", folder / "model")]
-    warm_start.append(_set("run_dir", folder / "sft"))
+    warm_start = [set_key("seed", seed), set_key("data.train", [folder / "sft.jsonl"]), set_key("model.path", folder / "model")]
+    warm_start.append(set_key("run_dir", folder / "sft"))
     reinforcement = [
-        _set("seed", seed),
-        _set("data.train", [folder / "train.jsonl"]),
-        _set("data.eval", [folder / "eval.jsonl"]),
-        _set("model.path", folder / "sft" / "hf"),
-        _set("run_dir", run),
+        set_key("seed", seed),
+        set_key("data.train", [folder / "train.jsonl"]),
+        set_key("data.eval", [folder / "eval.jsonl"]),
+        set_key("model.path", folder / "sft" / "hf"),
+        set_key("run_dir", run),
         *overrides,
     ]
     # A mistake in the overrides is found now, not after the warm start.
@@ -73,11 +74,6 @@ def _print_styles(answers: Path, first: int, last: int) -> None:
     before, after = style_shares(found[first]), style_shares(found[last])
     names: dict[Style, str] = {"chain": "worked out", "bare": "guessed", "wait": "second thoughts", "truncated": "unfinished"}
     print("answers:    " + ", ".join(f"{text} {before[style]:.0%} -> {after[style]:.0%}" for style, text in names.items()))
-
-
-def _set(key: str, value: int | Path | list[Path]) -> str:
-    """An override; paths in quotes, since a comma or a bracket in one would be YAML's."""
-    return f"{key}={json.dumps(value, default=str, ensure_ascii=False)}"
 
 
 def _clear(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""`megarl eval`: avg@k, pass@k and majority@k of a Hugging Face folder on the config's held-out problems, in one process."""
+"""`megarl eval`: avg@k, pass@k and majority@k of a model or a checkpoint on the config's held-out problems, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -10,84 +10,110 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megarl.cli.quiet import quiet_libraries
+from megarl.cli.ranks import on_rank_0, work
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
 
 if TYPE_CHECKING:
+    from megarl.parallel.runtime import Runtime
     from megarl.rollout.batch import EvaluationResult
 
+SHOWN = 20  # problems in the terminal, the hardest; problems.jsonl has all
 
-def evaluate(path: Path, overrides: Sequence[str], checkpoint: Path | None, out: Path | None) -> int:
-    """Answers every problem `evaluation.samples` times; writes answers.jsonl, problems.jsonl, data.json and scores.json to `out`."""
+
+def evaluate(path: Path, overrides: Sequence[str], given: Path | None, out: Path | None, *, checked: bool = False) -> int:
+    """Answers every problem `evaluation.samples` times, on as many ranks as the layout has; writes answers.jsonl, problems.jsonl, data.json
+    and scores.json to `out`.
+
+    given: see `find_policy`. checked: the process that launched this one has done the checks."""
     config = load_config(path, overrides)
-    if checkpoint is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": checkpoint})})
+    out = out or config.run_dir / "eval"
     quiet_libraries()
+    from megarl.parallel.launch import launch, ranks_here
+    from megarl.parallel.runtime import is_launched, launched_rank
+
+    if not checked and not on_rank_0(lambda: _check(config, str(path), given, out, claim=launched_rank() == 0)):
+        return 2
+    if not is_launched() and ranks_here(config.parallel) > 1:
+        options = ["--out", str(out), *(["--checkpoint", str(given)] if given else [])]
+        return launch(config.parallel, ["eval", "--checked", *options, str(path), *overrides], out)
+    from megarl.schedule.evaluation import find_policy
+
+    policy, weights = find_policy(config, given)
+    return work(policy, lambda runtime: _evaluate(policy, weights, out, runtime), launched=checked)
+
+
+def _check(config: Config, where: str, given: Path | None, out: Path, claim: bool) -> None:
+    from megarl.schedule.evaluation import find_policy
     from megarl.schedule.preflight import preflight_evaluation
 
-    preflight_evaluation(config, str(path), "model.path" if checkpoint is None else "--checkpoint")
-    out = out or config.run_dir / "eval"
+    policy, weights = find_policy(config, given)
+    key = "model.path" if policy.model.path == config.model.path else "--checkpoint"
+    preflight_evaluation(policy, where, key, weights=weights is None)
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        if claim:
+            out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error.strerror} (choose another folder with --out)") from None
-    _evaluate(config, out)
-    return 0
 
 
-def _evaluate(config: Config, out: Path) -> None:
-    from megarl.data.reader import read_prompts
-    from megarl.parallel.runtime import choose_device, limit_threads
-    from megarl.rewards.pool import VerifierPool
-    from megarl.rollout.sampler import RolloutSampler
-    from megarl.schedule.run import load_tokenizer, make_engine
+def _evaluate(config: Config, weights: Path | None, out: Path, runtime: Runtime) -> None:
+    """One rank's part; rank 0 shows and writes."""
+    from megarl.schedule.evaluation import Evaluation
 
-    limit_threads(config.parallel.threads)
-    tokenizer = load_tokenizer(config.model.path)
-    problems, report = read_prompts(config.data.eval, config.data, tokenizer)
-    for line in report.lines():
-        print(line)
-    problems = problems[: config.evaluation.max_problems or None]
-    print(f"{len(problems):,} problems x {config.evaluation.samples} answers by {config.model.path}", flush=True)
-    engine = make_engine(config, tokenizer, choose_device(config.parallel.device))
-    engine.start()
+    evaluation = Evaluation(config, weights, runtime)
     try:
-        engine.load_folder()
-        with VerifierPool(config.reward.verifier, config.reward.workers, config.reward.timeout) as pool:
-            result = RolloutSampler(config, engine, lambda n: [], pool, tokenizer).evaluate(problems)
+        if runtime.rank == 0:
+            print(*evaluation.report.lines(), sep="\n")
+            print(f"{len(evaluation.problems):,} problems x {config.evaluation.samples} answers by {evaluation.policy}", flush=True)
+        result = evaluation.answer()
     finally:
-        engine.stop()
-    counts = _counts(result)
-    _write(out / "data.json", [asdict(report)])
-    _write(out / "scores.json", [{**result.stats(), **counts}])
-    _write(out / "answers.jsonl", result.answers(tokenizer), indent=None)
+        evaluation.close()
+    if runtime.rank:
+        return
+    scores, counts, stats = result.scores(), result.counts(), result.stats()
+    summary = {
+        "policy": str(evaluation.policy),
+        "problems": len(result.groups),
+        "samples": result.k,
+        "confidence": 0.95,
+        "scores": scores,
+        "answers": counts,
+        "length_mean": stats["eval/length_mean"],
+    }
+    _write(out / "data.json", [asdict(evaluation.report)])
+    _write(out / "answers.jsonl", result.answers(evaluation.tokenizer), indent=None)
     _write(out / "problems.jsonl", result.table(), indent=None)
-    _show({**result.stats(), **counts})
+    _write(out / "scores.json", [summary])
+    _show(result, scores, counts)
     print(f"answers and scores: {out}")
 
 
-def _counts(result: EvaluationResult) -> dict[str, int]:
-    """What became of the answers, as whole numbers. Unverified: the verifier failed on it, and it counts as wrong."""
-    answers = [answer for group in result.groups for answer in group.responses]
-    return {
-        "answers": len(answers),
-        "answers/right": sum(answer.correct for answer in answers),
-        "answers/without_answer": sum(answer.extracted is None for answer in answers),
-        "answers/truncated": sum(answer.truncated for answer in answers),
-        "answers/unverified": sum(answer.error is not None for answer in answers),
-    }
-
-
 def _write(path: Path, objects: Iterable[Mapping[str, Any]], indent: int | None = 1) -> None:
-    with open(path, "w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(json.dumps(item, ensure_ascii=False, indent=indent) + "\n" for item in objects)
 
 
-def _show(scores: Mapping[str, float]) -> None:
-    table = Table("measure", "value")
-    for name, value in scores.items():
-        table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
-    Console().print(table)
+def _show(result: EvaluationResult, scores: Mapping[str, Mapping[str, float]], counts: Mapping[str, int]) -> None:
+    console = Console()
+    hardest = sorted(result.table(), key=lambda row: row["avg"])[:SHOWN]
+    problems = Table("problem", "answer", "right", "most frequent", "tokens", "cut", title=_title(len(hardest), len(result.groups)))
+    for row in hardest:
+        vote = "-" if row["vote"] is None else f"{row['vote'][:24]} ({row['votes']})"
+        cells = (" ".join(row["prompt"].split())[:60], row["answer"][:24], f"{row['right']}/{result.k}", vote)
+        problems.add_row(*map(Text, cells), f"{row['length_mean']:.0f}", f"{row['truncated']:.0%}")
+    console.print(problems)
+    measures = Table("measure", "value", "95 % confidence", title=f"{len(result.groups):,} problems")
+    for name, score in scores.items():
+        measures.add_row(name, f"{score['mean']:.4f}", f"{score['low']:.4f} to {score['high']:.4f}")
+    for name, count in counts.items():
+        measures.add_row(f"answers, {name.replace('_', ' ')}", f"{count:,}", "")
+    console.print(measures)
+
+
+def _title(shown: int, all_: int) -> str:
+    return "all problems, hardest first" if shown == all_ else f"the {shown} hardest of {all_:,} problems (all: problems.jsonl)"

@@ -64,9 +64,12 @@ def _parser() -> argparse.ArgumentParser:
 
     training = _command(commands, "train", _train, "train by supervised warm start, GRPO, DAPO, PPO or VAPO: the config's recipe")
     training.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)  # set by the launcher, which checked already
+    training.add_argument("--follow", type=int, metavar="PID", help=argparse.SUPPRESS)  # set by `ablate`, whose end is to be this one's
     _takes_config(training)
-    evaluate = _command(commands, "eval", _eval, "answer the problems of data.eval, in one process; avg@k, pass@k and majority@k")
-    evaluate.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="Hugging Face folder to evaluate; default: model.path")
+    evaluate = _command(commands, "eval", _eval, "answer the problems of data.eval; avg@k, pass@k and majority@k")
+    evaluate.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
+    what = "Hugging Face folder, checkpoint or run (its newest one); default: model.path"
+    evaluate.add_argument("--checkpoint", type=Path, metavar="FOLDER", help=what)
     evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="where answers and scores are written; default: run_dir/eval")
     _takes_config(evaluate)
     config = commands.add_parser("config", help="print, validate or explain a configuration", description="Configurations.")
@@ -74,6 +77,30 @@ def _parser() -> argparse.ArgumentParser:
     _takes_config(_command(whats, "show", _config_show, "print the configuration with bases, preset, defaults and overrides resolved"))
     _takes_config(_command(whats, "check", _config_check, "find contradictions, and what does not fit the model's folder and the data"))
     _command(whats, "docs", _config_docs, "list every key with its meaning, unit, default and the source of the default")
+    weights = commands.add_parser("weights", help="plan the transfer of weights into the engines", description="Weight transfers.")
+    whats = weights.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
+    planned = _command(whats, "plan", _weights_plan, "bytes, memory and seconds of a run's weight transfer, from its configuration alone")
+    planned.add_argument("--verify", action="store_true", help="prove that each byte is written exactly once, from the right place")
+    planned.add_argument("--ranks", action="store_true", help="print every rank's figures as well")
+    planned.add_argument("--model", metavar="NAME", help="plan for this public model, e.g. Qwen2.5-7B; default: model.path")
+    _takes_config(planned)
+    convert = commands.add_parser("convert", help="convert a model's folder to Megatron's format and back", description="Conversions.")
+    whats = convert.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
+    forth = _command(whats, "to-megatron", _to_megatron, "write a Hugging Face folder as a Megatron distributed checkpoint")
+    forth.add_argument("source", type=Path, metavar="HF_DIR", help="folder with config.json and *.safetensors")
+    forth.add_argument("out", type=Path, metavar="OUT", help="folder to make; it appears when it is whole and on disk")
+    for size, text in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
+        what = f"{text}-parallel size that the files are cut for; any other can load them too"
+        forth.add_argument(f"--{size}", type=int, default=1, metavar="N", help=what)
+    forth.add_argument("--critic", action="store_true", help="with a classifier's value head, or one of zeros, for the output layer")
+    back = _command(whats, "to-hf", _to_hf, "write a Megatron distributed checkpoint as a Hugging Face folder")
+    back.add_argument("checkpoint", type=Path, metavar="CKPT", help="folder with .metadata and *.distcp, of a run or converted")
+    back.add_argument("out", type=Path, metavar="OUT", help="folder to make; it appears when it is whole and on disk")
+    back.add_argument("--source", type=Path, metavar="HF_DIR", help="folder with config.json and tokenizer; default: CKPT")
+    back.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of every tensor; default: as they are")
+    back.add_argument("--max-shard-gb", type=float, default=4.0, metavar="GB", help="of one *.safetensors file (default: %(default)s)")
+    for sub in (forth, back):
+        sub.add_argument("--verify", action="store_true", help="read the result back from the disk and compare every bit")
     report = _command(commands, "report", _report, "write report.html of one run, or of several laid over each other")
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
     report.add_argument("--out", type=Path, metavar="FILE", help="file to write; default: report.html in the first run's folder")
@@ -84,6 +111,17 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0, help="of model, task and training (default: %(default)s)")
     demo.add_argument("--folder", type=Path, default=Path("runs/demo"), help="everything is written below it (default: %(default)s)")
     _takes_overrides(demo, "parallel.tp=1; they are for the reinforcement run")
+    ablate = _command(commands, "ablate", _ablate, "run a paper's ablation table at demo scale: each row with several seeds")
+    ablate.add_argument("table", metavar="TABLE", help="vapo, dapo, or the path of a .table.yaml file")
+    ablate.add_argument("--base", type=Path, metavar="CONFIG", help="what the rows are put over; default: the table's")
+    ablate.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], metavar="N", help="default: 0 1 2 3 4")
+    ablate.add_argument("--rows", nargs="+", metavar="ROW", help="the rows to run, e.g. vapo without_clip_higher; default: all")
+    ablate.add_argument("--folder", type=Path, default=Path("runs/ablations"), help="everything is written below it (default: %(default)s)")
+    ablate.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: %(default)s)")
+    ablate.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS", help="longest time for one run (default: %(default)s)")
+    ablate.add_argument("--fresh", action="store_true", help="delete and repeat runs that were made with other settings")
+    ablate.add_argument("--into", type=Path, metavar="FILE", help="Markdown file that has a place for the table: it is written there too")
+    _takes_overrides(ablate, "steps=30 (right after TABLE); they are for the rows, not for the warm start")
     return parser
 
 
@@ -109,13 +147,21 @@ def _train(given: argparse.Namespace) -> int:
         from megarl.parallel.launch import follow_launcher
 
         follow_launcher()
+    if given.follow:
+        from megarl.parallel.jobs import follow_parent
+
+        follow_parent(given.follow)
     return train(given.config, given.overrides, checked=given.checked)
 
 
 def _eval(given: argparse.Namespace) -> int:
     from megarl.cli.evaluate import evaluate
 
-    return evaluate(given.config, given.overrides, given.checkpoint, given.out)
+    if given.checked:
+        from megarl.parallel.launch import follow_launcher
+
+        follow_launcher()
+    return evaluate(given.config, given.overrides, given.checkpoint, given.out, checked=given.checked)
 
 
 def _config_show(given: argparse.Namespace) -> int:
@@ -136,6 +182,24 @@ def _config_docs(given: argparse.Namespace) -> int:
     return docs()
 
 
+def _weights_plan(given: argparse.Namespace) -> int:
+    from megarl.cli.weights import plan
+
+    return plan(given.config, given.overrides, model=given.model, verify=given.verify, ranks=given.ranks)
+
+
+def _to_megatron(given: argparse.Namespace) -> int:
+    from megarl.cli.convert import to_megatron
+
+    return to_megatron(given.source, given.out, tp=given.tp, pp=given.pp, ep=given.ep, critic=given.critic, verify=given.verify)
+
+
+def _to_hf(given: argparse.Namespace) -> int:
+    from megarl.cli.convert import to_hf
+
+    return to_hf(given.checkpoint, given.out, source=given.source, dtype=given.dtype, max_shard_gb=given.max_shard_gb, verify=given.verify)
+
+
 def _report(given: argparse.Namespace) -> int:
     from megarl.observe.report import write_report
 
@@ -147,3 +211,12 @@ def _demo(given: argparse.Namespace) -> int:
     from megarl.cli.demo import demo
 
     return demo(given.recipe, given.seed, given.folder, given.overrides)
+
+
+def _ablate(given: argparse.Namespace) -> int:
+    from megarl.cli.ablate import Settings, ablate
+
+    settings = Settings(
+        given.folder, tuple(given.seeds), tuple(given.rows or ()), given.jobs, given.limit, given.fresh, tuple(given.overrides)
+    )
+    return ablate(given.table, given.base, settings, given.into)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megarl.cli.quiet import quiet_libraries
+from megarl.cli.ranks import on_rank_0, work
 from megarl.config import dump_config, load_config
-from megarl.config.errors import MegarlError
 from megarl.config.schema import Config
+
+if TYPE_CHECKING:
+    from megarl.parallel.runtime import Runtime
 
 
 def train(path: Path, overrides: Sequence[str] = (), *, checked: bool = False) -> int:
@@ -23,16 +25,16 @@ def train(path: Path, overrides: Sequence[str] = (), *, checked: bool = False) -
     from megarl.parallel.launch import launch, ranks_here
     from megarl.parallel.runtime import is_launched, launched_rank
 
-    if not checked:
-        try:
-            _check(config, str(path), claim=launched_rank() == 0)
-        except MegarlError:
-            if launched_rank() == 0:
-                raise
-            return 2  # rank 0 met the same error and says it
-    if is_launched() or ranks_here(config.parallel) == 1:
-        return _work(config, launched=checked)
-    return launch(config.parallel, ["train", "--checked", str(path), *overrides], config.run_dir)
+    if not checked and not on_rank_0(lambda: _check(config, str(path), claim=launched_rank() == 0)):
+        return 2
+    if not is_launched() and ranks_here(config.parallel) > 1:
+        return launch(config.parallel, ["train", "--checked", str(path), *overrides], config.run_dir)
+    code = work(config, lambda runtime: _train(config, runtime), launched=checked)
+    if code == 0 and launched_rank() == 0 and config.log.report:
+        from megarl.observe.report import write_report
+
+        print(f"report: {write_report([config.run_dir], config.run_dir)}")
+    return code
 
 
 def _check(config: Config, where: str, claim: bool) -> None:
@@ -45,36 +47,15 @@ def _check(config: Config, where: str, claim: bool) -> None:
         write_versions(config.run_dir / "versions.json")
 
 
-def _work(config: Config, launched: bool) -> int:
-    """One rank, from joining the job to leaving it. `launched`: by `launch`, which says what the rank leaves word of."""
-    quiet_libraries()
-    from megarl.observe.report import write_report
-    from megarl.parallel import runtime as parallel
-    from megarl.parallel.launch import leave_word, lost_a_peer
+def _train(config: Config, runtime: Runtime) -> None:
     from megarl.schedule.run import Run
     from megarl.schedule.scheduler import Scheduler
 
-    runtime = parallel.start(config.parallel, config.seed)
+    run = Run(config, runtime)
+    if runtime.rank == 0:
+        reports = {name: asdict(report) for name, report in run.data_reports.items()}
+        (config.run_dir / "data.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
     try:
-        run = Run(config, runtime)
-        if runtime.rank == 0:
-            reports = {name: asdict(report) for name, report in run.data_reports.items()}
-            (config.run_dir / "data.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
-        try:
-            Scheduler(run).execute()
-        finally:
-            run.close()
-    except MegarlError as error:
-        line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
-        if not (launched and leave_word(line)) and (runtime.rank == 0 or not error.on_every_rank):
-            print(f"megarl: {line}", file=sys.stderr, flush=True)
-        return 2
-    except RuntimeError as error:
-        if not (launched and lost_a_peer(error) and leave_word(f"rank {runtime.rank}: lost another rank: {error}", peer_lost=True)):
-            raise
-        return 1
+        Scheduler(run).execute()
     finally:
-        parallel.stop()
-    if runtime.rank == 0 and config.log.report:
-        print(f"report: {write_report([config.run_dir], config.run_dir)}")
-    return 0
+        run.close()

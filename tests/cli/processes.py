@@ -26,11 +26,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])), "OMP_NUM_THREADS": "1"}
 
 
-def wait_for(what: str, found: Callable[[], bool]) -> None:
-    """Polls until `found()`; AssertionError after LIMIT seconds."""
-    end = time.monotonic() + LIMIT
+def wait_for(what: str, found: Callable[[], bool], limit: float = LIMIT) -> None:
+    """Polls until `found()`; AssertionError after `limit` seconds."""
+    end = time.monotonic() + limit
     while not found():
-        assert time.monotonic() < end, f"waited {LIMIT:.0f} s for {what}"
+        assert time.monotonic() < end, f"waited {limit:.0f} s for {what}"
         time.sleep(0.1)
 
 

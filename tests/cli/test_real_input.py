@@ -80,19 +80,17 @@ def test_evaluation_on_aime(folder: Path) -> None:
     check_answers(lines(out / "answers.jsonl"), problems, k=2)
     assert json.loads((out / "data.json").read_text()) == {"rows": {str(AIME): 960}, "kept": 30, "duplicates": 930, "rejected": []}
     scores = json.loads((out / "scores.json").read_text())
-    assert {key: scores[key] for key in ("eval/avg", "eval/pass", "eval/majority", "eval/problems", "answers", "answers/right")} == {
-        "eval/avg": 0,
-        "eval/pass": 0,
-        "eval/majority": 0,
-        "eval/problems": 30,
-        "answers": 60,
-        "answers/right": 0,
-    }
-    assert scores["answers/unverified"] == 0
+    assert (scores["policy"], scores["problems"], scores["samples"]) == ("model", 30, 2)
+    assert scores["answers"].pop("without_answer") <= 60
+    assert scores["answers"].pop("truncated") <= 60
+    assert scores["answers"] == {"all": 60, "right": 0, "unverified": 0}
+    none = {"mean": 0.0, "low": 0.0, "high": pytest.approx(0.1224, abs=1e-4)}  # Wilson's interval of 0 of 30 with t = 2.045
+    assert scores["scores"] == dict.fromkeys(("avg@2", "pass@1", "pass@2", "majority@2"), none)
     table = lines(out / "problems.jsonl")
     assert {row["answer"] for row in table} == set(problems.values()) and len(table) == 30
-    for name, value in scores.items():
-        assert any(name in line and f"{value:g}" in line for line in done.stdout.splitlines()), "the table shows what the file says"
+    for name in scores["scores"]:
+        assert any(name in line and "0.0000 to 0.1224" in line for line in done.stdout.splitlines()), "the table shows what the file says"
+    assert "the 20 hardest of 30 problems (all: problems.jsonl)" in done.stdout
 
 
 def test_training_on_aime(folder: Path) -> None:

@@ -1,0 +1,198 @@
+"""`megarl ablate`: a paper's ablation table at demo scale. Rows x seeds as runs of `megarl train`, then one table and one figure.
+
+A seed's task and warm start are made once and shared by all rows of all tables. What is finished is not run again; what was
+interrupted starts anew; what was run with other settings is refused, or repeated with --fresh.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from megarl.cli.demo import CONFIGS
+from megarl.config import check_config
+from megarl.config.ablation import SUFFIX, AblationTable, load_table
+from megarl.config.errors import ConfigError
+from megarl.observe.ablations import Result, RowResult, markdown
+from megarl.observe.metrics import read_metrics
+from megarl.parallel.jobs import Ended, run_jobs
+from megarl.schedule.ablation import OURS, Planned, Settings, make_task, row_run, task_writer, warm_start, write_json
+
+
+def ablate(name: str, base: Path | None, settings: Settings, into: Path | None = None) -> int:
+    """Runs what is missing of a table and writes it; 0, or the exit code of a failed run."""
+    table = load_table(_table_path(name), base)
+    _check(table, settings, into)
+    warm = [warm_start(table, settings, seed) for seed in settings.seeds]
+    runs = [row_run(table, settings, row, seed) for seed in settings.seeds for row in table.rows]  # seed by seed: every prefix is paired
+    for run in runs:  # a mistake in the overrides is found now, not after the warm starts
+        check_config(run.config, f"{table.folder / table.base}, row {run.row}")
+    with _locked(settings.folder):
+        print(f"{table.title}: {len(table.rows)} rows x {len(settings.seeds)} seeds in {settings.folder / table.name}", flush=True)
+        started = time.monotonic()
+        for seed in settings.seeds:
+            make_task(table, settings, seed)
+        codes = _complete(warm, settings, lambda run: None)
+        ready = {run.seed for run in warm if run.seconds() is not None}
+        chosen = [run for run in runs if run.seed in ready and (not settings.rows or run.row in settings.rows)]
+        others = [run for run in runs if run.seed in ready and run not in chosen and run.seconds() is not None and not run.changed()]
+        finished = {run.name: run for run in others}
+        out = settings.folder / table.name
+
+        def finish(run: Planned) -> None:
+            finished[run.name] = run
+            _write_table(_result(table, settings, list(finished.values())), out)
+
+        codes += _complete(chosen, settings, finish)
+        result = _result(table, settings, list(finished.values()))
+        _write_table(result, out)
+        _write_figures(result, out)
+        if into is not None:
+            _write_into(into, table.name, out)
+    print(f"\n{markdown(result)}\ntable and figures: {out}\ntook {_duration(time.monotonic() - started)}")
+    return max(codes, default=0)
+
+
+def _table_path(name: str) -> Path:
+    if name.endswith(".yaml"):
+        return Path(name)
+    folders = [Path("configs/ablations"), CONFIGS / "ablations"]
+    path = next((path for folder in folders if (path := folder / f"{name}{SUFFIX}").is_file()), None)
+    if path is None:
+        known = sorted(file.name.removesuffix(SUFFIX) for folder in folders[::-1] for file in folder.glob(f"*{SUFFIX}"))
+        raise ConfigError(f"TABLE: {name}: no such table (one of {', '.join(dict.fromkeys(known))}, or the path of a {SUFFIX} file)")
+    return path
+
+
+def _check(table: AblationTable, settings: Settings, into: Path | None) -> None:
+    unknown = set(settings.rows) - {row.slug for row in table.rows}
+    if unknown:
+        raise ConfigError(f"--rows: {min(unknown)}: no such row (one of {', '.join(row.slug for row in table.rows)})")
+    if len(set(settings.seeds)) < len(settings.seeds) or min(settings.seeds) < 0:
+        raise ConfigError("--seeds: must be different whole numbers from 0")
+    if settings.jobs < 1 or settings.limit <= 0:
+        raise ConfigError("--jobs and --limit: must be greater than 0")
+    for override in settings.overrides:
+        if override.partition("=")[0].strip() in OURS:
+            raise ConfigError(f"command line: {override}: each run has its own, which megarl ablate sets (see --seeds and --folder)")
+    if into is not None:
+        _place(into, table.name)
+    task_writer(table.task)
+
+
+def _complete(runs: Sequence[Planned], settings: Settings, finish: Callable[[Planned], None]) -> list[int]:
+    """Runs what is not finished. finish: told of each run as soon as it is there. Gives the exit codes of those that failed."""
+    waiting = []
+    for run in runs:
+        if run.seconds() is None:
+            waiting.append(run)
+        elif not (changed := run.changed()):
+            finish(run)
+        elif settings.fresh:
+            waiting.append(run)
+        else:
+            raise ConfigError(
+                f"{run.folder}: was run with other settings: {changed} (give --fresh to repeat such runs, or another --folder)"
+            )
+    if len(waiting) < len(runs):
+        print(f"{len(runs) - len(waiting)} of {len(runs)} are finished already", flush=True)
+    codes, spent = [], 0.0
+    by_name = {run.name: run for run in waiting}
+    with closing(run_jobs((run.job() for run in waiting), settings.jobs, settings.limit)) as ended:
+        for count, one in enumerate(ended, start=1):
+            run, spent = by_name[one.job.name], spent + one.seconds
+            left = spent / count * (len(waiting) - count) / settings.jobs
+            codes += _report(run, one, f"[{count}/{len(waiting)}]", f"{_duration(left)} left" if left else "")
+            if not one.problem:
+                run.mark_finished(one.seconds)
+                finish(run)
+    return codes
+
+
+def _report(run: Planned, one: Ended, count: str, left: str) -> list[int]:
+    """One line about a run that has ended; its exit code (1 for one that was ended or killed) where it failed."""
+    curve = run.curve() if not one.problem and run.row else {}
+    score = f"accuracy {curve[max(curve)]:.3f} at step {max(curve)}" if curve else ""
+    facts = [one.problem and f"FAILED: {one.problem}", score, _duration(one.seconds), left]
+    print(f"{count} {run.name}: {', '.join(filter(None, facts))}", flush=True)
+    return [one.code if one.code in (1, 2) else 1] if one.problem else []
+
+
+def _result(table: AblationTable, settings: Settings, finished: Sequence[Planned]) -> Result:
+    rows = []
+    for row in table.rows:
+        runs = sorted((run for run in finished if run.row == row.slug), key=lambda run: run.seed)
+        seconds = {run.seed: run.seconds() or 0.0 for run in runs}
+        rows.append(RowResult(row.name, row.paper, {run.seed: run.curve() for run in runs}, seconds))
+    config = table.config(next(row for row in table.rows if row.name == table.full), settings.overrides)
+    problems = {r["eval/problems"] for run in finished[:1] for r in read_metrics(run.folder).records if "eval/problems" in r}
+    said = (
+        f"Base at this scale: {table.base.name}, task {table.task}, warm start {table.warm_start.name}; "
+        f"{config.steps} steps of {config.rollout.prompts} x {config.rollout.group_size} responses; evaluation on "
+        f"{next(iter(problems), 'no')} held-out problems, {config.evaluation.samples} answer(s) each, every "
+        f"{config.evaluation.every} steps; seeds {', '.join(map(str, settings.seeds))}.",
+        f"Code: {', '.join(sorted({run.mark()['code'] for run in finished})) or '-'} (checksum of megarl's files).",
+        *([f"Overrides: {' '.join(settings.overrides)}."] if settings.overrides else []),
+    )
+    return Result(table.title, table.full, table.against, table.last, tuple(rows), {"said": said})
+
+
+def _write_table(result: Result, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "table.md").write_text(markdown(result), encoding="utf-8")
+    write_json(out / "table.json", result.record())
+
+
+def _write_figures(result: Result, out: Path) -> None:
+    from megarl.observe.ablation_page import write_page, write_png
+
+    write_png(result, out / "accuracy.png")
+    write_page(result, out / "report.html")
+
+
+def _place(into: Path, name: str) -> tuple[str, str]:
+    """What stands before and after the table's place in a Markdown file, its marks included."""
+    begin, end = f"<!-- megarl ablate {name}: begin -->\n", f"<!-- megarl ablate {name}: end -->"
+    try:
+        text = into.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--into: {into}: cannot be read: {error.strerror}") from None
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ConfigError(f"--into: {into}: has no place for the table: the lines `{begin.strip()}` and `{end}`")
+    return before + begin, end + after
+
+
+def _write_into(into: Path, name: str, out: Path) -> None:
+    """The table between its marks, its figure in images/ beside the file."""
+    before, after = _place(into, name)
+    figure = into.parent / "images" / f"ablations_{name}.png"
+    figure.parent.mkdir(exist_ok=True)
+    shutil.copyfile(out / "accuracy.png", figure)
+    table = (out / "table.md").read_text(encoding="utf-8")
+    into.write_text(f"{before}\n{table}\n![accuracy by step of each row](images/{figure.name})\n\n{after}", encoding="utf-8")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Two commands in one folder would delete each other's runs. The system lets go of the lock when the process ends, however it does."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "w")  # noqa: SIM115 (held by the with below)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror} (choose another --folder)") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder}: another megarl ablate works there (wait for it, or choose another --folder)") from None
+        yield
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,50 @@
+"""What the ranks of a command have in common: joining the job, saying what went wrong once, leaving it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megarl.cli.quiet import quiet_libraries
+from megarl.config.errors import MegarlError
+from megarl.config.schema import Config
+
+if TYPE_CHECKING:
+    from megarl.parallel.runtime import Runtime
+
+
+def on_rank_0(check: Callable[[], None]) -> bool:
+    """Runs a check that every rank makes alike; False where it fails on another rank than 0, whose error is the one that is shown."""
+    from megarl.parallel.runtime import launched_rank
+
+    try:
+        check()
+    except MegarlError:
+        if launched_rank() == 0:
+            raise
+        return False
+    return True
+
+
+def work(config: Config, job: Callable[[Runtime], None], *, launched: bool) -> int:
+    """One rank, from joining the job to leaving it; gives its exit code. launched: by `launch`, which says what a rank leaves word of."""
+    quiet_libraries()
+    from megarl.parallel import runtime as parallel
+    from megarl.parallel.launch import leave_word, lost_a_peer
+
+    runtime = parallel.start(config.parallel, config.seed)
+    try:
+        job(runtime)
+    except MegarlError as error:
+        line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
+        if not (launched and leave_word(line)) and (runtime.rank == 0 or not error.on_every_rank):
+            print(f"megarl: {line}", file=sys.stderr, flush=True)
+        return 2
+    except RuntimeError as error:
+        if not (launched and lost_a_peer(error) and leave_word(f"rank {runtime.rank}: lost another rank: {error}", peer_lost=True)):
+            raise
+        return 1
+    finally:
+        parallel.stop()
+    return 0

@@ -1,0 +1,38 @@
+"""What ranks do in the tests of `megarl eval`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config.schema import Config
+from megarl.parallel.runtime import Runtime
+from megarl.schedule.evaluation import Evaluation, find_policy
+from megarl.schedule.run import Run
+from megarl.training.checkpoint import save_checkpoint
+from megarl.training.sharded import _allocate, _optimizers
+
+
+def write_perturbed(runtime: Runtime, config: Config) -> None:
+    """A checkpoint of step 3 and an export into config.run_dir, of weights that are not those of model.path."""
+    run = Run(config, runtime)
+    with torch.no_grad():
+        for parameter in run.actor.model.parameters():
+            parameter.mul_(1.25)  # alike on every rank, so that what is replicated stays equal
+    for part in _optimizers(run.actor).values():
+        _allocate(part.optimizer)  # as its first step would
+    run.actor.optimizer.reload_model_params()
+    save_checkpoint(runtime, config, 3, run.learners, {"samplers": run.state_dict(), "value_pretraining_steps": 0}, {})
+    run.export("actor", config.run_dir / "hf")
+    run.close()
+
+
+def evaluate_policy(runtime: Runtime, config: Config, given: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """The engine's weights and all answers."""
+    evaluation = Evaluation(*find_policy(config, given), runtime)
+    weights = {name: tensor.clone() for name, tensor in evaluation.engine.parameters().items()}
+    answers = list(evaluation.answer().answers(evaluation.tokenizer))
+    evaluation.close()
+    return weights, answers
