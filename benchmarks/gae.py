@@ -1,15 +1,15 @@
 """GAE of a rollout of packed responses against the usual ways to write it: a loop over tokens (on tensors, on lists) and a
-loop over time on padded tensors. Prints seconds, ratios, memory and the largest relative error."""
+loop over time on padded tensors. Prints ratios, memory, the largest relative error, and seconds of CPU time, which other work on
+the machine moves less than the clock."""
 
 from __future__ import annotations
 
 import argparse
-import resource
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from measure import PeakMemory, Verdicts, machine
 from torch import Tensor
 
 from megarl.algorithms.advantages import gae, length_adaptive_lambda
@@ -81,17 +81,7 @@ def padded_loop(rewards: Tensor, values: Tensor, mask: Tensor, lam: Tensor) -> T
     return torch.stack(backwards[::-1], dim=1) * mask
 
 
-def peak_memory() -> int:
-    """Largest resident size so far, bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def resident_memory() -> int:
-    """Resident size now, bytes; Linux only."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--responses", type=int, default=8192)
     parser.add_argument("--mean", type=int, default=4000, help="mean response length, tokens")
@@ -107,16 +97,19 @@ def main() -> None:
     tokens = int(lengths.sum())
     print(f"{args.responses} responses, {tokens / 1e6:.1f}M tokens, mean {tokens / args.responses:.0f}, longest {int(lengths.max())}")
 
-    before = resident_memory()
-    seconds = []
+    print(machine())
+    peak, seconds = PeakMemory(), []
     for _ in range(args.repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         ours = gae(rewards, values, mask, cu_seqlens, lam)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     best = min(seconds)
-    memory = (peak_memory() - before) / (rewards.numel() * 4)
+    memory = peak.growth() / (rewards.numel() * 4)
+
+    ratios: dict[str, float] = {}
 
     def report(name: str, wall: float, remark: str) -> None:
+        ratios[name] = wall / best
         print(f"{name:27} {wall:8.2f} s {wall / best:7.1f} x  {remark}")
 
     report("megarl", best, f"{tokens / best / 1e6:.1f}M tokens/s, peak memory + {memory:.1f} token-sized float32 arrays")
@@ -124,23 +117,30 @@ def main() -> None:
     for name, function, sample in loops:
         sample = min(sample, args.responses)
         end = int(cu_seqlens[sample])
-        start = time.perf_counter()
+        start = time.process_time()
         exact = function(rewards[:end], values[:end], cu_seqlens[: sample + 1], lengths[:sample], lam[:sample])
         share = int(lengths[:sample].sum()) / tokens
-        report(f"loop {name}", (time.perf_counter() - start) / share, f"{share:.2%} of the tokens were run, the time is scaled up")
+        report(f"loop {name}", (time.process_time() - start) / share, f"{share:.2%} of the tokens were run, the time is scaled up")
 
     padded_rewards, padded_values = pad(rewards, cu_seqlens, lengths), pad(values, cu_seqlens, lengths)
     padded_mask = torch.arange(padded_values.shape[1]) < lengths[:, None]
-    start = time.perf_counter()
+    start = time.process_time()
     other = padded_loop(padded_rewards, padded_values, padded_mask, lam.float())
-    report("loop over time, padded", time.perf_counter() - start, f"padding not counted; {padded_mask.numel() / tokens:.1f} x the entries")
+    report("loop over time, padded", time.process_time() - start, f"padding not counted; {padded_mask.numel() / tokens:.1f} x the entries")
 
     reference = torch.as_tensor(exact, dtype=torch.float64)
     scale = reference.abs().clamp(min=1e-3)
-    print(f"largest relative error against the float64 loop: megarl {((ours[:end] - reference).abs() / scale).max():.1e}", end="")
-    theirs = other[:sample][padded_mask[:sample]] - reference[mask[:end]]
-    print(f", padded loop {(theirs.abs() / scale[mask[:end]]).max():.1e}")
+    error = float(((ours[:end] - reference).abs() / scale).max())
+    theirs = (other[:sample][padded_mask[:sample]] - reference[mask[:end]]).abs() / scale[mask[:end]]
+    print(f"largest relative error against the float64 loop: megarl {error:.1e}, padded loop {theirs.max():.1e}\n")
+    verdicts = Verdicts()
+    verdicts.at_least("GAE, loop over tokens on tensors / megarl", ratios["loop over tokens, on tensors"], 50, " x")
+    verdicts.at_least("GAE, loop over tokens on Python lists / megarl", ratios["loop over tokens, on lists"], 50, " x")
+    verdicts.at_least("GAE, padded loop over time / megarl", ratios["loop over time, padded"], 3, " x")
+    verdicts.at_most("GAE, memory in token-sized float32 arrays", memory, 4)
+    verdicts.at_most("GAE, largest relative error", error, 1e-6, must=True)
+    return verdicts.exit_code
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,8 +1,8 @@
 """Seconds and tokens/s per phase of a step at the demo's size, and the share of the step that is neither generation nor Megatron's own
 forward, backward and optimizer. With `--vs trl` the same rollouts by TRL's GRPOTrainer in the same run, and the ratio.
 
-    make bench                     # megarl alone, VAPO
-    make bench ARGS='--vs trl'     # 256 responses, 4 updates, no dynamic sampling; TRL in a venv of its own (make trl)
+    make bench BENCH=step                     # megarl alone, VAPO
+    make bench BENCH=step ARGS='--vs trl'     # 256 responses, 4 updates, no dynamic sampling; TRL in a venv of its own (make trl)
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from measure import Verdicts, machine
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "runs" / "bench"
@@ -71,7 +73,7 @@ def median(records: list[dict[str, Any]], key: str) -> float:
     return statistics.median(record[key] for record in records)
 
 
-def print_phases(title: str, records: list[dict[str, Any]]) -> None:
+def print_phases(title: str, records: list[dict[str, Any]], verdicts: Verdicts) -> None:
     """Medians per phase over the steps."""
     print(f"\n{title}: medians of {len(records)} steps")
     step = median(records, "time/step")
@@ -82,7 +84,7 @@ def print_phases(title: str, records: list[dict[str, Any]]) -> None:
         print(f"  {key[5:]:18s} {seconds:8.4f} s  {100 * seconds / step:5.1f} %  {tokens / max(seconds, 1e-9):10,.0f} tokens/s")
     print(f"  {'step':18s} {step:8.4f} s")
     inside = statistics.median((r["inside/generate"] + r["inside/megatron"]) / r["time/step"] for r in records)
-    print(f"  outside generation and Megatron's forward, backward and optimizer (target <= 15 %): {100 * (1 - inside):.1f} %")
+    verdicts.at_most("step, share outside generation and Megatron's forward, backward and optimizer", 100 * (1 - inside), 15, " %")
 
 
 def trl_seconds(rollouts: int) -> float:
@@ -101,25 +103,28 @@ def trl_seconds(rollouts: int) -> float:
     return min(best)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vs", choices=("trl",), help="compare with this trainer in the same run")
     parser.add_argument("--steps", type=int, default=12, help="timed steps, after 3 that are not (default %(default)s)")
     parser.add_argument("--recipe", choices=("dapo", "vapo"), default="vapo")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_args()
+    print(machine())
+    verdicts = Verdicts()
     if given.vs is None:
         records = run_megarl(given.recipe, given.steps, 3, given.overrides)
-        print_phases(f"megarl {given.recipe}", records)
-        return
+        print_phases(f"megarl {given.recipe}", records, verdicts)
+        return verdicts.exit_code
     same = ["rollout.dynamic_sampling.enabled=false", "parallel.tp=1", "parallel.dp=2", *given.overrides]
     records = run_megarl("dapo", given.steps, 3, same)
-    print_phases("megarl, GRPO with DAPO's loss, DP=2", records)
+    print_phases("megarl, GRPO with DAPO's loss, DP=2", records, verdicts)
     ours = median(records, "time/step")
     theirs = trl_seconds(given.steps)
     print(f"\nseconds per rollout of 256 responses and 4 updates: megarl {ours:.3f}, TRL {theirs:.3f}")
-    print(f"megarl / TRL (target <= 0.5): {ours / theirs:.2f}")
+    verdicts.at_most("step, time / TRL's", ours / theirs, 0.5, " x")
+    return verdicts.exit_code
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

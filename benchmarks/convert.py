@@ -1,0 +1,154 @@
+"""How fast a model's folder is converted, against `cp` of the same bytes on the same disk in the same run, and how much memory it takes.
+
+    python benchmarks/convert.py [--folder DIR] [--layers 24] [--tp 1] [--rounds 3] [--cold]
+
+The model has random weights in the shapes of Qwen2.5-0.5B (1 GB with 24 layers). Each round copies and converts it in both directions,
+one after the other, so that they meet the same disk. Every time includes fsync of all files that were written: for `cp` one fsync per
+file after it. By default the source is in the page cache, which favours `cp`; with --cold it is dropped from it before each run.
+Memory is the peak of the converting process over that of one that only imports the converter, beside the largest tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+
+QWEN = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 896,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cold", action="store_true")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
+        measure(Path(scratch), given)
+
+
+def measure(scratch: Path, given: argparse.Namespace) -> None:
+    source, copy, megatron, back = (scratch / name for name in ("source", "copy", "megatron", "back"))
+    size, largest = make_model(source, given.layers)
+    runs: dict[str, tuple[Path, Path, Callable[[], tuple[float, int]]]] = {
+        "cp": (source, copy, lambda: copy_folder(source, copy)),
+        "hf -> megatron": (source, megatron, lambda: converting("hf -> megatron", source, megatron, given.tp)),
+        "cp of that": (megatron, copy, lambda: copy_folder(megatron, copy)),
+        "megatron -> hf": (megatron, back, lambda: converting("megatron -> hf", megatron, back)),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    memory: dict[str, int] = {}
+    for _ in range(given.rounds):
+        for path in (copy, megatron, back):
+            shutil.rmtree(path, ignore_errors=True)
+        for name, (read, written, run) in runs.items():
+            shutil.rmtree(written, ignore_errors=True)
+            visit(read, os.POSIX_FADV_DONTNEED if given.cold else os.POSIX_FADV_WILLNEED)
+            taken, memory[name] = run()
+            seconds[name].append(taken)
+            if name.startswith("cp"):
+                shutil.rmtree(written)
+    _, bare = converting("nothing")
+    where = "cold" if given.cold else "in the page cache"
+    print(f"{size / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, tp {given.tp}, source {where}, {given.rounds} rounds")
+    print(f"{'':16s}{'GB/s median':>12s}{'worst':>8s}{'of cp':>8s}{'peak memory over the bare import':>36s}")
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        line = f"{name:16s}{size / 1e9 / median:12.2f}{size / 1e9 / max(times):8.2f}"
+        if not name.startswith("cp"):
+            paired = statistics.median(seconds["cp" if name.startswith("hf") else "cp of that"])
+            line += f"{paired / median:8.2f}{(memory[name] - bare) / 1e6:27.0f} MB of {(1.5 * largest + (512 << 20)) / 1e6:.0f}"
+        print(line)
+
+
+def make_model(folder: Path, layers: int) -> tuple[int, int]:
+    """Writes a model folder with random bytes; its size and that of its largest tensor."""
+    import torch
+    from safetensors.torch import save_file
+
+    from megarl.weights.layout import hf_shapes
+
+    config = {**QWEN, "num_hidden_layers": layers}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {
+        name: torch.frombuffer(bytearray(os.urandom(2 * prod(shape))), dtype=torch.bfloat16).view(shape)
+        for name, shape in hf_shapes(config).items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    sizes = [tensor.nbytes for tensor in tensors.values()]
+    return sum(sizes), max(sizes)
+
+
+def copy_folder(source: Path, out: Path) -> tuple[float, int]:
+    """Seconds that `cp` and one fsync per file take."""
+    began = time.perf_counter()
+    subprocess.run(["cp", "-r", source, out], check=True)
+    for path in out.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    return time.perf_counter() - began, 0
+
+
+def visit(folder: Path, advice: int) -> None:
+    """Tells the page cache of every file."""
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, advice)
+        if advice == os.POSIX_FADV_WILLNEED:
+            while os.read(descriptor, 1 << 24):
+                pass
+        os.close(descriptor)
+
+
+# The converter in a process of its own: what it did, its seconds without the start of Python and torch, its peak memory in bytes.
+CHILD = """
+import json, sys, time
+from pathlib import Path
+from megarl.cli.quiet import quiet_libraries
+quiet_libraries()
+from megarl.weights.convert import conversion_layout, hf_to_megatron, megatron_to_hf
+what, *arguments = sys.argv[1:]
+began = time.perf_counter()
+if what == "hf -> megatron":
+    hf_to_megatron(Path(arguments[0]), Path(arguments[1]), conversion_layout(int(arguments[2]), 1, 1))
+elif what == "megatron -> hf":
+    megatron_to_hf(Path(arguments[0]), Path(arguments[1]))
+seconds = time.perf_counter() - began
+peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(json.dumps([seconds, peak * 1024]))
+"""
+
+
+def converting(what: str, *arguments: object) -> tuple[float, int]:
+    """(seconds, peak memory) of a conversion, or of a process that only imports the converter."""
+    command = [sys.executable, "-c", CHILD, what, *map(str, arguments)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    seconds, peak = json.loads(done.stdout)
+    return seconds, peak
+
+
+if __name__ == "__main__":
+    main()

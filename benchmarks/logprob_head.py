@@ -1,0 +1,115 @@
+"""The log-prob head against the plain way at a 32B model's vocabulary: log-probs, entropy and the gradients of hidden states and output
+layer, float32. Each measurement has a process of its own with the same inputs.
+
+The plain way is its leanest usual form: log_softmax(hidden @ weight.T), gather; the entropy without a gradient (no loss here has one).
+Extra memory is the growth of the peak resident memory beyond the inputs and, forward and backward, beyond the two gradients: both
+ways have those in common. Times are compared in CPU time, which other work on the machine moves less than the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from measure import PeakMemory, Verdicts, in_fresh_process, machine
+from torch import Tensor
+
+from megarl.config.schema import UpdateConfig
+from megarl.model.logprob_head import vocab_parallel_logprobs
+
+
+def inputs(tokens: int, words: int, hidden_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, output layer, labels, and the gradient of the log-probs. The largest of 152k logits is near 4: a soft policy, on
+    which no word's share can be neglected."""
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size, generator=g)
+    weight = torch.empty(words, hidden_size).normal_(0, hidden_size**-0.5, generator=g)
+    return hidden, weight, torch.randint(0, words, (tokens,), generator=g), torch.randn(tokens, generator=g)
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    table = (hidden @ weight.T).log_softmax(-1)
+    logprobs = table.gather(-1, labels[:, None]).squeeze(-1)
+    with torch.no_grad():
+        entropy = -(table.exp() * table).sum(-1)
+    return logprobs, entropy
+
+
+def measure(way: str, backward: bool, tokens: int, words: int, hidden_size: int, chunk: int, save: str) -> dict[str, float]:
+    hidden, weight, labels, factors = inputs(tokens, words, hidden_size)
+    hidden.requires_grad_(backward)
+    weight.requires_grad_(backward)
+    (hidden[:8].detach() @ weight[:64].detach().T).log_softmax(-1)  # what the libraries set up at their first call
+    memory = PeakMemory()
+    wall, cpu = time.perf_counter(), time.process_time()
+    if way == "plain":
+        logprobs, entropy = plain(hidden, weight, labels)
+    else:
+        logprobs, entropy = vocab_parallel_logprobs(hidden, weight, labels, first_word=0, words=words, temperature=1.0, chunk=chunk)
+    if backward:
+        logprobs.backward(factors)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    extra = memory.growth()
+    result = {"logprobs": logprobs.detach(), "entropy": entropy}
+    if backward:
+        assert hidden.grad is not None and weight.grad is not None
+        result |= {"gradient of the hidden states": hidden.grad, "gradient of the output layer": weight.grad}
+        extra -= (hidden.numel() + weight.numel()) * 4
+    if save:
+        torch.save(result, save)
+    return {"wall": wall, "cpu": cpu, "extra": extra}
+
+
+def compare(ours: Path, theirs: Path, verdicts: Verdicts) -> None:
+    """Largest difference of each result, relative to the largest entry."""
+    a, b = torch.load(ours, mmap=True), torch.load(theirs, mmap=True)
+    for name in b:
+        error = float((a[name] - b[name]).abs().max() / b[name].abs().max())
+        verdicts.at_most(f"log-prob head, {name}, difference / largest", error, 1e-5, must=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--words", type=int, default=152064)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--chunk", type=int, default=UpdateConfig().logprob_chunk, help="update.logprob_chunk (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=2, help="the fastest of so many counts (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--one", choices=("plain", "megarl"), help=argparse.SUPPRESS)
+    parser.add_argument("--backward", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--save", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.one:
+        print(json.dumps(measure(args.one, bool(args.backward), args.tokens, args.words, args.hidden, args.chunk, args.save)))
+        return 0
+
+    print(f"{machine()}\n{args.tokens} tokens x {args.words} words, hidden {args.hidden}, chunks of {args.chunk} words, float32")
+    sizes = [f"--{name}={getattr(args, name)}" for name in ("tokens", "words", "hidden", "chunk", "threads")]
+    verdicts = Verdicts()
+    with tempfile.TemporaryDirectory() as folder:
+        for backward in (0, 1):
+            best: dict[str, dict[str, float]] = {}
+            for repeat in range(args.repeats):
+                for way in ("plain", "megarl"):  # in turns, so that a change of the machine's load meets both
+                    save = f"{folder}/{way}" if backward and repeat == 0 else ""
+                    found = in_fresh_process(__file__, f"--one={way}", f"--backward={backward}", f"--save={save}", *sizes)
+                    best[way] = {key: min(value, best.get(way, found)[key]) for key, value in found.items()}
+            title = "forward and backward" if backward else "forward only"
+            for way, found in best.items():
+                print(f"{title}, {way}: {found['wall']:.1f} s ({found['cpu']:.1f} s of CPU time), {found['extra'] / 2**20:,.0f} MiB extra")
+            ratio = {key: best["megarl"][key] / best["plain"][key] for key in best["plain"]}
+            verdicts.at_most(f"log-prob head, {title}, extra memory / plain", ratio["extra"], 1 / 8)
+            verdicts.at_most(f"log-prob head, {title}, CPU time / plain", ratio["cpu"], 1.15, " x")
+            print(f"          the same by the clock: {ratio['wall']:.3g} x")
+        compare(Path(folder, "megarl"), Path(folder, "plain"), verdicts)
+    return verdicts.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,83 @@
+"""What the benchmarks share: the line about the machine, memory of a process, a process for each measurement, and the verdicts
+`met` / `not met` that `make bench` gathers."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIMIT = 1800  # seconds that one measurement may take
+MARKS = ("met", "not met", "WRONG")
+
+
+def machine() -> str:
+    """Date, cores, load and versions, in one line."""
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    load = f"load {os.getloadavg()[0]:.1f}"
+    return f"{datetime.date.today()}, {os.cpu_count()} cores, {load}, {torch.get_num_threads()} torch thread(s), {versions}"
+
+
+class Verdicts:
+    """Prints each target with its measured figure. A missed target is `not met`, which a busy machine may be the cause of; a missed
+    bound on correctness (must=True) is `WRONG` and makes `exit_code` 1."""
+
+    def __init__(self) -> None:
+        self.exit_code = 0
+
+    def at_most(self, what: str, figure: float, bound: float, unit: str = "", must: bool = False) -> None:
+        self._print(what, figure <= bound, f"{_text(figure)}{unit}", f"at most {_text(bound)}{unit}", must)
+
+    def at_least(self, what: str, figure: float, bound: float, unit: str = "", must: bool = False) -> None:
+        self._print(what, figure >= bound, f"{_text(figure)}{unit}", f"at least {_text(bound)}{unit}", must)
+
+    def holds(self, what: str, held: bool) -> None:
+        self._print(what, held, "yes" if held else "no", "yes", must=True)
+
+    def _print(self, what: str, held: bool, figure: str, target: str, must: bool) -> None:
+        mark = MARKS[0] if held else MARKS[2] if must else MARKS[1]
+        self.exit_code |= mark == MARKS[2]
+        print(f"{mark:7} | {what}: {figure} | target: {target}", flush=True)
+
+
+def _text(figure: float) -> str:
+    return f"{figure:,.0f}" if abs(figure) >= 1000 else f"{figure:.4g}"
+
+
+def in_fresh_process(script: str, *arguments: str) -> dict[str, Any]:
+    """The JSON object that `script` prints last; nothing that ran before is in its memory."""
+    command = [sys.executable, script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+class PeakMemory:
+    """Growth of this process's peak resident memory since this object was made, bytes. Linux only."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is resident now
+        self.before = _status("VmRSS")
+
+    def growth(self) -> int:
+        return _status("VmHWM") - self.before
+
+
+def _status(key: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":")]
+    return int(line.split()[1]) * 1024
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """CPU time that these processes have used so far. Linux only."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(user) + int(system) for *_, user, system in (each[:13] for each in fields)) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,215 @@
+"""The weight transfer against gathering whole tensors everywhere, on 4 CPU processes in one run: a tied model of 400 MB, actor TP2 PP2, two
+engines of TP2 in SGLang's fused layout. And seconds and memory of plan and proof for Qwen2.5-32B on 128 and 1,024 GPUs.
+
+    .venv/bin/python benchmarks/reshard.py             # all of it
+    .venv/bin/python benchmarks/reshard.py --untied    # a model with an output layer of its own
+    .venv/bin/python benchmarks/reshard.py --only plan
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+import time
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.config.schema import ClusterConfig
+from megarl.parallel.layout import Layout
+from megarl.weights.cost import direct_cost
+from megarl.weights.hf_io import view
+from megarl.weights.known_models import KNOWN_MODELS
+from megarl.weights.layout import Region, Shards, hf_shapes, megatron_layout
+from megarl.weights.plan import Plan
+from megarl.weights.planner import make_plan
+from megarl.weights.sglang_layout import sglang_shards
+from megarl.weights.transfer import Transfer
+
+LAYOUT, ENGINE_TP = Layout(tp=2, pp=2), 2
+BUCKET = 64 << 20
+REPEATS = 5
+
+
+def model(tied: bool) -> dict[str, Any]:
+    """Qwen2.5-0.5B, narrower in depth and vocabulary: about 400 MB in bf16."""
+    return KNOWN_MODELS["Qwen2.5-0.5B"] | {"num_hidden_layers": 12, "vocab_size": 32000, "tie_word_embeddings": tied}
+
+
+def fused_plan(config: dict[str, Any], layout: Layout, tp: int) -> Plan:
+    shards = [sglang_shards(config, tp, rank) for rank in range(tp)]
+    return make_plan(megatron_layout(config, layout), [(rank, shards[rank % tp]) for rank in range(layout.world)])
+
+
+class FullGather:
+    """The usual way, without its avoidable costs: whole Hugging Face tensors, bucket by bucket, each shard broadcast by one of the ranks
+    that hold it, and every rank cuts out its part."""
+
+    def __init__(self, plan: Plan, rank: int, config: dict[str, Any], sources: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
+        self.rank, self.sources, self.targets = rank, sources, targets
+        self.shapes = hf_shapes(config)
+        self.owners: dict[str, list[tuple[int, str, Region]]] = {name: [] for name in self.shapes}
+        seen = set()
+        for owner, shards in plan.sources.items():
+            for name, shard in shards.items():
+                for region in shard.regions:
+                    if (region.hf_name, region.hf_box) not in seen:
+                        seen.add((region.hf_name, region.hf_box))
+                        self.owners[region.hf_name].append((owner, name, region))
+        self.wanted: dict[str, list[tuple[str, Region]]] = {name: [] for name in self.shapes}
+        for name, shard in plan.targets[rank].items():
+            for region in shard.regions:
+                self.wanted[region.hf_name].append((name, region))
+        self.padding = [view(targets[name], box) for name, shard in plan.targets[rank].items() for box in shard.padding]
+        self.buckets: list[list[str]] = [[]]
+        size = 0
+        for name, shape in self.shapes.items():
+            nbytes = prod(shape) * 2
+            if self.buckets[-1] and size + nbytes > BUCKET:
+                self.buckets.append([])
+                size = 0
+            self.buckets[-1].append(name)
+            size += nbytes
+
+    def run(self) -> int:
+        """One transfer; gives the bytes that this rank received."""
+        received = 0
+        for part in self.padding:
+            part.zero_()
+        for names in self.buckets:
+            # One message per owner and bucket: its shards of all the bucket's tensors one after the other.
+            parts: dict[int, list[tuple[str, Region]]] = {}
+            for hf_name in names:
+                for owner, name, region in self.owners[hf_name]:
+                    parts.setdefault(owner, []).append((name, region))
+            gathered = {name: torch.empty(self.shapes[name], dtype=torch.bfloat16) for name in names}
+            for owner, pieces in sorted(parts.items()):
+                sizes = [prod(stop - start for start, stop in region.hf_box) for _, region in pieces]
+                flat = torch.empty(sum(sizes), dtype=torch.bfloat16)
+                if owner == self.rank:
+                    torch.cat([view(self.sources[name], region.local_box).reshape(-1) for name, region in pieces], out=flat)
+                else:
+                    received += flat.nbytes
+                dist.broadcast(flat, owner)
+                for (_, region), part in zip(pieces, flat.split(sizes), strict=True):
+                    there = view(gathered[region.hf_name], region.hf_box)
+                    there.copy_(part.view(there.shape))
+            for hf_name in names:
+                for name, region in self.wanted[hf_name]:
+                    view(self.targets[name], region.local_box).copy_(view(gathered[hf_name], region.hf_box))
+        return received
+
+
+def fill(shapes: Shards) -> dict[str, Tensor]:
+    """This rank's source tensors; an element's value follows from its place in the Hugging Face tensor, so that replicas agree."""
+    tensors = {}
+    for name, shard in shapes.items():
+        tensors[name] = torch.zeros(shard.shape, dtype=torch.bfloat16)
+        for region in shard.regions:
+            rows = torch.arange(*region.hf_box[0])[:, None] if len(region.hf_box) == 2 else torch.arange(*region.hf_box[0])
+            columns = torch.arange(*region.hf_box[1]) if len(region.hf_box) == 2 else 0
+            values = (rows * 31 + columns * 17 + len(region.hf_name)) % 251
+            view(tensors[name], region.local_box).copy_(values)
+    return tensors
+
+
+def work(rank: int, port: int, tied: bool, results: Any) -> None:
+    """One of the four ranks: both ways, alternately, and the same targets from both."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=LAYOUT.world)
+    config = model(tied)
+    plan = fused_plan(config, LAYOUT, ENGINE_TP)
+    sources = fill(plan.sources[rank])
+    ours, theirs = ({n: torch.full(s.shape, torch.nan, dtype=torch.bfloat16) for n, s in plan.targets[rank].items()} for _ in range(2))
+    transfer = Transfer(plan, rank, sources, ours, BUCKET)
+    gather = FullGather(plan, rank, config, sources, theirs)
+    times: dict[str, list[float]] = {"plan": [], "gather": []}
+    moved = {"plan": 0, "gather": 0}
+    for _ in range(REPEATS + 1):
+        for name, run in (("plan", lambda: transfer.run().bytes_received), ("gather", gather.run)):
+            dist.barrier()
+            started = time.perf_counter()
+            moved[name] = run()
+            dist.barrier()
+            times[name].append(time.perf_counter() - started)
+    same = all(torch.equal(ours[name], theirs[name]) for name in ours)
+    transfer.check()
+    results.put((rank, moved, {name: seconds[1:] for name, seconds in times.items()}, same))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def compare(tied: bool) -> tuple[float, float]:
+    """Both ways on four processes; (times less data, times faster)."""
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = context.Queue()
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    ranks = [context.Process(target=work, args=(rank, store.port, tied, results)) for rank in range(LAYOUT.world)]
+    for process in ranks:
+        process.start()
+    answers = sorted((results.get(timeout=600) for _ in ranks), key=lambda answer: answer[0])
+    for process in ranks:
+        process.join()
+    if not all(answer[3] for answer in answers):
+        raise SystemExit("benchmarks/reshard.py: the two ways do not write the same bytes")
+    size = sum(map(prod, hf_shapes(model(tied)).values())) * 2
+    kind = "tied" if tied else "untied"
+    print(f"{size / 1e6:.0f} MB ({kind}), actor tp 2 pp 2 on 4 CPU processes -> 2 engines of tp 2; median of {REPEATS}, same bytes written")
+    data, seconds = {}, {}
+    for name, title in (("gather", "full gather"), ("plan", "the plan")):
+        data[name] = sum(answer[1][name] for answer in answers)
+        seconds[name] = statistics.median(answers[0][2][name])
+        print(
+            f"  {title:12s} {data[name] / 1e6:8.1f} MB moved   {seconds[name]:6.3f} s   {data[name] / seconds[name] / 1e9:5.2f} GB/s moved"
+        )
+    less, faster = data["gather"] / data["plan"], seconds["gather"] / seconds["plan"]
+    print(f"  times less data (target >= 3): {less:.2f}   times faster (target >= 1.5): {faster:.2f}")
+    return less, faster
+
+
+def plan_times() -> None:
+    """Plan and proof of Qwen2.5-32B, each in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    for dp, target in ((4, "<= 10 s, 2 GB"), (32, "<= 60 s")):
+        process = context.Process(target=plan_time, args=(dp, target))
+        process.start()
+        process.join()
+
+
+def plan_time(dp: int, target: str) -> None:
+    layout, config = Layout(tp=8, pp=4, dp=dp), KNOWN_MODELS["Qwen2.5-32B"]
+    started, cpu = time.perf_counter(), time.process_time()
+    plan = fused_plan(config, layout, 8)
+    planned = time.perf_counter()
+    plan.verify()
+    proved, cpu = time.perf_counter(), time.process_time() - cpu
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    share = sum(map(prod, hf_shapes(config).values())) * 2 / 8
+    most = max(cost.received for cost in direct_cost(plan, 2, 256 << 20, ClusterConfig()).values()) / share
+    seconds = f"plan {planned - started:.1f} s, proof {proved - planned:.1f} s ({cpu:.1f} s of one core), {memory:.2f} GB (target {target})"
+    print(f"Qwen2.5-32B tp 8 pp 4 dp {dp}, {layout.world} GPUs -> {layout.world // 8} engines of tp 8: {seconds}")
+    print(f"  received per GPU at most {most:.2f} x model / 8 (target <= 1.02)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("plan", "transfer"), help="one of the two parts")
+    parser.add_argument("--untied", action="store_true", help="a model with an output layer of its own")
+    given = parser.parse_args()
+    if given.only != "plan":
+        compare(tied=not given.untied)
+    if given.only != "transfer":
+        plan_times()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Throughput of rollouts through megarl against the same requests sent straight to SGLang, in one run on one engine of a CPU.
+
+    .venv-sglang/bin/python benchmarks/sglang.py [--responses 256] [--tokens 96] [--repeats 3]
+
+Straight is one call of SGLang's `generate` with the whole batch, in the process of the engine, sampled by SGLang's own sampler without
+seeds. Through megarl is a wave: requests and answers cross the process border, each response has its seed, and is decoded and verified.
+The model has no end-of-sequence token, so that both make the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import Verdicts, machine
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def make_engine(folder: Path, responses: int, tokens: int) -> Any:
+    """An engine with undefined weights of the demo's shape; finite ones, as SGLang's dummy weights are small."""
+    from megarl.config.schema import Config
+    from megarl.rollout.sglang import Place, SGLangEngine
+    from megarl.weights.hf_io import read_config
+    from tests.tiny_models import make_tiny_model
+
+    make_tiny_model(folder, "qwen3", tied=True, vocab=307, hidden=64, ffn=192, head_dim=16, max_positions=1024)
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((folder / name).read_text()) | {"eos_token_id": None}
+        (folder / name).write_text(json.dumps(settings))
+    rollout = {"engine": "sglang", "max_batch": responses, "max_response_tokens": tokens, "engine_start_timeout": 1500}
+    config = Config(
+        recipe="dapo", run_dir=folder, steps=1, model={"path": folder, "dtype": "fp32"}, data={"max_prompt_tokens": 16}, rollout=rollout
+    )
+    engine = SGLangEngine(config, read_config(folder), Place(0, 1, torch.device("cpu")), ())
+    assert engine.process is not None
+    engine.process.module = "benchmarks.sglang_straight"
+    return engine
+
+
+def deliver(engine: Any, folder: Path) -> None:
+    """The folder's weights, as version 0."""
+    from megarl.weights.hf_io import HFFolder, load_into
+    from megarl.weights.plan import Plan
+    from megarl.weights.sglang_layout import sglang_shards
+
+    source = HFFolder(folder)
+    shards = sglang_shards(source.config, 1, 0, cpu=True)
+    [(_, tensors)] = engine.buckets(Plan((), {}, {0: shards}))
+    load_into(tensors, shards, source)
+    engine.begin_update()
+    engine.deliver(0, [engine.handle(0)], 0)
+    engine.end_update(0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Rollouts through megarl against the same requests sent straight to SGLang.")
+    parser.add_argument("--responses", type=int, default=256)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    torch.set_num_threads(1)
+    from transformers import AutoTokenizer
+
+    from megarl.config.schema import RewardConfig
+    from megarl.data.prompts import Prompt
+    from megarl.rewards.pool import VerifierPool
+    from megarl.rollout.engine import SamplingParams
+    from megarl.rollout.wave import WaveRunner
+
+    verdicts = Verdicts()
+    print(f"sglang: {machine()}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "model"
+        engine = make_engine(folder, args.responses, args.tokens)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        prompts = [Prompt(i, f"{i}+1=?", tuple(tokenizer(f"{i}+1=?").input_ids), "7") for i in range(args.responses // args.group)]
+        engine.start()
+        try:
+            while not engine.ready(60.0):
+                pass
+            deliver(engine, folder)
+            with VerifierPool("dapo", 1, 10.0) as verifier:
+                speeds: dict[str, list[float]] = {"straight": [], "megarl": []}
+                for repeat in range(args.repeats + 1):  # the first warms both up
+                    seeds = [[repeat * 10_000 + p.uid * args.group + i for i in range(args.group)] for p in prompts]
+                    rows = [list(p.tokens) for p in prompts for _ in range(args.group)]
+                    engine.process.call("straight", str(Path(name) / "straight.json"), rows, args.tokens)
+                    straight = json.loads((Path(name) / "straight.json").read_text())
+                    runner = WaveRunner(0, 1, engine, verifier, tokenizer, lambda value: [value], RewardConfig())
+                    begin = time.perf_counter()
+                    groups = runner.run(prompts, seeds, SamplingParams(args.tokens))
+                    seconds = time.perf_counter() - begin
+                    made = sum(r.tokens.size for group in groups for r in group.responses)
+                    assert made == straight["tokens"] == args.tokens * len(rows), (made, straight["tokens"])
+                    print(f"straight {made / straight['seconds']:,.0f} tokens/s, megarl {made / seconds:,.0f} tokens/s ({runner.seconds})")
+                    if repeat:
+                        speeds["straight"].append(made / straight["seconds"])
+                        speeds["megarl"].append(made / seconds)
+        finally:
+            engine.stop()
+    share = statistics.median(speeds["megarl"]) / statistics.median(speeds["straight"])
+    verdicts.at_least(f"rollouts of {args.responses} responses through megarl / straight to SGLang", share, 0.9)
+    return verdicts.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
