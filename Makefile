@@ -5,14 +5,19 @@ RECIPE ?= vapo
 SEED ?= 0
 # Tensor-parallel size of `make demo`; empty: what the demo's config says.
 TP ?=
+# Rollout engine of `make demo`: transformers or sglang.
+ENGINE ?= transformers
 # Test processes. Tests start ranks of their own, one thread each: two of them keep two cores busy.
 JOBS ?= 2
 # More arguments for megarl (demo), pytest (test, test-slow) or benchmarks/step.py (bench).
 ARGS ?=
+# Benchmarks of `make bench`; empty: all of them.
+BENCH ?=
 # Where the CPU build of torch is. Where this index is out of reach, pip takes what its other sources offer.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 VENV := .venv
+SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 SOURCES := megarl tests benchmarks $(wildcard tools)
@@ -23,10 +28,10 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint types format trl bench ci clean
+.PHONY: help install demo test test-slow test-sglang lint types format trl bench ci clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## .venv with megarl and its development tools, pinned by constraints-cpu.txt
 
@@ -38,14 +43,30 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	$(BIN)/python -m pip install --quiet -c constraints-cpu.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## a tiny model learns multi-step addition: RECIPE=vapo|dapo SEED=0 TP=2
-	$(BIN)/megarl demo --recipe $(RECIPE) --seed $(SEED) $(if $(TP),parallel.tp=$(TP)) $(ARGS)
+ifeq ($(ENGINE),sglang)
+# One rank and one engine: with the config's two ranks there would be two engines, of three processes each.
+demo: $(SGLANG)/installed
+	$(SGLANG)/bin/megarl demo --recipe $(RECIPE) --seed $(SEED) rollout.engine=sglang parallel.tp=$(or $(TP),1) $(ARGS)
+else
+demo: $(STAMP) ## a tiny model learns multi-step addition: RECIPE=vapo|dapo SEED=0 TP=2 ENGINE=sglang
+	$(BIN)/megarl demo --recipe $(RECIPE) --seed $(SEED) rollout.engine=$(ENGINE) $(if $(TP),parallel.tp=$(TP)) $(ARGS)
+endif
 
 test: $(STAMP) ## the fast tests: JOBS=2, ARGS='-k name'
 	$(PYTEST) -m 'not slow' -n $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: $(STAMP) ## the tests that take longer, one after the other
 	$(PYTEST) -m slow $(ARGS)
+
+test-sglang: $(SGLANG)/installed ## the tests on a real SGLang engine, in an environment of their own (.venv-sglang, 3 GB)
+	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)
+
+$(SGLANG)/installed: pyproject.toml constraints-cpu.txt requirements-sglang-cpu.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c constraints-cpu.txt torch
+	$(SGLANG)/bin/python -m pip install --quiet -c constraints-cpu.txt -e '.[dev]'
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps -r requirements-sglang-cpu.txt
+	@touch $@
 
 lint: $(STAMP) ## ruff (rules and format) and the floors of docs/design.md
 	$(BIN)/ruff check $(SOURCES)
@@ -59,7 +80,7 @@ format: $(STAMP) ## ruff, writing what it can mend
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-trl: .venv-trl/installed ## .venv-trl with TRL, the yardstick of `make bench ARGS='--vs trl'`
+trl: .venv-trl/installed ## .venv-trl with TRL, the yardstick of `make bench BENCH=step ARGS='--vs trl'`
 
 .venv-trl/installed: benchmarks/trl_requirements.txt
 	$(PYTHON) -m venv .venv-trl
@@ -67,12 +88,12 @@ trl: .venv-trl/installed ## .venv-trl with TRL, the yardstick of `make bench ARG
 	.venv-trl/bin/python -m pip install --quiet -r benchmarks/trl_requirements.txt
 	@touch $@
 
-bench: $(STAMP) ## seconds and tokens/s of each phase of a step: ARGS='--vs trl'
-	$(BIN)/python benchmarks/step.py $(ARGS)
+bench: $(STAMP) ## every benchmark with its target, 15 minutes: BENCH='step gae', ARGS='--vs trl' (for step)
+	$(BIN)/python benchmarks/run.py --only $(BENCH) $(if $(ARGS),-- $(ARGS))
 
 ci: ## what CI runs
 	bash .ci/run
 
-clean: ## removes both environments and what builds and tests left; runs/ stays
-	rm -rf $(VENV) .venv-trl build dist megarl.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean: ## removes all environments and what builds and tests left; runs/ stays
+	rm -rf $(VENV) $(SGLANG) .venv-trl build dist megarl.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
