@@ -74,7 +74,7 @@ def test_named_keys_exist(page: Path) -> None:
     sections = {key.split(".")[0] for key in KNOBS if "." in key}
     text = re.sub(r"^```text\n.*?^```$", "", page.read_text(), flags=re.M | re.S)  # what programs print
     for key in re.findall(r"(?<![\w/.-])([a-z_]+(?:\.[a-z_]+)+)(?![\w/(-])", text):
-        if key.split(".")[0] in sections and key.rsplit(".", 1)[1] not in ("py", "json", "jsonl", "html", "md", "yaml"):
+        if key.split(".")[0] in sections and key.rsplit(".", 1)[1] not in ("py", "json", "jsonl", "html", "md", "yaml", "safetensors"):
             assert key in KNOBS or any(known.startswith(f"{key}.") for known in KNOBS), key
 
 
@@ -145,7 +145,7 @@ def test_other_commands_are_understood(arguments: list[str], monkeypatch: pytest
     from megarl.cli import main as cli
 
     taken: list[object] = []
-    for name in ("_train", "_eval", "_report", "_demo", "_ablate", "_weights_plan"):
+    for name in ("_train", "_eval", "_report", "_demo", "_ablate", "_weights_plan", "_to_megatron", "_to_hf"):
         monkeypatch.setattr(cli, name, lambda given: taken.append(given) or 0)
     assert main(arguments) == 0
     config = getattr(taken[0], "config", None)
@@ -153,19 +153,12 @@ def test_other_commands_are_understood(arguments: list[str], monkeypatch: pytest
         load_config(ROOT / config, taken[0].overrides)
 
 
-@pytest.mark.parametrize(
-    ("page", "arguments"),
-    [
-        ("docs/configuration.md", ["config", "show", "configs/demo_vapo.yaml", "rollout.groupsize=4"]),
-        ("README.md", ["train", "configs/vapo_32b.yaml"]),
-    ],
-)
-def test_messages_are_those_that_are_printed(
-    page: str, arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_message_of_an_unknown_key_is_the_one_that_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert main(arguments) == 2
-    assert capsys.readouterr().err.strip() in (ROOT / page).read_text()
+    assert main(["config", "show", "configs/demo_vapo.yaml", "rollout.groupsize=4"]) == 2
+    assert capsys.readouterr().err.strip() in (ROOT / "docs" / "configuration.md").read_text()
 
 
 def test_make_targets_exist() -> None:
