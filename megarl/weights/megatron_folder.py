@@ -59,6 +59,7 @@ class MegatronFolder(ModelFolder):
         self.shapes = hf_shapes(self.config, critic=self.critic)
         self._parts = self._find()
         self.missing = tuple(name for name in self.shapes if name not in self._parts)
+        self._check_files()
 
     def tensor(self, name: str) -> Made:
         """Where a Hugging Face tensor of the model lies. CheckpointError if a chunk of it is not where the index says."""
@@ -119,6 +120,20 @@ class MegatronFolder(ModelFolder):
         if covered != whole:
             raise CheckpointError(f"{self.path / METADATA}: {key}: the chunks hold {covered} of the {whole} numbers of {region.hf_name}")
 
+    def _check_files(self) -> None:
+        """CheckpointError, naming file and tensor, unless every file is as long as the index says."""
+        sizes: dict[Path, int] = {}
+        for name, parts in self._parts.items():
+            for index, _, _ in parts:
+                info = self._storage.get(index)
+                if info is None:
+                    raise CheckpointError(f"{self.path / METADATA}: {name}: the index does not say where it lies")
+                path = self.path / info.relative_path
+                if path not in sizes:
+                    sizes[path] = path.stat().st_size if path.is_file() else 0
+                if sizes[path] < info.offset + info.length:
+                    raise CheckpointError(f"{path}: {name}: {'truncated' if sizes[path] else 'no such file (the index names it)'}")
+
     def _chunk(self, index: MetadataIndex, name: str) -> Stored:
         """Where a chunk's numbers begin within the file: behind the header that torch.save wrote."""
         if index not in self._stored:
@@ -129,13 +144,13 @@ class MegatronFolder(ModelFolder):
                     view = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
                     tensor = torch.load(view, map_location="meta", weights_only=True)
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                raise CheckpointError(f"{path}: {name}: missing, truncated or not a chunk ({_first_line(error)})") from error
+                raise CheckpointError(f"{path}: {name}: not a chunk that torch.save wrote ({_first_line(error)})") from error
             start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
             if start is None or not tensor.is_contiguous():
                 raise CheckpointError(f"{path}: {name}: the chunk at byte {info.offset} is not stored row by row")
             at = info.offset + start + tensor.storage_offset() * tensor.itemsize
-            if at + tensor.nbytes > path.stat().st_size:
-                raise CheckpointError(f"{path}: {name}: the file ends before the tensor does")
+            if at + tensor.nbytes > info.offset + info.length:
+                raise CheckpointError(f"{path}: {name}: the chunk at byte {info.offset} ends before the tensor does")
             self._stored[index] = Stored(path, at, tuple(tensor.shape), tensor.dtype)
         return self._stored[index]
 

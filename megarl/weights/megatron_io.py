@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -189,7 +190,7 @@ def _write_chunk(file: HashedFile, chunk: Chunk, folder: HFFolder, advance: Call
 
 
 def write_metadata(folder: Path, records: Sequence[Record], hf_config: Mapping[str, Any]) -> None:
-    """The files that make a folder of chunks a checkpoint: .metadata, common.pt and metadata.json."""
+    """The files that make a folder of chunks a checkpoint: .metadata, common.pt and metadata.json. OSError where they cannot be written."""
     tensors: dict[str, TensorStorageMetadata] = {}
     results = []
     aliases = {keys_of(pair)[0]: keys_of(pair) for pair in family_of(hf_config).layer if _has_two_names(pair, hf_config)}
@@ -201,13 +202,20 @@ def write_metadata(folder: Path, records: Sequence[Record], hf_config: Mapping[s
             tensors[key].chunks.append(ChunkStorageMetadata(torch.Size(record.offsets), torch.Size(record.extents)))
             results.append(WriteResult(MetadataIndex(key, torch.Size(record.offsets)), record.length, storage))
     extra = [MetadataIndex(key) for key in _extra_states(hf_config)]
-    torch.save([None], folder / EXTRA)
+    _save([None], folder / EXTRA)
     nothing = _StorageInfo(EXTRA, 0, (folder / EXTRA).stat().st_size)
     results += [WriteResult(index, nothing.length, nothing) for index in extra]
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {**tensors, **{index.fqn: BytesStorageMetadata() for index in extra}}
     FileSystemWriter(folder).finish(Metadata(entries), [results])
-    torch.save({}, folder / COMMON)
+    _save({}, folder / COMMON)
     (folder / CONFIG).write_text(json.dumps(FORMAT) + "\n", encoding="utf-8")
+
+
+def _save(content: Any, path: Path) -> None:
+    """As torch.save, which makes RuntimeErrors of a disk's errors."""
+    buffer = BytesIO()
+    torch.save(content, buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 def _extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:

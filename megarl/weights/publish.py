@@ -41,6 +41,7 @@ class Team:
         together = dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
         self._group = group
+        self.place: Path | None = None  # the folder that is being made, for errors of writing that name no file
 
     def run(self, action: Callable[[], T]) -> T:
         """This process's result of `action`. CheckpointError on every process if it failed on one of them."""
@@ -50,7 +51,7 @@ class Team:
         except MegarlError as error:
             problem = str(error)
         except OSError as error:
-            problem = f"{error.filename or 'the output'}: cannot be written ({error.strerror})"
+            problem = f"{error.filename or self.place}: cannot be written ({error.strerror})"
         problems = [text for text in self.gather(problem) if text is not None]
         if problems:
             raise CheckpointError(problems[0])
@@ -76,6 +77,7 @@ def aside(out: Path, size: int, team: Team) -> Iterator[Path]:
     """
     folder = out.with_name(f".{out.name}.partial")
     lock: list[int] = []  # only in the first process
+    team.place = out
 
     def start() -> None:
         if out.exists() or out.is_symlink():
@@ -123,8 +125,11 @@ def _hold(folder: Path) -> int:
 def carry_along(source: Path, folder: Path, config: Mapping[str, Any] | None = None) -> None:
     """Copies everything of a model's folder that is not weights, durably. `config`: config.json, where it is not the source's."""
     for path in sorted({path for pattern in ("config.json", *CARRIED) for path in source.glob(pattern) if path.is_file()}):
-        shutil.copyfile(path, folder / path.name)
-        fsync(folder / path.name)
+        try:
+            shutil.copyfile(path, folder / path.name)
+            fsync(folder / path.name)
+        except OSError as error:
+            raise CheckpointError(f"{folder / path.name}: cannot be copied from {path} ({error.strerror})") from error
     if config is not None:
         write_json(folder / "config.json", config)
 
