@@ -243,6 +243,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_is_full(folder: Path, tmp_path: Path, small_disk: Path) -> None:
     """Found full before, in the middle of a tensor, at the index, at the tokenizer, at the checksums: at whatever comes when it is full."""
     hf_to_megatron(folder, tmp_path / "megatron", Layout())
+    seen = set()
     for convert in (lambda out: hf_to_megatron(folder, out, Layout(), verify=True), lambda out: megatron_to_hf(tmp_path / "megatron", out)):
         said = []
         for filled in range(300_000, 0, -8192):
@@ -263,7 +264,8 @@ def test_a_disk_that_is_full(folder: Path, tmp_path: Path, small_disk: Path) -> 
             r"/(out|\.out\.partial/[\w.]+): cannot be written \(No space left on device\)",
         ]
         assert not [line for line in said if not any(re.search(kind, line) for kind in kinds)]
-        assert all(any(re.search(kind, line) for line in said) for kind in kinds[:3]), said
+        seen |= {number for number, kind in enumerate(kinds) if any(re.search(kind, line) for line in said)}
+    assert seen >= {0, 1, 2}
 
 
 def test_a_file_that_may_not_grow(folder: Path, tmp_path: Path) -> None:
