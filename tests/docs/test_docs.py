@@ -157,7 +157,7 @@ def test_other_commands_are_understood(arguments: list[str], monkeypatch: pytest
     ("page", "arguments"),
     [
         ("docs/configuration.md", ["config", "show", "configs/demo_vapo.yaml", "rollout.groupsize=4"]),
-        ("README.md", ["train", "configs/vapo_32b.yaml"]),
+        ("docs/sglang.md", ["train", "configs/vapo_32b.yaml"]),
     ],
 )
 def test_messages_are_those_that_are_printed(
