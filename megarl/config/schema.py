@@ -156,7 +156,9 @@ class RolloutConfig(Section):
         False,
         "responses aborted once a step has its groups go on in the next, under new weights; false: their prompts are drawn anew",
     )
-    engine_options: dict[str, Any] = knob({}, "further arguments of sglang.Engine, e.g. {attention_backend: triton}")
+    engine_options: dict[str, bool | int | float | str | tuple[str, ...]] = knob(
+        {}, "further arguments of sglang.Engine, e.g. {attention_backend: triton}"
+    )
     transfer_bucket: int = knob(256, "staging memory of a weight transfer", "MiB", ge=1)
     fingerprint: bool = knob(False, "compare the engine's weights with the actor's by 64-bit hashes after each transfer")
 

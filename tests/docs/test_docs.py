@@ -153,12 +153,19 @@ def test_other_commands_are_understood(arguments: list[str], monkeypatch: pytest
         load_config(ROOT / config, taken[0].overrides)
 
 
-def test_the_message_of_an_unknown_key_is_the_one_that_is_printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("page", "arguments"),
+    [
+        ("docs/configuration.md", ["config", "show", "configs/demo_vapo.yaml", "rollout.groupsize=4"]),
+        ("docs/sglang.md", ["train", "configs/vapo_32b.yaml"]),
+    ],
+)
+def test_messages_are_those_that_are_printed(
+    page: str, arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert main(["config", "show", "configs/demo_vapo.yaml", "rollout.groupsize=4"]) == 2
-    assert capsys.readouterr().err.strip() in (ROOT / "docs" / "configuration.md").read_text()
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.strip() in (ROOT / page).read_text()
 
 
 def test_make_targets_exist() -> None:
