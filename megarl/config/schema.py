@@ -49,7 +49,9 @@ def _home(value: Any) -> Any:
 class ModelConfig(Section):
     """The actor's model."""
 
-    path: Path = knob(..., "Hugging Face folder (config.json, *.safetensors, tokenizer) that the actor starts from")
+    path: Path = knob(
+        ..., "Hugging Face folder (config.json, *.safetensors, tokenizer) that the actor starts from, or what `megarl convert` made of one"
+    )
     dtype: Literal["bf16", "fp32"] = knob("bf16", "dtype of weights and activations; optimizer states and gradients are fp32")
     layers: Literal["auto", "portable", "te"] = knob(
         "auto", "layer implementation: Transformer Engine, or plain torch; auto takes te where CUDA and Transformer Engine are"

@@ -16,10 +16,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megarl.config.errors import CheckpointError
-from megarl.parallel.layout import Layout
 from megarl.weights.families import OUTPUT, VALUE_HEAD, Pair, Shape, Sizes
 from megarl.weights.hf_io import HFFolder, ModelFolder, read_config
-from megarl.weights.layout import Box, Region, hf_shapes, pair_shard, parameters
+from megarl.weights.layout import Box, Region, hf_shapes, pair_shard, whole_model
 from megarl.weights.megatron_io import METADATA, keys_of, lead_of, whole_shape
 from megarl.weights.plan import intersect, volume
 from megarl.weights.stored import Made, Piece, Stored, made
@@ -75,7 +74,7 @@ class MegatronFolder(ModelFolder):
         sizes = Sizes.of(self.config)
         known: set[str] = {*HEADS}  # those of another use of the body do no harm
         by_lead: dict[str, dict[Shape, list[ChunkStorageMetadata]]] = {}
-        for _, pair, layer, expert in parameters(self.config, Layout(), pp_rank=0, critic=self.critic):
+        for pair, layer, expert in whole_model(self.config, critic=self.critic):
             key = next((key for key in keys_of(pair) if key in self._tensors), None)
             if key is None and pair is VALUE_HEAD:
                 continue

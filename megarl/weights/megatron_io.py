@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import TE_ALIASES, TIED_OUTPUT, Pair, Shape, Sizes, family_of
 from megarl.weights.hf_io import HFFolder
-from megarl.weights.layout import Region, Shard, full_box, pair_shard, parameters
+from megarl.weights.layout import Region, Shard, full_box, pair_shard, parameters, whole_model
 from megarl.weights.stored import HashedFile, Made, Piece, made
 
 METADATA, COMMON, CONFIG, EXTRA = ".metadata", "common.pt", "metadata.json", "extra_state.distcp"
@@ -221,7 +221,7 @@ def _save(content: Any, path: Path) -> None:
 def _extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
     """Keys of what modules may keep beside their parameters (Transformer Engine: scales of FP8). Megatron's loading insists on them."""
     sizes = Sizes.of(hf_config)
-    for _, pair, layer, expert in parameters(hf_config, Layout(), pp_rank=0):
+    for pair, layer, expert in whole_model(hf_config):
         lead = lead_of(pair, layer, expert, sizes)
         place = "_".join(".".join(map(str, numbers)) for numbers in zip(*lead, strict=True))
         module, kind = keys_of(pair)[0].rsplit(".", 1)

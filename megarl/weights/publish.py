@@ -89,7 +89,7 @@ def aside(out: Path, size: int, team: Team) -> Iterator[Path]:
         lock.append(_hold(folder))
         free = shutil.disk_usage(folder).free
         if free < size:
-            raise CheckpointError(f"{out}: {size / 1e9:.2f} GB are to be written, but {free / 1e9:.2f} GB are free there")
+            raise CheckpointError(f"{out}: {readable(size)} are to be written, but {readable(free)} are free there")
 
     def publish() -> None:
         fsync(folder)
@@ -107,6 +107,11 @@ def aside(out: Path, size: int, team: Team) -> Iterator[Path]:
     finally:
         for descriptor in lock:
             os.close(descriptor)
+
+
+def readable(size: float) -> str:
+    """Bytes as people read them: MB below a GB."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
 def _hold(folder: Path) -> int:
