@@ -33,6 +33,11 @@ def _problems(c: Config) -> Iterator[str]:
     for key, optimizer in (("actor", c.actor), ("critic", c.critic)):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"{key}.betas: both must be in [0, 1) (got {list(optimizer.betas)})"
+    if c.residency.keep and c.residency.offload is False:
+        yield "residency.keep: has no effect with residency.offload false, with which everything stays (leave one of them out)"
+    for tenant in c.residency.keep:
+        if not c.has_tenant(tenant):
+            yield f"residency.keep: {tenant}: this run has none (leave it out)"
     if c.recipe == "sft":
         if a.nll_weight <= 0:
             yield "algorithm.nll_weight: must be > 0 for recipe sft, which has no other loss"

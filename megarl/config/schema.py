@@ -72,6 +72,28 @@ class ParallelConfig(Section):
     timeout: float = knob(600.0, "longest wait in one collective before the run stops", "seconds", gt=0)
 
 
+Tenant = Literal[
+    "actor.weights",
+    "actor.gradients",
+    "actor.optimizer",
+    "critic.weights",
+    "critic.gradients",
+    "critic.optimizer",
+    "reference.weights",
+    "engine.weights",
+    "engine.kv_cache",
+]
+
+
+class ResidencyConfig(Section):
+    """What is on the device while what runs (see design.md). Each phase says what it needs there."""
+
+    offload: bool | None = knob(
+        None, "before a phase, what it does not need leaves the device for pinned host memory; null: on CUDA, and not on a CPU"
+    )
+    keep: tuple[Tenant, ...] = knob((), "tenants that never leave, e.g. [actor.optimizer]: quicker steps, less room for engine.kv_cache")
+
+
 class OptimizerConfig(Section):
     """AdamW in Megatron's distributed optimizer, and its learning-rate schedule. One scheduler step is one rollout step."""
 
@@ -319,6 +341,7 @@ class Config(Section):
     seed: int = knob(0, "seed of everything that is random", ge=0, lt=2**63)
     model: ModelConfig = knob(..., "see ModelConfig")
     parallel: ParallelConfig = knob(ParallelConfig(), "see ParallelConfig")
+    residency: ResidencyConfig = knob(ResidencyConfig(), "see ResidencyConfig")
     actor: OptimizerConfig = knob(OptimizerConfig(), "see OptimizerConfig")
     critic: CriticConfig = knob(CriticConfig(), "see CriticConfig")
     data: DataConfig = knob(DataConfig(), "see DataConfig")
@@ -337,6 +360,16 @@ class Config(Section):
     def has_critic(self) -> bool:
         """Whether this run trains a value model."""
         return self.recipe != "sft" and self.algorithm.advantage == "gae"
+
+    def has_tenant(self, tenant: Tenant) -> bool:
+        """Whether this run has such a thing on its devices."""
+        present = {
+            "actor": True,
+            "critic": self.has_critic,
+            "reference": bool(self.algorithm.kl_weight),
+            "engine": self.recipe != "sft",
+        }
+        return present[tenant.partition(".")[0]]
 
     @property
     def responses(self) -> int:

@@ -104,8 +104,8 @@ def _megatron() -> Iterator[None]:
 
 
 def _optimizers(learner: Learner) -> dict[str, Any]:
-    """Megatron's distributed optimizers by number: one for dense models."""
-    return {str(i): part for i, part in enumerate(getattr(learner.optimizer, "chained_optimizers", [learner.optimizer]))}
+    """Megatron's distributed optimizers by number."""
+    return {str(i): part for i, part in enumerate(learner.parts)}
 
 
 def _state(learner: Learner, is_loading: bool) -> dict[str, Any]:
