@@ -46,6 +46,20 @@ def _home(value: Any) -> Any:
     return Path(value).expanduser() if isinstance(value, str) and value.startswith("~/") else value
 
 
+class Fp8Config(Section):
+    """FP8 matrix products in the layers of actor, critic and reference. Weights stay in model.dtype, and are what the engine gets; the
+    embedding, the heads, norms and attention are not touched."""
+
+    format: Literal["none", "hybrid", "e4m3"] = knob(
+        "none", "none: model.dtype; hybrid: e4m3, and e5m2 for gradients of activations; e4m3: for everything"
+    )
+    recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = knob(
+        "tensorwise",
+        "scale: of the tensor as it is, of what it was (delayed), of 1 x 128 and 128 x 128 blocks, or of 32 values (mxfp8, Blackwell)",
+    )
+    first_last_layers_bf16: bool = knob(False, "the first and the last layer in model.dtype; not with recipe delayed")
+
+
 class ModelConfig(Section):
     """The actor's model."""
 
@@ -54,6 +68,7 @@ class ModelConfig(Section):
     layers: Literal["auto", "portable", "te"] = knob(
         "auto", "layer implementation: Transformer Engine, or plain torch; auto takes te where CUDA and Transformer Engine are"
     )
+    fp8: Fp8Config = knob(Fp8Config(), "see Fp8Config")
     recompute: Literal["none", "selective", "full"] = knob("none", "activation recomputation of Megatron")
     max_positions: int | None = knob(None, "longest prompt + response; null: what the model's config says", "tokens", ge=2)
 
