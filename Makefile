@@ -88,7 +88,7 @@ trl: .venv-trl/installed ## .venv-trl with TRL, the yardstick of `make bench BEN
 	.venv-trl/bin/python -m pip install --quiet -r benchmarks/trl_requirements.txt
 	@touch $@
 
-bench: $(STAMP) ## every benchmark with its target, 15 minutes: BENCH='step gae', ARGS='--vs trl' (for step)
+bench: $(STAMP) ## every benchmark with its target, 20 minutes: BENCH='step gae', ARGS='--vs trl' (for step)
 	$(BIN)/python benchmarks/run.py --only $(BENCH) $(if $(ARGS),-- $(ARGS))
 
 gpu: gpu-tests gpu-bench ## tests and figures on one GPU, with the Python that is given: PYTHON=python3 (docs/gpu.md)

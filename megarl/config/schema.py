@@ -63,7 +63,9 @@ class Fp8Config(Section):
 class ModelConfig(Section):
     """The actor's model."""
 
-    path: Path = knob(..., "Hugging Face folder (config.json, *.safetensors, tokenizer) that the actor starts from")
+    path: Path = knob(
+        ..., "Hugging Face folder (config.json, *.safetensors, tokenizer) that the actor starts from, or what `megarl convert` made of one"
+    )
     dtype: Literal["bf16", "fp32"] = knob("bf16", "dtype of weights and activations; optimizer states and gradients are fp32")
     layers: Literal["auto", "portable", "te"] = knob(
         "auto", "layer implementation: Transformer Engine, or plain torch; auto takes te where CUDA and Transformer Engine are"
@@ -193,7 +195,9 @@ class RolloutConfig(Section):
         False,
         "responses aborted once a step has its groups go on in the next, under new weights; false: their prompts are drawn anew",
     )
-    engine_options: dict[str, Any] = knob({}, "further arguments of sglang.Engine, e.g. {attention_backend: triton}")
+    engine_options: dict[str, bool | int | float | str | tuple[str, ...]] = knob(
+        {}, "further arguments of sglang.Engine, e.g. {attention_backend: triton}"
+    )
     transfer_bucket: int = knob(256, "staging memory of a weight transfer", "MiB", ge=1)
     fingerprint: bool = knob(False, "compare the engine's weights with the actor's by 64-bit hashes after each transfer")
 

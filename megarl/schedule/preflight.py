@@ -23,8 +23,9 @@ from megarl.rewards.registry import get_verifier
 from megarl.schedule.kept_rollouts import check_kept
 from megarl.training.checkpoint import check_continues, find_checkpoint
 from megarl.weights.engine_plan import engine_targets
-from megarl.weights.hf_io import HFFolder, read_config
+from megarl.weights.hf_io import ModelFolder, read_config
 from megarl.weights.layout import check_layout
+from megarl.weights.megatron_folder import open_model
 
 
 class Described(NamedTuple):
@@ -68,7 +69,7 @@ def preflight_evaluation(config: Config, where: str, key: str = "model.path", *,
     validate_files(config.data.model_copy(update={"train": ()}))
 
 
-def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> HFFolder:
+def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> ModelFolder:
     """The folder's headers are read and its sizes checked against the parallel layout."""
     folder = _open_folder(path, key, critic=critic)
     check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
@@ -76,7 +77,7 @@ def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -
     return folder
 
 
-def check_tokenizer(config: Config, folder: HFFolder | Described, key: str = "model.path") -> Any:
+def check_tokenizer(config: Config, folder: ModelFolder | Described, key: str = "model.path") -> Any:
     """The tokenizer of the model's folder, found to be one that prompts and responses can go through."""
     if not any((folder.path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise CheckpointError(f"{key}: {folder.path}: no tokenizer.json (the model's folder must hold its tokenizer)")
@@ -141,17 +142,17 @@ def _check_engine_layout(config: Config, hf_config: Mapping[str, Any], device: t
     engine_targets(config, hf_config, launched_world() if is_launched() else ranks_here(config.parallel), cpu=cpu)
 
 
-def _open_folder(path: Path, key: str, *, critic: bool = False) -> HFFolder:
+def _open_folder(path: Path, key: str, *, critic: bool = False) -> ModelFolder:
     if not path.is_dir():
         what = "not a folder" if path.exists() else "no such folder"
         raise CheckpointError(f"{key}: {path}: {what} (it must be a Hugging Face folder: config.json, *.safetensors, tokenizer.json)")
     try:
-        return HFFolder(path, critic=critic)
+        return open_model(path, critic=critic)
     except CheckpointError as error:
         raise CheckpointError(f"{key}: {error}") from None
 
 
-def _check_vocabulary(folder: HFFolder | Described, key: str, tokenizer: Any) -> None:
+def _check_vocabulary(folder: ModelFolder | Described, key: str, tokenizer: Any) -> None:
     vocabulary = folder.config["vocab_size"]
     if len(tokenizer) > vocabulary:
         raise CheckpointError(
@@ -160,7 +161,7 @@ def _check_vocabulary(folder: HFFolder | Described, key: str, tokenizer: Any) ->
         )
 
 
-def _check_positions(config: Config, where: str, folder: HFFolder | Described) -> None:
+def _check_positions(config: Config, where: str, folder: ModelFolder | Described) -> None:
     positions = config.model.max_positions or folder.config.get("max_position_embeddings")
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     if isinstance(positions, int) and prompt + response > positions:

@@ -38,8 +38,9 @@ from megarl.training.tenants import tenants_of
 from megarl.weights.engine_plan import engine_plan
 from megarl.weights.export import export_hf
 from megarl.weights.families import table_names
-from megarl.weights.hf_io import HFFolder, load_into, read_config
+from megarl.weights.hf_io import ModelFolder, load_into, read_config
 from megarl.weights.layout import megatron_layout
+from megarl.weights.megatron_folder import open_model
 from megarl.weights.transfer import Transfer
 
 Made = TypeVar("Made", bound=Frozen)
@@ -65,8 +66,8 @@ def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngi
     )
 
 
-def load_weights(model: torch.nn.Module, folder: HFFolder, runtime: Runtime, *, critic: bool = False) -> None:
-    """This rank's slices of a Hugging Face folder into its part of the model."""
+def load_weights(model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False) -> None:
+    """This rank's slices of a model's folder into its part of the model."""
     shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
     load_into(table_names(dict(model.named_parameters())), shards, folder)
 
@@ -114,7 +115,7 @@ class Run:
     def __init__(self, config: Config, runtime: Runtime) -> None:
         self.config, self.runtime = config, runtime
         self.tokenizer = load_tokenizer(config.model.path)
-        self.folder = HFFolder(config.model.path)
+        self.folder = open_model(config.model.path)
         self.hf = read_hf_config(config.model.path)
         self.residency = Residency(runtime.device, kept(config, runtime.device))
         self.host = HostPool(runtime.device)
@@ -140,7 +141,7 @@ class Run:
         return Learner("actor", model, self.config.actor, self.config.steps, self.runtime)
 
     def _critic(self) -> Learner:
-        folder = HFFolder(self.config.critic.path or self.config.model.path, critic=True)
+        folder = open_model(self.config.critic.path or self.config.model.path, critic=True)
         hf = read_hf_config(folder.path)
         if hf.vocab_size < len(self.tokenizer):
             raise ConfigError(

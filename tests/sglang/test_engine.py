@@ -129,10 +129,12 @@ def test_an_engine_over_two_ranks(ranks: Callable[..., RankPool], tmp_path: Path
     pool = ranks(2, 1, 1)
     begin(pool, "two", folder, engine_tp=2, transfer_bucket=1)
     for version in (0, 1):
-        reports = pool.run(jobs.deliver, name="two", version=version, dump=tmp_path)
+        dump = tmp_path / str(version)
+        dump.mkdir()
+        reports = pool.run(jobs.deliver, name="two", version=version, dump=dump)
         assert reports[0]["buckets"] > 2
-        check_weights(tmp_path, 2)
-        check_samples(pool, "two", tmp_path, SamplingParams(24), version)
+        check_weights(dump, 2)
+        check_samples(pool, "two", dump, SamplingParams(24), version)
         pool.run(jobs.update, name="two")
     children = reports[0]["children"]
     assert len(children) >= 3
