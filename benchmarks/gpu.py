@@ -96,7 +96,7 @@ def train(tiny: bool, layers: str, recipe: str) -> dict[str, float]:
     fp8 = {"format": "none"} if recipe == "none" else {"format": "hybrid", "recipe": recipe}
     model = {"layers": layers, "fp8": fp8, "recompute": "selective"}
     with tempfile.TemporaryDirectory() as folder:
-        scene = make_scene(folder, tiny, model=model, update={"tokens_per_micro_batch": 16384})
+        scene = make_scene(folder, tiny, model=model, update={"tokens_per_micro_batch": 8192})
         local = scene.local(responses, tokens)
         scene.update(local)
         took = seconds(lambda: scene.update(local))
@@ -110,7 +110,7 @@ def memory(tiny: bool) -> dict[str, Any]:
 
     responses, tokens = (4, 60) if tiny else (8, 4092)
     with tempfile.TemporaryDirectory() as folder:
-        scene = make_scene(folder, tiny, model={"recompute": "selective"}, update={"tokens_per_micro_batch": 16384})
+        scene = make_scene(folder, tiny, model={"recompute": "selective"}, update={"tokens_per_micro_batch": 8192})
         local, peaks, tenants = scene.local(responses, tokens), dict[str, float](), dict[str, float]()
         scene.update(local)
         for phase, needs, work in (("old_logprobs", WEIGHTS, scene.logprobs), ("actor_update", UPDATE, scene.update)):
