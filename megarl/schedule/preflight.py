@@ -16,6 +16,7 @@ from megarl.config.check import check_config
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.schema import Config
 from megarl.data.reader import validate_files
+from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.rewards.registry import get_verifier
@@ -72,6 +73,7 @@ def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -
     """The folder's headers are read and its sizes checked against the parallel layout."""
     folder = _open_folder(path, key, critic=critic)
     check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
+    check_sizes(config, folder.config, key)
     return folder
 
 
@@ -112,6 +114,8 @@ def _check_machine(config: Config, device: str) -> None:
         layout_for(config.parallel, launched_world())
     if config.model.layers == "te" and (device != "cuda" or not find_spec("transformer_engine")):
         raise ConfigError("model.layers: te needs a CUDA device and transformer-engine (install megarl[te], or use auto or portable)")
+    if config.model.fp8.format != "none" and (device != "cuda" or not find_spec("transformer_engine")):
+        raise ConfigError("model.fp8.format: needs a CUDA device and transformer-engine (install megarl[te], or set it to none)")
     for key, wanted, package in (("tensorboard", config.log.tensorboard, "tensorboard"), ("wandb", config.log.wandb, "wandb")):
         if wanted and not find_spec(package):
             raise ConfigError(f"log.{key}: {package} is not installed (pip install 'megarl[track]', or set it to false)")
