@@ -70,6 +70,11 @@ class VerifierPool:
         """The processes that run now."""
         return [worker.process.pid for worker in self._workers if worker.process.poll() is None]
 
+    @property
+    def waiting(self) -> int:
+        """Answers that workers have and have not judged yet; may be asked from another thread."""
+        return sum(len(worker.batch) for worker in list(self._workers))
+
     def verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
         """One verdict per (response text, reference answer), in their order.
 

@@ -13,7 +13,8 @@ from megarl.config.schema import Config
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.run import Run
 from megarl.schedule.scheduler import Scheduler
-from megarl.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from megarl.training.checkpoint import find_checkpoint, load_checkpoint
+from megarl.training.saving import save_checkpoint
 from megarl.training.sharded import save_learner
 
 
@@ -26,7 +27,8 @@ def write_again(runtime: Runtime, config: Config, source: Path, full: Path) -> s
     state = load_checkpoint(checkpoint, run.learners)
     run.load_state_dict(state["samplers"])
     run.export("actor", config.run_dir / "hf")
-    save_checkpoint(runtime, config, checkpoint.step, run.learners, {**state, "samplers": run.state_dict()}, checkpoint.versions)
+    written = {**state, "samplers": run.state_dict()}
+    save_checkpoint(runtime, config, checkpoint.step, run.learners, written, checkpoint.manifest["versions"])
     try:
         save_learner(run.actor, full)
     except CheckpointError as error:
