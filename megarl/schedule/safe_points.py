@@ -24,6 +24,7 @@ class SafePoints:
         self.run, self.writer, self.stop = run, writer, stop
         self.saves = run.config.checkpoint.every > 0
         self.longest = 0.0  # seconds, of a step
+        self._spent = 0.0
         self._saved: tuple[str, int] | None = None
         self._done: tuple[str, int, State] | None = None
         self._since = time.monotonic()
@@ -32,6 +33,11 @@ class SafePoints:
         """The run stands after `step`, of which it has a checkpoint, or at its beginning."""
         self._saved, self._done = (stage, step), (stage, step, dict)
         self._since = time.monotonic()
+
+    def take_seconds(self) -> float:
+        """What checkpoints have taken of this rank's time since the last call."""
+        spent, self._spent = self._spent, 0.0
+        return spent
 
     def after_step(self, stage: str, step: int, state: State, *, due: bool, last: bool) -> None:
         """A step is done; `state` gives what a checkpoint of it needs besides the learners, at any later time. Saves where it is `due`;
@@ -51,21 +57,28 @@ class SafePoints:
             return
         busy, wanted = any_of(self.run.runtime, (self.writer.busy, self.stop.wanted(seconds)))
         if not busy:
-            self.writer.advance()
+            self._advance()
         if wanted and self._done is not None:
             self._leave()
 
     def during_updates(self) -> None:
         """Weights are changing: only the checkpoint of the step before moves on."""
         if self.writer.unfinished and not any_of(self.run.runtime, (self.writer.busy,))[0]:
-            self.writer.advance()
+            self._advance()
+
+    def _advance(self) -> None:
+        began = time.perf_counter()
+        self.writer.advance()
+        self._spent += time.perf_counter() - began
 
     def _save(self, now: bool = False) -> None:
         assert self._done is not None
+        began = time.perf_counter()
         stage, step, state = self._done
         parts = ("critic",) if stage == "value_pretraining" else tuple(self.run.learners)
         self.writer.save(stage, step, parts, state, now=now)
         self._saved = stage, step
+        self._spent += time.perf_counter() - began
 
     def _leave(self) -> None:
         assert self._done is not None

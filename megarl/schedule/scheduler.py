@@ -171,6 +171,7 @@ class Scheduler:
             alarms = self.guards.passed(step.metrics)
             step.events += alarms
             step.metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
+        step.metrics["time/checkpoint"] = self.points.take_seconds()  # of the steps before, mostly
         step.metrics["time/step"] = time.perf_counter() - step.started
         step.metrics["inside/megatron"] = self.run.megatron_seconds() - megatron
         step.metrics |= throughput(step.metrics)

@@ -183,7 +183,7 @@ def test_another_layout_gets_the_same_values(
     started = time.monotonic()
     messages = ranks(1, pp, dp).run(write_again, config=make_config(folder, out, parallel={"pp": pp}), source=undisturbed, full=full)
     assert all("No space left" in message and "\n" not in message for message in messages), messages
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < LIMIT
     assert_same_export(out / "hf", undisturbed / "hf")
     one, other = (stored(f / "checkpoints/step-000006/actor", folder / "whole.pt") for f in (undisturbed, out))
     assert sum("exp_avg_sq" in name for name in one) == sum(not name.startswith("optimizer.") for name in one)
