@@ -18,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
 from megarl.config.errors import CheckpointError
+from megarl.config.files import check_index
 from megarl.model.builder import Actor, Critic
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.cpu_platform import on_cpu
@@ -64,6 +65,7 @@ def cannot_be_written(reason: str) -> str:
 
 def load_learner(learner: Learner, folder: Path) -> None:
     """Fills the learner with exactly the values of `folder`; every rank calls this. CheckpointError where they cannot be read."""
+    check_index(folder / ".metadata")
     parts = _optimizers(learner)
     for part in parts.values():
         _allocate(part.optimizer)
@@ -83,6 +85,7 @@ def load_learner(learner: Learner, folder: Path) -> None:
 
 def load_model(model: Actor | Critic, folder: Path) -> None:
     """Fills a model alone with the weights that `save_learner` wrote; every rank calls this. CheckpointError where they cannot be read."""
+    check_index(folder / ".metadata")
     try:
         with _megatron():
             loaded = dist_checkpointing.load({"model": _model_state(model)}, str(folder))

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 600.0  # seconds for any wait: what is promised is said by the fault, this only ends a test that has failed
 OF_THE_CLOCK = ("time/", "inside/", "throughput/", "rollout/reused")
 STEPS = 4
+SECRET = "d41c0ffee-tracking-key"  # in every run's environment, to be found in none of its files
 
 
 def make_config(folder: Path, name: str, **keys: Any) -> Config:
@@ -81,7 +82,7 @@ class Job:
         self.began = self.log.stat().st_size if self.log.exists() else 0
         for rank in range(2):  # of the run before, which would look as if it were this one's
             (run / "heartbeat" / f"rank-{rank:05d}.json").unlink(missing_ok=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "WANDB_API_KEY": SECRET, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with open(self.log, "ab") as log:
             command = [sys.executable, "-m", "megarl", "train", str(path)]
             self.process = subprocess.Popen(
@@ -231,6 +232,11 @@ def measure(fault: Fault, folder: Path, undisturbed: Path) -> Row:
         remarks += failure
         if lost > fault.lost:
             remarks.append(f"{lost} whole steps lost, {fault.lost} are promised")
+    told = [path.name for path in (folder / name).rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    if told or SECRET in job.log.read_text(errors="replace"):
+        remarks.append(f"a key from the environment was written: {told or job.log.name}")
+    if (folder / name).stat().st_mode & 0o077:
+        remarks.append("the run's folder is open to others")
     equal = not remarks and same_end(folder / name, undisturbed)
     return Row(fault.name, detected, lost, orphans, equal, tuple(remarks))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,8 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
 
-from megarl.config.errors import MegarlError
+from megarl.config.errors import CheckpointError, MegarlError
+from megarl.config.files import check_index
 from megarl.config.schema import DataConfig
 from megarl.data.experience import Experience
 from megarl.data.reader import validate_files
@@ -120,6 +124,42 @@ def test_state_of_a_checkpoint(tmp_path: Path, data: st.DataObject) -> None:
         path.write_bytes(data.draw(damaged(content)))
         only_our_errors(lambda: read_state(tmp_path))
         path.write_bytes(content)
+
+
+class _Bad:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_an_index_that_would_run_something(tmp_path: Path) -> None:
+    """torch unpickles a checkpoint's .metadata whatever it holds; we look first."""
+    for at, foreign in enumerate((_Bad(tmp_path / "done"), torch.nn.Linear, print)):
+        path = tmp_path / f"{at}.metadata"
+        path.write_bytes(pickle.dumps({"state": foreign}))
+        with pytest.raises(CheckpointError, match="has no business there"):
+            check_index(path)
+    assert not (tmp_path / "done").exists()
+    # A name with dots is followed by pickle, and a module that is allowed imports others.
+    path.write_bytes(
+        b"\x80\x04\x8c%ctorch.distributed.checkpoint.metadata\x8c\x09os.system\x93." % len("torch.distributed.checkpoint.metadata")
+    )
+    with pytest.raises(CheckpointError, match=r"os\.system has no business there"):
+        check_index(path)
+
+
+@QUICK
+@given(data=st.data())
+def test_index_of_a_checkpoint(tmp_path: Path, data: st.DataObject) -> None:
+    chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))]
+    metadata = Metadata({"weight": TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([3]), chunks)})
+    whole = pickle.dumps(metadata)
+    (tmp_path / ".metadata").write_bytes(whole)
+    check_index(tmp_path / ".metadata")
+    (tmp_path / ".metadata").write_bytes(data.draw(damaged(whole)))
+    only_our_errors(lambda: check_index(tmp_path / ".metadata"))
 
 
 @QUICK
