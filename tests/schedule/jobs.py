@@ -11,6 +11,7 @@ import torch
 from megarl.config.errors import CheckpointError
 from megarl.config.schema import Config
 from megarl.parallel.runtime import Runtime
+from megarl.schedule.replay import Outcome, replay
 from megarl.schedule.run import Run
 from megarl.schedule.scheduler import Scheduler
 from megarl.training.checkpoint import find_checkpoint, load_checkpoint
@@ -53,3 +54,12 @@ def _generators() -> dict[str, bytes]:
         "python": repr(random.getstate()).encode(),
         "numpy": repr(np.random.get_state()).encode(),
     }
+
+
+def train_and_replay(runtime: Runtime, config: Config, numbers: tuple[int, ...]) -> list[Outcome]:
+    """Runs `config`, unless it has been run, and replays steps of it."""
+    if not (config.run_dir / "hf").exists():
+        run = Run(config, runtime)
+        Scheduler(run).execute()
+        run.close()
+    return [replay(config, number, runtime) for number in numbers]
