@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from megarl.schedule.run import Run, Step
 from megarl.training.checkpoint import FOLDER, PRETRAINING, Checkpoint, find_checkpoint, folder_name, load_checkpoint, open_checkpoint
 
 # Of the clock, of the engine, and of the run as a whole: no part of the step's arithmetic.
-LEFT_OUT = ("time/", "inside/", "throughput/", "transfer/", "guard/")
+LEFT_OUT = ("time/", "inside/", "throughput/", "transfer/", "guard/", "memory")
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}  # relative, and absolute as most metrics are about 1, where the layout is another
 
 
@@ -60,7 +61,7 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
         remarks = []
         if checkpoint is not None:
             _check_content(checkpoint, runtime)
-            run.load_state_dict(load_checkpoint(checkpoint, run.learners)["samplers"])
+            run.load_state_dict(load_checkpoint(checkpoint, run.learners, partial(_bring, run))["samplers"])
             if checkpoint.manifest["layout"] != layout:
                 remarks.append(f"the layout is another: {layout}, not {checkpoint.manifest['layout']}")
             if checkpoint.manifest["versions"] != versions():
@@ -69,8 +70,11 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
             run.critic.start_schedule(config.steps)
         step = Step(run, stage, number, number)
         if stage == "train":
+            run.make_resident("weight_transfer", {"actor.weights", "engine.weights"})
             run.transfer_weights(number - 1)
         for phase in replayed_phases(config):
+            if phase.resident and phase.name != p.rollout.name:
+                run.make_resident(phase.name, phase.resident)
             phase.run(step)
         found = {name: plain(value, name, []) for name, value in step.metrics.items()}
         missing = sorted(recorded.keys() - found.keys())
@@ -139,13 +143,23 @@ def _own(config: Config, number: int) -> Checkpoint | None:
         return None
 
 
+def _bring(run: Run, name: str) -> None:
+    run.make_resident("checkpoint", {f"{name}.weights", f"{name}.optimizer"})
+
+
+def _weights(run: Run, name: str) -> list[torch.Tensor]:
+    """Copies on the host."""
+    _bring(run, name)
+    return [parameter.detach().to("cpu", copy=True) for parameter in run.learners[name].model.parameters()]
+
+
 def _differ(run: Run, checkpoint: Checkpoint, runtime: Runtime) -> float:
     """The largest difference of a weight of any learner from the checkpoint's, which the learners hold from then on."""
-    ours = {name: [parameter.detach().clone() for parameter in learner.model.parameters()] for name, learner in run.learners.items()}
-    load_checkpoint(checkpoint, run.learners)
+    ours = {name: _weights(run, name) for name in run.learners}
+    load_checkpoint(checkpoint, run.learners, partial(_bring, run))
     largest = 0.0
-    for name, learner in run.learners.items():
-        for mine, theirs in zip(ours[name], learner.model.parameters(), strict=True):
+    for name in run.learners:
+        for mine, theirs in zip(ours[name], _weights(run, name), strict=True):
             if not torch.equal(mine, theirs):
                 largest = max(largest, float((mine.float() - theirs.float()).abs().max()))
     return max(gather_objects(runtime, largest))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megarl.config.errors import NumericalError
+from megarl.config.errors import DeviceMemoryError, NumericalError
 from megarl.observe.jsonl import JsonlWriter
 from megarl.observe.metrics import MetricsLog
 from megarl.observe.samples import SampleLog
@@ -24,8 +24,10 @@ from megarl.parallel.runtime import set_generator_states
 from megarl.parallel.signals import StopRequest
 from megarl.schedule.guards import Guards
 from megarl.schedule.kept_rollouts import KeptRollouts
+from megarl.schedule.phases import Phase
 from megarl.schedule.preflight import versions
 from megarl.schedule.recipes import VALUE_PRETRAINING, check_columns, training_phases
+from megarl.schedule.residency import check_residency
 from megarl.schedule.run import Run, Step
 from megarl.schedule.safe_points import SafePoints
 from megarl.schedule.watchdog import Watchdog
@@ -44,15 +46,16 @@ class Scheduler:
         self.run, self.config, self.runtime, self.watchdog = run, run.config, run.runtime, watchdog
         self.folder = Path(run.config.run_dir)
         self.phases = training_phases(run.config)
-        check_columns(self.phases)
-        check_columns(VALUE_PRETRAINING)
+        for phases in (self.phases, VALUE_PRETRAINING):
+            check_columns(phases)
+            check_residency(phases)
         self.writes = self.runtime.rank == 0
         log = run.config.log
         every = -(-run.config.steps // PLAIN_LINES)
         self.view = TerminalView(log.terminal if self.writes else "quiet", self._facts(), every=every)
         self._enter("choose a checkpoint")
         self.checkpoint, self.skipped = choose_checkpoint(self.runtime, self.folder)
-        self.writer = CheckpointWriter(self.runtime, self.config, run.learners, versions())
+        self.writer = CheckpointWriter(self.runtime, self.config, run.learners, versions(), self._bring_learner)
         self.points = SafePoints(run, self.writer, stop or StopRequest(()))
         self.guards = Guards(self.config.guard)
         self.main_stage = "sft" if self.config.recipe == "sft" else "train"
@@ -81,6 +84,7 @@ class Scheduler:
             self._report_data()
             done = self._resume()
             if self.config.recipe != "sft":
+                self.run.make_resident("weight_transfer", {"actor.weights", "engine.weights"})
                 self.run.transfer_weights(done)
                 if self.checkpoint is None:
                     self._evaluate(0)
@@ -117,7 +121,7 @@ class Scheduler:
         self._enter("resume", stage, step)
         if self.checkpoint.pretraining:
             self._pretraining_schedule()
-        state = load_checkpoint(self.checkpoint, self.run.learners)
+        state = load_checkpoint(self.checkpoint, self.run.learners, self._bring_learner)
         self.run.load_state_dict(state["samplers"])
         self.guards.load_state_dict(state["guards"])
         self.pretraining = state["value_pretraining"]
@@ -153,12 +157,15 @@ class Scheduler:
         due = bool(every) and (number % every == 0 or last)
         self.points.after_step(stage, number, state, due=due, last=last and stage == self.main_stage)
 
+    def _bring_learner(self, name: str) -> None:
+        self.run.make_resident("checkpoint", {f"{name}.weights", f"{name}.optimizer"})
+
     def _report_data(self) -> None:
         for name, report in self.run.data_reports.items():
             for line in report.lines():
                 self.view.event(f"{name} {line}")
 
-    def _step(self, step: Step, phases: tuple[Any, ...]) -> None:
+    def _step(self, step: Step, phases: tuple[Phase, ...]) -> None:
         megatron = self.run.megatron_seconds()
         try:
             self._phases(step, phases)
@@ -171,6 +178,7 @@ class Scheduler:
             alarms = self.guards.passed(step.metrics)
             step.events += alarms
             step.metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
+        self._gather_memory(step.metrics)
         step.metrics["time/checkpoint"] = self.points.take_seconds()  # of the steps before, mostly
         step.metrics["time/step"] = time.perf_counter() - step.started
         step.metrics["inside/megatron"] = self.run.megatron_seconds() - megatron
@@ -182,26 +190,40 @@ class Scheduler:
             samples = step.rollout.samples(self.run.tokenizer, self.config.log.samples)
             self.samples.write(replace(sample, step=step.number, stage=step.stage) for sample in samples)
 
-    def _phases(self, step: Step, phases: tuple[Any, ...], changed: bool = False) -> None:
+    def _phases(self, step: Step, phases: tuple[Phase, ...], changed: bool = False) -> None:
         """changed: whether a weight may have, since the step before."""
+        residency = self.run.residency
         for phase in phases:
             if changed:
                 self.points.during_updates()
             else:
                 self.points.within_step()
             changed |= any(tenant.endswith(".gradients") for tenant in phase.resident)
-            with self._timed(step, phase.name):
-                try:
-                    phase.run(step)
-                except NumericalError as error:
-                    raise self._kept(step, phase.name, error) from None
+            try:
+                with residency.explained(phase.name):
+                    if phase.resident and residency.moving:
+                        with self._timed(step, "residency"):
+                            self.run.make_resident(phase.name, phase.resident)
+                    with self._timed(step, phase.name), residency.measured(phase.name, step.metrics):
+                        phase.run(step)
+            except NumericalError as error:
+                raise self._kept(step, phase.name, error) from None
+            except DeviceMemoryError as error:
+                raise DeviceMemoryError(f"step {step.number}, {error}") from error
 
     @contextmanager
     def _timed(self, step: Step, name: str) -> Iterator[None]:
         self._enter(name, step.stage, step.number)
         started = time.perf_counter()
         yield
-        step.metrics[f"time/{name}"] = time.perf_counter() - started
+        step.metrics[f"time/{name}"] = step.metrics.get(f"time/{name}", 0.0) + time.perf_counter() - started
+
+    def _gather_memory(self, metrics: dict[str, float]) -> None:
+        """Of memory*/<phase> the largest of all ranks: the device that is the first to be full."""
+        mine = {name: size for name, size in metrics.items() if name.startswith("memory")}
+        mine["memory/host"] = float(self.run.host.nbytes)
+        theirs = gather_objects(self.runtime, mine)
+        metrics |= {name: max(found[name] for found in theirs) for name in mine}
 
     def _record(self, stage: str, number: int, metrics: Mapping[str, Any]) -> None:
         if self.metrics is not None:
@@ -248,6 +270,7 @@ class Scheduler:
         if not self.run.problems:
             return
         self._enter("evaluation")
+        self.run.make_resident("evaluation", {"engine.weights", "engine.kv_cache"})
         started = time.perf_counter()
         result = self.run.sampler.evaluate(self.run.problems)
         self._record("eval", number, {**result.stats(), "time/evaluation": time.perf_counter() - started})
@@ -265,6 +288,7 @@ class Scheduler:
                 shutil.rmtree(out)
             barrier(self.runtime)
         self._enter(f"export {which}")
+        self.run.make_resident("export", {f"{which}.weights"})
         self.run.export(which, out)
         barrier(self.runtime)
         self.view.event(f"{which} written to {out}")

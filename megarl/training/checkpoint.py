@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ FREE = (
     "run_dir",
     "steps",
     "parallel",
+    "residency",
     "log",
     "guard",
     "watchdog",
@@ -222,14 +223,21 @@ def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | Non
         lines.append(f"{wrong[0]}{f', and {len(wrong) - 1} files more' if wrong[1:] else ''} (skipped)")
 
 
-def load_checkpoint(checkpoint: Checkpoint, learners: Mapping[str, Learner]) -> dict[str, Any]:
-    """Fills the learners that it holds, whatever layout wrote it, and gives the `state`; every rank calls this. CheckpointError where it
-    is damaged."""
+def needs_nothing(_: str) -> None:
+    """What need not be brought onto the device is there."""
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, learners: Mapping[str, Learner], prepare: Callable[[str], None] = needs_nothing
+) -> dict[str, Any]:
+    """Fills the learners that it holds, whatever layout wrote it, and gives the `state`; every rank calls this. `prepare` is told the name
+    of each before its weights and optimizer are needed. CheckpointError where it is damaged."""
     from megarl.training.sharded import load_learner
 
     for name, learner in learners.items():
         if checkpoint.pretraining and name == "actor":
             continue
+        prepare(name)
         try:
             load_learner(learner, checkpoint.path / name)
         except CheckpointError as error:

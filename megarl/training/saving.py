@@ -21,7 +21,7 @@ from megarl.config.files import fsync
 from megarl.config.schema import Config
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Runtime, generator_states
-from megarl.training.checkpoint import FOLDER, FORMAT, MANIFEST, folder_name, prune, seal, settings_of
+from megarl.training.checkpoint import FOLDER, FORMAT, MANIFEST, folder_name, needs_nothing, prune, seal, settings_of
 from megarl.training.learner import Learner
 from megarl.training.sharded import cannot_be_written, stage_learner
 from megarl.training.staging import Staged, Stager
@@ -85,8 +85,16 @@ class _Write:
 class CheckpointWriter:
     """Every rank has one and calls it alike. `seconds`: the longest that a save has kept the run from its work so far."""
 
-    def __init__(self, runtime: Runtime, config: Config, learners: Mapping[str, Learner], versions: Mapping[str, str]) -> None:
-        self.runtime, self.config, self.learners, self.versions = runtime, config, learners, dict(versions)
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: Config,
+        learners: Mapping[str, Learner],
+        versions: Mapping[str, str],
+        prepare: Callable[[str], None] = needs_nothing,
+    ) -> None:
+        """prepare: see load_checkpoint."""
+        self.runtime, self.config, self.learners, self.versions, self.prepare = runtime, config, learners, dict(versions), prepare
         self.seconds = 0.0
         self._stagers = {name: Stager(runtime) for name in learners}
         self._write: _Write | None = None
@@ -109,7 +117,9 @@ class CheckpointWriter:
         write = _Write(final, {}, complete if self.runtime.rank == 0 else None, {**manifest, "versions": self.versions})
         self._on_rank_0(write, lambda: _begin(write.aside, parts))
         try:
-            write.parts = {name: stage_learner(self.learners[name], self._stagers[name]) for name in parts}
+            for name in parts:
+                self.prepare(name)
+                write.parts[name] = stage_learner(self.learners[name], self._stagers[name])
         except CheckpointError as error:
             raise CheckpointError(f"{final}: {error}") from None
         self._write = write

@@ -28,7 +28,7 @@ from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 600.0  # seconds for any wait: what is promised is said by the fault, this only ends a test that has failed
-OF_THE_CLOCK = ("time/", "inside/", "throughput/", "rollout/reused")
+OF_THE_CLOCK = ("time/", "inside/", "throughput/", "memory", "rollout/reused")
 STEPS = 4
 SECRET = "d41c0ffee-tracking-key"  # in every run's environment, to be found in none of its files
 

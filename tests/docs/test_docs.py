@@ -74,7 +74,7 @@ def test_named_keys_exist(page: Path) -> None:
     sections = {key.split(".")[0] for key in KNOBS if "." in key}
     text = re.sub(r"^```text\n.*?^```$", "", page.read_text(), flags=re.M | re.S)  # what programs print
     for key in re.findall(r"(?<![\w/.-])([a-z_]+(?:\.[a-z_]+)+)(?![\w/(-])", text):
-        if key.split(".")[0] in sections and key.rsplit(".", 1)[1] not in ("py", "json", "jsonl", "html", "md", "yaml"):
+        if key.split(".")[0] in sections and key.rsplit(".", 1)[1] not in ("py", "json", "jsonl", "html", "md", "yaml", "safetensors"):
             assert key in KNOBS or any(known.startswith(f"{key}.") for known in KNOBS), key
 
 
@@ -145,7 +145,7 @@ def test_other_commands_are_understood(arguments: list[str], monkeypatch: pytest
     from megarl.cli import main as cli
 
     taken: list[object] = []
-    for name in ("_train", "_eval", "_report", "_demo", "_ablate", "_weights_plan"):
+    for name in ("_train", "_eval", "_report", "_demo", "_ablate", "_weights_plan", "_to_megatron", "_to_hf"):
         monkeypatch.setattr(cli, name, lambda given: taken.append(given) or 0)
     assert main(arguments) == 0
     config = getattr(taken[0], "config", None)
