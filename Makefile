@@ -28,7 +28,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-sglang lint types format trl bench gpu gpu-tests gpu-bench ci clean
+.PHONY: help install demo test test-slow test-sglang chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ test: $(STAMP) ## the fast tests: JOBS=2, ARGS='-k name'
 
 test-slow: $(STAMP) ## the tests that take longer, one after the other
 	$(PYTEST) -m slow $(ARGS)
+
+chaos: $(STAMP) ## faults from outside in every phase, and a table of how runs survive them: ARGS='rollout SIGTERM'
+	$(BIN)/python -m tests.chaos.run $(ARGS)
 
 test-sglang: $(SGLANG)/installed ## the tests on a real SGLang engine, in an environment of their own (.venv-sglang, 3 GB)
 	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)

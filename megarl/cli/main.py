@@ -1,7 +1,7 @@
 """`megarl COMMAND`: reads the arguments, calls the command, and turns errors into one line and an exit code.
 
-Exit codes: 0 done, 2 something the user can mend (one line on standard error), 1 a defect (a traceback), 130 interrupted,
-128 + n a rank was killed by signal n.
+Exit codes: 0 done, 2 something the user can mend (one line on standard error), 1 a defect (a traceback), 75 told to leave and saved
+(the same command continues), 124 a rank hung (a report says where), 130 interrupted, 128 + n a rank was killed by signal n.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return given.command(given)
     except MegarlError as error:
         print(f"megarl: {error}", file=sys.stderr, flush=True)
-        return 2
+        return error.code
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
         return 130
@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
     training = _command(commands, "train", _train, "train by supervised warm start, GRPO, DAPO, PPO or VAPO: the config's recipe")
     training.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)  # set by the launcher, which checked already
+    training.add_argument("--fresh", action="store_true", help="refuse a run_dir that holds a run, instead of continuing it")
     training.add_argument("--follow", type=int, metavar="PID", help=argparse.SUPPRESS)  # set by `ablate`, whose end is to be this one's
     _takes_config(training)
     evaluate = _command(commands, "eval", _eval, "answer the problems of data.eval; avg@k, pass@k and majority@k")
@@ -72,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--checkpoint", type=Path, metavar="FOLDER", help=what)
     evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="where answers and scores are written; default: run_dir/eval")
     _takes_config(evaluate)
+    again = _command(commands, "replay", _replay, "do one step of a run again from what is on disk, and compare every recorded number")
+    again.add_argument("run", type=Path, metavar="RUN", help="folder of a run that kept checkpoints, and rollouts (checkpoint.rollouts)")
+    again.add_argument("--step", type=int, required=True, metavar="K", help="rollout step; its checkpoint is the one of step K - 1")
+    again.add_argument("--tolerance", type=float, metavar="X", help="for another layout; default: 1e-3 in fp32, 5e-2 in bf16")
+    again.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
+    _takes_overrides(again, "parallel.tp=1 parallel.dp=1")
     config = commands.add_parser("config", help="print, validate or explain a configuration", description="Configurations.")
     whats = config.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
     _takes_config(_command(whats, "show", _config_show, "print the configuration with bases, preset, defaults and overrides resolved"))
@@ -151,7 +158,7 @@ def _train(given: argparse.Namespace) -> int:
         from megarl.parallel.jobs import follow_parent
 
         follow_parent(given.follow)
-    return train(given.config, given.overrides, checked=given.checked)
+    return train(given.config, given.overrides, checked=given.checked, fresh=given.fresh)
 
 
 def _eval(given: argparse.Namespace) -> int:
@@ -162,6 +169,16 @@ def _eval(given: argparse.Namespace) -> int:
 
         follow_launcher()
     return evaluate(given.config, given.overrides, given.checkpoint, given.out, checked=given.checked)
+
+
+def _replay(given: argparse.Namespace) -> int:
+    from megarl.cli.replay import replay
+
+    if given.checked:
+        from megarl.parallel.launch import follow_launcher
+
+        follow_launcher()
+    return replay(given.run, given.step, given.tolerance, given.overrides, checked=given.checked)
 
 
 def _config_show(given: argparse.Namespace) -> int:

@@ -40,7 +40,7 @@ def work(config: Config, job: Callable[[Runtime], None], *, launched: bool) -> i
         line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
         if not (launched and leave_word(line)) and (runtime.rank == 0 or not error.on_every_rank):
             print(f"megarl: {line}", file=sys.stderr, flush=True)
-        return 2
+        return error.code
     except RuntimeError as error:
         if not (launched and lost_a_peer(error) and leave_word(f"rank {runtime.rank}: lost another rank: {error}", peer_lost=True)):
             raise

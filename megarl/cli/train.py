@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,20 +18,20 @@ if TYPE_CHECKING:
     from megarl.parallel.runtime import Runtime
 
 
-def train(path: Path, overrides: Sequence[str] = (), *, checked: bool = False) -> int:
+def train(path: Path, overrides: Sequence[str] = (), *, checked: bool = False, fresh: bool = False) -> int:
     """Trains as the config says. Started as one process it launches the ranks that the layout needs; under torchrun it is one.
 
-    checked: the process that launched this one has done the checks and claimed the run's folder.
+    checked: the process that launched this one has done the checks and claimed the run's folder; fresh: only where there is no run yet.
     """
     config = load_config(path, overrides)
-    from megarl.parallel.launch import launch, ranks_here
+    from megarl.parallel.launch import ranks_here
     from megarl.parallel.runtime import is_launched, launched_rank
 
-    if not checked and not on_rank_0(lambda: _check(config, str(path), claim=launched_rank() == 0)):
+    if not checked and not on_rank_0(lambda: _check(config, str(path), claim=launched_rank() == 0, fresh=fresh)):
         return 2
     if not is_launched() and ranks_here(config.parallel) > 1:
-        return launch(config.parallel, ["train", "--checked", str(path), *overrides], config.run_dir)
-    code = work(config, lambda runtime: _train(config, runtime), launched=checked)
+        return _launch(config, ["train", "--checked", str(path), *overrides])
+    code = work(config, lambda runtime: _train(config, runtime, launched=checked), launched=checked)
     if code == 0 and launched_rank() == 0 and config.log.report:
         from megarl.observe.report import write_report
 
@@ -37,25 +39,48 @@ def train(path: Path, overrides: Sequence[str] = (), *, checked: bool = False) -
     return code
 
 
-def _check(config: Config, where: str, claim: bool) -> None:
+def _launch(config: Config, arguments: list[str]) -> int:
+    """The ranks, and again after one was killed or hung, as often as `parallel.restarts` says."""
+    from megarl.parallel.launch import LOST, launch
+
+    grace = config.checkpoint.grace if config.checkpoint.every else 0.0
+    code = launch(config.parallel, arguments, config.run_dir, grace)
+    for number in range(1, config.parallel.restarts + 1):
+        if code not in LOST:
+            break
+        print(f"megarl: the ranks are started anew ({number} of at most {config.parallel.restarts} times)", file=sys.stderr, flush=True)
+        code = launch(config.parallel, arguments, config.run_dir, grace)
+    return code
+
+
+def _check(config: Config, where: str, claim: bool, fresh: bool) -> None:
     from megarl.schedule.preflight import claim_run_dir, preflight, write_versions
 
     preflight(config, where)
     if claim:
-        claim_run_dir(config)
+        claim_run_dir(config, fresh=fresh)
         (config.run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         write_versions(config.run_dir / "versions.json")
 
 
-def _train(config: Config, runtime: Runtime) -> None:
+def _train(config: Config, runtime: Runtime, launched: bool) -> None:
+    from megarl.parallel.signals import StopRequest
     from megarl.schedule.run import Run
     from megarl.schedule.scheduler import Scheduler
+    from megarl.schedule.watchdog import Watchdog
 
-    run = Run(config, runtime)
-    if runtime.rank == 0:
-        reports = {name: asdict(report) for name, report in run.data_reports.items()}
-        (config.run_dir / "data.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
-    try:
-        Scheduler(run).execute()
-    finally:
-        run.close()
+    # megarl's own launcher ends ranks by SIGTERM, and passes on what it is told by SIGUSR1.
+    signals = [] if not config.checkpoint.every else [signal.SIGUSR1] if launched else [signal.SIGUSR1, signal.SIGTERM]
+    limits = config.checkpoint
+    with (
+        StopRequest(signals, limits.time_limit, limits.time_margin) as stop,
+        Watchdog(config.run_dir, runtime.rank, runtime.world, config.watchdog) as watchdog,
+    ):
+        run = Run(config, runtime)
+        if runtime.rank == 0:
+            reports = {name: asdict(report) for name, report in run.data_reports.items()}
+            (config.run_dir / "data.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
+        try:
+            Scheduler(run, stop, watchdog).execute()
+        finally:
+            run.close()

@@ -7,9 +7,11 @@ class MegarlError(Exception):
     """Base of every error that is reported as one line, without a traceback.
 
     on_every_rank: whether all ranks meet it alike, so that one of them says it; else the rank that met it does.
+    code: exit code of the command that ends with it.
     """
 
     on_every_rank = True
+    code = 2
 
     def __str__(self) -> str:
         """One line, whatever a file name or a library's message brings along."""
@@ -29,7 +31,10 @@ class CheckpointError(MegarlError):
 
 
 class NumericalError(MegarlError):
-    """A loss, gradient, log-probability or value is not finite; the update was not applied."""
+    """A loss, gradient, log-probability or value is not finite; the update was not applied. fatal: a weight is not finite, which only
+    a checkpoint mends."""
+
+    fatal = False
 
 
 class DeviceMemoryError(MegarlError):
@@ -56,3 +61,9 @@ class WaitTimeout(MegarlError):
 
 class TransferError(MegarlError):
     """The engine's weights are not the actor's after a transfer."""
+
+
+class Interrupted(MegarlError):
+    """The run was told to leave, or its time is up; it is saved, and the same command continues it."""
+
+    code = 75  # EX_TEMPFAIL of sysexits.h: not done, try again

@@ -1,13 +1,27 @@
-"""Files as checkpoints and model folders need them: JSON that is an object or a CheckpointError, and bytes that are on disk."""
+"""Files as checkpoints and model folders need them: JSON that is an object or a CheckpointError, harmless indices, bytes on disk."""
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import CheckpointError
+
+PARTS = (
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+    *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+)
+HARMLESS = {
+    ("pathlib", "PosixPath"),
+    ("collections", "OrderedDict"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    *(("torch.distributed.checkpoint.metadata", name) for name in PARTS),
+}
 
 
 def read_json(path: Path, absent: str = "is missing") -> dict[str, Any]:
@@ -21,6 +35,28 @@ def read_json(path: Path, absent: str = "is missing") -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: a JSON object is expected, not a {type(content).__name__}")
     return content
+
+
+class _Harmless(pickle.Unpickler):
+    """Knows what torch writes into the index of a distributed checkpoint, and nothing that can do anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and re.fullmatch(r"Size|b?float\w*|u?int\d+|bool|complex\d+", name)
+        if dtype or (module, name) in HARMLESS:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no business there")
+
+
+def check_index(path: Path) -> None:
+    """The index of a distributed checkpoint is a pickle, which torch reads without a question: CheckpointError where it is damaged, or
+    where it names anything but what torch itself writes, so that reading it could run foreign code."""
+    try:
+        with open(path, "rb") as file:
+            _Harmless(file).load()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: is missing") from None
+    except Exception as error:  # noqa: BLE001 (a damaged pickle raises anything)
+        raise CheckpointError(f"{path}: cannot be read: {error} (it is damaged, or not a checkpoint's index)") from None
 
 
 def fsync(path: Path) -> None:

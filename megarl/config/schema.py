@@ -87,6 +87,9 @@ class ParallelConfig(Section):
     device: Literal["auto", "cuda", "cpu"] = knob("auto", "auto takes cuda where there is one")
     threads: int = knob(1, "torch threads per process on a CPU", "threads", ge=1)
     timeout: float = knob(600.0, "longest wait in one collective before the run stops", "seconds", gt=0)
+    restarts: int = knob(
+        0, "times that the ranks are started anew after one was killed or hung, where megarl launches them itself", "restarts", ge=0
+    )
 
 
 Tenant = Literal[
@@ -329,7 +332,41 @@ class CheckpointConfig(Section):
 
     every: int = knob(0, "rollout steps between checkpoints, and one at the end; 0: none, the run cannot continue", "rollout steps", ge=0)
     keep: int = knob(2, "newest checkpoints kept; 0: all", "checkpoints", ge=0)
+    keep_every: int = knob(0, "checkpoints of every so many steps are kept besides; 0: none", "rollout steps", ge=0)
+    background: bool = knob(True, "write while the next step runs; false: the run waits until a checkpoint is on disk")
+    timeout: float = knob(300.0, "longest wait, at most 0.8 of parallel.timeout, for one checkpoint to be written", "seconds", gt=0)
+    time_limit: float | None = knob(
+        None, "the run saves and leaves in time to be gone after so long; null: Slurm's SLURM_JOB_END_TIME, if it is set", "seconds", gt=0
+    )
+    time_margin: float = knob(120.0, "kept free before the time limit, besides the longest step and save so far", "seconds", ge=0)
+    grace: float = knob(
+        300.0, "longest time from SIGTERM or SIGUSR1 until the run has saved and left; then its ranks are ended", "seconds", gt=0
+    )
+    rollouts: bool = knob(False, "keep every step's rollout in rollouts/, for `megarl replay`", source="about 13 bytes a token")
     export_hf: bool = knob(True, "write the final actor as a Hugging Face folder")
+
+
+class GuardConfig(Section):
+    """Numbers that are not finite end a step before its weights change; others that run away are recorded as events."""
+
+    skipped_steps: int = knob(
+        3,
+        "steps in a row that are skipped as a number was not finite, before the run stops; their batches are kept",
+        "steps",
+        ge=0,
+    )
+    entropy_low: float | None = knob(None, "policy/entropy below this is an alarm; null: none", "nats")
+    length_growth: float | None = knob(2.0, "mean response length over that of the step before, above which is an alarm; null: none", gt=1)
+    clip_fraction: float | None = knob(0.3, "share of tokens clipped at either side, above which is an alarm; null: none", gt=0, le=1)
+
+
+class WatchdogConfig(Section):
+    """A thread on each rank that looks for hangs. It writes run_dir/heartbeat/, and reports into run_dir/hang-*.txt."""
+
+    limit: float = knob(3600.0, "longest time that a phase may take before the run ends with a report", "seconds", gt=0)
+    limits: dict[str, float] = knob({}, "of single phases, e.g. {rollout: 7200, weight_transfer: 300}", "seconds")
+    silence: float = knob(180.0, "longest time that a rank's heartbeat may stand still", "seconds", gt=0)
+    period: float = knob(5.0, "between heartbeats", "seconds", gt=0)
 
 
 class LogConfig(Section):
@@ -373,6 +410,8 @@ class Config(Section):
     supervised: SupervisedConfig = knob(SupervisedConfig(), "see SupervisedConfig")
     evaluation: EvaluationConfig = knob(EvaluationConfig(), "see EvaluationConfig")
     checkpoint: CheckpointConfig = knob(CheckpointConfig(), "see CheckpointConfig")
+    guard: GuardConfig = knob(GuardConfig(), "see GuardConfig")
+    watchdog: WatchdogConfig = knob(WatchdogConfig(), "see WatchdogConfig")
     log: LogConfig = knob(LogConfig(), "see LogConfig")
 
     @property

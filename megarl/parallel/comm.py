@@ -61,13 +61,18 @@ def from_last_stage(columns: dict[str, Tensor] | None, names: Sequence[str], ent
     return dict(zip(names, stacked.cpu(), strict=True))
 
 
+def any_of(runtime: Runtime, flags: Sequence[bool]) -> list[bool]:
+    """For each flag: True on every rank if it is true on at least one."""
+    if runtime.world == 1:
+        return list(flags)
+    cells = torch.tensor([float(flag) for flag in flags])
+    dist.all_reduce(cells, op=dist.ReduceOp.MAX, group=runtime.cpu_group)
+    return [bool(cell) for cell in cells]
+
+
 def any_rank(runtime: Runtime, flag: bool) -> bool:
     """True on every rank if `flag` is true on at least one."""
-    if runtime.world == 1:
-        return flag
-    cell = torch.tensor([float(flag)])
-    dist.all_reduce(cell, op=dist.ReduceOp.MAX, group=runtime.cpu_group)
-    return bool(cell.item())
+    return any_of(runtime, (flag,))[0]
 
 
 def barrier(runtime: Runtime) -> None:

@@ -14,9 +14,12 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from megarl.config.schema import ParallelConfig
@@ -24,6 +27,9 @@ from megarl.config.schema import ParallelConfig
 _WORD_FILE = "TORCHELASTIC_ERROR_FILE"  # set by the elastic launcher, another file for each rank
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo raises plain RuntimeErrors
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_ASKING = (signal.SIGTERM, signal.SIGUSR1)
+# Exit codes after which the same ranks may do better: hung, lost a peer, and killed by what comes from outside or from a bug in C.
+LOST = (1, 124, *(128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)))
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -32,12 +38,13 @@ def ranks_here(config: ParallelConfig) -> int:
     return config.tp * config.pp * config.cp * (config.dp or 1)
 
 
-def launch(config: ParallelConfig, arguments: Sequence[str], folder: Path) -> int:
+def launch(config: ParallelConfig, arguments: Sequence[str], folder: Path, grace: float = 0.0) -> int:
     """Runs `python -m megarl ARGUMENTS` on every rank and waits; gives 0, or the exit code of the rank that failed first, after one line
     about it (128 + signal for a rank that was killed, as a shell has it). `folder`: where the line sends people to look.
 
-    When one rank ends with an error, or this process is told to end, the other ranks are ended too. Everything binds to loopback.
-    Raises KeyboardInterrupt after Ctrl-C.
+    When one rank ends with an error, or this process is told to end, the other ranks are ended too. With `grace`, a first SIGTERM or
+    SIGUSR1 goes to the ranks as SIGUSR1, and they have so many seconds to end by themselves. Everything binds to loopback. Raises
+    KeyboardInterrupt after Ctrl-C.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -62,9 +69,11 @@ def launch(config: ParallelConfig, arguments: Sequence[str], folder: Path) -> in
         start_method="spawn",
         # Not SIGINT, which would be passed on: a rank that is still importing would answer Ctrl-C with a traceback, one that is in a
         # collective not at all. As a KeyboardInterrupt here it makes the agent end the ranks with SIGTERM.
-        signals_to_handle=",".join(number.name for number in _ENDING),
+        signals_to_handle=",".join(number.name for number in _ENDING if not (grace and number in _ASKING)),
     )
-    handlers = {number: signal.getsignal(number) for number in _ENDING}
+    handlers = {number: signal.getsignal(number) for number in (*_ENDING, *_ASKING, signal.SIGALRM)}
+    if grace:
+        _ask_ranks_on_signal(grace)
     try:
         elastic_launch(settings, sys.executable)("-m", "megarl", *arguments)
     except ChildFailedError as error:
@@ -75,9 +84,28 @@ def launch(config: ParallelConfig, arguments: Sequence[str], folder: Path) -> in
         print(f"megarl: ended by {error.sigval.name}, with all ranks", file=sys.stderr, flush=True)
         return 128 + error.sigval
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return 0
+
+
+def _ask_ranks_on_signal(grace: float) -> None:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    asked: list[int] = []
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        if asked or number == signal.SIGALRM:  # a second time, or they took too long
+            raise SignalException(f"told to end by signal {number}", signal.Signals(asked[0] if number == signal.SIGALRM else number))
+        asked.append(number)
+        signal.setitimer(signal.ITIMER_REAL, grace)
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                child.send_signal(signal.SIGUSR1)
+
+    for number in (*_ASKING, signal.SIGALRM):
+        signal.signal(number, ask)
 
 
 def environment_of_children() -> dict[str, str]:

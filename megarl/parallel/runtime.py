@@ -5,8 +5,11 @@ from __future__ import annotations
 import datetime
 import os
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -129,6 +132,37 @@ def start(config: ParallelConfig, seed: int) -> Runtime:
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return Runtime(layout, dist.get_rank(), device, config.timeout, cpu_group)
+
+
+def generator_states() -> dict[str, Any]:
+    """This process's global random generators, as lists and numbers."""
+    from megatron.core import tensor_parallel
+
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else None,
+        "megatron": {name: state.tolist() for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()},
+    }
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Undoes `generator_states`. Devices have generators of their own kind: those of another kind stay as they are."""
+    from megatron.core import tensor_parallel
+
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, words, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    if (states["cuda"] is not None) != torch.cuda.is_initialized():
+        return
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))
+    tracked = {name: torch.tensor(state, dtype=torch.uint8) for name, state in states["megatron"].items()}
+    tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
 
 
 def stop() -> None:

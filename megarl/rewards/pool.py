@@ -51,6 +51,7 @@ class VerifierPool:
         self._size = workers
         self._workers: list[_Worker] = []
         self._failed_starts = 0
+        self._lost: set[int] = set()  # answers of this call that have cost a worker
 
     def __enter__(self) -> VerifierPool:
         return self
@@ -70,12 +71,18 @@ class VerifierPool:
         """The processes that run now."""
         return [worker.process.pid for worker in self._workers if worker.process.poll() is None]
 
+    @property
+    def waiting(self) -> int:
+        """Answers that workers have and have not judged yet; may be asked from another thread."""
+        return sum(len(worker.batch) for worker in list(self._workers))
+
     def verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
         """One verdict per (response text, reference answer), in their order.
 
         An answer that takes longer than the limit has Verdict.error "timeout after 10 s", one whose worker died
-        "verifier died (signal 9)"; both count as wrong and leave the other answers alone. Raises WaitTimeout or ConfigError
-        if workers cannot be started."""
+        "verifier died (signal 9)"; both count as wrong and leave the other answers alone. Either must happen twice: a worker that was
+        killed or stopped from outside changes no verdict. Raises WaitTimeout or ConfigError if workers cannot be started."""
+        self._lost.clear()
         verdicts: list[Verdict | None] = [None] * len(items)
         todo = deque(range(len(items)))
         batch = max(1, min(_MAX_BATCH, len(items) // (4 * self._size)))
@@ -117,7 +124,8 @@ class VerifierPool:
                 key.data()
 
     def _collect(self, worker: _Worker, verdicts: list[Verdict | None], todo: deque[int]) -> None:
-        """Takes over what `worker` has answered; ends it if it is dead or over its limit, which costs its present item."""
+        """Takes over what `worker` has answered; ends it if it is dead or over its limit, which costs its present
+        item, the second time."""
         if worker.busy and time.monotonic() > worker.deadline:
             worker.receive()  # if it was this process that slept, the answer is here
         messages = worker.messages()
@@ -137,7 +145,10 @@ class VerifierPool:
             self._start_failed(late, f"{reason}; {worker.last_words}")
         elif worker.batch:
             error = f"timeout after {self.timeout:g} s" if late else f"verifier died ({reason})"
-            verdicts[worker.batch.popleft()] = Verdict(False, error=error)
+            if worker.batch[0] in self._lost:
+                verdicts[worker.batch.popleft()] = Verdict(False, error=error)
+            else:
+                self._lost.add(worker.batch[0])
             todo.extendleft(reversed(worker.batch))
             worker.batch.clear()
 

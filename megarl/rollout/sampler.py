@@ -115,10 +115,20 @@ class RolloutSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step needs besides the weights and the prompts' order; lists and dicts only."""
-        returned = [
-            {"prompt": prompt_state(a.prompt), "seeds": list(a.seeds), "begun": [c and vars(c) for c in a.begun]} for a in self.returned
-        ]
-        return {"surplus": [group.state_dict() for group in self.surplus], "returned": returned}
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """The present `state_dict`, put together when it is called: groups and prompts are never changed once they are made."""
+        surplus, asked = list(self.surplus), list(self.returned)
+
+        def state() -> dict[str, Any]:
+            begun = [[completion and vars(completion) for completion in a.begun] for a in asked]
+            begun = [[completion and vars(completion) for completion in a.begun] for a in asked]
+            begun = [[completion and vars(completion) for completion in a.begun] for a in asked]
+            returned = [{"prompt": prompt_state(a.prompt), "seeds": list(a.seeds), "begun": b} for a, b in zip(asked, begun, strict=True)]
+            return {"surplus": [group.state_dict() for group in surplus], "returned": returned}
+
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.surplus = [Group.from_state(group) for group in state["surplus"]]

@@ -44,7 +44,7 @@ def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None
             f"--checkpoint: {checkpoint.path}: was written with another model than model.path describes, {description} "
             "(give the run's own configuration)"
         )
-    return config, checkpoint.path / "actor"
+    return config, None if checkpoint.pretraining else checkpoint.path / "actor"  # whose policy is still that of model.path
 
 
 def _open(given: Path) -> Checkpoint:

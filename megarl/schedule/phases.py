@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megarl.schedule.recorded import record_rollout
 from megarl.schedule.run import Step
 from megarl.training.advantages import add_gae, add_group_advantages, add_returns
 from megarl.training.batches import distribute
@@ -44,6 +45,8 @@ def rollout(step: Step) -> None:
     step.batch = step.rollout.to_experience()
     step.metrics |= step.rollout.stats | {f"inside/{part}": seconds for part, seconds in step.rollout.seconds.items()}
     step.events += step.run.delivery.take_events()
+    if step.stage == "train" and step.run.config.checkpoint.rollouts:
+        record_rollout(step)
 
 
 def _frozen_rollout(step: Step) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata as metadata
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import torch
 
 from megarl.config.check import check_config
 from megarl.config.errors import CheckpointError, ConfigError
+from megarl.config.files import read_json
 from megarl.config.schema import Config
 from megarl.data.reader import validate_files
 from megarl.model.fp8 import check_sizes
@@ -21,11 +22,13 @@ from megarl.parallel.launch import ranks_here
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.rewards.registry import get_verifier
 from megarl.schedule.kept_rollouts import check_kept
-from megarl.training.checkpoint import check_continues, find_checkpoint
+from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.engine_plan import engine_targets
 from megarl.weights.hf_io import ModelFolder, read_config
 from megarl.weights.layout import check_layout
 from megarl.weights.megatron_folder import open_model
+
+SETTINGS = "settings.json"  # in run_dir: what decides the result, from before the first checkpoint
 
 
 class Described(NamedTuple):
@@ -171,9 +174,10 @@ def _check_positions(config: Config, where: str, folder: ModelFolder | Described
         )
 
 
-def claim_run_dir(config: Config) -> None:
-    """Creates the run's folder, private to the user; a folder with a complete checkpoint is one to continue in. Raises ConfigError
-    where it cannot be written, holds a run without a complete checkpoint, or one that was started with other settings."""
+def claim_run_dir(config: Config, *, fresh: bool = False) -> None:
+    """Creates the run's folder, private to the user; a folder with a complete checkpoint is one to continue in, one of a run that was
+    ended before its first checkpoint is one to begin again in. Raises ConfigError where it cannot be written, holds a run without a
+    complete checkpoint that cannot be begun again, or one that was started with other settings; with `fresh`, where it holds any."""
     run_dir = config.run_dir
     try:
         run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -182,14 +186,28 @@ def claim_run_dir(config: Config) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"run_dir: {run_dir}: cannot be written: {error.strerror} (choose another folder)") from None
-    checkpoint, _ = find_checkpoint(run_dir)
+    checkpoint, skipped = find_checkpoint(run_dir)
+    begun = (run_dir / "metrics.jsonl").exists()
+    if fresh and (begun or checkpoint is not None):
+        raise ConfigError(f"run_dir: {run_dir}: already holds a run, which --fresh never overwrites (choose another folder, or delete it)")
     if checkpoint is not None:
         check_continues(config, checkpoint)
-    elif (run_dir / "metrics.jsonl").exists():
-        raise ConfigError(
-            f"run_dir: {run_dir}: already holds a run, and no complete checkpoint to continue it from "
-            "(choose another folder, or delete this one)"
-        )
+    elif begun:
+        _check_begins_again(config, skipped)
+    (run_dir / SETTINGS).write_text(json.dumps(settings_of(config), indent=1) + "\n", encoding="utf-8")
+
+
+def _check_begins_again(config: Config, skipped: Sequence[str]) -> None:
+    """Whether what a run without a complete checkpoint has recorded may be written anew: it would be the same, and no more than what
+    lies between two checkpoints, as none was ever finished."""
+    run_dir = config.run_dir
+    refused = f"run_dir: {run_dir}: already holds a run, and no complete checkpoint to continue it from "
+    if has_finished(run_dir) or not config.checkpoint.every or not (run_dir / SETTINGS).is_file():
+        raise ConfigError(f"{refused}(choose another folder, or delete this one){''.join(f'; {line}' for line in skipped)}")
+    then = read_json(run_dir / SETTINGS)
+    for key, value in settings_of(config).items():
+        if key in then and then[key] != value:
+            raise ConfigError(f"{key}: is {value!r}, the run in {run_dir} has {then[key]!r} (set it back, or choose another run_dir)")
 
 
 def versions() -> dict[str, str]:

@@ -242,9 +242,21 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step needs besides the learners: where the samplers stand. The same on every rank, as JSON holds it."""
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """The present `state_dict`, put together when it is called, at any later time and in any thread."""
         if self.config.recipe == "sft":
-            return {"pairs": self.pair_sampler.state()}
-        return {"prompts": self.prompt_sampler.state(), "rollout": self.sampler.state_dict()}
+            pairs = self.pair_sampler.state()
+            return lambda: {"pairs": pairs}
+        prompts, rollout = self.prompt_sampler.state(), self.sampler.snapshot()
+        return lambda: {"prompts": prompts, "rollout": rollout()}
+
+    def depths(self) -> dict[str, Callable[[], int]]:
+        """What waits in this rank's queues, for the report of a hang."""
+        if self.config.recipe == "sft":
+            return {}
+        return {"responses in the engine": lambda: self.engine.running, "answers at the verifiers": lambda: self.verifiers.waiting}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undoes `state_dict`. Raises CheckpointError where the data files have changed."""

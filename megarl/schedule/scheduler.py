@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -19,13 +20,19 @@ from megarl.observe.metrics import MetricsLog
 from megarl.observe.samples import SampleLog
 from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.parallel.comm import barrier, gather_objects
+from megarl.parallel.runtime import set_generator_states
+from megarl.parallel.signals import StopRequest
+from megarl.schedule.guards import Guards
 from megarl.schedule.kept_rollouts import KeptRollouts
 from megarl.schedule.phases import Phase
 from megarl.schedule.preflight import versions
 from megarl.schedule.recipes import VALUE_PRETRAINING, check_columns, training_phases
 from megarl.schedule.residency import check_residency
 from megarl.schedule.run import Run, Step
-from megarl.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from megarl.schedule.safe_points import SafePoints
+from megarl.schedule.watchdog import Watchdog
+from megarl.training.checkpoint import PRETRAINING, choose_checkpoint, load_checkpoint
+from megarl.training.saving import CheckpointWriter
 from megarl.training.statistics import throughput
 
 EVALUATIONS = "evaluations.jsonl"
@@ -35,8 +42,8 @@ PLAIN_LINES = 100  # a log file gets about so many lines of steps
 class Scheduler:
     """Runs `run` from its first step to its end. Rank 0 writes and shows; the other ranks only work."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.config, self.runtime = run, run.config, run.runtime
+    def __init__(self, run: Run, stop: StopRequest | None = None, watchdog: Watchdog | None = None) -> None:
+        self.run, self.config, self.runtime, self.watchdog = run, run.config, run.runtime, watchdog
         self.folder = Path(run.config.run_dir)
         self.phases = training_phases(run.config)
         for phases in (self.phases, VALUE_PRETRAINING):
@@ -46,10 +53,15 @@ class Scheduler:
         log = run.config.log
         every = -(-run.config.steps // PLAIN_LINES)
         self.view = TerminalView(log.terminal if self.writes else "quiet", self._facts(), every=every)
-        # Rank 0 chooses the checkpoint for all, so that no two ranks can see different ones.
-        found = gather_objects(self.runtime, find_checkpoint(self.folder) if self.writes else None)[0]
-        self.checkpoint, self.skipped = found
-        self.pretraining_steps = 0
+        self._enter("choose a checkpoint")
+        self.checkpoint, self.skipped = choose_checkpoint(self.runtime, self.folder)
+        self.writer = CheckpointWriter(self.runtime, self.config, run.learners, versions(), self._bring_learner)
+        self.points = SafePoints(run, self.writer, stop or StopRequest(()))
+        self.guards = Guards(self.config.guard)
+        self.main_stage = "sft" if self.config.recipe == "sft" else "train"
+        self.pretraining: dict[str, Any] = {"steps": 0, "done": False}
+        if watchdog is not None:
+            watchdog.depths |= {**run.depths(), "bytes of a checkpoint": lambda: self.writer.pending}
         append = self.checkpoint is not None
         self.metrics = MetricsLog(self.folder, log.tensorboard, log.wandb, append) if self.writes else None
         self.samples = SampleLog(self.folder, log.samples, append) if self.writes else None
@@ -76,15 +88,18 @@ class Scheduler:
                 self.run.transfer_weights(done)
                 if self.checkpoint is None:
                     self._evaluate(0)
+                if self.checkpoint is None or self.checkpoint.pretraining:
                     self._pretrain_values()
             for number in range(done + 1, self.config.steps + 1):
-                self._step(Step(self.run, "sft" if self.config.recipe == "sft" else "train", number, number), self.phases)
+                self._step(Step(self.run, self.main_stage, number, number), self.phases)
                 every = self.config.evaluation.every
                 if self.config.recipe != "sft" and (number == self.config.steps or (every and number % every == 0)):
                     self._evaluate(number)
-                self._save(number)
+                self._done(self.main_stage, number, last=number == self.config.steps)
+            self._enter("checkpoint")
+            self.writer.finish()
             if self.config.checkpoint.export_hf:
-                self._export_actor(self.folder / "hf", moved=done < self.config.steps)
+                self._export_anew("actor", self.folder / "hf", moved=done < self.config.steps)
         self.close()
 
     def close(self) -> None:
@@ -98,29 +113,49 @@ class Scheduler:
         for line in self.skipped:
             self.view.event(line)
         if self.checkpoint is None:
+            self.points.begins(self.main_stage, 0)
+            if self.writes:
+                (self.folder / EVALUATIONS).unlink(missing_ok=True)  # of a run that was ended before its first checkpoint
             return 0
-        step, stage = self.checkpoint.step, "sft" if self.config.recipe == "sft" else "train"
+        step, stage, done = self.checkpoint.step, self.checkpoint.stage, self.checkpoint.done
+        self._enter("resume", stage, step)
+        if self.checkpoint.pretraining:
+            self._pretraining_schedule()
         state = load_checkpoint(self.checkpoint, self.run.learners, self._bring_learner)
         self.run.load_state_dict(state["samplers"])
-        self.pretraining_steps = state["value_pretraining_steps"]
+        self.guards.load_state_dict(state["guards"])
+        self.pretraining = state["value_pretraining"]
+        if len(state["generators"]) == self.runtime.world:
+            set_generator_states(state["generators"][self.runtime.rank])
+        self.points.begins(stage, step)
         if self.metrics is not None and self.samples is not None:
             self.metrics.truncate_after(step, stage)
             self.samples.truncate_after(step, stage)
             if (self.folder / EVALUATIONS).exists():
                 with JsonlWriter(self.folder / EVALUATIONS, append=True) as answers:
-                    answers.keep(lambda record: record["step"] <= step)
+                    answers.keep(lambda record: record["step"] <= done)
         self.view.event(f"continues from {self.checkpoint.path}")
-        if self.checkpoint.versions != versions():
+        if self.checkpoint.manifest["versions"] != versions():
             self.view.event("versions have changed since (manifest.json, versions.json): what follows may differ in its last bits")
-        return step
+        return done
 
-    def _save(self, number: int) -> None:
+    def _enter(self, phase: str, stage: str | None = None, step: int | None = None) -> None:
+        """Everything that a run does is a phase, for whoever looks on and for the watchdog."""
+        self.view.phase(phase)
+        if self.watchdog is not None:
+            self.watchdog.phase(phase, stage, step)
+
+    def _done(self, stage: str, number: int, *, last: bool) -> None:
+        """A step is done: it may be time for a checkpoint, or to leave."""
+        self._enter("checkpoint")
         every = self.config.checkpoint.every
-        if not every or (number % every and number != self.config.steps):
-            return
-        self.view.phase("checkpoint")
-        state = {"samplers": self.run.state_dict(), "value_pretraining_steps": self.pretraining_steps}
-        save_checkpoint(self.runtime, self.config, number, self.run.learners, state, versions(), self._bring_learner)
+        samplers, guards, pretraining = self.run.snapshot(), self.guards.state_dict(), dict(self.pretraining)
+
+        def state() -> dict[str, Any]:
+            return {"samplers": samplers(), "guards": guards, "value_pretraining": pretraining}
+
+        due = bool(every) and (number % every == 0 or last)
+        self.points.after_step(stage, number, state, due=due, last=last and stage == self.main_stage)
 
     def _bring_learner(self, name: str) -> None:
         self.run.make_resident("checkpoint", {f"{name}.weights", f"{name}.optimizer"})
@@ -131,8 +166,39 @@ class Scheduler:
                 self.view.event(f"{name} {line}")
 
     def _step(self, step: Step, phases: tuple[Phase, ...]) -> None:
-        megatron, residency = self.run.megatron_seconds(), self.run.residency
+        megatron = self.run.megatron_seconds()
+        try:
+            self._phases(step, phases)
+        except NumericalError as error:
+            step.events.append(self.guards.failed(error))
+            step.metrics["guard/skipped"] = 1.0
+            if step.stage == "train":  # the engine is to have the weights of this step's number, changed or not
+                self._phases(step, phases[-1:], changed=True)
+        else:
+            alarms = self.guards.passed(step.metrics)
+            step.events += alarms
+            step.metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
+        self._gather_memory(step.metrics)
+        step.metrics["time/checkpoint"] = self.points.take_seconds()  # of the steps before, mostly
+        step.metrics["time/step"] = time.perf_counter() - step.started
+        step.metrics["inside/megatron"] = self.run.megatron_seconds() - megatron
+        step.metrics |= throughput(step.metrics)
+        for line in step.events:
+            self.view.event(line)
+        self._record(step.stage, step.number, step.metrics | ({"events": step.events} if step.events else {}))
+        if self.samples is not None and step.rollout is not None:
+            samples = step.rollout.samples(self.run.tokenizer, self.config.log.samples)
+            self.samples.write(replace(sample, step=step.number, stage=step.stage) for sample in samples)
+
+    def _phases(self, step: Step, phases: tuple[Phase, ...], changed: bool = False) -> None:
+        """changed: whether a weight may have, since the step before."""
+        residency = self.run.residency
         for phase in phases:
+            if changed:
+                self.points.during_updates()
+            else:
+                self.points.within_step()
+            changed |= any(tenant.endswith(".gradients") for tenant in phase.resident)
             try:
                 with residency.explained(phase.name):
                     if phase.resident and residency.moving:
@@ -144,20 +210,10 @@ class Scheduler:
                 raise self._kept(step, phase.name, error) from None
             except DeviceMemoryError as error:
                 raise DeviceMemoryError(f"step {step.number}, {error}") from error
-        self._gather_memory(step.metrics)
-        step.metrics["time/step"] = time.perf_counter() - step.started
-        step.metrics["inside/megatron"] = self.run.megatron_seconds() - megatron
-        step.metrics |= throughput(step.metrics)
-        for line in step.events:
-            self.view.event(line)
-        self._record(step.stage, step.number, step.metrics | ({"events": step.events} if step.events else {}))
-        if self.samples is not None and step.rollout is not None:
-            samples = step.rollout.samples(self.run.tokenizer, self.config.log.samples)
-            self.samples.write(replace(sample, step=step.number, stage=step.stage) for sample in samples)
 
     @contextmanager
     def _timed(self, step: Step, name: str) -> Iterator[None]:
-        self.view.phase(name)
+        self._enter(name, step.stage, step.number)
         started = time.perf_counter()
         yield
         step.metrics[f"time/{name}"] = step.metrics.get(f"time/{name}", 0.0) + time.perf_counter() - started
@@ -181,31 +237,39 @@ class Scheduler:
         local = step.local.experience
         torch.save({"tokens": local.tokens, "cu_seqlens": local.cu_seqlens, "response_mask": local.response_mask, **local.columns}, path)
         barrier(self.runtime)  # a launcher that sees one rank end would end the others while they write
-        return NumericalError(f"step {step.number}, phase {phase}: {error}; the batch is in {folder}")
+        kept = NumericalError(f"step {step.number}, phase {phase}: {error}; the batch is in {folder}")
+        kept.fatal = error.fatal
+        return kept
 
     def _pretrain_values(self) -> None:
         """VAPO section 4.1: until the step limit, or until a fresh rollout's explained variance is good enough."""
         config, critic = self.config.value_pretraining, self.run.critic
         if critic is None or not config.steps:
             return
-        critic.start_schedule(config.steps, constant_lr=config.lr or self.config.critic.lr)
+        if self.checkpoint is None:
+            self._pretraining_schedule()
         kept = KeptRollouts(self.config, self.run.prompts, self.runtime)
-        for number in range(1, config.steps + 1):
-            step = Step(self.run, "value_pretraining", number, -number, kept=kept)
+        while not self.pretraining["done"]:
+            number = self.pretraining["steps"] + 1
+            step = Step(self.run, PRETRAINING, number, -number, kept=kept)
             self._step(step, VALUE_PRETRAINING)
-            self.pretraining_steps = number
-            if step.metrics["value/explained_variance"] >= config.explained_variance:
-                self.view.event(
-                    f"value pretraining ends at step {number}: explained variance {step.metrics['value/explained_variance']:.3f}"
-                )
-                break
+            explained = step.metrics.get("value/explained_variance", -math.inf)  # a step that was skipped has none
+            self.pretraining = {"steps": number, "done": explained >= config.explained_variance or number == config.steps}
+            if explained >= config.explained_variance:
+                self.view.event(f"value pretraining ends at step {number}: explained variance {explained:.3f}")
+            self._done(PRETRAINING, number, last=self.pretraining["done"])
         critic.start_schedule(self.config.steps)
-        self._export("critic", self.folder / "critic_pretrained")
+        self._export_anew("critic", self.folder / "critic_pretrained", moved=True)
+
+    def _pretraining_schedule(self) -> None:
+        config, critic = self.config.value_pretraining, self.run.critic
+        assert critic is not None
+        critic.start_schedule(config.steps, constant_lr=config.lr or self.config.critic.lr)
 
     def _evaluate(self, number: int) -> None:
         if not self.run.problems:
             return
-        self.view.phase("evaluation")
+        self._enter("evaluation")
         self.run.make_resident("evaluation", {"engine.weights", "engine.kv_cache"})
         started = time.perf_counter()
         result = self.run.sampler.evaluate(self.run.problems)
@@ -215,18 +279,15 @@ class Scheduler:
                 for answer in result.answers(self.run.tokenizer):
                     file.write(json.dumps({"step": number, **answer}, ensure_ascii=False) + "\n")
 
-    def _export_actor(self, out: Path, moved: bool) -> None:
-        """The final actor. A run that was continued has one already: it is the same one, unless steps were added (`moved`)."""
-        if self.checkpoint is not None and gather_objects(self.runtime, out.exists())[0]:
+    def _export_anew(self, which: str, out: Path, moved: bool) -> None:
+        """A run that was continued may have the folder already: it is the same one, unless steps were done since (`moved`)."""
+        if gather_objects(self.runtime, out.exists())[0]:
             if not moved:
                 return
             if self.writes:
                 shutil.rmtree(out)
             barrier(self.runtime)
-        self._export("actor", out)
-
-    def _export(self, which: str, out: Path) -> None:
-        self.view.phase(f"export {which}")
+        self._enter(f"export {which}")
         self.run.make_resident("export", {f"{which}.weights"})
         self.run.export(which, out)
         barrier(self.runtime)

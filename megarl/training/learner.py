@@ -164,7 +164,16 @@ class Learner(Frozen):
         with on_cpu():
             _, grad_norm, _ = self.optimizer.step()
         self.megatron_seconds += time.perf_counter() - started
+        self._require_finite_weights()
         return UpdateResult(sums, float(grad_norm or 0.0), self.lr)
+
+    def _require_finite_weights(self) -> None:
+        # The sums stay on the device until one number of them all is looked at.
+        total = torch.stack([parameter.detach().float().sum() for parameter in self.model.parameters()]).sum()
+        if any_rank(self.runtime, not bool(torch.isfinite(total))):
+            error = NumericalError(f"{self.name} update: its weights are not finite any more (continue from a checkpoint)")
+            error.fatal = True
+            raise error
 
     def compute_gradients(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
         """Forward and backward of one mini-batch into Megatron's gradient buffers; gives the statistics. Errors as `update`."""

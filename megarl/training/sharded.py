@@ -14,22 +14,16 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.transformer.module import MegatronModule
-from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megarl.config.errors import CheckpointError
+from megarl.config.files import check_index
 from megarl.model.builder import Actor, Critic
+from megarl.parallel.comm import gather_objects
 from megarl.parallel.cpu_platform import on_cpu
-from megarl.parallel.runtime import Runtime
 from megarl.training.learner import Learner
+from megarl.training.staging import Staged, Stager
 
 # Every state tensor has its parameter's shape in the file, so that it can be read at another layout, data parallelism included.
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -37,38 +31,42 @@ EXTRA = "_extra_state"
 FAILURES = (CheckpointException, CheckpointingException, OSError, RuntimeError)
 
 
-class _InProcess(TorchDistSaveShardedStrategy):
-    """megatron-core's format, written by the rank itself with torch's own writer.
-
-    megatron-core's strategy writes from forked processes even when it saves synchronously, and waits for ever if one of them dies."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        super().__init__("torch_dist", 1)
-        self.group = runtime.cpu_group
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(by_key),
-            storage_writer=FileSystemWriter(checkpoint_dir, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=self.group,
-        )
+def stage_learner(learner: Learner, stager: Stager) -> Staged:
+    """Host copies of what this rank writes of the learner; every rank calls this. CheckpointError on every rank where it is not whole."""
+    try:
+        with _megatron():
+            return stager.stage(_state(learner, is_loading=False))
+    except FAILURES as error:
+        raise CheckpointError(f"cannot be put together: {_reason(error)} (a defect: please report it)") from error
 
 
 def save_learner(learner: Learner, folder: Path) -> None:
     """Writes into the empty `folder`; every rank calls this. CheckpointError on every rank where one of them cannot write."""
-    with _megatron():
-        state = _state(learner, is_loading=False)
+    staged = stage_learner(learner, Stager(learner.runtime))
+    failure = None
     try:
-        with _megatron():
-            dist_checkpointing.save(state, str(folder), sharded_strategy=_InProcess(learner.runtime))
+        staged.write(folder)
     except FAILURES as error:
-        raise CheckpointError(f"cannot be written: {_reason(error)} (make room, or set checkpoint.every to 0)") from error
+        failure = _reason(error)
+    failures, results = zip(*gather_objects(learner.runtime, (failure, staged.results)), strict=True)
+    if learner.runtime.rank == 0 and not any(failures):
+        try:
+            staged.finish(folder, list(results))
+        except FAILURES as error:
+            failure = _reason(error)
+    failures = (*failures, *gather_objects(learner.runtime, failure))
+    if any(failures):
+        raise CheckpointError(cannot_be_written(next(text for text in failures if text)))
+
+
+def cannot_be_written(reason: str) -> str:
+    """What is said of a disk that is full, or gone."""
+    return f"cannot be written: {reason} (make room, or set checkpoint.every to 0)"
 
 
 def load_learner(learner: Learner, folder: Path) -> None:
     """Fills the learner with exactly the values of `folder`; every rank calls this. CheckpointError where they cannot be read."""
+    check_index(folder / ".metadata")
     parts = _optimizers(learner)
     for part in parts.values():
         _allocate(part.optimizer)
@@ -88,6 +86,7 @@ def load_learner(learner: Learner, folder: Path) -> None:
 
 def load_model(model: Actor | Critic, folder: Path) -> None:
     """Fills a model alone with the weights that `save_learner` wrote; every rank calls this. CheckpointError where they cannot be read."""
+    check_index(folder / ".metadata")
     try:
         with _megatron():
             loaded = dist_checkpointing.load({"model": _model_state(model)}, str(folder))

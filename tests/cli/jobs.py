@@ -11,7 +11,7 @@ from megarl.config.schema import Config
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.evaluation import Evaluation, find_policy
 from megarl.schedule.run import Run
-from megarl.training.checkpoint import save_checkpoint
+from megarl.training.saving import save_checkpoint
 from megarl.training.sharded import _allocate, _optimizers
 
 
@@ -24,7 +24,7 @@ def write_perturbed(runtime: Runtime, config: Config) -> None:
     for part in _optimizers(run.actor).values():
         _allocate(part.optimizer)  # as its first step would
     run.actor.optimizer.reload_model_params()
-    save_checkpoint(runtime, config, 3, run.learners, {"samplers": run.state_dict(), "value_pretraining_steps": 0}, {})
+    save_checkpoint(runtime, config, 3, run.learners, {"samplers": run.state_dict()}, {})
     run.export("actor", config.run_dir / "hf")
     run.close()
 

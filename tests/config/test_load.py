@@ -178,7 +178,7 @@ class TestRefusals:
         "rollout.groupsize=3": "command line: rollout.groupsize: unknown key (did you mean rollout.group_size?)",
         "lr=3": "command line: lr: unknown key (did you mean actor.lr or critic.lr or value_pretraining.lr?)",
         "dynamic_sampling.enabled=true": "command line: dynamic_sampling: unknown key (did you mean rollout.dynamic_sampling?)",
-        "checkpoint.foo=1": "command line: checkpoint.foo: unknown key (known here: every, keep, export_hf)",
+        "supervised.foo=1": "command line: supervised.foo: unknown key (known here: response_key, batch)",
         "rollout.group_size=abc": "command line: rollout.group_size: must be a whole number (got 'abc')",
         "rollout.group_size=2.5": "command line: rollout.group_size: must be a whole number (got 2.5)",
         "rollout.group_size=": "command line: rollout.group_size: must be a whole number (got None)",

@@ -111,12 +111,11 @@ def test_a_worker_killed_from_outside_while_it_works(user_module: str) -> None:
     with VerifierPool(user_module, workers=1, timeout=20) as pool:
         pool.verify([("a", "a")])
         (pid,) = pool.pids
-        killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
+        killer = threading.Timer(0.1, os.kill, (pid, signal.SIGKILL))
         killer.start()
-        verdicts = pool.verify([("sleep", ""), *[("a", "a")] * 20])
+        verdicts = pool.verify([*[("pid", "")] * 5, *[("a", "a")] * 20])
         killer.join()
-        assert verdicts[0] == Verdict(False, None, "verifier died (signal 9)")
-        assert verdicts[1:] == [Verdict(True)] * 20
+        assert [verdict.correct for verdict in verdicts] == [True] * 25  # another worker has judged what it had
         assert pid not in pool.pids
 
 
@@ -139,7 +138,7 @@ def test_a_stopped_worker_cannot_block_the_pool(user_module: str) -> None:
         os.kill(pid, signal.SIGSTOP)
         start = time.monotonic()
         verdicts = pool.verify([("x" * 5_000_000, "a"), ("a", "a")])
-        assert verdicts == [Verdict(False, None, "timeout after 1 s"), Verdict(True)]
+        assert verdicts == [Verdict(False), Verdict(True)]  # another worker's
         assert time.monotonic() - start < 20
         assert gone(pid, 5)
 

@@ -11,9 +11,11 @@ import torch
 from megarl.config.errors import CheckpointError
 from megarl.config.schema import Config
 from megarl.parallel.runtime import Runtime
+from megarl.schedule.replay import Outcome, replay
 from megarl.schedule.run import Run
 from megarl.schedule.scheduler import Scheduler
-from megarl.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from megarl.training.checkpoint import find_checkpoint, load_checkpoint
+from megarl.training.saving import save_checkpoint
 from megarl.training.sharded import save_learner
 
 
@@ -26,7 +28,8 @@ def write_again(runtime: Runtime, config: Config, source: Path, full: Path) -> s
     state = load_checkpoint(checkpoint, run.learners)
     run.load_state_dict(state["samplers"])
     run.export("actor", config.run_dir / "hf")
-    save_checkpoint(runtime, config, checkpoint.step, run.learners, {**state, "samplers": run.state_dict()}, checkpoint.versions)
+    written = {**state, "samplers": run.state_dict()}
+    save_checkpoint(runtime, config, checkpoint.step, run.learners, written, checkpoint.manifest["versions"])
     try:
         save_learner(run.actor, full)
     except CheckpointError as error:
@@ -51,3 +54,12 @@ def _generators() -> dict[str, bytes]:
         "python": repr(random.getstate()).encode(),
         "numpy": repr(np.random.get_state()).encode(),
     }
+
+
+def train_and_replay(runtime: Runtime, config: Config, numbers: tuple[int, ...]) -> list[Outcome]:
+    """Runs `config`, unless it has been run, and replays steps of it."""
+    if not (config.run_dir / "hf").exists():
+        run = Run(config, runtime)
+        Scheduler(run).execute()
+        run.close()
+    return [replay(config, number, runtime) for number in numbers]

@@ -1,0 +1,43 @@
+"""Being told to save and leave: by a signal, or by the clock of the job's time limit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Self
+
+END_TIME = "SLURM_JOB_END_TIME"  # set by Slurm: seconds since 1970
+
+
+class StopRequest:
+    """This rank's. While the `with` block lasts, `signals` are taken as a wish, which is met at the next safe point.
+
+    limit   seconds from now after which this process must be gone; None: what Slurm says, if it says anything
+    margin  seconds that are kept free before that"""
+
+    def __init__(self, signals: Sequence[signal.Signals], limit: float | None = None, margin: float = 0.0) -> None:
+        end = os.environ.get(END_TIME, "") if limit is None else str(time.time() + limit)
+        self.end = float(end) - margin if end.replace(".", "", 1).isdigit() else None
+        self.reason: str | None = None
+        self._signals = {number: signal.getsignal(number) for number in signals}
+
+    def __enter__(self) -> Self:
+        for number in self._signals:
+            signal.signal(number, self._told)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._signals.items():
+            signal.signal(number, handler)
+
+    def _told(self, number: int, _frame: FrameType | None) -> None:
+        self.reason = f"stopped by {signal.Signals(number).name}"
+
+    def wanted(self, seconds: float = 0.0) -> bool:
+        """Whether to leave rather than do something that takes `seconds`."""
+        if self.reason is None and self.end is not None and time.time() + seconds > self.end:
+            self.reason = "stopped, as the time limit is near"
+        return self.reason is not None

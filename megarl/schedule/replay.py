@@ -1,0 +1,190 @@
+"""One step of a finished run, done again from its checkpoint and its recorded rollout, and compared with what was recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config.errors import CheckpointError, ConfigError, DataError
+from megarl.config.schema import Config
+from megarl.observe.metrics import plain, read_metrics
+from megarl.parallel.comm import gather_objects
+from megarl.parallel.runtime import Runtime
+from megarl.schedule import phases as p
+from megarl.schedule.preflight import versions
+from megarl.schedule.recipes import training_phases
+from megarl.schedule.recorded import read_rollout
+from megarl.schedule.run import Run, Step
+from megarl.training.checkpoint import FOLDER, PRETRAINING, Checkpoint, find_checkpoint, folder_name, load_checkpoint, open_checkpoint
+
+# Of the clock, of the engine, and of the run as a whole: no part of the step's arithmetic.
+LEFT_OUT = ("time/", "inside/", "throughput/", "transfer/", "guard/", "memory")
+TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}  # relative, and absolute as most metrics are about 1, where the layout is another
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """exact: every number must be the same; else within `tolerance`. numbers: name -> (recorded, replayed); weights: largest difference of
+    any from those of the step's own checkpoint, None where there is none."""
+
+    exact: bool
+    tolerance: float
+    numbers: dict[str, tuple[float, float]]
+    weights: float | None
+    remarks: tuple[str, ...]
+
+    @property
+    def different(self) -> list[str]:
+        """Names of the numbers that differ, and `weights`."""
+        limit = 0.0 if self.exact else self.tolerance
+        names = [name for name, (a, b) in self.numbers.items() if not math.isclose(a, b, rel_tol=limit, abs_tol=limit)]
+        return names + (["weights"] if self.exact and self.weights else [])
+
+
+def replay(config: Config, number: int, runtime: Runtime, tolerance: float | None = None) -> Outcome:
+    """Step `number` of the run in config.run_dir; every rank calls this. The numbers must be the same to the last recorded digit, and the
+    weights to the bit, where layout and versions are those that wrote the checkpoint.
+
+    Raises CheckpointError or DataError where the step's checkpoint, its rollout or its record is not there or damaged."""
+    recorded = recorded_numbers(config, number)
+    stage = main_stage(config)
+    run = Run(config, runtime)
+    try:
+        checkpoint = before(config, number)
+        layout = {key: getattr(runtime.layout, key) for key in ("tp", "pp", "dp", "ep")}
+        remarks = []
+        if checkpoint is not None:
+            _check_content(checkpoint, runtime)
+            run.load_state_dict(load_checkpoint(checkpoint, run.learners, partial(_bring, run))["samplers"])
+            if checkpoint.manifest["layout"] != layout:
+                remarks.append(f"the layout is another: {layout}, not {checkpoint.manifest['layout']}")
+            if checkpoint.manifest["versions"] != versions():
+                remarks.append("versions have changed since (manifest.json)")
+        if run.critic is not None and number == 1:
+            run.critic.start_schedule(config.steps)
+        step = Step(run, stage, number, number)
+        if stage == "train":
+            run.make_resident("weight_transfer", {"actor.weights", "engine.weights"})
+            run.transfer_weights(number - 1)
+        for phase in replayed_phases(config):
+            if phase.resident and phase.name != p.rollout.name:
+                run.make_resident(phase.name, phase.resident)
+            phase.run(step)
+        found = {name: plain(value, name, []) for name, value in step.metrics.items()}
+        missing = sorted(recorded.keys() - found.keys())
+        if missing:
+            remarks.append(f"recorded but not replayed: {', '.join(missing)}")
+        numbers = {name: (recorded[name], found[name]) for name in sorted(recorded.keys() & found.keys())}
+        weights = _differ(run, own, runtime) if (own := _own(config, number)) is not None else None
+        exact = not any("layout" in text or "versions" in text for text in remarks)
+        return Outcome(exact, tolerance or TOLERANCE[config.model.dtype], numbers, weights, tuple(remarks))
+    finally:
+        run.close()
+
+
+def main_stage(config: Config) -> str:
+    """The stage whose steps can be replayed."""
+    return "sft" if config.recipe == "sft" else "train"
+
+
+def recorded_numbers(config: Config, number: int) -> dict[str, float]:
+    """What metrics.jsonl says of the step. DataError where it says nothing."""
+    for record in read_metrics(config.run_dir).records:
+        if record["stage"] == main_stage(config) and record["step"] == number:
+            kept = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step" and not k.startswith(LEFT_OUT)}
+            if record.get("guard/skipped"):
+                raise DataError(f"{config.run_dir}: step {number} was skipped, as a number was not finite (its batch is in failed/)")
+            return kept
+    raise DataError(f"{config.run_dir}/metrics.jsonl: no step {number} of stage {main_stage(config)} (choose another --step)")
+
+
+def before(config: Config, number: int) -> Checkpoint | None:
+    """The checkpoint from which the step began; None: from the models' folders. CheckpointError where it is gone."""
+    if number > 1:
+        return open_checkpoint(config.run_dir / FOLDER / folder_name(main_stage(config), number - 1))
+    if not (config.has_critic and config.value_pretraining.steps):
+        return None
+    later = list((config.run_dir / FOLDER).glob("step-*"))
+    checkpoint, _ = find_checkpoint(config.run_dir, later)
+    if checkpoint is None or checkpoint.stage != PRETRAINING or not checkpoint.state()["value_pretraining"]["done"]:
+        raise CheckpointError(f"{config.run_dir / FOLDER}: no checkpoint of the end of value pretraining (keep more: checkpoint.keep)")
+    return checkpoint
+
+
+def replayed_phases(config: Config) -> Sequence[Any]:
+    """The step's, with the rollout from disk, and without the transfer to the engine, which nobody asks any more."""
+    given = {p.rollout.name: replace(p.rollout, run=_recorded_rollout), p.weight_transfer.name: None}
+    return [phase for phase in (given.get(phase.name, phase) for phase in training_phases(config)) if phase is not None]
+
+
+def _recorded_rollout(step: Step) -> None:
+    step.batch, stats = read_rollout(step.run.config.run_dir, step.number)
+    step.metrics |= stats
+
+
+def _check_content(checkpoint: Checkpoint, runtime: Runtime) -> None:
+    wrong = [line for theirs in gather_objects(runtime, checkpoint.damage(runtime.rank, runtime.world)) for line in theirs]
+    if wrong:
+        raise CheckpointError(wrong[0])
+
+
+def _own(config: Config, number: int) -> Checkpoint | None:
+    """The checkpoint that was written after the step, if it is still there."""
+    path: Path = config.run_dir / FOLDER / folder_name(main_stage(config), number)
+    try:
+        return open_checkpoint(path)
+    except CheckpointError:
+        return None
+
+
+def _bring(run: Run, name: str) -> None:
+    run.make_resident("checkpoint", {f"{name}.weights", f"{name}.optimizer"})
+
+
+def _weights(run: Run, name: str) -> list[torch.Tensor]:
+    """Copies on the host."""
+    _bring(run, name)
+    return [parameter.detach().to("cpu", copy=True) for parameter in run.learners[name].model.parameters()]
+
+
+def _differ(run: Run, checkpoint: Checkpoint, runtime: Runtime) -> float:
+    """The largest difference of a weight of any learner from the checkpoint's, which the learners hold from then on."""
+    ours = {name: _weights(run, name) for name in run.learners}
+    load_checkpoint(checkpoint, run.learners, partial(_bring, run))
+    largest = 0.0
+    for name in run.learners:
+        for mine, theirs in zip(ours[name], _weights(run, name), strict=True):
+            if not torch.equal(mine, theirs):
+                largest = max(largest, float((mine.float() - theirs.float()).abs().max()))
+    return max(gather_objects(runtime, largest))
+
+
+def check_replay(config: Config, number: int) -> None:
+    """What can be said before a rank is started: whether record, checkpoint and rollout of the step are there."""
+    if number < 1:
+        raise ConfigError(f"--step: must be >= 1 (got {number})")
+    recorded_numbers(config, number)
+    before(config, number)
+    if main_stage(config) == "train":
+        read_rollout(config.run_dir, number)
+
+
+def lines(outcome: Outcome) -> list[str]:
+    """For people: what differs, and the verdict."""
+    shown = [f"{name}: recorded {a:.9g}, replayed {b:.9g}" for name, (a, b) in _chosen(outcome).items()]
+    rule = "to the last recorded digit" if outcome.exact else f"within {outcome.tolerance:g}"
+    weights = "" if outcome.weights is None else f"; largest difference of a weight after the step: {outcome.weights:.3g}"
+    different = len(outcome.different)
+    return [*outcome.remarks, *shown, f"{len(outcome.numbers) - len(shown)} of {len(outcome.numbers)} numbers equal {rule}{weights}"] + (
+        [f"{different} differ"] if different else []
+    )
+
+
+def _chosen(outcome: Outcome) -> Mapping[str, tuple[float, float]]:
+    return {name: outcome.numbers[name] for name in outcome.different if name in outcome.numbers}

@@ -1,0 +1,152 @@
+"""The faults of the table."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.chaos.harness import Fault, Job, kill
+
+KILLED = 137
+SOON = 60.0  # seconds: torch's launcher gives the other ranks 30 to end
+FORWARD_AND_UPDATE = ("old_logprobs", "values", "critic_update", "actor_update")
+
+
+def kill_in(phase: str, *, stage: str = "train", step: int = 2) -> Callable[[Job], None]:
+    """kill -9 of a rank, drawn at random, once it is in the phase."""
+
+    def inject(job: Job) -> None:
+        victim = random.randrange(2)
+        job.until_phase(phase, rank=victim, stage=stage, step=step)
+        kill(job.pid(victim))
+
+    return inject
+
+
+def kill_while_judging(job: Job) -> None:
+    """kill -9 of a rank whose verifiers are at work."""
+    job.until_phase("rollout")
+    job.until("verifiers at work", lambda: any(_busy(job)))
+    kill(job.pid(1))
+
+
+def _busy(job: Job) -> list[bool]:
+    return [process.status() == "running" for process in job.verifiers()]
+
+
+def kill_while_writing(job: Job) -> None:
+    """kill -9 of a rank while a checkpoint is half written."""
+    checkpoints = job.config.run_dir / "checkpoints"
+    job.until_phase("rollout", step=2)
+    job.until("a checkpoint being written", lambda: any(checkpoints.glob(".step-*.partial")))
+    job.look()
+    kill(job.pid(random.randrange(2)))
+
+
+def kill_launcher(job: Job) -> None:
+    job.until_phase("actor_update")
+    kill(job.process.pid)
+
+
+def each_verifier(number: signal.Signals) -> Callable[[Job], None]:
+    """A signal to every verifier process that there is."""
+
+    def inject(job: Job) -> None:
+        job.until_phase("rollout")
+        job.until("verifiers at work", lambda: any(_busy(job)))
+        for process in job.verifiers():
+            process.send_signal(number)
+
+    return inject
+
+
+def tell(number: signal.Signals) -> Callable[[Job], None]:
+    """A signal to the launcher, in the midst of a step."""
+
+    def inject(job: Job) -> None:
+        job.until_phase("values")
+        job.process.send_signal(number)
+
+    return inject
+
+
+def stop_rank(job: Job) -> None:
+    job.until_phase("actor_update")
+    os.kill(job.pid(1), signal.SIGSTOP)
+
+
+def disk_full(job: Job) -> None:
+    """No file of one rank may grow any more, as on a disk that is full: its next checkpoint fails."""
+    job.until_phase("old_logprobs")
+    resource.prlimit(job.pid(1), resource.RLIMIT_FSIZE, (4096, 4096))
+
+
+def no_folder(job: Job) -> Callable[[], None]:
+    """The checkpoints' folder is not one any more, as when its disk is taken away."""
+    job.until_phase("old_logprobs")
+    folder = job.config.run_dir / "checkpoints"
+    away = folder.with_name("away")
+    folder.rename(away)
+    folder.write_text("")
+
+    def undo() -> None:
+        folder.unlink()
+        away.rename(folder)
+
+    return undo
+
+
+def damage(how: Callable[[Path], None]) -> Callable[[Job], Callable[[], None]]:
+    """The run is killed, then a file of its newest checkpoint is damaged."""
+
+    def inject(job: Job) -> Callable[[], None]:
+        job.until_phase("actor_update", step=3)
+        kill(job.pid(0))
+
+        def harm() -> None:
+            newest = max((job.config.run_dir / "checkpoints").glob("step-*"))
+            how(newest / "actor" / "__1_0.distcp")
+
+        return harm
+
+    return inject
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+FAULTS = (
+    *(Fault(f"kill -9 of a rank: {phase}", kill_in(phase), (KILLED,), SOON) for phase in ("rollout", *FORWARD_AND_UPDATE)),
+    Fault("kill -9 of a rank: reward", kill_while_judging, (KILLED,), SOON),
+    Fault("kill -9 of a rank: weight transfer", kill_in("weight_transfer"), (KILLED,), SOON),
+    Fault("kill -9 of a rank: evaluation", kill_in("evaluation", step=2), (KILLED,), SOON),
+    Fault("kill -9 of a rank: first rollout", kill_in("rollout", stage="value_pretraining", step=1), (KILLED,), SOON),
+    Fault("kill -9 of a rank: value pretraining", kill_in("critic_update", stage="value_pretraining", step=2), (KILLED,), SOON),
+    Fault("kill -9 of a rank: checkpoint writing", kill_while_writing, (KILLED,), SOON, lost=2),
+    Fault("kill -9 of the launcher", kill_launcher, (-signal.SIGKILL,), SOON),
+    Fault("kill -9 of all verifiers", each_verifier(signal.SIGKILL), (0,), SOON),
+    Fault("reward time-out: all verifiers stopped", each_verifier(signal.SIGSTOP), (0,), SOON),
+    Fault("SIGTERM", tell(signal.SIGTERM), (75,), SOON, lost=0, said="stopped by SIGUSR1: step"),
+    Fault("SIGUSR1", tell(signal.SIGUSR1), (75,), SOON, lost=0, said="stopped by SIGUSR1: step"),
+    Fault(
+        "time limit",
+        lambda job: job.until_phase("choose a checkpoint", stage="start", step=0),
+        (75,),
+        300.0,
+        {"checkpoint": {"time_limit": 1, "time_margin": 0}},
+        said="time limit is near",
+    ),
+    Fault("a stopped rank (SIGSTOP)", stop_rank, (124,), 30.0 + SOON, said="the run hangs: rank 1 does not answer"),
+    Fault("disk full during a checkpoint", disk_full, (2,), SOON, said="cannot be written"),
+    Fault("checkpoint folder gone", no_folder, (2,), SOON, said="cannot be written"),
+    Fault("newest checkpoint: a file truncated", damage(lambda path: os.truncate(path, 100)), (KILLED,), SOON, lost=2),
+    Fault("newest checkpoint: a bit flipped", damage(flip_bit), (KILLED,), SOON, lost=2),
+    Fault("newest checkpoint: a file deleted", damage(lambda path: path.unlink()), (KILLED,), SOON, lost=2),
+)

@@ -1,0 +1,294 @@
+"""One tiny run, faults that come from outside, and what becomes of it: how soon it ended, what it left, whether the end is the same.
+
+Where a rank is, is read from the run's own heartbeat; what is done to it is done by its process id, or to its files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+from megarl.config import dump_config
+from megarl.config.schema import Config
+from megarl.schedule.watchdog import read_beat
+from tests.tiny_models import make_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 600.0  # seconds for any wait: what is promised is said by the fault, this only ends a test that has failed
+OF_THE_CLOCK = ("time/", "inside/", "throughput/", "memory", "rollout/reused")
+STEPS = 4
+SECRET = "d41c0ffee-tracking-key"  # in every run's environment, to be found in none of its files
+
+
+def make_config(folder: Path, name: str, **keys: Any) -> Config:
+    """A VAPO run at TP=2 whose every phase takes some milliseconds at least."""
+    settings: dict[str, Any] = {
+        "recipe": "vapo",
+        "run_dir": folder / name,
+        "steps": STEPS,
+        "model": {"path": folder / "model", "dtype": "bf16", "layers": "portable"},
+        "parallel": {"tp": 2, "device": "cpu", "timeout": 300},
+        "data": {"train": [folder / "train.jsonl"], "eval": [folder / "eval.jsonl"], "template": "raw", "max_prompt_tokens": 16},
+        "rollout": {"prompts": 6, "group_size": 4, "max_response_tokens": 16, "transfer_bucket": 1},
+        "reward": {"verifier": "tests.chaos.verifiers:thorough", "timeout": 5, "overlong": {"soft_punishment": True, "buffer": 4}},
+        "algorithm": {"advantage": "gae", "lambda_policy": "length_adaptive", "alpha": 0.5, "whiten": True, "nll_weight": 0.1},
+        "critic": {"lr": 1e-2},
+        "actor": {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2},
+        "update": {"mini_batch": 12, "tokens_per_micro_batch": 64},
+        "value_pretraining": {"steps": 2},
+        "evaluation": {"every": 1, "samples": 1},
+        "checkpoint": {"every": 1, "keep": 3},
+        "watchdog": {"period": 1, "silence": 30, "limit": 600},
+        "log": {"terminal": "plain", "samples": 2, "report": False},
+    }
+    for key, value in keys.items():
+        settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
+    return Config.model_validate(settings)
+
+
+def prepare(folder: Path) -> None:
+    """Model and data."""
+    make_tiny_model(folder / "model", "qwen3", tied=True)
+    rows = [json.dumps({"question": f"{a}+{b}=?", "answer": str(a + b)}) + "\n" for a in range(5) for b in range(5)]
+    (folder / "train.jsonl").write_text("".join(rows))
+    (folder / "eval.jsonl").write_text("".join(rows[:8]))
+
+
+@dataclass
+class Job:
+    """`megarl train` as a user starts it, its output in a file; `family`: every process of it that was ever seen."""
+
+    config: Config
+    family: dict[int, psutil.Process] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        run = self.config.run_dir
+        path = run.with_suffix(".yaml")
+        path.write_text(dump_config(self.config))
+        self.log = run.with_suffix(".log")
+        self.began = self.log.stat().st_size if self.log.exists() else 0
+        for rank in range(2):  # of the run before, which would look as if it were this one's
+            (run / "heartbeat" / f"rank-{rank:05d}.json").unlink(missing_ok=True)
+        environment = {**os.environ, "WANDB_API_KEY": SECRET, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with open(self.log, "ab") as log:
+            command = [sys.executable, "-m", "megarl", "train", str(path)]
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def beat(self, rank: int) -> dict[str, Any]:
+        """Where a rank is, empty before it has said so."""
+        return read_beat(self.config.run_dir / "heartbeat", rank) or {}
+
+    def output(self) -> str:
+        """What this job has printed so far."""
+        return self.log.read_bytes()[self.began :].decode(errors="replace")
+
+    def look(self) -> None:
+        """Remembers the processes that are there now."""
+        try:
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                self.family[process.pid] = process
+        except psutil.NoSuchProcess:
+            return
+
+    def until(self, what: str, found: Callable[[], bool]) -> None:
+        """Waits for a moment of the run, busily: some last a few milliseconds."""
+        end = time.monotonic() + LIMIT
+        while not found():
+            assert self.process.poll() is None, f"the run ended before {what}: {self.output()[-2000:]}"
+            assert time.monotonic() < end, f"no {what} within {LIMIT:.0f} s: {self.output()[-2000:]}"
+            time.sleep(0.0005)
+
+    def until_phase(self, phase: str, *, rank: int = 1, stage: str = "train", step: int = 2) -> None:
+        """Until `rank` is in `phase` of `step`, or of a later one."""
+
+        def there() -> bool:
+            beat = self.beat(rank)
+            return beat.get("phase") == phase and beat["stage"] == stage and beat["step"] >= step
+
+        self.until(f"phase {phase} of step {step}", there)
+        self.look()
+
+    def pid(self, rank: int) -> int:
+        return int(self.beat(rank)["pid"])
+
+    def verifiers(self) -> list[psutil.Process]:
+        """The verifiers of all ranks."""
+        self.look()
+        return [
+            process for process in self.family.values() if process.is_running() and "megarl.rewards.worker" in " ".join(_command(process))
+        ]
+
+    def wait(self) -> int:
+        """The launcher's exit code."""
+        end = time.monotonic() + LIMIT
+        while self.process.poll() is None and time.monotonic() < end:
+            self.look()
+            time.sleep(0.02)
+        code = self.process.poll()
+        assert code is not None, f"the run still goes on after {LIMIT:.0f} s: {self.output()[-2000:]}"
+        return code
+
+    def orphans(self) -> int:
+        """Processes of the run that are there some seconds after its launcher has gone."""
+        end = time.monotonic() + 20.0
+        while (left := sum(_lives(process) for process in self.family.values())) and time.monotonic() < end:
+            time.sleep(0.1)
+        return left
+
+    def destroy(self) -> None:
+        """Whatever is left is ended, each by its own id."""
+        self.look()
+        for process in (*self.family.values(), self.process):
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait(30)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@dataclass(frozen=True)
+class Fault:
+    """inject: brings it about in a job that has just started, and gives what undoes it, if anything must; code: the launcher's exit codes
+    that are right; lost: most whole steps that may be lost besides the interrupted one; said: what the job must say of it."""
+
+    name: str
+    inject: Callable[[Job], Callable[[], None] | None]
+    code: tuple[int, ...]
+    limit: float
+    keys: dict[str, Any] = field(default_factory=dict)
+    lost: int = 1
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of the table. detected: seconds from the fault to the end of the job, None where it went on; lost: whole steps."""
+
+    fault: str
+    detected: float | None
+    lost: int
+    orphans: int
+    equal: bool
+    remarks: tuple[str, ...]
+
+    @property
+    def green(self) -> bool:
+        return self.equal and not self.orphans and not self.remarks
+
+
+def measure(fault: Fault, folder: Path, undisturbed: Path) -> Row:
+    """Injects the fault into a run of its own, starts that again until it is done, and compares its end with the undisturbed run's."""
+    name = re.sub(r"\W+", "-", fault.name)
+    remarks: list[str] = []
+    job = Job(make_config(folder, name, **fault.keys))
+    try:
+        undo = fault.inject(job)
+        began, worked_at = time.monotonic(), _position(job)
+        code = job.wait()
+        detected = time.monotonic() - began if code else None
+        orphans = job.orphans()
+        if code not in fault.code:
+            remarks.append(f"exit code {code}, not {fault.code}")
+        if fault.said and not re.search(fault.said, job.output()):
+            remarks.append(f"it does not say {fault.said!r}: {job.output()[-300:]!r}")
+        if detected is not None and detected > fault.limit:
+            remarks.append(f"ended after {detected:.0f} s, {fault.limit:.0f} s are promised")
+    finally:
+        job.destroy()
+    if undo is not None:
+        undo()
+    lost = 0
+    if code:
+        lost, failure = _restart(folder, name, worked_at)
+        remarks += failure
+        if lost > fault.lost:
+            remarks.append(f"{lost} whole steps lost, {fault.lost} are promised")
+    told = [path.name for path in (folder / name).rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    if told or SECRET in job.log.read_text(errors="replace"):
+        remarks.append(f"a key from the environment was written: {told or job.log.name}")
+    if (folder / name).stat().st_mode & 0o077:
+        remarks.append("the run's folder is open to others")
+    equal = not remarks and same_end(folder / name, undisturbed)
+    return Row(fault.name, detected, lost, orphans, equal, tuple(remarks))
+
+
+def _position(job: Job) -> int:
+    """Steps that were begun, those of value pretraining counted too."""
+    beat = job.beat(0)
+    pretraining = job.config.value_pretraining.steps
+    return int(beat.get("step", 0)) + (pretraining if beat.get("stage") == "train" else 0)
+
+
+def _restart(folder: Path, name: str, worked_at: int) -> tuple[int, list[str]]:
+    """The same command again, to the end: (whole steps that had to be done again, what went wrong)."""
+    job = Job(make_config(folder, name))
+    try:
+        code = job.wait()
+        if code or job.orphans():
+            return 0, [f"the restarted run: exit code {code}: {job.output()[-500:]!r}"]
+    finally:
+        job.destroy()
+    found = re.search(r"continues from \S*/(pretraining|step)-(\d+)", job.output())
+    stands = 0 if found is None else int(found[2]) + (job.config.value_pretraining.steps if found[1] == "step" else 0)
+    return max(0, worked_at - stands - 1), []
+
+
+def same_end(one: Path, other: Path) -> bool:
+    """Weights of actor and pretrained critic to the bit, and every number and text that was recorded."""
+    for part in ("hf", "critic_pretrained"):
+        ours, theirs = (load_file(run / part / "model.safetensors") for run in (one, other))
+        if ours.keys() != theirs.keys() or not all(
+            torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8)) for name in ours
+        ):
+            return False
+    texts = all((one / name).read_text() == (other / name).read_text() for name in ("samples.jsonl", "evaluations.jsonl"))
+    return texts and records(one) == records(other)
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what the clock says, and without events."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(OF_THE_CLOCK) and k != "events"} for line in lines]
+
+
+def undisturbed_run(folder: Path) -> Path:
+    """The run that nothing happens to."""
+    job = Job(make_config(folder, "undisturbed"))
+    try:
+        assert job.wait() == 0, job.output()
+    finally:
+        job.destroy()
+    return job.config.run_dir
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

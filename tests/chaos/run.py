@@ -1,0 +1,40 @@
+"""`python -m tests.chaos.run [NAME ...]`: every fault whose name holds one of the texts, and a table of what became of the runs."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.chaos.faults import FAULTS
+from tests.chaos.harness import Row, measure, prepare, undisturbed_run
+
+
+def main(names: Sequence[str]) -> int:
+    """Prints the table, a row as soon as it is known; 1 if any is not green."""
+    chosen = [fault for fault in FAULTS if not names or any(name in fault.name for name in names)]
+    with tempfile.TemporaryDirectory(prefix="megarl-chaos-") as scratch:
+        folder = Path(scratch)
+        prepare(folder)
+        undisturbed = undisturbed_run(folder)
+        print(f"{'fault':<42} {'detected after':>14}  {'lost work':<22} {'orphans':>7}  equal at the end", flush=True)
+        rows = []
+        for fault in chosen:
+            rows.append(measure(fault, folder, undisturbed))
+            print(line(rows[-1]), flush=True)
+    bad = sum(not row.green for row in rows)
+    print(f"{len(rows) - bad} of {len(rows)} faults: no orphan, no hang, the same end to the bit")
+    return int(bad > 0)
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    detected = "the run goes on" if row.detected is None else f"{row.detected:.1f} s"
+    lost = "nothing" if row.detected is None else f"{row.lost} steps + interrupted"
+    verdict = "yes" if row.green else f"NO: {'; '.join(row.remarks) or 'other weights or records'}"
+    return f"{row.fault:<42} {detected:>14}  {lost:<22} {row.orphans:>7}  {verdict}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,29 @@
+"""The part of `make chaos` that is short enough for every change: a run killed in an update, told to leave, and given a damaged file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.faults import FAULTS
+from tests.chaos.harness import measure, prepare, undisturbed_run
+
+CHOSEN = ("kill -9 of a rank: actor_update", "SIGTERM", "newest checkpoint: a bit flipped")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("chaos")
+    prepare(folder)
+    undisturbed_run(folder)
+    yield folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_run_survives(folder: Path, name: str) -> None:
+    (fault,) = (fault for fault in FAULTS if fault.name == name)
+    row = measure(fault, folder, folder / "undisturbed")
+    assert row.green, row

@@ -1,0 +1,113 @@
+"""Hangs are reported by processes that share nothing but a folder: who keeps the others waiting, where everyone stands."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.schedule.hang import Report, culprit
+from megarl.schedule.watchdog import HUNG, read_beat
+
+ROOT = Path(__file__).parents[2]
+RANK = """
+import sys, time
+from pathlib import Path
+from megarl.config.schema import WatchdogConfig
+from megarl.schedule.watchdog import Watchdog
+
+def stand_still():
+    time.sleep(600)
+
+rank, limit, silence = int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
+config = WatchdogConfig(limit=600, limits={"stand": limit}, silence=silence, period=0.2)
+with Watchdog(Path(sys.argv[1]), rank, 2, config) as watchdog:
+    watchdog.depths["answers"] = lambda: 7
+    watchdog.phase("stand", "train", 12)
+    stand_still()
+"""
+
+
+def ranks(folder: Path, limit: float, silence: float) -> list[subprocess.Popen[str]]:
+    """Two processes that stand still in phase `stand`."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", RANK, str(folder)]
+    started = [
+        subprocess.Popen([*command, str(rank), str(limit), str(silence)], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    end = time.monotonic() + 200
+    while any((read_beat(folder / "heartbeat", rank) or {}).get("phase") != "stand" for rank in (0, 1)):
+        assert time.monotonic() < end and all(process.poll() is None for process in started)
+        time.sleep(0.05)
+    return started
+
+
+def destroy(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=30)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_found_by_its_neighbour(tmp_path: Path) -> None:
+    processes = ranks(tmp_path, limit=600, silence=6)
+    try:
+        os.kill(processes[1].pid, signal.SIGSTOP)
+        _, said = processes[0].communicate(timeout=200)
+        assert processes[0].returncode == HUNG
+        assert psutil.Process(processes[1].pid).status() == psutil.STATUS_STOPPED
+    finally:
+        destroy(processes)
+    (report,) = tmp_path.glob("hang-*.txt")
+    assert "the run hangs: rank 1 does not answer" in said and str(report) in said and said.count("\n") == 1
+    text = report.read_text()
+    assert text.startswith("culprit: rank 1 does not answer") and "was last seen in phase stand of train step 12" in text
+    assert "rank 0: train step 12, phase stand for" in text and "7 answers" in text and "in stand_still" in text
+
+
+@pytest.mark.slow
+def test_a_phase_over_its_limit_is_reported_with_every_stack(tmp_path: Path) -> None:
+    processes = ranks(tmp_path, limit=6, silence=600)
+    try:
+        codes = [process.wait(200) for process in processes]
+    finally:
+        destroy(processes)
+    assert codes == [HUNG, HUNG]
+    (report,) = tmp_path.glob("hang-*.txt")  # one of the two has written it
+    text = report.read_text()
+    assert "why now: phase stand has taken" in text and text.count("in stand_still") >= 2
+    assert all(f"rank {rank}: train step 12, phase stand for" in text for rank in (0, 1))
+
+
+def made(rank: int, phases: int, waits_in: str | None, phase: str = "actor_update") -> Report:
+    stack = f'thread MainThread:\n  File "x.py", line {rank}, in work\n\nthread checkpoint:\n'
+    return Report(rank, "node", 1, "train", 3, phase, phases, 5.0, waits_in, None, {}, stack)
+
+
+def test_the_culprit_is_the_one_that_the_others_wait_for() -> None:
+    beats = {rank: {"phase": "rollout", "stage": "train", "step": 3} for rank in range(3)}
+    waiting = [made(rank, 9, "all_reduce, called in comm.py:1 any_of") for rank in range(3)]
+    assert culprit({0: waiting[0], 2: waiting[2]}, beats).startswith("rank 1 does not answer")
+    assert culprit({0: waiting[0], 2: waiting[2]}, {**beats, 1: None}).endswith("never said where it was")
+    busy = {0: waiting[0], 1: made(1, 9, None), 2: waiting[2]}
+    assert culprit(busy, beats) == (
+        'rank 1 is in phase actor_update, at File "x.py", line 1, in work, while 2 ranks wait in all_reduce, called in comm.py:1 any_of'
+    )
+    behind = {0: waiting[0], 1: waiting[1], 2: made(2, 8, "broadcast", "values")}
+    assert culprit(behind, beats) == "rank 2 is behind the others, in phase values (broadcast)"
+    assert "what connects them is at fault" in culprit(dict(enumerate(waiting)), beats)
+
+
+def test_reports_survive_json() -> None:
+    report = made(1, 9, None)
+    assert Report.from_json(report.to_json()) == report
+    assert json.loads(report.to_json())["rank"] == 1
