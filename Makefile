@@ -28,7 +28,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-sglang lint types format trl bench ci clean
+.PHONY: help install demo test test-slow test-sglang test-slurm lint types format trl bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,10 +56,14 @@ test: $(STAMP) ## the fast tests: JOBS=2, ARGS='-k name'
 	$(PYTEST) -m 'not slow' -n $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: $(STAMP) ## the tests that take longer, one after the other
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m slow --ignore=tests/slurm $(ARGS)
 
 test-sglang: $(SGLANG)/installed ## the tests on a real SGLang engine, in an environment of their own (.venv-sglang, 3 GB)
 	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)
+
+test-slurm: $(STAMP) ## the tests on a real Slurm of two virtual nodes, from the system's packages (as root)
+	bash tests/slurm/install.sh
+	$(PYTEST) tests/slurm $(ARGS)
 
 $(SGLANG)/installed: pyproject.toml constraints-cpu.txt requirements-sglang-cpu.txt
 	$(PYTHON) -m venv $(SGLANG)

@@ -101,6 +101,22 @@ def _parser() -> argparse.ArgumentParser:
     back.add_argument("--max-shard-gb", type=float, default=4.0, metavar="GB", help="of one *.safetensors file (default: %(default)s)")
     for sub in (forth, back):
         sub.add_argument("--verify", action="store_true", help="read the result back from the disk and compare every bit")
+    nodes = _command(
+        commands, "preflight", _preflight, "check the nodes of a job before its ranks start: run on each of them, as slurm/ does"
+    )
+    _takes_config(nodes)
+    for option, kind, default, metavar, text in (
+        ("--node", int, 0, "N", "which node this is, from 0"),
+        ("--nodes", int, 1, "N", "nodes of the job"),
+        ("--ranks", int, 1, "N", "ranks, and so GPUs, of a node"),
+        ("--host", str, "127.0.0.1", "NAME", "name or address of the first node"),
+        ("--port", int, 29400, "N", "free port there"),
+        ("--limit", float, 60.0, "SECONDS", "longest wait for any node"),
+        ("--host-memory", float, 0.0, "GiB", "memory that must be free on a node"),
+        ("--disk", float, 0.0, "GiB", "room that run_dir must have"),
+        ("--bandwidth", float, 0.0, "GB/s", "least speed into a node from another one"),
+    ):
+        nodes.add_argument(option, type=kind, default=default, metavar=metavar, help=f"{text} (default: %(default)s)")
     report = _command(commands, "report", _report, "write report.html of one run, or of several laid over each other")
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
     report.add_argument("--out", type=Path, metavar="FILE", help="file to write; default: report.html in the first run's folder")
@@ -110,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--recipe", choices=("vapo", "dapo"), default="vapo", help="default: %(default)s")
     demo.add_argument("--seed", type=int, default=0, help="of model, task and training (default: %(default)s)")
     demo.add_argument("--folder", type=Path, default=Path("runs/demo"), help="everything is written below it (default: %(default)s)")
+    demo.add_argument("--data-only", action="store_true", help="write the data and the untrained model, and train nothing")
     _takes_overrides(demo, "parallel.tp=1; they are for the reinforcement run")
     ablate = _command(commands, "ablate", _ablate, "run a paper's ablation table at demo scale: each row with several seeds")
     ablate.add_argument("table", metavar="TABLE", help="vapo, dapo, or the path of a .table.yaml file")
@@ -200,6 +217,14 @@ def _to_hf(given: argparse.Namespace) -> int:
     return to_hf(given.checkpoint, given.out, source=given.source, dtype=given.dtype, max_shard_gb=given.max_shard_gb, verify=given.verify)
 
 
+def _preflight(given: argparse.Namespace) -> int:
+    from megarl.cli.preflight import preflight
+    from megarl.parallel.nodes import Place
+
+    place = Place(given.node, given.nodes, given.host, given.port, given.limit)
+    return preflight(given.config, given.overrides, place, given.ranks, given.host_memory, given.disk, given.bandwidth)
+
+
 def _report(given: argparse.Namespace) -> int:
     from megarl.observe.report import write_report
 
@@ -210,7 +235,7 @@ def _report(given: argparse.Namespace) -> int:
 def _demo(given: argparse.Namespace) -> int:
     from megarl.cli.demo import demo
 
-    return demo(given.recipe, given.seed, given.folder, given.overrides)
+    return demo(given.recipe, given.seed, given.folder, given.overrides, data_only=given.data_only)
 
 
 def _ablate(given: argparse.Namespace) -> int:

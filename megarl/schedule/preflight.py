@@ -33,11 +33,12 @@ class Described(NamedTuple):
     config: dict[str, Any]
 
 
-def preflight(config: Config, where: str) -> None:
-    """Everything that a training run needs but its folder, which only `claim_run_dir` touches."""
+def preflight(config: Config, where: str, world: int | None = None) -> None:
+    """Everything that a training run needs but its folder, which only `claim_run_dir` touches. world: ranks that the job is to have;
+    null: those that were launched, or would be launched here."""
     check_config(config, where)
     device = choose_device(config.parallel.device)
-    _check_machine(config, device.type)
+    _check_machine(config, device.type, world)
     folder = check_model(config.model.path, "model.path", config)
     tokenizer = check_tokenizer(config, folder)
     if config.critic.path and config.has_critic:
@@ -46,7 +47,7 @@ def preflight(config: Config, where: str) -> None:
         _check_positions(config, where, critic)
     if config.recipe != "sft":
         _check_positions(config, where, folder)
-        _check_engine_layout(config, folder.config, device)
+        _check_engine_layout(config, folder.config, device, world)
         get_verifier(config.reward.verifier)
     validate_files(config.data, config.supervised.response_key if config.recipe == "sft" else None)
     check_kept(config)
@@ -104,18 +105,18 @@ def _check_template(tokenizer: Any) -> None:
         raise ConfigError(f"data.template: the tokenizer's chat template fails: {error} (mend it, or set data.template=raw)") from None
 
 
-def _check_machine(config: Config, device: str) -> None:
+def _check_machine(config: Config, device: str, world: int | None = None) -> None:
     """What must be installed or plugged in for the keys that ask for it."""
     _check_engine(config)
-    if is_launched():
-        layout_for(config.parallel, launched_world())
+    if world or is_launched():
+        layout_for(config.parallel, world or launched_world())
     if config.model.layers == "te" and (device != "cuda" or not find_spec("transformer_engine")):
         raise ConfigError("model.layers: te needs a CUDA device and transformer-engine (install megarl[te], or use auto or portable)")
     for key, wanted, package in (("tensorboard", config.log.tensorboard, "tensorboard"), ("wandb", config.log.wandb, "wandb")):
         if wanted and not find_spec(package):
             raise ConfigError(f"log.{key}: {package} is not installed (pip install 'megarl[track]', or set it to false)")
     ranks = ranks_here(config.parallel)
-    if device == "cuda" and not is_launched() and ranks > torch.cuda.device_count():
+    if device == "cuda" and not world and not is_launched() and ranks > torch.cuda.device_count():
         raise ConfigError(
             f"parallel: tp {config.parallel.tp} x pp {config.parallel.pp} x dp {config.parallel.dp or 1} = {ranks} devices, but there are "
             f"{torch.cuda.device_count()} here (lower one of them, or start megarl with torchrun on several machines)"
@@ -127,14 +128,15 @@ def _check_engine(config: Config) -> None:
         raise ConfigError("rollout.engine: sglang is not installed (pip install 'megarl[sglang]', or use transformers)")
 
 
-def _check_engine_layout(config: Config, hf_config: Mapping[str, Any], device: torch.device) -> None:
+def _check_engine_layout(config: Config, hf_config: Mapping[str, Any], device: torch.device, world: int | None = None) -> None:
     """Whether the engines divide the ranks and the model, and each lies within a node."""
     tp, cpu = config.rollout.engine_tp, device.type == "cpu"
     if not cpu and torch.cuda.device_count() % tp:
         raise ConfigError(
             f"rollout.engine_tp: {tp} does not divide the {torch.cuda.device_count()} devices of this node (an engine lies within one node)"
         )
-    engine_targets(config, hf_config, launched_world() if is_launched() else ranks_here(config.parallel), cpu=cpu)
+    world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
+    engine_targets(config, hf_config, world, cpu=cpu)
 
 
 def _open_folder(path: Path, key: str, *, critic: bool = False) -> HFFolder:
