@@ -72,6 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--checkpoint", type=Path, metavar="FOLDER", help=what)
     evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="where answers and scores are written; default: run_dir/eval")
     _takes_config(evaluate)
+    planned = _command(commands, "plan", _plan, "memory of GPUs, nodes and disk, time of a step, layouts that fit")
+    planned.add_argument("--model", metavar="NAME", help="plan for this public model, e.g. Qwen2.5-7B; default: model.path")
+    planned.add_argument("--mean-length", type=float, metavar="TOKENS", help="mean length of responses; default: a third of the longest")
+    planned.add_argument("--all", action="store_true", dest="everything", help="list every layout")
+    _takes_config(planned)
     config = commands.add_parser("config", help="print, validate or explain a configuration", description="Configurations.")
     whats = config.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
     _takes_config(_command(whats, "show", _config_show, "print the configuration with bases, preset, defaults and overrides resolved"))
@@ -120,6 +125,10 @@ def _parser() -> argparse.ArgumentParser:
     report = _command(commands, "report", _report, "write report.html of one run, or of several laid over each other")
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
     report.add_argument("--out", type=Path, metavar="FILE", help="file to write; default: report.html in the first run's folder")
+    watching = _command(commands, "watch", _watch, "show a run that another process trains, from its folder")
+    watching.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    watching.add_argument("--once", action="store_true", help="show how it stands and leave")
+    _command(commands, "doctor", _doctor, "what is installed, what this machine can run, and how to get what is missing")
     demo = _command(
         commands, "demo", _demo, "make a tiny model and a task, warm-start it, then train it by reinforcement: minutes on a CPU"
     )
@@ -181,6 +190,12 @@ def _eval(given: argparse.Namespace) -> int:
     return evaluate(given.config, given.overrides, given.checkpoint, given.out, checked=given.checked)
 
 
+def _plan(given: argparse.Namespace) -> int:
+    from megarl.cli.plan import plan
+
+    return plan(given.config, given.overrides, model=given.model, mean_length=given.mean_length, everything=given.everything)
+
+
 def _config_show(given: argparse.Namespace) -> int:
     from megarl.cli.configuration import show
 
@@ -230,6 +245,22 @@ def _report(given: argparse.Namespace) -> int:
 
     print(write_report(given.runs, given.out or given.runs[0]))
     return 0
+
+
+def _watch(given: argparse.Namespace) -> int:
+    from megarl.observe.watch import watch
+
+    try:
+        watch(given.run, once=given.once)
+    except KeyboardInterrupt:
+        return 0  # whoever has seen enough; the run goes on
+    return 0
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from megarl.cli.doctor import doctor
+
+    return doctor()
 
 
 def _demo(given: argparse.Namespace) -> int:

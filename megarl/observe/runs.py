@@ -89,13 +89,13 @@ def load_run(run_dir: Path) -> Run:
         name=run_dir.resolve().name,
         records=metrics.records,
         samples=samples,
-        config=_mapping(config, yaml.safe_load, yaml.YAMLError),
-        versions=_mapping(versions, json.loads, ValueError),
+        config=mapping(config, yaml.safe_load, yaml.YAMLError),
+        versions=mapping(versions, json.loads, ValueError),
         unreadable=len(metrics.unreadable) + lost,
     )
 
 
-def _mapping(path: Path, parse: Any, damage: type[Exception]) -> dict[str, Any]:
+def mapping(path: Path, parse: Any, damage: type[Exception]) -> dict[str, Any]:
     """The mapping that a small file holds; empty where there is no such file."""
     if not path.exists():
         return {}

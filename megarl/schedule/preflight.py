@@ -18,6 +18,7 @@ from megarl.config.schema import Config
 from megarl.data.reader import validate_files
 from megarl.parallel.launch import ranks_here
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
+from megarl.plan.checks import check_fits
 from megarl.rewards.registry import get_verifier
 from megarl.schedule.kept_rollouts import check_kept
 from megarl.training.checkpoint import check_continues, find_checkpoint
@@ -41,6 +42,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> None:
     _check_machine(config, device.type, world)
     folder = check_model(config.model.path, "model.path", config)
     tokenizer = check_tokenizer(config, folder)
+    critic = None
     if config.critic.path and config.has_critic:
         critic = check_model(config.critic.path, "critic.path", config, critic=True)
         _check_vocabulary(critic, "critic.path", tokenizer)
@@ -49,6 +51,10 @@ def preflight(config: Config, where: str, world: int | None = None) -> None:
         _check_positions(config, where, folder)
         _check_engine_layout(config, folder.config, device, world)
         get_verifier(config.reward.verifier)
+    if device.type == "cuda":
+        there = world or (launched_world() if is_launched() else ranks_here(config.parallel))
+        memory = torch.cuda.get_device_properties(device).total_memory
+        check_fits(config, where, folder.config, critic.config if critic else None, there, memory)
     validate_files(config.data, config.supervised.response_key if config.recipe == "sft" else None)
     check_kept(config)
 

@@ -34,6 +34,7 @@ FREE = (
     "run_dir",
     "steps",
     "parallel",
+    "cluster",
     "log",
     "evaluation",
     "checkpoint",

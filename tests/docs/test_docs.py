@@ -145,7 +145,7 @@ def test_other_commands_are_understood(arguments: list[str], monkeypatch: pytest
     from megarl.cli import main as cli
 
     taken: list[object] = []
-    for name in ("_train", "_eval", "_report", "_demo", "_ablate", "_weights_plan"):
+    for name in ("_train", "_eval", "_report", "_demo", "_ablate", "_weights_plan", "_plan", "_preflight", "_watch", "_doctor"):
         monkeypatch.setattr(cli, name, lambda given: taken.append(given) or 0)
     assert main(arguments) == 0
     config = getattr(taken[0], "config", None)
