@@ -28,7 +28,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-sglang test-slurm lint types format trl bench ci clean
+.PHONY: help install demo test test-slow test-sglang test-slurm lint types format trl bench gpu gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,8 +92,16 @@ trl: .venv-trl/installed ## .venv-trl with TRL, the yardstick of `make bench BEN
 	.venv-trl/bin/python -m pip install --quiet -r benchmarks/trl_requirements.txt
 	@touch $@
 
-bench: $(STAMP) ## every benchmark with its target, 15 minutes: BENCH='step gae', ARGS='--vs trl' (for step)
+bench: $(STAMP) ## every benchmark with its target, 20 minutes: BENCH='step gae', ARGS='--vs trl' (for step)
 	$(BIN)/python benchmarks/run.py --only $(BENCH) $(if $(ARGS),-- $(ARGS))
+
+gpu: gpu-tests gpu-bench ## tests and figures on one GPU, with the Python that is given: PYTHON=python3 (docs/gpu.md)
+
+gpu-tests:
+	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest tests/gpu -m gpu -s $(ARGS)
+
+gpu-bench:
+	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) benchmarks/gpu.py $(ARGS)
 
 ci: ## what CI runs
 	bash .ci/run

@@ -6,6 +6,7 @@ The model has random weights in the shapes of Qwen2.5-0.5B (1 GB with 24 layers)
 one after the other, so that they meet the same disk. Every time includes fsync of all files that were written: for `cp` one fsync per
 file after it. By default the source is in the page cache, which favours `cp`; with --cold it is dropped from it before each run.
 Memory is the peak of the converting process over that of one that only imports the converter, beside the largest tensor.
+CPU seconds of user and system tell a busy machine from slow code.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ import time
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
+
+from measure import Verdicts, machine
 
 QWEN = {
     "model_type": "qwen2",
@@ -36,7 +40,15 @@ QWEN = {
 }
 
 
-def main() -> None:
+class Run(NamedTuple):
+    """Seconds on the clock and of CPU, peak memory in bytes (0: not measured)."""
+
+    seconds: float
+    cpu: float
+    peak: int
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
     parser.add_argument("--layers", type=int, default=24)
@@ -45,41 +57,41 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
-        measure(Path(scratch), given)
+        return measure(Path(scratch), given)
 
 
-def measure(scratch: Path, given: argparse.Namespace) -> None:
+def measure(scratch: Path, given: argparse.Namespace) -> int:
     source, copy, megatron, back = (scratch / name for name in ("source", "copy", "megatron", "back"))
     size, largest = make_model(source, given.layers)
-    runs: dict[str, tuple[Path, Path, Callable[[], tuple[float, int]]]] = {
+    ways: dict[str, tuple[Path, Path, Callable[[], Run]]] = {
         "cp": (source, copy, lambda: copy_folder(source, copy)),
         "hf -> megatron": (source, megatron, lambda: converting("hf -> megatron", source, megatron, given.tp)),
         "cp of that": (megatron, copy, lambda: copy_folder(megatron, copy)),
         "megatron -> hf": (megatron, back, lambda: converting("megatron -> hf", megatron, back)),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    memory: dict[str, int] = {}
+    runs: dict[str, list[Run]] = {name: [] for name in ways}
     for _ in range(given.rounds):
         for path in (copy, megatron, back):
             shutil.rmtree(path, ignore_errors=True)
-        for name, (read, written, run) in runs.items():
-            shutil.rmtree(written, ignore_errors=True)
+        for name, (read, written, run) in ways.items():
             visit(read, os.POSIX_FADV_DONTNEED if given.cold else os.POSIX_FADV_WILLNEED)
-            taken, memory[name] = run()
-            seconds[name].append(taken)
+            runs[name].append(run())
             if name.startswith("cp"):
                 shutil.rmtree(written)
-    _, bare = converting("nothing")
+    bare = converting("nothing").peak
     where = "cold" if given.cold else "in the page cache"
-    print(f"{size / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, tp {given.tp}, source {where}, {given.rounds} rounds")
-    print(f"{'':16s}{'GB/s median':>12s}{'worst':>8s}{'of cp':>8s}{'peak memory over the bare import':>36s}")
-    for name, times in seconds.items():
-        median = statistics.median(times)
-        line = f"{name:16s}{size / 1e9 / median:12.2f}{size / 1e9 / max(times):8.2f}"
-        if not name.startswith("cp"):
-            paired = statistics.median(seconds["cp" if name.startswith("hf") else "cp of that"])
-            line += f"{paired / median:8.2f}{(memory[name] - bare) / 1e6:27.0f} MB of {(1.5 * largest + (512 << 20)) / 1e6:.0f}"
-        print(line)
+    print(f"{machine()}\n{size / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, tp {given.tp}, source {where}, {given.rounds} rounds")
+    print(f"{'':16s}{'GB/s median':>12s}{'worst':>8s}{'CPU s':>8s}")
+    seconds = {name: statistics.median(run.seconds for run in done) for name, done in runs.items()}
+    for name, done in runs.items():
+        worst, cpu = max(run.seconds for run in done), statistics.median(run.cpu for run in done)
+        print(f"{name:16s}{size / 1e9 / seconds[name]:12.2f}{size / 1e9 / worst:8.2f}{cpu:8.2f}")
+    verdicts = Verdicts()
+    for name, plain in (("hf -> megatron", "cp"), ("megatron -> hf", "cp of that")):
+        verdicts.at_least(f"{name}: speed of cp", seconds[plain] / seconds[name], 0.5, " x")
+        peak = max(run.peak for run in runs[name]) - bare
+        verdicts.at_most(f"{name}: memory over the bare import", peak / 1e6, (1.5 * largest + (512 << 20)) / 1e6, " MB", must=True)
+    return verdicts.exit_code
 
 
 def make_model(folder: Path, layers: int) -> tuple[int, int]:
@@ -101,15 +113,21 @@ def make_model(folder: Path, layers: int) -> tuple[int, int]:
     return sum(sizes), max(sizes)
 
 
-def copy_folder(source: Path, out: Path) -> tuple[float, int]:
-    """Seconds that `cp` and one fsync per file take."""
-    began = time.perf_counter()
+def copy_folder(source: Path, out: Path) -> Run:
+    """`cp` and one fsync per file."""
+    began, cpu = time.perf_counter(), cpu_of_all()
     subprocess.run(["cp", "-r", source, out], check=True)
     for path in out.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    return time.perf_counter() - began, 0
+    return Run(time.perf_counter() - began, cpu_of_all() - cpu, 0)
+
+
+def cpu_of_all() -> float:
+    """CPU seconds of this process and of those that it has waited for."""
+    times = os.times()
+    return sum(times[:4])
 
 
 def visit(folder: Path, advice: int) -> None:
@@ -123,7 +141,7 @@ def visit(folder: Path, advice: int) -> None:
         os.close(descriptor)
 
 
-# The converter in a process of its own: what it did, its seconds without the start of Python and torch, its peak memory in bytes.
+# The converter in a process of its own: its seconds without the start of Python and torch, and its peak memory in bytes.
 CHILD = """
 import json, sys, time
 from pathlib import Path
@@ -131,24 +149,23 @@ from megarl.cli.quiet import quiet_libraries
 quiet_libraries()
 from megarl.weights.convert import conversion_layout, hf_to_megatron, megatron_to_hf
 what, *arguments = sys.argv[1:]
-began = time.perf_counter()
+began, cpu = time.perf_counter(), time.process_time()
 if what == "hf -> megatron":
     hf_to_megatron(Path(arguments[0]), Path(arguments[1]), conversion_layout(int(arguments[2]), 1, 1))
 elif what == "megatron -> hf":
     megatron_to_hf(Path(arguments[0]), Path(arguments[1]))
-seconds = time.perf_counter() - began
+seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
 peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(json.dumps([seconds, peak * 1024]))
+print(json.dumps([seconds, cpu, peak * 1024]))
 """
 
 
-def converting(what: str, *arguments: object) -> tuple[float, int]:
-    """(seconds, peak memory) of a conversion, or of a process that only imports the converter."""
+def converting(what: str, *arguments: object) -> Run:
+    """A conversion, or a process that only imports the converter."""
     command = [sys.executable, "-c", CHILD, what, *map(str, arguments)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    seconds, peak = json.loads(done.stdout)
-    return seconds, peak
+    return Run(*json.loads(done.stdout))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

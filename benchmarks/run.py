@@ -1,7 +1,7 @@
 """All benchmarks with a target, one after the other, and one table of what was met. Exit code 1 if a result was WRONG or a benchmark
 failed; a time that a busy machine missed is `not met` and no failure.
 
-    make bench                                # all of them, about 15 minutes on an idle core
+    make bench                                # all of them, about 20 minutes on an idle core
     make bench BENCH='gae packing'            # some
     make bench BENCH=step ARGS='--vs trl'     # ARGS go to benchmarks/step.py
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from measure import MARKS
 
 FOLDER = Path(__file__).parent
-NAMES = ("packing", "gae", "verifier", "step", "logprob_head")
+NAMES = ("packing", "gae", "verifier", "step", "logprob_head", "reshard", "convert")
 
 
 def run(name: str, arguments: list[str]) -> tuple[list[str], int]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.ranks import RankPool
+
+# A shell that starts the tests in the background has Ctrl-C ignored in them, and in the commands that they start: here it is not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -53,6 +53,8 @@ def _kinds(annotation: Any) -> list[str]:
     if get_origin(annotation) is tuple:
         first, last = get_args(annotation)
         return [f"list of {_WORDS[first]}s" if last is ... else f"list of {len(get_args(annotation))} {_WORDS[first]}s"]
+    if get_origin(annotation) is dict:
+        return ["section of your own keys"]
     if get_args(annotation):
         return [kind for member in get_args(annotation) for kind in _kinds(member)]
     return [_WORDS[annotation]]

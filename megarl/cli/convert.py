@@ -17,6 +17,7 @@ from megarl.cli.quiet import quiet_libraries
 from megarl.config.errors import ConfigError, MegarlError
 from megarl.parallel.runtime import is_launched, launched_rank, launched_world
 from megarl.weights.convert import Advance, Conversion, conversion_layout, hf_to_megatron, megatron_to_hf
+from megarl.weights.publish import readable
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LIMIT = datetime.timedelta(hours=6)  # that processes wait for one another: for the slowest one's share of the model
@@ -54,7 +55,7 @@ def _together(convert: Callable[[], Conversion], out: Path, verify: bool) -> int
         if dist.is_initialized():
             dist.destroy_process_group()
     if launched_rank() == 0:
-        speed = f"{done.size / 1e9:.2f} GB in {done.seconds:.1f} s ({done.size / 1e9 / done.seconds:.2f} GB/s)"
+        speed = f"{readable(done.size)} in {done.seconds:.1f} s ({done.size / 1e9 / done.seconds:.2f} GB/s)"
         print(f"{out}: {speed}, on disk in {done.files} weight files with SHA256SUMS{', compared with the source' if verify else ''}")
         if done.left_out:
             print(f"left out, for the model has no such parameter: {', '.join(done.left_out[:8])}{' ...' if done.left_out[8:] else ''}")

@@ -33,6 +33,12 @@ def _problems(c: Config) -> Iterator[str]:
     for key, optimizer in (("actor", c.actor), ("critic", c.critic)):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"{key}.betas: both must be in [0, 1) (got {list(optimizer.betas)})"
+    yield from _fp8_problems(c)
+    if c.residency.keep and c.residency.offload is False:
+        yield "residency.keep: has no effect with residency.offload false, with which everything stays (leave one of them out)"
+    for tenant in c.residency.keep:
+        if not c.has_tenant(tenant):
+            yield f"residency.keep: {tenant}: this run has none (leave it out)"
     if c.recipe == "sft":
         if a.nll_weight <= 0:
             yield "algorithm.nll_weight: must be > 0 for recipe sft, which has no other loss"
@@ -87,6 +93,22 @@ def _problems(c: Config) -> Iterator[str]:
             f"rollout.max_response_tokens: data.max_prompt_tokens {c.data.max_prompt_tokens} + {r.max_response_tokens} tokens exceed "
             f"the model's {positions} positions (lower one of them)"
         )
+
+
+def _fp8_problems(c: Config) -> Iterator[str]:
+    fp8 = c.model.fp8
+    if fp8.format == "none":
+        unused = _changed(c, ("model.fp8.recipe", "model.fp8.first_last_layers_bf16"))
+        yield from (f"{key}: has no effect while model.fp8.format is none (set it to hybrid or e4m3)" for key in unused)
+        return
+    if c.model.dtype != "bf16":
+        yield f"model.fp8.format: {fp8.format} needs model.dtype bf16 (got {c.model.dtype})"
+    if c.model.layers == "portable":
+        yield f"model.fp8.format: {fp8.format} needs Transformer Engine's layers (set model.layers to te or auto)"
+    if c.parallel.device == "cpu":
+        yield f"model.fp8.format: {fp8.format} needs a GPU, and parallel.device is cpu (set model.fp8.format to none)"
+    if fp8.recipe == "delayed" and fp8.first_last_layers_bf16:
+        yield "model.fp8.first_last_layers_bf16: recipe delayed scales all layers or none (choose tensorwise, or set it to false)"
 
 
 def _changed(config: Config, keys: tuple[str, ...]) -> Iterator[str]:

@@ -32,6 +32,12 @@ class NumericalError(MegarlError):
     """A loss, gradient, log-probability or value is not finite; the update was not applied."""
 
 
+class DeviceMemoryError(MegarlError):
+    """The device has no room for what a phase needs; the message says what is there."""
+
+    on_every_rank = False
+
+
 class EngineError(MegarlError):
     """The rollout engine failed, hung, or answered something that it was not asked."""
 

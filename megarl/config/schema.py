@@ -46,14 +46,31 @@ def _home(value: Any) -> Any:
     return Path(value).expanduser() if isinstance(value, str) and value.startswith("~/") else value
 
 
+class Fp8Config(Section):
+    """FP8 matrix products in the layers of actor, critic and reference. Weights stay in model.dtype, and are what the engine gets; the
+    embedding, the heads, norms and attention are not touched."""
+
+    format: Literal["none", "hybrid", "e4m3"] = knob(
+        "none", "none: model.dtype; hybrid: e4m3, and e5m2 for gradients of activations; e4m3: for everything"
+    )
+    recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = knob(
+        "tensorwise",
+        "scale: of the tensor as it is, of what it was (delayed), of 1 x 128 and 128 x 128 blocks, or of 32 values (mxfp8, Blackwell)",
+    )
+    first_last_layers_bf16: bool = knob(False, "the first and the last layer in model.dtype; not with recipe delayed")
+
+
 class ModelConfig(Section):
     """The actor's model."""
 
-    path: Path = knob(..., "Hugging Face folder (config.json, *.safetensors, tokenizer) that the actor starts from")
+    path: Path = knob(
+        ..., "Hugging Face folder (config.json, *.safetensors, tokenizer) that the actor starts from, or what `megarl convert` made of one"
+    )
     dtype: Literal["bf16", "fp32"] = knob("bf16", "dtype of weights and activations; optimizer states and gradients are fp32")
     layers: Literal["auto", "portable", "te"] = knob(
         "auto", "layer implementation: Transformer Engine, or plain torch; auto takes te where CUDA and Transformer Engine are"
     )
+    fp8: Fp8Config = knob(Fp8Config(), "see Fp8Config")
     recompute: Literal["none", "selective", "full"] = knob("none", "activation recomputation of Megatron")
     max_positions: int | None = knob(None, "longest prompt + response; null: what the model's config says", "tokens", ge=2)
 
@@ -70,6 +87,28 @@ class ParallelConfig(Section):
     device: Literal["auto", "cuda", "cpu"] = knob("auto", "auto takes cuda where there is one")
     threads: int = knob(1, "torch threads per process on a CPU", "threads", ge=1)
     timeout: float = knob(600.0, "longest wait in one collective before the run stops", "seconds", gt=0)
+
+
+Tenant = Literal[
+    "actor.weights",
+    "actor.gradients",
+    "actor.optimizer",
+    "critic.weights",
+    "critic.gradients",
+    "critic.optimizer",
+    "reference.weights",
+    "engine.weights",
+    "engine.kv_cache",
+]
+
+
+class ResidencyConfig(Section):
+    """What is on the device while what runs (see design.md). Each phase says what it needs there."""
+
+    offload: bool | None = knob(
+        None, "before a phase, what it does not need leaves the device for pinned host memory; null: on CUDA, and not on a CPU"
+    )
+    keep: tuple[Tenant, ...] = knob((), "tenants that never leave, e.g. [actor.optimizer]: quicker steps, less room for engine.kv_cache")
 
 
 class OptimizerConfig(Section):
@@ -156,7 +195,9 @@ class RolloutConfig(Section):
         False,
         "responses aborted once a step has its groups go on in the next, under new weights; false: their prompts are drawn anew",
     )
-    engine_options: dict[str, Any] = knob({}, "further arguments of sglang.Engine, e.g. {attention_backend: triton}")
+    engine_options: dict[str, bool | int | float | str | tuple[str, ...]] = knob(
+        {}, "further arguments of sglang.Engine, e.g. {attention_backend: triton}"
+    )
     transfer_bucket: int = knob(256, "staging memory of a weight transfer", "MiB", ge=1)
     fingerprint: bool = knob(False, "compare the engine's weights with the actor's by 64-bit hashes after each transfer")
 
@@ -325,6 +366,7 @@ class Config(Section):
     seed: int = knob(0, "seed of everything that is random", ge=0, lt=2**63)
     model: ModelConfig = knob(..., "see ModelConfig")
     parallel: ParallelConfig = knob(ParallelConfig(), "see ParallelConfig")
+    residency: ResidencyConfig = knob(ResidencyConfig(), "see ResidencyConfig")
     actor: OptimizerConfig = knob(OptimizerConfig(), "see OptimizerConfig")
     critic: CriticConfig = knob(CriticConfig(), "see CriticConfig")
     data: DataConfig = knob(DataConfig(), "see DataConfig")
@@ -343,6 +385,16 @@ class Config(Section):
     def has_critic(self) -> bool:
         """Whether this run trains a value model."""
         return self.recipe != "sft" and self.algorithm.advantage == "gae"
+
+    def has_tenant(self, tenant: Tenant) -> bool:
+        """Whether this run has such a thing on its devices."""
+        present = {
+            "actor": True,
+            "critic": self.has_critic,
+            "reference": bool(self.algorithm.kl_weight),
+            "engine": self.recipe != "sft",
+        }
+        return present[tenant.partition(".")[0]]
 
     @property
     def responses(self) -> int:

@@ -6,6 +6,7 @@ initialised here (see megarl/weights), save the critic's head, which starts at z
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,8 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.config.errors import CheckpointError, ConfigError
-from megarl.config.schema import Config
+from megarl.config.schema import Config, ModelConfig
+from megarl.model.fp8 import check_device, fp8_options
 from megarl.model.logprob_head import vocab_parallel_logprobs
 from megarl.model.portable import PackedAttention, PackedPlan, RMSNorm
 from megarl.parallel.cpu_platform import on_cpu
@@ -50,17 +52,25 @@ def read_hf_config(folder: Path) -> PretrainedConfig:
         raise CheckpointError(f"{folder}/config.json: not a readable model configuration: {str(error).splitlines()[0]}") from None
 
 
-def choose_layers(wanted: str, device: torch.device) -> str:
-    """`te` or `portable`. Asking for te without CUDA or without Transformer Engine is a ConfigError."""
-    try:
-        import transformer_engine  # noqa: F401
+def choose_layers(model: ModelConfig, device: torch.device) -> str:
+    """`te` or `portable`. ConfigError where te or FP8 is asked for and CUDA or Transformer Engine is missing, or the device has no FP8."""
+    available = device.type == "cuda" and _importable("transformer_engine.pytorch")
+    fp8 = model.fp8.format != "none"
+    if (model.layers == "te" or fp8) and not available:
+        key = "model.fp8.format: " if fp8 else "model.layers: te "
+        raise ConfigError(f"{key}needs a CUDA device and transformer-engine (install megarl[te], or use portable layers without FP8)")
+    if fp8:
+        check_device(model.fp8.recipe, device)
+    return "te" if model.layers != "portable" and available else "portable"
 
-        available = device.type == "cuda"
+
+def _importable(module: str) -> bool:
+    """Whether a package is there that some machines have (Transformer Engine, apex)."""
+    try:
+        importlib.import_module(module)
     except ImportError:
-        available = False
-    if wanted == "te" and not available:
-        raise ConfigError("model.layers: te needs a CUDA device and transformer-engine (install megarl[te], or use auto or portable)")
-    return "te" if wanted != "portable" and available else "portable"
+        return False
+    return True
 
 
 class _Body(GPTModel):
@@ -176,7 +186,7 @@ class Critic(_Body):
 
 def build_actor(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Actor:
     """This rank's part of the actor, weights undefined."""
-    layers = choose_layers(config.model.layers, runtime.device)
+    layers = choose_layers(config.model, runtime.device)
     with on_cpu():
         model = Actor(
             hf, _transformer_config(config, hf, runtime, layers), runtime, layers, config.rollout.temperature, config.update.logprob_chunk
@@ -186,7 +196,7 @@ def build_actor(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Actor
 
 def build_critic(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Critic:
     """This rank's part of the critic, weights undefined but for the value head's."""
-    layers = choose_layers(config.model.layers, runtime.device)
+    layers = choose_layers(config.model, runtime.device)
     with on_cpu():
         model = Critic(hf, _transformer_config(config, hf, runtime, layers), runtime, layers)
     if model.post_process and config.critic.head_std:
@@ -294,12 +304,14 @@ def _transformer_config(config: Config, hf: PretrainedConfig, runtime: Runtime, 
         calculate_per_token_loss=True,  # neither the schedule nor DDP divides the loss: see training/learner.py
         perform_initialization=False,
         use_cpu_initialization=runtime.device.type == "cpu",
-        gradient_accumulation_fusion=False,
+        # apex's kernel adds a weight's gradient to Megatron's buffer within the matrix product.
+        gradient_accumulation_fusion=runtime.device.type == "cuda" and _importable("fused_weight_gradient_mlp_cuda"),
         bias_activation_fusion=layers == "te",
         bias_dropout_fusion=layers == "te",
         apply_rope_fusion=layers == "te",
         masked_softmax_fusion=False,
         **mlp,
+        **fp8_options(config),
         **options[config.model.recompute],
     )
 
@@ -310,6 +322,9 @@ def _layer_spec(config: TransformerConfig, layers: str) -> Any:
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if config.num_moe_experts is not None:
+        # Transformer Engine fuses this norm with dense layers only: in a checkpoint it has the name that it has there.
+        del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:

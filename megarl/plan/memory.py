@@ -11,7 +11,7 @@ from megarl.config.schema import Config
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.plan.activations import Activations, activations
 from megarl.plan.devices import GIB, Device
-from megarl.plan.phases import Declared, columns_of, device_phases, models_of, resident_sets
+from megarl.plan.phases import Declared, columns_of, device_phases, kept, models_of, resident_sets
 from megarl.plan.sizes import Held, Shape
 
 # Of every rank's GPU, all phases: the CUDA contexts of the rank and of its engine, the communicators' buffers. Our estimate.
@@ -36,14 +36,18 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """One layout of a run. config: with the layout in it; actor, critic: sizes; device: the GPU; keep: tenants that never leave it."""
+    """One layout of a run. config: with the layout in it; actor, critic: their sizes; device: the GPU."""
 
     config: Config
     actor: Shape
     critic: Shape
     device: Device
     layers: str = "te"
-    keep: frozenset[str] = frozenset()
+
+    @cached_property
+    def keep(self) -> frozenset[str]:
+        """The tenants that never leave the device."""
+        return kept(self.config)
 
     @cached_property
     def layout(self) -> Layout:
@@ -222,6 +226,10 @@ class Plan:
         return None
 
     def _advice(self, need: Need) -> str:
+        if self.config.residency.offload is False:
+            return "set residency.offload=true"
+        if self.keep & set(need.parts):
+            return f"take {', '.join(sorted(self.keep))} out of residency.keep"
         if need.phase == "rollout":
             return "lower rollout.engine_memory"
         if need.phase == "weight_transfer":
@@ -234,10 +242,10 @@ class Plan:
         return "raise parallel.tp or parallel.pp, or lower rollout.max_response_tokens"
 
 
-def make_plan(config: Config, actor: Shape, critic: Shape, device: Device, *, keep: frozenset[str] = frozenset()) -> Plan:
+def make_plan(config: Config, actor: Shape, critic: Shape, device: Device) -> Plan:
     """A plan of `config`. ConfigError where its sizes contradict each other."""
     try:
-        plan = Plan(config, actor, critic, device, layers="portable" if config.model.layers == "portable" else "te", keep=keep)
+        plan = Plan(config, actor, critic, device, layers="portable" if config.model.layers == "portable" else "te")
         _ = plan.layout
     except ValueError as error:
         raise ConfigError(f"parallel: {error}") from None

@@ -59,9 +59,10 @@ def columns_of(config: Config) -> frozenset[str]:
     return frozenset[str]().union(*(declared.writes for name, declared in declarations().items() if name in step))
 
 
-def tenants_of(config: Config) -> frozenset[str]:
-    """Everything that the run's phases ever need on the device."""
-    return frozenset[str]().union(*(declared.resident for declared in device_phases(config)))
+def kept(config: Config) -> frozenset[str]:
+    """The tenants that never leave a GPU: all of them where nothing is moved."""
+    everything = frozenset[str]().union(*(declared.resident for declared in device_phases(config)))
+    return everything if config.residency.offload is False else everything & frozenset(config.residency.keep)
 
 
 def resident_sets(phases: Iterable[Declared], keep: Collection[str]) -> dict[str, frozenset[str]]:

@@ -73,7 +73,8 @@ class RolloutSampler:
             runner.submit(self._draw(prompts, step, drawn), self.params)
             while runner.running:
                 runner.tick()
-                collector.offer(runner.take(collector.missing if self.engine.streams else None))
+                while groups := runner.take(collector.missing if self.engine.streams else None):
+                    collector.offer(groups)  # of which some may be rejected: then there is more to take
                 if self.engine.streams:
                     if not collector.missing:
                         self.returned = runner.abort(rollout.continue_partial) + self.returned

@@ -151,10 +151,10 @@ class WaveRunner:
             if "error" in other:
                 raise other["error"]
         failures = [p.get("failure") for p in payloads]
-        versions = [p["version"] for p, failure in zip(payloads, failures, strict=True) if failure is None]
+        versions = [p["version"] for p in payloads]
         if len(set(versions)) > 1:
             raise EngineError(f"rollout: the ranks' engines have different weight versions: {versions}")
-        self._version = next(iter(versions), self._version)
+        self._version = versions[0]
         for other in payloads:
             if "numbers" in other:
                 self._arrived |= zip(other["numbers"], self._responses(other), strict=True)

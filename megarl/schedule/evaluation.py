@@ -16,25 +16,24 @@ from megarl.rewards.pool import VerifierPool
 from megarl.rollout.batch import EvaluationResult
 from megarl.schedule.run import load_tokenizer, load_weights, make_delivery, make_engine, make_sampler
 from megarl.training.checkpoint import FOLDER, MANIFEST, Checkpoint, find_checkpoint, load_actor, open_checkpoint
-from megarl.weights.hf_io import HFFolder, read_config
-from megarl.weights.megatron_io import is_checkpoint
+from megarl.weights.hf_io import read_config
+from megarl.weights.megatron_folder import open_model
 
 
 def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None]:
-    """What `--checkpoint` names: (the config with the folder of the model's description and tokenizer as `model.path`, the distributed
-    checkpoint that holds the weights; None: that folder does).
+    """What `--checkpoint` names: (the config with the folder of the model's description and tokenizer as `model.path`, the actor's part
+    of a run's checkpoint, which holds the weights; None: that folder does).
 
-    given: a Hugging Face folder, a checkpoint of a run, the run's folder (its newest complete checkpoint), a checkpoint as `megarl convert`
-    writes it, with config.json and tokenizer beside it, or None: `model.path`. Raises CheckpointError for anything else, and where the
-    checkpoint is of another model.
+    given: a Hugging Face folder, a checkpoint as `megarl convert` writes it, with config.json and tokenizer beside it, a checkpoint of a
+    run, the run's folder (its newest complete checkpoint), or None: `model.path`. Raises CheckpointError for anything else, and where
+    the checkpoint is of another model.
     """
     if given is None:
         return config, None
     if not given.is_dir():
         raise CheckpointError(f"--checkpoint: {given}: {'not a' if given.exists() else 'no such'} folder")
     if (given / "config.json").is_file():
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": given})})
-        return config, given if is_checkpoint(given) else None
+        return config.model_copy(update={"model": config.model.model_copy(update={"path": given})}), None
     checkpoint = _open(given)
     description = config.model.path / "config.json"
     if not description.is_file():
@@ -86,7 +85,7 @@ class Evaluation:
         config, runtime, path = self.config, self.runtime, self.config.model.path
         model = build_actor(config, read_hf_config(path), runtime).requires_grad_(False)
         if self.weights is None:
-            load_weights(model, HFFolder(path), runtime)
+            load_weights(model, open_model(path), runtime)
         else:
             load_actor(self.weights, model)
         make_delivery(config, runtime, read_config(path), model, self.engine).run(version=0)

@@ -29,7 +29,7 @@ DECIDING = (
     *("reward.verifier", "reward.correct", "reward.incorrect", "reward.timeout"),
     *("reward.overlong.soft_punishment", "reward.overlong.buffer"),
 )
-MODEL_FILES = (".json", ".safetensors", ".model", ".jinja")  # of a Hugging Face folder: what weights and tokenizer are made of
+MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")  # what weights and tokenizer are made of
 
 
 class KeptRollouts:

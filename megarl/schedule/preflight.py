@@ -16,6 +16,7 @@ from megarl.config.check import check_config
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.schema import Config
 from megarl.data.reader import validate_files
+from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.plan.checks import check_fits
@@ -23,8 +24,9 @@ from megarl.rewards.registry import get_verifier
 from megarl.schedule.kept_rollouts import check_kept
 from megarl.training.checkpoint import check_continues, find_checkpoint
 from megarl.weights.engine_plan import engine_targets
-from megarl.weights.hf_io import HFFolder, read_config
+from megarl.weights.hf_io import ModelFolder, read_config
 from megarl.weights.layout import check_layout
+from megarl.weights.megatron_folder import open_model
 
 
 class Described(NamedTuple):
@@ -74,14 +76,15 @@ def preflight_evaluation(config: Config, where: str, key: str = "model.path", *,
     validate_files(config.data.model_copy(update={"train": ()}))
 
 
-def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> HFFolder:
+def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> ModelFolder:
     """The folder's headers are read and its sizes checked against the parallel layout."""
     folder = _open_folder(path, key, critic=critic)
     check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
+    check_sizes(config, folder.config, key)
     return folder
 
 
-def check_tokenizer(config: Config, folder: HFFolder | Described, key: str = "model.path") -> Any:
+def check_tokenizer(config: Config, folder: ModelFolder | Described, key: str = "model.path") -> Any:
     """The tokenizer of the model's folder, found to be one that prompts and responses can go through."""
     if not any((folder.path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise CheckpointError(f"{key}: {folder.path}: no tokenizer.json (the model's folder must hold its tokenizer)")
@@ -118,6 +121,8 @@ def _check_machine(config: Config, device: str, world: int | None = None) -> Non
         layout_for(config.parallel, world or launched_world())
     if config.model.layers == "te" and (device != "cuda" or not find_spec("transformer_engine")):
         raise ConfigError("model.layers: te needs a CUDA device and transformer-engine (install megarl[te], or use auto or portable)")
+    if config.model.fp8.format != "none" and (device != "cuda" or not find_spec("transformer_engine")):
+        raise ConfigError("model.fp8.format: needs a CUDA device and transformer-engine (install megarl[te], or set it to none)")
     for key, wanted, package in (("tensorboard", config.log.tensorboard, "tensorboard"), ("wandb", config.log.wandb, "wandb")):
         if wanted and not find_spec(package):
             raise ConfigError(f"log.{key}: {package} is not installed (pip install 'megarl[track]', or set it to false)")
@@ -145,17 +150,17 @@ def _check_engine_layout(config: Config, hf_config: Mapping[str, Any], device: t
     engine_targets(config, hf_config, world, cpu=cpu)
 
 
-def _open_folder(path: Path, key: str, *, critic: bool = False) -> HFFolder:
+def _open_folder(path: Path, key: str, *, critic: bool = False) -> ModelFolder:
     if not path.is_dir():
         what = "not a folder" if path.exists() else "no such folder"
         raise CheckpointError(f"{key}: {path}: {what} (it must be a Hugging Face folder: config.json, *.safetensors, tokenizer.json)")
     try:
-        return HFFolder(path, critic=critic)
+        return open_model(path, critic=critic)
     except CheckpointError as error:
         raise CheckpointError(f"{key}: {error}") from None
 
 
-def _check_vocabulary(folder: HFFolder | Described, key: str, tokenizer: Any) -> None:
+def _check_vocabulary(folder: ModelFolder | Described, key: str, tokenizer: Any) -> None:
     vocabulary = folder.config["vocab_size"]
     if len(tokenizer) > vocabulary:
         raise CheckpointError(
@@ -164,7 +169,7 @@ def _check_vocabulary(folder: HFFolder | Described, key: str, tokenizer: Any) ->
         )
 
 
-def _check_positions(config: Config, where: str, folder: HFFolder | Described) -> None:
+def _check_positions(config: Config, where: str, folder: ModelFolder | Described) -> None:
     positions = config.model.max_positions or folder.config.get("max_position_embeddings")
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     if isinstance(positions, int) and prompt + response > positions:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoTokenizer
@@ -19,6 +19,7 @@ from megarl.data.reader import ReadReport, read_pairs, read_prompts
 from megarl.data.sampler import PromptSampler
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
 from megarl.parallel.comm import gather_objects
+from megarl.parallel.offload import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.batch import RolloutBatch
@@ -30,14 +31,19 @@ from megarl.rollout.sglang import Place, SGLangEngine
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.wave import give_up
 from megarl.schedule.kept_rollouts import KeptRollouts
+from megarl.schedule.residency import EngineTenant, Residency, kept
 from megarl.training.batches import LocalBatch
 from megarl.training.learner import Frozen, Learner
+from megarl.training.tenants import tenants_of
 from megarl.weights.engine_plan import engine_plan
 from megarl.weights.export import export_hf
 from megarl.weights.families import table_names
-from megarl.weights.hf_io import HFFolder, load_into, read_config
+from megarl.weights.hf_io import ModelFolder, load_into, read_config
 from megarl.weights.layout import megatron_layout
+from megarl.weights.megatron_folder import open_model
 from megarl.weights.transfer import Transfer
+
+Made = TypeVar("Made", bound=Frozen)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -60,8 +66,8 @@ def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngi
     )
 
 
-def load_weights(model: torch.nn.Module, folder: HFFolder, runtime: Runtime, *, critic: bool = False) -> None:
-    """This rank's slices of a Hugging Face folder into its part of the model."""
+def load_weights(model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False) -> None:
+    """This rank's slices of a model's folder into its part of the model."""
     shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
     load_into(table_names(dict(model.named_parameters())), shards, folder)
 
@@ -109,15 +115,25 @@ class Run:
     def __init__(self, config: Config, runtime: Runtime) -> None:
         self.config, self.runtime = config, runtime
         self.tokenizer = load_tokenizer(config.model.path)
-        self.folder = HFFolder(config.model.path)
+        self.folder = open_model(config.model.path)
         self.hf = read_hf_config(config.model.path)
-        self.actor = self._actor()
-        self.critic = self._critic() if config.has_critic else None
-        self.reference = self._reference() if config.algorithm.kl_weight else None
+        self.residency = Residency(runtime.device, kept(config, runtime.device))
+        self.host = HostPool(runtime.device)
+        # One after the other, each off the device before the next is made.
+        self.actor = self._settled(self._actor)
+        self.critic = self._settled(self._critic) if config.has_critic else None
+        self.reference = self._settled(self._reference) if config.algorithm.kl_weight else None
         if config.recipe == "sft":
             self._prepare_pairs()
         else:
             self._prepare_rollout()
+
+    def _settled(self, make: Callable[[], Made]) -> Made:
+        with self.residency.explained("start"):
+            model = make()
+        self.residency.add(tenants_of(model, self.host))
+        self.residency.enter("start", ())
+        return model
 
     def _actor(self) -> Learner:
         model = build_actor(self.config, self.hf, self.runtime)
@@ -125,7 +141,7 @@ class Run:
         return Learner("actor", model, self.config.actor, self.config.steps, self.runtime)
 
     def _critic(self) -> Learner:
-        folder = HFFolder(self.config.critic.path or self.config.model.path, critic=True)
+        folder = open_model(self.config.critic.path or self.config.model.path, critic=True)
         hf = read_hf_config(folder.path)
         if hf.vocab_size < len(self.tokenizer):
             raise ConfigError(
@@ -159,6 +175,8 @@ class Run:
         self.engine = make_engine(config, self.tokenizer, runtime)
         self.engine.start()
         self.delivery = make_delivery(config, runtime, self.folder.config, self.actor.model, self.engine)
+        sizes = {"weights": self.delivery.nbytes, "kv_cache": 0}
+        self.residency.add({f"engine.{tag}": EngineTenant(self.delivery, tag, runtime.device, size) for tag, size in sizes.items()})
         self.sampler = make_sampler(
             config,
             runtime,
@@ -166,8 +184,24 @@ class Run:
             self.verifiers,
             self.tokenizer,
             draw=lambda n: [self.prompts[i] for i in self.prompt_sampler.take(n)],
-            recover=self.delivery.recover,
+            recover=self._recover,
         )
+
+    def _recover(self, failures: Failures) -> None:
+        with self.residency.also("rollout", {"actor.weights"}):
+            self.delivery.recover(failures)
+
+    def make_resident(self, phase: str, wanted: Collection[str]) -> None:
+        """Moves tenants so that `wanted` are on the device. Engines whose weights left it get the actor's again, unless `wanted` says that
+        the phase itself has them delivered."""
+        needs_weights = "engine.weights" in wanted and "actor.weights" not in wanted
+        if needs_weights and not self.delivery.delivered:
+            self.residency.enter(phase, {"actor.weights", "engine.weights"})
+            self.delivery.run(self.delivery.version)
+        self.residency.enter(phase, wanted)
+        if needs_weights and not self.delivery.delivered:  # an engine failed when it was to wake up
+            with self.residency.also(phase, {"actor.weights"}):
+                self.delivery.run(self.delivery.version)
 
     def transfer_weights(self, version: int) -> dict[str, float]:
         """The actor's present weights into the engine, which then carries `version`."""

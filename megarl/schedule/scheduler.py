@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 
-from megarl.config.errors import NumericalError
+from megarl.config.errors import DeviceMemoryError, NumericalError
 from megarl.observe.jsonl import JsonlWriter
 from megarl.observe.metrics import MetricsLog
 from megarl.observe.samples import SampleLog
 from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.parallel.comm import barrier, gather_objects
 from megarl.schedule.kept_rollouts import KeptRollouts
+from megarl.schedule.phases import Phase
 from megarl.schedule.preflight import versions
 from megarl.schedule.recipes import VALUE_PRETRAINING, check_columns, training_phases
+from megarl.schedule.residency import check_residency
 from megarl.schedule.run import Run, Step
 from megarl.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from megarl.training.statistics import throughput
@@ -37,8 +39,9 @@ class Scheduler:
         self.run, self.config, self.runtime = run, run.config, run.runtime
         self.folder = Path(run.config.run_dir)
         self.phases = training_phases(run.config)
-        check_columns(self.phases)
-        check_columns(VALUE_PRETRAINING)
+        for phases in (self.phases, VALUE_PRETRAINING):
+            check_columns(phases)
+            check_residency(phases)
         self.writes = self.runtime.rank == 0
         log = run.config.log
         every = -(-run.config.steps // PLAIN_LINES)
@@ -69,6 +72,7 @@ class Scheduler:
             self._report_data()
             done = self._resume()
             if self.config.recipe != "sft":
+                self.run.make_resident("weight_transfer", {"actor.weights", "engine.weights"})
                 self.run.transfer_weights(done)
                 if self.checkpoint is None:
                     self._evaluate(0)
@@ -96,7 +100,7 @@ class Scheduler:
         if self.checkpoint is None:
             return 0
         step, stage = self.checkpoint.step, "sft" if self.config.recipe == "sft" else "train"
-        state = load_checkpoint(self.checkpoint, self.run.learners)
+        state = load_checkpoint(self.checkpoint, self.run.learners, self._bring_learner)
         self.run.load_state_dict(state["samplers"])
         self.pretraining_steps = state["value_pretraining_steps"]
         if self.metrics is not None and self.samples is not None:
@@ -116,21 +120,31 @@ class Scheduler:
             return
         self.view.phase("checkpoint")
         state = {"samplers": self.run.state_dict(), "value_pretraining_steps": self.pretraining_steps}
-        save_checkpoint(self.runtime, self.config, number, self.run.learners, state, versions())
+        save_checkpoint(self.runtime, self.config, number, self.run.learners, state, versions(), self._bring_learner)
+
+    def _bring_learner(self, name: str) -> None:
+        self.run.make_resident("checkpoint", {f"{name}.weights", f"{name}.optimizer"})
 
     def _report_data(self) -> None:
         for name, report in self.run.data_reports.items():
             for line in report.lines():
                 self.view.event(f"{name} {line}")
 
-    def _step(self, step: Step, phases: tuple[Any, ...]) -> None:
-        megatron = self.run.megatron_seconds()
+    def _step(self, step: Step, phases: tuple[Phase, ...]) -> None:
+        megatron, residency = self.run.megatron_seconds(), self.run.residency
         for phase in phases:
-            with self._timed(step, phase.name):
-                try:
-                    phase.run(step)
-                except NumericalError as error:
-                    raise self._kept(step, phase.name, error) from None
+            try:
+                with residency.explained(phase.name):
+                    if phase.resident and residency.moving:
+                        with self._timed(step, "residency"):
+                            self.run.make_resident(phase.name, phase.resident)
+                    with self._timed(step, phase.name), residency.measured(phase.name, step.metrics):
+                        phase.run(step)
+            except NumericalError as error:
+                raise self._kept(step, phase.name, error) from None
+            except DeviceMemoryError as error:
+                raise DeviceMemoryError(f"step {step.number}, {error}") from error
+        self._gather_memory(step.metrics)
         step.metrics["time/step"] = time.perf_counter() - step.started
         step.metrics["inside/megatron"] = self.run.megatron_seconds() - megatron
         step.metrics |= throughput(step.metrics)
@@ -146,7 +160,14 @@ class Scheduler:
         self.view.phase(name)
         started = time.perf_counter()
         yield
-        step.metrics[f"time/{name}"] = time.perf_counter() - started
+        step.metrics[f"time/{name}"] = step.metrics.get(f"time/{name}", 0.0) + time.perf_counter() - started
+
+    def _gather_memory(self, metrics: dict[str, float]) -> None:
+        """Of memory*/<phase> the largest of all ranks: the device that is the first to be full."""
+        mine = {name: size for name, size in metrics.items() if name.startswith("memory")}
+        mine["memory/host"] = float(self.run.host.nbytes)
+        theirs = gather_objects(self.runtime, mine)
+        metrics |= {name: max(found[name] for found in theirs) for name in mine}
 
     def _record(self, stage: str, number: int, metrics: Mapping[str, Any]) -> None:
         if self.metrics is not None:
@@ -185,6 +206,7 @@ class Scheduler:
         if not self.run.problems:
             return
         self.view.phase("evaluation")
+        self.run.make_resident("evaluation", {"engine.weights", "engine.kv_cache"})
         started = time.perf_counter()
         result = self.run.sampler.evaluate(self.run.problems)
         self._record("eval", number, {**result.stats(), "time/evaluation": time.perf_counter() - started})
@@ -205,6 +227,7 @@ class Scheduler:
 
     def _export(self, which: str, out: Path) -> None:
         self.view.phase(f"export {which}")
+        self.run.make_resident("export", {f"{which}.weights"})
         self.run.export(which, out)
         barrier(self.runtime)
         self.view.event(f"{which} written to {out}")

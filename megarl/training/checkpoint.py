@@ -35,6 +35,7 @@ FREE = (
     "steps",
     "parallel",
     "cluster",
+    "residency",
     "log",
     "evaluation",
     "checkpoint",
@@ -139,10 +140,21 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest["step"], manifest["settings"], manifest["versions"])
 
 
+def _nothing(_: str) -> None:
+    """What need not be brought onto the device is there."""
+
+
 def save_checkpoint(
-    runtime: Runtime, config: Config, step: int, learners: Mapping[str, Learner], state: Mapping[str, Any], versions: Mapping[str, str]
+    runtime: Runtime,
+    config: Config,
+    step: int,
+    learners: Mapping[str, Learner],
+    state: Mapping[str, Any],
+    versions: Mapping[str, str],
+    prepare: Callable[[str], None] = _nothing,
 ) -> Path:
-    """Writes the checkpoint of `step`; every rank calls this. `state` must hold JSON and be the same on every rank.
+    """Writes the checkpoint of `step`; every rank calls this. `state` must hold JSON and be the same on every rank. `prepare` is told the
+    name of each learner before its weights and optimizer are needed.
 
     It appears under its name only when it is complete and on disk; then older ones than the `checkpoint.keep` newest go.
     CheckpointError on every rank where it cannot be written; nothing is left behind then."""
@@ -152,6 +164,7 @@ def save_checkpoint(
     aside = final.with_name(f".{final.name}.partial")
     _on_rank_0(runtime, partial(_begin, aside, tuple(learners)), aside)
     for name, learner in learners.items():
+        prepare(name)
         try:
             save_learner(learner, aside / name)
         except CheckpointError as error:
@@ -164,11 +177,13 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(checkpoint: Checkpoint, learners: Mapping[str, Learner]) -> dict[str, Any]:
-    """Fills the learners, whatever layout wrote it, and gives the `state`; every rank calls this. CheckpointError where it is damaged."""
+def load_checkpoint(checkpoint: Checkpoint, learners: Mapping[str, Learner], prepare: Callable[[str], None] = _nothing) -> dict[str, Any]:
+    """Fills the learners, whatever layout wrote it, and gives the `state`; every rank calls this. `prepare`: as in `save_checkpoint`.
+    CheckpointError where it is damaged."""
     from megarl.training.sharded import load_learner
 
     for name, learner in learners.items():
+        prepare(name)
         try:
             load_learner(learner, checkpoint.path / name)
         except CheckpointError as error:

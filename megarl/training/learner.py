@@ -141,6 +141,11 @@ class Learner(Frozen):
             wd_incr_style="constant",
         )
 
+    @property
+    def parts(self) -> list[Any]:
+        """Megatron's distributed optimizers: one for dense models."""
+        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
+
     def begin_step(self) -> None:
         """One rollout step further in the learning-rate schedule, before its updates."""
         self.schedule.step(increment=1)

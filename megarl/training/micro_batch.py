@@ -12,13 +12,14 @@ from torch import Tensor
 from megarl.data.experience import Experience
 from megarl.data.packing import pack
 from megarl.model.builder import Actor, Critic
+from megarl.model.fp8 import pack_multiple
 
 
 @dataclass
 class MicroBatch:
     """One pack of t tokens, r of them response tokens.
 
-    tokens, positions  int64 [1, t] on the device; t is a multiple of tp under sequence parallelism
+    tokens, positions  int64 [1, t] on the device; t is a multiple of what sequence parallelism and FP8 ask for
     packed             what attention needs to know of the sequences
     at                 int64 [r], the place in the pack that predicts each response token (the one before it)
     labels             int64 [r], the response tokens
@@ -45,8 +46,7 @@ def make_micro_batches(
     lengths = experience.lengths[torch.as_tensor(indices, dtype=torch.int64)].tolist()
     groups = [[indices[i] for i in group] for group in pack(lengths, max_tokens)]
     groups += [[]] * (at_least - len(groups))
-    multiple = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
-    return [_micro_batch(experience, group, multiple, model) for group in groups]
+    return [_micro_batch(experience, group, pack_multiple(model.config), model) for group in groups]
 
 
 def _micro_batch(experience: Experience, group: Sequence[int], multiple: int, model: Actor | Critic) -> MicroBatch:

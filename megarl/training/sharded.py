@@ -33,6 +33,7 @@ from megarl.training.learner import Learner
 
 # Every state tensor has its parameter's shape in the file, so that it can be read at another layout, data parallelism included.
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+EXTRA = "_extra_state"
 FAILURES = (CheckpointException, CheckpointingException, OSError, RuntimeError)
 
 
@@ -78,7 +79,7 @@ def load_learner(learner: Learner, folder: Path) -> None:
             loaded = dist_checkpointing.load(wanted, str(folder))
     except FAILURES as error:
         raise CheckpointError(f"cannot be read: {_reason(error)} (remove it to continue from an older one)") from error
-    learner.model.load_state_dict(loaded["model"])
+    _fill(learner.model, loaded["model"])
     with _megatron():
         for name, part in parts.items():
             _load_optimizer(part, loaded["optimizer"][name])
@@ -92,7 +93,7 @@ def load_model(model: Actor | Critic, folder: Path) -> None:
             loaded = dist_checkpointing.load({"model": _model_state(model)}, str(folder))
     except FAILURES as error:
         raise CheckpointError(f"cannot be read: {_reason(error)} (choose another checkpoint)") from error
-    model.load_state_dict(loaded["model"])
+    _fill(model, loaded["model"])
 
 
 @contextmanager
@@ -104,8 +105,8 @@ def _megatron() -> Iterator[None]:
 
 
 def _optimizers(learner: Learner) -> dict[str, Any]:
-    """Megatron's distributed optimizers by number: one for dense models."""
-    return {str(i): part for i, part in enumerate(getattr(learner.optimizer, "chained_optimizers", [learner.optimizer]))}
+    """Megatron's distributed optimizers by number."""
+    return {str(i): part for i, part in enumerate(learner.parts)}
 
 
 def _state(learner: Learner, is_loading: bool) -> dict[str, Any]:
@@ -120,8 +121,18 @@ def _state(learner: Learner, is_loading: bool) -> dict[str, Any]:
 
 
 def _model_state(model: Actor | Critic) -> dict[str, Any]:
-    """A critic has a value head in the place of the output layer, on which GPTModel's own method insists."""
-    return MegatronModule.sharded_state_dict(model) if isinstance(model, Critic) else model.sharded_state_dict()
+    """A critic has a value head in the place of the output layer, on which GPTModel's own method insists. Names are the same for both
+    kinds of layers, but for the extra state of FP8, which says something with recipe delayed alone: what the scales were made from."""
+    state = MegatronModule.sharded_state_dict(model) if isinstance(model, Critic) else model.sharded_state_dict()
+    matters = model.config.fp8 and model.config.fp8_recipe == "delayed"
+    return {name: value for name, value in state.items() if matters or not name.endswith(EXTRA)}
+
+
+def _fill(model: Actor | Critic, state: dict[str, Any]) -> None:
+    """The weights that were loaded for `_model_state` into the model."""
+    wrong = [name for names in model.load_state_dict(state, strict=False) for name in names if not name.endswith(EXTRA)]
+    if wrong:
+        raise CheckpointError(f"does not fit the model: {wrong[0]} (remove it to continue from an older one)")
 
 
 def _mend(optimizer: Any) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -21,23 +19,11 @@ from megarl.config.files import fsync
 from megarl.parallel.layout import Layout
 from megarl.weights.families import family_of
 from megarl.weights.hf_io import INDEX, SINGLE, read_config
-from megarl.weights.layout import Shards, hf_shards, megatron_layout
+from megarl.weights.layout import hf_shards, megatron_layout
 from megarl.weights.planner import make_plan
+from megarl.weights.publish import Team, aside, carry_along, write_json
+from megarl.weights.stored import dtype_name
 from megarl.weights.transfer import Transfer
-
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# Files of the source folder that belong to the exported model as well; weights and config.json are written anew.
-CARRIED = (
-    "tokenizer*",
-    "vocab*",
-    "merges*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-    "*.model",
-    "*.tiktoken",
-)
 
 
 def export_hf(
@@ -65,34 +51,44 @@ def export_hf(
     The folder appears under its name only when it is complete and on disk. CheckpointError on every rank if `out` exists or rank 0
     cannot write; nothing is left behind then.
     """
-    config = read_config(source)
+    team, config = Team(control), read_config(source)
     shards = hf_shards(config, critic=critic)
     sources = megatron_layout(config, layout, critic=critic)
-    aside = out.with_name(f".{out.name}.partial")
     first = next(iter(tensors.values()))
     kind: torch.dtype = first.dtype if dtype is None else dtype
-    files = list(split_files({name: prod(shard.shape) * kind.itemsize for name, shard in shards.items()}, max_shard_bytes))
+    sizes = {name: prod(shard.shape) * kind.itemsize for name, shard in shards.items()}
+    with aside(out, sum(sizes.values()), team) as folder:
+        files: dict[str, list[str]] = {}
+        for file, names in named_files(sizes, max_shard_bytes).items():
+            part = {name: shards[name] for name in names}
+            plan = make_plan(sources, [(0, part)])
+            plan.verify()
+            target = {name: torch.empty(shard.shape, dtype=kind, device=first.device) for name, shard in part.items()} if rank == 0 else {}
+            Transfer(plan, rank, tensors, target, bucket_bytes, dtype=kind, group=group).run()
+            if critic and "score.weight" in part:
+                names = [*names, "score.bias"]
+                if rank == 0:
+                    target["score.bias"] = torch.zeros(1, dtype=kind)  # transformers' token classifier has one
+            files[file] = names
+            team.first(partial(_write_tensors, folder / file, target))
+            del target
 
-    def on_rank_0(action: Callable[[], None]) -> None:
-        _on_rank_0(action, out, aside, rank, layout.world, control)
+        def finish() -> None:
+            write_index(folder, files, sum(sizes.values()) + (kind.itemsize if critic else 0))
+            carry_along(source, folder, exported_config(config, critic, kind))
 
-    on_rank_0(partial(_start, out, aside))
-    for number, names in enumerate(files, start=1):
-        part = {name: shards[name] for name in names}
-        plan = make_plan(sources, [(0, part)])
-        plan.verify()
-        target = {name: torch.empty(shard.shape, dtype=kind, device=first.device) for name, shard in part.items()} if rank == 0 else {}
-        Transfer(plan, rank, tensors, target, bucket_bytes, dtype=kind, group=group).run()
-        if critic and "score.weight" in part and rank == 0:
-            target["score.bias"] = torch.zeros(1, dtype=kind)  # transformers' token classifier has one
-        on_rank_0(partial(_write_tensors, aside / file_name(number, len(files)), target))
-        del target
-    index = _index(files, shards, kind.itemsize, critic)
-    on_rank_0(partial(_finish, out, aside, source, exported_config(config, critic, kind), index))
+        team.first(finish)
 
 
-def split_files(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
-    """Names of the tensors of each output file, in the model's order, as many as fit into `limit` bytes. `sizes`: their bytes."""
+def named_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """Output file -> names of its tensors, in the model's order, as many as fit into `limit` bytes. `sizes`: their bytes."""
+    parts = list(_parts(sizes, limit))
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, start=1)}
+
+
+def _parts(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
     names: list[str] = []
     size = 0
     for name, tensor_size in sizes.items():
@@ -104,65 +100,19 @@ def split_files(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
     yield names
 
 
-def file_name(number: int, files: int) -> str:
-    """Of one of `files` weight files, counted from 1."""
-    return SINGLE if files == 1 else f"model-{number:05d}-of-{files:05d}.safetensors"
-
-
-def _on_rank_0(action: Callable[[], None], out: Path, aside: Path, rank: int, world: int, control: dist.ProcessGroup | None) -> None:
-    """Runs `action` on rank 0 while the others wait; a failure there is a CheckpointError everywhere, and removes what was written."""
-    failure: list[str | None] = [None]
-    if rank == 0:
-        try:
-            action()
-        except CheckpointError as error:
-            failure = [str(error)]
-        except (OSError, SafetensorError) as error:
-            failure = [f"{out}: the model cannot be written ({error})"]
-            shutil.rmtree(aside, ignore_errors=True)
-    if world > 1:
-        dist.broadcast_object_list(failure, src=0, group=control)
-    if failure[0] is not None:
-        raise CheckpointError(failure[0])
-
-
-def _start(out: Path, aside: Path) -> None:
-    if out.exists():
-        raise CheckpointError(f"{out}: already exists (choose another folder, or remove it)")
-    if aside.exists():  # an export that was interrupted
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
+def write_index(folder: Path, files: Mapping[str, Iterable[str]], size: int) -> None:
+    """The index of several files; one file needs none. `files`: names of the tensors in each; `size`: bytes of all tensors."""
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    try:
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error})") from error
     fsync(path)
-
-
-def _index(files: list[list[str]], shards: Shards, itemsize: int, critic: bool) -> dict[str, Any] | None:
-    """The index of several files; None where one file needs none."""
-    if len(files) == 1:
-        return None
-    weight_map = {name: file_name(number, len(files)) for number, names in enumerate(files, start=1) for name in names}
-    elements = sum(prod(shard.shape) for shard in shards.values())
-    if critic:
-        weight_map["score.bias"] = weight_map["score.weight"]
-        elements += 1
-    return {"metadata": {"total_size": elements * itemsize}, "weight_map": weight_map}
-
-
-def _finish(out: Path, aside: Path, source: Path, config: dict[str, Any], index: dict[str, Any] | None) -> None:
-    """Adds everything that is not weights, makes it durable, and gives the folder its name."""
-    write_json(aside / "config.json", config)
-    if index is not None:
-        write_json(aside / INDEX, index)
-    carried = {path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()}
-    for path in sorted(carried):
-        shutil.copyfile(path, aside / path.name)
-        fsync(aside / path.name)
-    fsync(aside)
-    aside.rename(out)
-    fsync(out.parent)
 
 
 def exported_config(config: Mapping[str, Any], critic: bool, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -170,13 +120,7 @@ def exported_config(config: Mapping[str, Any], critic: bool, dtype: torch.dtype 
     suffix = "ForTokenClassification" if critic else "ForCausalLM"
     exported = {**config, "architectures": [family_of(config).prefix + suffix]}
     if dtype is not None:
-        exported["dtype" if "dtype" in config else "torch_dtype"] = DTYPE_NAMES[dtype]
+        exported["dtype" if "dtype" in config else "torch_dtype"] = dtype_name(dtype)
     if critic:
         exported |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "classifier_dropout": 0.0}
     return exported
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Indented, and on disk."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    fsync(path)

@@ -1,9 +1,11 @@
-"""Reading a Hugging Face folder: checked from its headers alone, then read slice by slice, so that a rank touches only its own part."""
+"""Reading a model's folder, above all Hugging Face's: checked from its headers alone, then slice by slice, so that a rank touches only
+its own part."""
 
 from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from megarl.config.errors import CheckpointError
 from megarl.config.files import read_json
-from megarl.weights.families import family_of
+from megarl.weights.families import Shape, family_of
 from megarl.weights.layout import Box, Shards, full_box, hf_shapes
 from megarl.weights.stored import Made, Piece, Stored, made
 
@@ -30,20 +32,32 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json", "no such file (a Hugging Face model folder is expected)")
 
 
-def check_body(folder: Path, config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> None:
-    """CheckpointError unless the folder's model, heads aside, has the tensors of `hf_config`'s."""
-    ours, theirs = hf_shapes(config, critic=True), hf_shapes(hf_config, critic=True)
-    for name in (*theirs, *ours):
-        if ours.get(name) != theirs.get(name):
-            raise CheckpointError(f"{folder}/config.json: {name}: shape {ours.get(name)}, but {theirs.get(name)} is needed")
-
-
-class HFFolder:
-    """A model folder (config.json, `*.safetensors`) whose headers agree with its config.
+class ModelFolder(ABC):
+    """A model's weights in files, seen as Hugging Face tensors: checked when it is opened, then read slice by slice.
 
     `config`: config.json. `shapes`: the tensors that the model has. `missing`: those that the folder lacks and may lack (a critic's
-    `score.weight`). `extra`: tensors of the folder that the model does not have (a head that is not used, rotary tables).
-    Anything else that is missing, superfluous, truncated, or of another shape or dtype is a CheckpointError naming file and tensor.
+    `score.weight`).
+    """
+
+    path: Path
+    config: dict[str, Any]
+    shapes: dict[str, Shape]
+    missing: tuple[str, ...]
+
+    @abstractmethod
+    def tensor(self, name: str) -> Made:
+        """Where a tensor lies. CheckpointError if that is not in the file."""
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """`tensor[box]` on the CPU, in the file's dtype; only these bytes are read."""
+        return self.tensor(name).read(box)
+
+
+class HFFolder(ModelFolder):
+    """A Hugging Face folder (config.json, `*.safetensors`) whose headers agree with its config.
+
+    `extra`: tensors of the folder that the model does not have (a head that is not used, rotary tables). Anything else that is missing,
+    superfluous, truncated, or of another shape or dtype is a CheckpointError naming file and tensor.
     """
 
     def __init__(self, path: Path, *, critic: bool = False) -> None:
@@ -60,10 +74,6 @@ class HFFolder:
         self.missing = tuple(name for name in self.shapes if name not in self._files)
         self.extra = tuple(name for name in self._files if name not in self.shapes)
 
-    def check_body(self, hf_config: Mapping[str, Any]) -> None:
-        """CheckpointError unless this model, heads aside, has the tensors of `hf_config`'s: a critic must fit the actor's layout."""
-        check_body(self.path, self.config, hf_config)
-
     def tensor(self, name: str) -> Made:
         """Where a tensor of the folder lies."""
         path, handle = self._files[name]
@@ -73,10 +83,6 @@ class HFFolder:
         shape = tuple(stored.get_shape())
         in_file = Stored(path, self._offsets[path][name], shape, DTYPES[stored.get_dtype()])
         return made(name, shape, [Piece(in_file, full_box(shape), full_box(shape))])
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """`tensor[box]` on the CPU, in the file's dtype; only these bytes are read."""
-        return self.tensor(name).read(box)
 
     def _open(self) -> dict[str, tuple[Path, Any]]:
         """Tensor name -> (file, open handle). Opening reads the header and checks it against the file's length."""
@@ -138,7 +144,7 @@ def _offsets(path: Path) -> dict[str, int]:
 
 
 @torch.no_grad()
-def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: HFFolder) -> list[str]:
+def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder) -> list[str]:
     """Fills one rank's tensors (local names, see `table_names`) with its slices, cast to each tensor's dtype; padding becomes zero.
 
     Returns the names that the folder has nothing for (a critic's `value_head.weight`), which are left as they are.

@@ -79,13 +79,15 @@ def _in_layers(pairs: Iterable[Pair], layers: Iterable[int], experts: range) -> 
         yield from ((pair, layer, expert) for expert in experts for pair in each)
 
 
+def whole_model(hf_config: Mapping[str, Any], *, critic: bool = False) -> list[tuple[Pair, int, int]]:
+    """(pair, layer, expert) of every parameter of a model that is not divided, in the model's order."""
+    return [(pair, layer, expert) for _, pair, layer, expert in parameters(hf_config, Layout(), pp_rank=0, critic=critic)]
+
+
 def hf_shapes(hf_config: Mapping[str, Any], *, critic: bool = False) -> dict[str, Shape]:
     """Every tensor of the Hugging Face model, in the model's order: with `score.weight` instead of `lm_head.weight` for a critic,
     with neither for an actor with tied embeddings."""
-    sizes = Sizes.of(hf_config)
-    head = (VALUE_HEAD,) if critic else () if is_tied(hf_config) else (OUTPUT,)
-    layers = _in_layers(family_of(hf_config).layer, range(sizes.layers), range(sizes.experts))
-    places = [(EMBEDDING, 0, 0), *layers, *((pair, 0, 0) for pair in (FINAL_NORM, *head))]
+    sizes, places = Sizes.of(hf_config), whole_model(hf_config, critic=critic)
     return {name.format(l=layer, e=expert): sizes.shape(dims) for pair, layer, expert in places for name, dims in pair.hf}
 
 

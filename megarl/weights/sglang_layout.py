@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError
-from megarl.weights.families import EMBEDDING, FINAL_NORM, OUTPUT, Pair, Shape, Sizes, family_of, is_tied
-from megarl.weights.layout import Box, Region, Shard, Shards, full_box
+from megarl.weights.families import Pair, Shape, Sizes
+from megarl.weights.layout import Box, Region, Shard, Shards, full_box, whole_model
 
 VOCABULARY_MULTIPLE = 64
 CPU_FFN_MULTIPLE = 32  # SGLang's CPU engine pads the feed-forward columns of a rank to a multiple of this
@@ -44,16 +44,9 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
     `experts.w2_weight.{e}` stand for row e of SGLang's stacked tensors. cpu: SGLang's CPU engine, which pads heads and columns where
     they do not divide. ConfigError, naming `rollout.engine_tp`, if the model cannot be divided so.
     """
-    family, sizes = family_of(hf_config), Sizes.of(hf_config)
+    sizes = Sizes.of(hf_config)
     cuts = _cuts(sizes, tp, tp_rank, cpu)
-    places = [(EMBEDDING, 0, 0)]
-    for layer in range(sizes.layers):
-        for pair in family.layer:
-            places += [(pair, layer, expert) for expert in (range(sizes.experts) if pair.per_expert else (0,))]
-    places.append((FINAL_NORM, 0, 0))
-    if not is_tied(hf_config):
-        places.append((OUTPUT, 0, 0))
-    return dict(_shard(pair, layer, expert, sizes, cuts) for pair, layer, expert in places)
+    return dict(_shard(pair, layer, expert, sizes, cuts) for pair, layer, expert in whole_model(hf_config))
 
 
 def _cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> _Cuts:

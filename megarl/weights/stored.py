@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
 from math import prod
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from megarl.config.errors import CheckpointError
-from megarl.weights.layout import Box
-from megarl.weights.plan import intersect, volume
+from megarl.weights.families import Shape
+from megarl.weights.layout import Box, full_box
+from megarl.weights.plan import intersect, shift, volume
 
-Shape = tuple[int, ...]
 BLOCK = 2 << 20  # bytes that are read, converted, hashed and written at a time: what a processor's cache may hold
 WAITING = 8  # blocks that may wait to be hashed
 IOV_MAX = 1024  # buffers that one preadv takes (Linux)
@@ -66,16 +66,25 @@ class Made(NamedTuple):
             tensor.zero_()
         out = as_bytes(tensor)
         for piece, common in inside:
-            source = _move(common, piece.dst, piece.src)
-            _read_box(piece.stored, source, out, extents, _move(common, box, tuple((0, size) for size in extents)), self.name)
+            source = shift(common, piece.dst, piece.src)
+            _read_box(piece.stored, source, out, extents, shift(common, box, full_box(extents)), self.name)
         return tensor
+
+    def read_as(self, box: Box, dtype: torch.dtype) -> Tensor:
+        """`tensor[box]` in another dtype; CheckpointError if a number is beyond its range."""
+        block = self.read(box)
+        converted = block.to(dtype)
+        if dtype == torch.float16 and bool((block.isfinite() & ~converted.isfinite()).any()):
+            where = f"{self.pieces[0].stored.path}: {self.name}"
+            raise CheckpointError(f"{where}: has numbers beyond the range of float16 (choose bf16 or fp32)")
+        return converted
 
     def blocks(self) -> Iterator[Box]:
         """Boxes of whole rows that tile the tensor in order, each of about BLOCK bytes."""
         rows = self.shape[0]
         step = max(1, BLOCK * rows // max(1, self.nbytes))
         for first in range(0, rows, step):
-            yield ((first, min(first + step, rows)), *((0, size) for size in self.shape[1:]))
+            yield ((first, min(first + step, rows)), *full_box(self.shape[1:]))
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -90,17 +99,14 @@ def made(name: str, shape: Shape, pieces: Iterable[Piece]) -> Made:
     first = given[0].stored
     for piece in given:
         if piece.stored.dtype != first.dtype:
-            raise CheckpointError(f"{piece.stored.path}: {name}: one part is {_word(piece.stored.dtype)}, another is {_word(first.dtype)}")
+            kinds = f"one part is {dtype_name(piece.stored.dtype)}, another is {dtype_name(first.dtype)}"
+            raise CheckpointError(f"{piece.stored.path}: {name}: {kinds}")
     return Made(name, shape, first.dtype, given)
 
 
-def _word(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As config.json writes it: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
-
-
-def _move(box: Box, origin: Box, destination: Box) -> Box:
-    """A box within `origin`, moved to where `destination` lies."""
-    return tuple((a - o + d, b - o + d) for (a, b), (o, _), (d, _) in zip(box, origin, destination, strict=True))
 
 
 def _run(shape: Shape, box: Box) -> int:
@@ -164,15 +170,17 @@ def _read_into(file: int, views: list[memoryview], offset: int) -> None:
 class HashedFile:
     """A file that is written once from front to back. `close` makes it durable and gives its SHA-256.
 
-    Hashing runs beside the writing."""
+    Hashing runs beside the writing. What cannot be written is a CheckpointError that names the file and `writing`, a tensor."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
+        self.writing = ""
+        self.error: CheckpointError | None = None  # what torch.save, which writes through this, hides behind an error of its own
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by `close` or `__exit__`)
         self._digest = hashlib.sha256()
         self._hasher = ThreadPoolExecutor(1)
         self._hashing: deque[Future[None]] = deque()
         self._position = 0
-        self.error: OSError | None = None  # what torch.save, which writes through this, may hide behind an error of its own
 
     def __enter__(self) -> HashedFile:
         return self
@@ -182,16 +190,37 @@ class HashedFile:
         self._file.close()
 
     def tell(self) -> int:
+        """Bytes written so far."""
         return self._position
 
     def write(self, data: bytes | memoryview) -> int:
-        """All of it, or an OSError. The memory may change afterwards."""
-        self.write_kept(data)
+        """All of it. The memory may change afterwards."""
+        self._write_kept(data)
         self._settle(0)
         return len(data)
 
-    def write_kept(self, data: bytes | memoryview) -> None:
-        """As `write`, of memory that nobody changes afterwards: it is hashed later."""
+    def write_tensor(self, tensor: Made, dtype: torch.dtype, advance: Callable[[int], None]) -> None:
+        """The tensor's bytes, block by block, of which `advance` is told. CheckpointError where a number does not fit `dtype`."""
+        for box in tensor.blocks():
+            block = tensor.read_as(box, dtype)
+            self._write_kept(as_bytes(block))
+            advance(block.nbytes)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> str:
+        """The SHA-256 of what is on disk now."""
+        self._settle(0)
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._refused(error) from error
+        self._file.close()
+        return self._digest.hexdigest()
+
+    def _write_kept(self, data: bytes | memoryview) -> None:
+        """Writes memory that nobody changes afterwards: it is hashed later."""
         view = memoryview(data)
         for start in range(0, len(view), BLOCK):
             left = view[start : start + BLOCK]
@@ -200,20 +229,13 @@ class HashedFile:
                 while left:
                     left = left[self._file.write(left) :]
             except OSError as error:
-                self.error = error
-                raise
+                raise self._refused(error) from error
             self._settle(WAITING)
         self._position += len(view)
 
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def close(self) -> str:
-        """The SHA-256 of what is on disk now. OSError where it could not be put there."""
-        self._settle(0)
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return self._digest.hexdigest()
+    def _refused(self, error: OSError) -> CheckpointError:
+        self.error = CheckpointError(f"{self.path}: {self.writing}: cannot be written ({error.strerror})")
+        return self.error
 
     def _settle(self, waiting: int) -> None:
         """Waits until at most so many pieces are not hashed yet."""

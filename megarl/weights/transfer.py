@@ -126,6 +126,11 @@ class Transfer:
         self._traffic = plan.summary(dtype.itemsize).get(rank, Traffic(0, 0, 0))
 
     @property
+    def target_bytes(self) -> int:
+        """Of this rank's target tensors."""
+        return sum(tensor.nbytes for tensor in self._targets.values())
+
+    @property
     def staging_bytes(self) -> int:
         """Staging memory of this rank: at most `bucket_bytes`, and no more than the largest round needs."""
         return self._staging_size

@@ -101,7 +101,7 @@ class TestModelFolder:
         assert self.damaged(scene, model_copy).startswith("/config.json: ")
 
     CONFIGS: list[tuple[dict[str, Any], str]] = [
-        ({"model_type": "gpt2"}, "/config.json: model_type: 'gpt2' is not a known family (known: qwen2, qwen3, llama)"),
+        ({"model_type": "gpt2"}, "/config.json: model_type: 'gpt2' is not a known family (known: qwen2, qwen3, qwen3_moe, llama)"),
         ({"model_type": None}, "/config.json: model_type: None is not a known family"),
         ({"architectures": ["Qwen2AudioModel"]}, "/config.json: architectures: 'Qwen2AudioModel' is not supported"),
         ({"hidden_size": "big"}, "/config.json: hidden_size: must be a positive integer (got 'big')"),
@@ -200,7 +200,7 @@ class TestData:
         assert scene.train_refused(f"data.train=[{tmp_path}]") == f"{tmp_path}: not a file (name the .parquet or .jsonl files)"
 
     def test_pairs_without_responses(self, scene: Scene) -> None:
-        line = scene.train_refused("recipe=sft")
+        line = scene.train_refused("recipe=sft", "reward.overlong.buffer=4096")  # the default: the scene's is for sampled responses
         assert line.startswith(f"{scene.folder}/train.jsonl: no row can be used: 9 x no response in response")
 
 

@@ -18,7 +18,8 @@ from megarl.cli.main import main
 from megarl.config import load_config
 from megarl.config.errors import CheckpointError
 from megarl.schedule.evaluation import find_policy
-from tests.cli.jobs import evaluate_policy, write_perturbed
+from megarl.schedule.preflight import preflight
+from tests.cli.jobs import evaluate_policy, start_training, write_perturbed
 from tests.cli.processes import megarl
 from tests.cli.scene import Scene
 from tests.ranks import RankPool
@@ -63,11 +64,30 @@ def test_a_converted_checkpoint_brings_its_own_description(shared_scene: Scene, 
     assert main(["convert", "to-megatron", str(run / "hf"), str(whole)]) == 0
     config = load_config(shared_scene.config, ["parallel.tp=1", "evaluation.samples=2"])
     elsewhere, weights = find_policy(config, whole)
-    assert elsewhere.model.path == weights == whole
+    assert elsewhere.model.path == whole and weights is None
     [(found, answers)] = ranks(1, 1, 1).run(evaluate_policy, config=config, given=whole)
     [(expected, same)] = ranks(1, 1, 1).run(evaluate_policy, config=config, given=run / "hf")
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     assert answers == same
+
+
+def test_training_starts_from_converted_checkpoints(shared_scene: Scene, ranks: Ranks, run: Path, tmp_path: Path) -> None:
+    """model.path and critic.path: the same weights as from the Hugging Face folder, and a damaged one is refused before ranks start."""
+    whole, critic = tmp_path / "converted", tmp_path / "critic"
+    assert main(["convert", "to-megatron", str(run / "hf"), str(whole), "--pp", "2"]) == 0
+    assert main(["convert", "to-megatron", str(run / "hf"), str(critic), "--critic"]) == 0
+    begun = []
+    for actor, value in ((run / "hf", run / "hf"), (whole, critic), (whole, whole)):
+        overrides = ["recipe=vapo", f"run_dir={tmp_path}/run", f"model.path={actor}", f"critic.path={value}"]
+        config = load_config(shared_scene.config, overrides)
+        preflight(config, "x.yaml")
+        begun.append(ranks(2, 1, 1).run(start_training, config=config))
+    for others in begun[1:]:
+        for found, expected in zip(others, begun[0], strict=True):
+            assert len(found) == len(expected) > 40 and all(map(torch.equal, found, expected))
+    (whole / "__1_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=rf"^model\.path: {whole}/__1_0\.distcp: model\..*: no such file"):
+        preflight(load_config(shared_scene.config, [f"model.path={whole}"]), "x.yaml")
 
 
 def test_folders_that_are_refused(shared_scene: Scene, run: Path, tmp_path: Path, model_copy: Path) -> None:

@@ -65,6 +65,8 @@ def values(field: FieldInfo) -> st.SearchStrategy[Any]:
         if get_origin(annotation) is tuple:
             kind, last = get_args(annotation)
             return st.lists(one(kind, bounds), min_size=0 if last is ... else 2, max_size=3 if last is ... else 2)
+        if get_origin(annotation) is dict:
+            return st.dictionaries(TEXTS.filter(bool), of(get_args(annotation)[1]), max_size=3)
         if get_args(annotation):
             return st.one_of(*map(of, get_args(annotation)))
         return one(annotation, bounds)
@@ -88,13 +90,21 @@ def test_what_is_dumped_is_read_back(folder: Path, chosen: dict[str, Any]) -> No
         found: Any = config
         for part in key.split("."):
             found = getattr(found, part)
-        found = [str(v) if isinstance(v, Path) else v for v in found] if isinstance(found, tuple) else found
-        assert (str(found) if isinstance(found, Path) else found) == value
+        assert plain(found) == value
     text = dump_config(config)
     (folder / "dumped.yaml").write_text(text, encoding="utf-8")
     assert load_config(folder / "dumped.yaml") == config
     # Other programs read the run's config.yaml with PyYAML's own ideas of what a text is.
     assert yaml.safe_load(text) == parse_yaml(text, "") == config.model_dump(mode="json")
+
+
+def plain(value: Any) -> Any:
+    """As YAML has it."""
+    if isinstance(value, dict):
+        return {key: plain(v) for key, v in value.items()}
+    if isinstance(value, tuple):
+        return [plain(v) for v in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def refused_or_loaded(path: Path, *overrides: str) -> None:

@@ -74,7 +74,7 @@ def test_named_keys_exist(page: Path) -> None:
     sections = {key.split(".")[0] for key in KNOBS if "." in key}
     text = re.sub(r"^```text\n.*?^```$", "", page.read_text(), flags=re.M | re.S)  # what programs print
     for key in re.findall(r"(?<![\w/.-])([a-z_]+(?:\.[a-z_]+)+)(?![\w/(-])", text):
-        if key.split(".")[0] in sections and key.rsplit(".", 1)[1] not in ("py", "json", "jsonl", "html", "md", "yaml"):
+        if key.split(".")[0] in sections and key.rsplit(".", 1)[1] not in ("py", "json", "jsonl", "html", "md", "yaml", "safetensors"):
             assert key in KNOBS or any(known.startswith(f"{key}.") for known in KNOBS), key
 
 
@@ -145,7 +145,8 @@ def test_other_commands_are_understood(arguments: list[str], monkeypatch: pytest
     from megarl.cli import main as cli
 
     taken: list[object] = []
-    for name in ("_train", "_eval", "_report", "_demo", "_ablate", "_weights_plan", "_plan", "_preflight", "_watch", "_doctor"):
+    names = ("train", "eval", "report", "demo", "ablate", "weights_plan", "to_megatron", "to_hf", "plan", "preflight", "watch", "doctor")
+    for name in (f"_{name}" for name in names):
         monkeypatch.setattr(cli, name, lambda given: taken.append(given) or 0)
     assert main(arguments) == 0
     config = getattr(taken[0], "config", None)
@@ -157,7 +158,7 @@ def test_other_commands_are_understood(arguments: list[str], monkeypatch: pytest
     ("page", "arguments"),
     [
         ("docs/configuration.md", ["config", "show", "configs/demo_vapo.yaml", "rollout.groupsize=4"]),
-        ("README.md", ["train", "configs/vapo_32b.yaml"]),
+        ("docs/sglang.md", ["train", "configs/vapo_32b.yaml"]),
     ],
 )
 def test_messages_are_those_that_are_printed(

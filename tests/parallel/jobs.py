@@ -261,3 +261,41 @@ def learning_rates(runtime: Runtime, folder: Path, steps: int) -> Any:
     pretraining = rates(3)
     learner.start_schedule(steps)
     return pretraining, rates(steps)
+
+
+def updates_with_moves(runtime: Runtime, folder: Path, which: str, dtype: str, moves: bool) -> dict[str, Any]:
+    """Three updates, before each of which everything may have left the device: gradient norms, all tensors, and what was moved."""
+    from megarl.model.builder import build_actor, build_critic, read_hf_config
+    from megarl.parallel.offload import HostPool
+    from megarl.training.batches import distribute
+    from megarl.training.learner import Learner
+    from megarl.training.losses import critic_loss, supervised_loss
+    from megarl.training.tenants import tenants_of
+
+    config = make_config(folder, mini_batch=6, dtype=dtype)
+    model = (build_critic if which == "critic" else build_actor)(config, read_hf_config(folder), runtime)
+    load(model, folder, runtime, critic=which == "critic")
+    learner = Learner(which, model, config.critic, config.steps, runtime)
+    pool = HostPool(runtime.device, 4096)
+    tenants = tenants_of(learner, pool)
+    batch = Experience.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
+    batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
+    batch["values"], batch["returns"] = torch.zeros(batch.num_tokens), torch.ones(batch.num_tokens)
+    local = distribute(batch, config, 6, 3, [model], runtime)
+    loss = critic_loss(config.algorithm, local.experience) if which == "critic" else supervised_loss(local.experience)
+    norms, away, storages = [], 0, [p.untyped_storage() for p in model.parameters()]
+    for _ in range(3):
+        for tenant in tenants.values() if moves else ():
+            tenant.leave()
+        away += sum(storage.nbytes() for storage in storages) if moves else 0
+        for tenant in tenants.values() if moves else ():
+            tenant.enter()
+        learner.begin_step()
+        norms.append(learner.update(local.mini_batches[0], loss).grad_norm)
+    states = [state for part in learner.parts for state in part.state.values()]
+    tensors = {f"weights {name}": p.data.clone() for name, p in model.named_parameters()}
+    tensors |= {
+        f"state {i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items() if torch.is_tensor(value)
+    }
+    sizes = {name: tenant.nbytes for name, tenant in tenants.items()}
+    return {"norms": norms, "tensors": tensors, "away": away, "bytes": {"host": pool.nbytes, **sizes} if moves else {}, "sizes": sizes}

@@ -10,7 +10,6 @@ import pytest
 
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
-from megarl.config.schema import Config
 from megarl.plan.checks import check_fits, plan_of
 from megarl.plan.memory import Plan, with_layout
 from megarl.plan.phases import columns_of, device_phases
@@ -22,6 +21,7 @@ from tests.ranks import RankPool
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
 LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), pytest.param((2, 1, 2, 1), marks=pytest.mark.slow)]
+SMALL = ["parallel.tp=4", "parallel.pp=1", "parallel.dp=32"]  # more layers on a GPU than the configuration has
 MODELS: list[dict[str, Any]] = [
     {"family": "qwen2", "dtype": "bf16"},
     {"family": "qwen3", "dtype": "fp32", "tie_word_embeddings": True, "vocab_size": 2047},
@@ -131,9 +131,11 @@ def test_larger_budgets_need_more_and_the_largest_is_the_last_that_fits() -> Non
         (["rollout.engine_tp=1"], "holds 0 tokens|phase weight_transfer needs|KV cache of an engine holds"),
         (["update.tokens_per_micro_batch=999424"], r"phase \w+ needs .*; lower update.tokens_per_micro_batch to \d+"),
         (
-            ["model.recompute=none", "parallel.tp=4", "parallel.pp=1", "parallel.dp=32"],
+            ["model.recompute=none", *SMALL],
             "phase critic_update needs .*; set model.recompute=full",
         ),
+        (["residency.offload=false"], "phase .* needs .*; set residency.offload=true"),
+        (["residency.keep=[actor.optimizer,critic.optimizer,actor.gradients]", *SMALL], "take .* out of residency.keep"),
         (["cluster.host_memory=100"], r"a node needs \d+ GiB of memory and has 100"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -171,13 +173,24 @@ def test_another_gpu_needs_all_its_figures() -> None:
 
 
 def test_kept_tenants_are_in_every_phase() -> None:
-    config: Config = load_config(ROOT / "configs/vapo_32b.yaml")
-    free, kept = plan_32b(), plan_32b()
-    kept = Plan(config, kept.actor, kept.critic, kept.device, keep=frozenset({"actor.optimizer"}))
-    for before, after in zip(free.needs(), kept.needs(), strict=True):
-        extra = 0.0 if "actor.optimizer" in before.parts else kept.optimizer("actor", after.stage)
+    free, keeping = plan_32b(), plan_32b("residency.keep=[actor.optimizer]")
+    for before, after in zip(free.needs(), keeping.needs(), strict=True):
+        extra = 0.0 if "actor.optimizer" in before.parts else keeping.optimizer("actor", after.stage)
         assert after.total == pytest.approx(before.total + extra, abs=GIB)
-    assert kept.host()["pinned buffers"] < free.host()["pinned buffers"]
+    assert keeping.host()["pinned buffers"] < free.host()["pinned buffers"]
+
+
+def test_residency_is_the_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What never leaves, against the function that the scheduler moves by."""
+    import torch
+
+    from megarl.plan.phases import kept
+    from megarl.schedule.residency import kept as kept_on
+
+    for overrides in ([], ["residency.offload=false"], ["residency.keep=[actor.optimizer]"]):
+        config = load_config(ROOT / "configs/vapo_32b.yaml", overrides)
+        needed = frozenset[str]().union(*(declared.resident for declared in device_phases(config)))
+        assert kept(config) == kept_on(config, torch.device("cuda")) & needed
 
 
 def test_models_used_in_tests_are_what_they_say() -> None:

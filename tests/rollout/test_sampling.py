@@ -58,7 +58,9 @@ def test_choose_inverts_the_cdf(logits, seed, index, temperature, top_k, top_p):
     params = SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p)
     token, logprob = choose(torch.tensor([logits]), torch.tensor([seed]), torch.tensor([index]), params)
     scaled = (torch.tensor(logits, dtype=torch.float64) / temperature).softmax(0)
-    kept = keep_top(scaled[None], top_k, top_p)[0].cumsum(0)
+    # In float32: which of near-equals are kept is a matter of its last bit.
+    rounded = (torch.tensor([logits]) / temperature).log_softmax(-1).exp()
+    kept = keep_top(rounded, top_k, top_p)[0].double().cumsum(0)
     point = splitmix64(seed, index) * float(kept[-1])
     below = float(kept[token[0] - 1]) if token[0] > 0 else 0.0
     assert below - 1e-5 <= point <= float(kept[token[0]]) + 1e-5

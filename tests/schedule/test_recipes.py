@@ -11,6 +11,7 @@ from megarl.schedule import phases, recipes
 from tests.schedule.demo import make_warm_model, train
 
 UNREPEATABLE = ("time/", "inside/", "throughput/")
+OF_A_RANK = ("mismatch/", "transfer/", "memory/")  # depends on how the work is laid out
 
 
 @pytest.fixture(scope="module")
@@ -85,5 +86,5 @@ def test_a_seed_gives_the_same_run_and_the_layout_the_same_responses(warm: Path,
         for name in mine:
             if name.startswith(("reward/", "response/", "rollout/", "eval/")):
                 assert mine[name] == theirs[name], name
-            elif isinstance(mine[name], float) and not name.startswith(("mismatch/", "transfer/")):
+            elif isinstance(mine[name], float) and not name.startswith(OF_A_RANK):
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name

@@ -154,6 +154,20 @@ def sleep_and_wake(runtime: Runtime, name: str, version: int) -> str:
     return "nothing"
 
 
+def sleep_of_the_dead(runtime: Runtime, name: str) -> dict[str, Any]:
+    """The engine is killed, then all are told to sleep: it is started anew and sleeps too, and wakes to the actor's weights."""
+    scene = SCENES[name]
+    delivery, process = scene.delivery, scene.engine.process
+    if process is not None:
+        os.kill(process.pid, signal.SIGKILL)
+    delivery.most_failures, delivery.failures = 3, 0
+    delivery.sleep(("weights", "kv_cache"))
+    found = {"events": delivery.take_events(), "asleep": set(delivery.asleep), "before": delivery.delivered}
+    delivery.wake(("weights", "kv_cache"))
+    delivery.run(delivery.version)
+    return {**found, "awake": set(delivery.asleep), "after": delivery.delivered}
+
+
 class Parity:
     """A verifier: right are texts of even length."""
 

@@ -114,16 +114,27 @@ def test_sleep_and_wake_by_tags(one: RankPool) -> None:
     assert (torch.tensor([x for c in completions for x in c.logprobs]) - ours).abs().max() <= 1e-4
 
 
+def test_an_engine_that_dies_before_it_sleeps_sleeps_nevertheless(one: RankPool) -> None:
+    [found] = one.run(jobs.sleep_of_the_dead, name="one")
+    assert len(found["events"]) == 1 and "engine of rank 0 failed (1 of at most 3)" in found["events"][0]
+    assert found["asleep"] == {"weights", "kv_cache"} and not found["before"]
+    assert found["awake"] == set() and found["after"]
+    [(completions, ours)] = one.run(jobs.sample, name="one", params=SamplingParams(8))
+    assert (torch.tensor([x for c in completions for x in c.logprobs]) - ours).abs().max() <= 1e-4
+
+
 def test_an_engine_over_two_ranks(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
     """Untied, a vocabulary that is padded, biases; several buckets; the trainer at TP 2 as well."""
     folder = make_tiny_model(tmp_path / "model", "qwen2", vocab=4099, hidden=128, ffn=160, heads=4, kv_heads=2)
     pool = ranks(2, 1, 1)
     begin(pool, "two", folder, engine_tp=2, transfer_bucket=1)
     for version in (0, 1):
-        reports = pool.run(jobs.deliver, name="two", version=version, dump=tmp_path)
+        dump = tmp_path / str(version)
+        dump.mkdir()
+        reports = pool.run(jobs.deliver, name="two", version=version, dump=dump)
         assert reports[0]["buckets"] > 2
-        check_weights(tmp_path, 2)
-        check_samples(pool, "two", tmp_path, SamplingParams(24), version)
+        check_weights(dump, 2)
+        check_samples(pool, "two", dump, SamplingParams(24), version)
         pool.run(jobs.update, name="two")
     children = reports[0]["children"]
     assert len(children) >= 3

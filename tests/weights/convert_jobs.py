@@ -20,8 +20,9 @@ def build(folder: Path, runtime: Runtime, critic: bool) -> Any:
     return (build_critic if critic else build_actor)(make_config(folder), read_hf_config(folder), runtime)
 
 
-def load_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, critic: bool) -> list[str]:
-    """Names of this rank's parameters that differ between a converted checkpoint and the Hugging Face folder."""
+def load_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, critic: bool, sequences: list[list[int]]) -> tuple[list[str], Any]:
+    """A converted checkpoint in Megatron: (names of this rank's parameters that differ from the Hugging Face folder's, logits or values of
+    each sequence, where there is one pipeline stage)."""
     from megatron.core import dist_checkpointing
     from megatron.core.transformer.module import MegatronModule
 
@@ -35,7 +36,27 @@ def load_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, critic: bo
         model.load_state_dict(dist_checkpointing.load({"model": state}, str(checkpoint))["model"])
     load(expected, folder, runtime, critic)
     pairs = zip(model.named_parameters(), expected.parameters(), strict=True)
-    return [name for (name, found), wanted in pairs if not torch.equal(found, wanted)]
+    different = [name for (name, found), wanted in pairs if not torch.equal(found, wanted)]
+    return different, None if runtime.layout.pp > 1 else [_outputs(model, tokens, critic) for tokens in sequences]
+
+
+@torch.no_grad()
+def _outputs(model: Any, sequence: list[int], critic: bool) -> torch.Tensor:
+    """Logits [tokens, vocabulary] or values [tokens, 1] of one sequence, whose length tensor-parallel ranks can share evenly."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region, gather_from_tensor_model_parallel_region
+
+    tokens, at = torch.tensor([sequence]), torch.arange(len(sequence))
+    packed = model.pack(torch.tensor([0, len(sequence)]))
+    with on_cpu():
+        if critic:
+            return model(tokens, at[None], packed, at, at)[:, None]
+        hidden = GPTModel.forward(model, tokens, at[None], None, packed_seq_params=packed)
+        if model.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        tied = model.share_embeddings_and_output_weights
+        logits = hidden @ (model.shared_embedding_or_output_weight() if tied else model.output_layer.weight).T
+        return gather_from_tensor_model_parallel_region(logits)[:, 0]
 
 
 def save_checkpoint(runtime: Runtime, folder: Path, out: Path, critic: bool) -> None:

@@ -21,9 +21,10 @@ from megarl.parallel.layout import Layout
 from megarl.weights.convert import conversion_layout, hf_to_megatron, megatron_to_hf
 from megarl.weights.hf_io import HFFolder, load_into
 from megarl.weights.layout import full_box, megatron_layout
-from megarl.weights.megatron_io import MegatronFolder
+from megarl.weights.megatron_folder import MegatronFolder
 from megarl.weights.stored import BLOCK, Made, Piece, Stored
 from tests.ranks import RankPool
+from tests.tiny_models import MODELS as MODEL_CLASSES
 from tests.tiny_models import make_tiny_model
 from tests.weights import convert_jobs
 from tests.weights.folders import folder_tensors
@@ -82,18 +83,36 @@ def test_numbers_that_are_not_numbers_survive(tmp_path: Path) -> None:
     assert same_bits(tensors, folder_tensors(tmp_path / "back"))
 
 
+@torch.no_grad()
+def hf_outputs(folder: Path, classification: str | None, sequence: list[int]) -> Tensor:
+    """Hugging Face's logits, or values, of a sequence: [tokens, vocabulary or 1]."""
+    model = MODEL_CLASSES[classification].from_pretrained(folder, dtype=torch.float32)
+    hidden = model.model(torch.tensor([sequence])).last_hidden_state[0]
+    return (model.score if classification else model.lm_head)(hidden)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}-ep{0[3]}".format)
+@pytest.mark.parametrize(
+    "layout", [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}-ep{0[3]}".format
+)
 def test_megatron_loads_what_was_converted(layout: tuple[int, int, int, int], ranks: Ranks, tmp_path: Path) -> None:
-    """`dist_checkpointing.load` with the model's own sharded_state_dict, in a layout that the files were not cut for."""
+    """`dist_checkpointing.load` with the model's own sharded_state_dict, in a layout that the files were not cut for: parameters bit for
+    bit, and logits (a critic's: values) of the model that was loaded so."""
+    sequences = [torch.randint(0, 101, (size,), generator=torch.Generator().manual_seed(size)).tolist() for size in (2, 24)]
     for number, (family, options, sizes) in enumerate(MODELS + CRITICS):
         if layout[3] > 1 and family != "qwen3_moe":
             continue
         folder = make_tiny_model(tmp_path / str(number), family, **options)  # type: ignore[arg-type]
-        critic, checkpoint = "classification" in options, tmp_path / f"{number}m"
-        hf_to_megatron(folder, checkpoint, conversion_layout(*sizes), critic=critic)
-        for wrong in ranks(*layout).run(convert_jobs.load_checkpoint, folder=folder, checkpoint=checkpoint, critic=critic):
+        kind, checkpoint = options.get("classification"), tmp_path / f"{number}m"
+        hf_to_megatron(folder, checkpoint, conversion_layout(*sizes), critic=kind is not None)
+        expected = [hf_outputs(folder, kind, sequence) for sequence in sequences]
+        arguments = {"folder": folder, "checkpoint": checkpoint, "critic": kind is not None, "sequences": sequences}
+        for wrong, outputs in ranks(*layout).run(convert_jobs.load_checkpoint, **arguments):
             assert wrong == [], (family, options)
+            if layout[1] == 1:
+                for found, wanted in zip(outputs, expected, strict=True):
+                    assert wanted.abs().max() > 0.01
+                    assert (found[:, : wanted.shape[1]] - wanted).abs().max() <= 1e-5, (family, options)
 
 
 @pytest.mark.slow

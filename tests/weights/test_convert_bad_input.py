@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -73,6 +74,10 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def scribble(path: Path) -> None:
+    path.write_bytes(b"\xff" * path.stat().st_size)
+
+
 def test_tensors_too_many(folder: Path, tmp_path: Path) -> None:
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
@@ -101,8 +106,9 @@ def test_damaged_checkpoints(folder: Path, tmp_path: Path) -> None:
         (path / "config.json").write_text(json.dumps({**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
 
     cases: list[tuple[Callable[[Path], Any], list[str]]] = [
-        (lambda path: (path / "__1_0.distcp").unlink(), ["__1_0.distcp", "missing, truncated"]),
-        (lambda path: truncate(path / "__1_0.distcp"), ["__1_0.distcp"]),
+        (lambda path: (path / "__1_0.distcp").unlink(), ["__1_0.distcp: model.", "no such file"]),
+        (lambda path: truncate(path / "__1_0.distcp"), ["__1_0.distcp: lm_head.weight: truncated"]),
+        (lambda path: scribble(path / "__1_0.distcp"), ["__1_0.distcp: model.", "not a chunk"]),
         (lambda path: (path / ".metadata").write_bytes(b"nonsense"), [".metadata", "not a readable index"]),
         (lambda path: (path / ".metadata").unlink(), ["no .metadata"]),
         (resize, [".metadata", "decoder.layers.mlp.linear_fc1.weight", "config.json asks for"]),
@@ -143,11 +149,63 @@ def test_interrupted_conversions_leave_nothing(folder: Path, tmp_path: Path) -> 
     with pytest.raises(KeyboardInterrupt):
         hf_to_megatron(folder, tmp_path / "out", Layout(), watch=impatient)
     assert sorted(tmp_path.iterdir()) == before
-    # What a kill -9 leaves has another name, and is cleared away by the next conversion.
-    (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial" / "junk").write_text("half a tensor")
-    hf_to_megatron(folder, tmp_path / "out", Layout())
-    assert not (tmp_path / ".out.partial").exists() and not (tmp_path / "out" / "junk").exists()
+
+
+# Converts in both directions, in children that are killed when half of the bytes are written.
+KILLED = """
+import os, signal, sys
+from contextlib import contextmanager
+from pathlib import Path
+from megarl.parallel.layout import Layout
+from megarl.weights.convert import hf_to_megatron, megatron_to_hf
+scratch = Path(sys.argv[1])
+
+@contextmanager
+def deadly(what, size):
+    left = [size // 2]
+    def advance(done):
+        left[0] -= done
+        if left[0] <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    yield advance
+
+for convert in (
+    lambda: hf_to_megatron(scratch / "model", scratch / "forth", Layout(), watch=deadly),
+    lambda: megatron_to_hf(scratch / "megatron", scratch / "back", watch=deadly),
+):
+    if os.fork() == 0:
+        convert()
+        os._exit(0)
+    print(os.WTERMSIG(os.wait()[1]))
+"""
+
+
+def test_a_killed_conversion_leaves_nothing_under_the_name(folder: Path, tmp_path: Path) -> None:
+    hf_to_megatron(folder, tmp_path / "megatron", Layout())
+    run = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, timeout=200)
+    assert (run.stdout, run.returncode) == ("9\n9\n", 0), run.stderr[-2000:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".back.partial", ".forth.partial", "megatron", "model"]
+    assert all(any(path.stat().st_size for path in (tmp_path / name).iterdir()) for name in (".back.partial", ".forth.partial"))
+    (tmp_path / ".forth.partial" / "junk").write_text("of another layout")
+    hf_to_megatron(folder, tmp_path / "forth", Layout(), verify=True)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", verify=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "forth", "megatron", "model"]
+    assert not (tmp_path / "forth" / "junk").exists()
+    before, after = folder_tensors(folder), folder_tensors(tmp_path / "back")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_two_at_once_do_not_mix(folder: Path, tmp_path: Path) -> None:
+    """The second one is refused and the first one's work stays; flock tells two descriptors of one process apart as well."""
+
+    @contextmanager
+    def interrupted(_what: str, _size: int) -> Iterator[Callable[[int], None]]:
+        with pytest.raises(CheckpointError, match=r"\.out\.partial: another process is writing there"):
+            hf_to_megatron(folder, tmp_path / "out", Layout())
+        yield lambda _: None
+
+    hf_to_megatron(folder, tmp_path / "out", Layout(), watch=interrupted, verify=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
 @pytest.mark.parametrize("where", ["__0_0.distcp", "model.safetensors"])
@@ -172,10 +230,10 @@ def test_verify_finds_one_wrong_bit(where: str, folder: Path, tmp_path: Path) ->
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 160 KiB."""
+    """A file system of 400 KiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = shutil.which("mount") and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", disk], capture_output=True)
+    mounted = shutil.which("mount") and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", disk], capture_output=True)
     if not mounted or mounted.returncode:
         pytest.skip("mounting a tmpfs is not permitted here")
     yield disk
@@ -183,16 +241,31 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_is_full(folder: Path, tmp_path: Path, small_disk: Path) -> None:
+    """Found full before, in the middle of a tensor, at the index, at the tokenizer, at the checksums: at whatever comes when it is full."""
     hf_to_megatron(folder, tmp_path / "megatron", Layout())
-    size = sum(tensor.nbytes for tensor in folder_tensors(folder).values())
-    assert 140_000 < size < 160 << 10  # the tensors alone would fit: the disk is found full in the middle of the work
-    for convert in (
-        lambda out: hf_to_megatron(folder, out, conversion_layout(2, 2, 1)),
-        lambda out: megatron_to_hf(tmp_path / "megatron", out),
-    ):
-        refused(convert, small_disk, "cannot be written", "No space left on device")
-    (small_disk / "other").write_bytes(b"x" * 50_000)
-    refused(lambda out: hf_to_megatron(folder, out, Layout()), small_disk, "GB are to be written, but", "are free there")
+    seen = set()
+    for convert in (lambda out: hf_to_megatron(folder, out, Layout(), verify=True), lambda out: megatron_to_hf(tmp_path / "megatron", out)):
+        said = []
+        for filled in range(270_000, 0, -8192):
+            (small_disk / "other").write_bytes(b"x" * filled)
+            try:
+                convert(small_disk / "out")
+            except CheckpointError as error:
+                said.append(str(error))
+                assert [path.name for path in small_disk.iterdir()] == ["other"], "something was left behind"
+            else:
+                break
+        assert (small_disk / "out" / "SHA256SUMS").exists(), "it fits at last"
+        shutil.rmtree(small_disk / "out")
+        kinds = [
+            r"out: 0\.1\d MB are to be written, but 0\.1\d MB are free there",
+            r"/\.out\.partial/[\w.]+: (model|lm_head)\.[\w.]+: cannot be written \(No space left on device\)",
+            r"/\.out\.partial/[\w.]+: cannot be copied from .*/[\w.]+ \(No space left on device\)",
+            r"/(out|\.out\.partial/[\w.]+): cannot be written \(No space left on device\)",
+        ]
+        assert not [line for line in said if not any(re.search(kind, line) for kind in kinds)]
+        seen |= {number for number, kind in enumerate(kinds) if any(re.search(kind, line) for line in said)}
+    assert seen >= {0, 1, 2}
 
 
 def test_a_file_that_may_not_grow(folder: Path, tmp_path: Path) -> None:
@@ -201,8 +274,15 @@ def test_a_file_that_may_not_grow(folder: Path, tmp_path: Path) -> None:
     hf_to_megatron(folder, tmp_path / "megatron", Layout())
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
-        refused(lambda out: hf_to_megatron(folder, out, Layout()), tmp_path, "cannot be written", "File too large")
-        refused(lambda out: megatron_to_hf(tmp_path / "megatron", out), tmp_path, "cannot be written", "File too large")
+        refused(
+            lambda out: hf_to_megatron(folder, out, Layout()), tmp_path, ".distcp: model.", ".weight: cannot be written (File too large)"
+        )
+        refused(
+            lambda out: megatron_to_hf(tmp_path / "megatron", out),
+            tmp_path,
+            "model.safetensors: model.",
+            "cannot be written (File too large)",
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

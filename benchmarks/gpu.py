@@ -1,0 +1,250 @@
+"""One GPU: its measured matrix-product and copy rates, and beside them what megarl makes of them. Each part has a process of its own.
+
+python benchmarks/gpu.py                     # all parts, about 8 minutes
+python benchmarks/gpu.py --only rates train  # some
+python benchmarks/gpu.py --tiny              # a tiny model on any device, to see that the parts run (no figure means anything)
+
+rates     bf16 matrix products (TFLOP/s), copies within the device, to and from pinned host memory (GB/s)
+train     forward, backward and optimizer of a stack of 7B-shaped layers: portable, Transformer Engine in bf16, in FP8
+memory    peak of each phase beside the tenants that are there, and the GB/s of their moves
+transfer  the actor's weights into SGLang's layout on the same device
+rollout   SGLang inside megarl and alone, and what residency and transfers add to a step
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import Verdicts, in_fresh_process, machine
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+PARTS = ("rates", "train", "memory", "transfer", "rollout")
+STACK = {"num_hidden_layers": 8, "vocab_size": 32000}
+SGLANG_OPTIONS = {"attention_backend": "triton", "disable_cuda_graph": True}
+
+
+def sync() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds(work: Callable[[], object], repeats: int = 5) -> float:
+    """Median of several times, after two to warm up."""
+    times = []
+    for repeat in range(repeats + 2):
+        sync()
+        begin = time.perf_counter()
+        work()
+        sync()
+        if repeat >= 2:
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def rates(tiny: bool) -> dict[str, float]:
+    """What the device does at best, on random data: zeros would take less power."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    n, size = (256, 2**20) if tiny else (8192, 2**32)
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device) for _ in range(2))
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
+    return {
+        "matmul_tflops": 2 * n**3 * 10 / seconds(lambda: [a @ b for _ in range(10)]) / 1e12,
+        "copy_gb": size / seconds(lambda: target.copy_(source)) / 1e9,
+        "to_host_gb": size / seconds(lambda: host.copy_(source, non_blocking=True)) / 1e9,
+        "from_host_gb": size / seconds(lambda: target.copy_(host, non_blocking=True)) / 1e9,
+    }
+
+
+def make_scene(folder: str, tiny: bool, **overrides: Any) -> Any:
+    from megarl.config.schema import ParallelConfig
+    from megarl.parallel import runtime as parallel
+    from tests.gpu.scene import Scene, sizes_of
+
+    sizes = sizes_of("tiny") if tiny else sizes_of("Qwen2.5-7B", **STACK)
+    runtime = parallel.start(ParallelConfig(), seed=0)
+    if tiny:
+        overrides["model"] = {**overrides.get("model", {}), "dtype": "fp32"}
+    return Scene(runtime, Path(folder), sizes, **overrides)
+
+
+def flops(sizes: dict[str, Any], lengths: list[int], responses: int) -> float:
+    """Of a step's forward and backward passes: 6 per token and matrix parameter, the head's at response tokens, and those of causal
+    attention. What is computed again (recompute) does not count."""
+    from megarl.weights.families import Sizes
+
+    s = Sizes.of(sizes)
+    matrices = s.layers * s.hidden * (2 * s.q + 2 * s.kv + 3 * s.ffn)
+    return 6 * (matrices * sum(lengths) + s.hidden * s.vocab * responses) + 6 * s.layers * s.q * sum(n * n for n in lengths)
+
+
+def train(tiny: bool, layers: str, recipe: str) -> dict[str, float]:
+    """TFLOP/s of a step."""
+    responses, tokens = (4, 60) if tiny else (8, 4092)
+    fp8 = {"format": "none"} if recipe == "none" else {"format": "hybrid", "recipe": recipe}
+    model = {"layers": layers, "fp8": fp8, "recompute": "selective"}
+    with tempfile.TemporaryDirectory() as folder:
+        scene = make_scene(folder, tiny, model=model, update={"tokens_per_micro_batch": 8192})
+        local = scene.local(responses, tokens)
+        scene.update(local)
+        took = seconds(lambda: scene.update(local))
+    work = flops(scene.sizes, local.experience.lengths.tolist(), int(local.experience.response_mask.sum()))
+    return {"tflops": work / took / 1e12, "tokens_per_second": responses * (tokens + 4) / took}
+
+
+def memory(tiny: bool) -> dict[str, Any]:
+    """Bytes: the peak of each phase and the tenants that are there; GB/s of a full move to the host and back."""
+    from tests.gpu.scene import UPDATE, WEIGHTS
+
+    responses, tokens = (4, 60) if tiny else (8, 4092)
+    with tempfile.TemporaryDirectory() as folder:
+        scene = make_scene(folder, tiny, model={"recompute": "selective"}, update={"tokens_per_micro_batch": 8192})
+        local, peaks, tenants = scene.local(responses, tokens), dict[str, float](), dict[str, float]()
+        scene.update(local)
+        for phase, needs, work in (("old_logprobs", WEIGHTS, scene.logprobs), ("actor_update", UPDATE, scene.update)):
+            scene.residency.enter(phase, needs)
+            tenants[phase] = float(scene.residency.nbytes)
+            with scene.residency.measured(phase, peaks):
+                work(local)
+
+        def there_and_back() -> None:
+            scene.residency.enter("nothing", ())
+            scene.residency.enter("actor_update", UPDATE)
+
+        took = seconds(there_and_back)
+        scene.residency.enter("nothing", ("actor.gradients",))  # which come back as zeros and are not copied
+        copied = tenants["actor_update"] - scene.residency.nbytes
+    return {"peaks": peaks, "tenants": tenants, "host": float(scene.host.nbytes), "move_gb": 2 * copied / took / 1e9}
+
+
+def transfer(tiny: bool) -> dict[str, float]:
+    """GB/s of the plan's copies into SGLang's layout, bucket after bucket, without SGLang."""
+    from megarl.rollout.sglang import Place, SGLangEngine
+    from megarl.weights.engine_plan import engine_plan
+    from megarl.weights.families import table_names
+    from megarl.weights.transfer import Transfer
+    from tests.gpu.scene import EOS, WEIGHTS
+
+    with tempfile.TemporaryDirectory() as folder:
+        scene = make_scene(folder, tiny, rollout={"engine": "sglang"})
+        scene.residency.enter("weight_transfer", WEIGHTS)
+        device = scene.runtime.device
+        plan = engine_plan(scene.config, scene.sizes, scene.runtime.layout, cpu=device.type == "cpu")
+        engine = SGLangEngine(scene.config, scene.sizes, Place(0, 1, device), (EOS,))
+        sources = table_names(dict(scene.actor.model.named_parameters()))
+        dtype = next(iter(sources.values())).dtype
+        parts = [Transfer(part, 0, sources, targets, 2**28, dtype=dtype) for part, targets in engine.buckets(plan)]
+        size = sum(part.target_bytes for part in parts)
+        return {"gb": size / seconds(lambda: [part.run() for part in parts]) / 1e9, "bytes": float(size)}
+
+
+def rollout(tiny: bool) -> dict[str, float]:
+    """Tokens per second of a batch through megarl's engine and straight through SGLang's own generate, and the seconds of moves and
+    transfer that a colocated step adds."""
+    from tests.gpu.scene import ENGINE, TRANSFER, UPDATE
+
+    count, tokens = (4, 16) if tiny else (256, 512)
+    options = SGLANG_OPTIONS if torch.cuda.is_available() else {}
+    settings = {"engine": "sglang", "max_batch": count, "max_response_tokens": tokens, "engine_options": options, "engine_memory": 0.5}
+    prompts = [[3 + i, 9, 4, 5] for i in range(count)]
+    with tempfile.TemporaryDirectory() as folder:
+        scene = make_scene(folder, tiny, rollout=settings)
+        scene.engine.process.module = "benchmarks.sglang_straight"
+        try:
+            scene.transfer(0)
+            local, answer = scene.local(8, 64 if tiny else 4092), Path(folder) / "straight.json"
+            inside = straight = 0.0
+            for _ in range(3):  # the first warms both up
+                begin = time.perf_counter()
+                completions = scene.generate(prompts, tokens)
+                inside = sum(len(c.tokens) for c in completions) / (time.perf_counter() - begin)
+                scene.engine.process.call("straight", str(answer), prompts, tokens)
+                told = json.loads(answer.read_text())
+                straight = told["tokens"] / told["seconds"]
+            moves, steps = [], []
+            for version in range(1, 4):
+                began = time.perf_counter()
+                scene.residency.enter("actor_update", UPDATE)
+                sync()
+                moved = time.perf_counter() - began
+                scene.update(local)
+                sync()
+                begin = time.perf_counter()
+                scene.residency.enter("weight_transfer", TRANSFER)
+                scene.transfer(version)
+                scene.residency.enter("rollout", ENGINE)
+                sync()
+                moves.append(moved + time.perf_counter() - begin)
+                scene.generate(prompts, tokens)
+                steps.append(time.perf_counter() - began)
+        finally:
+            scene.engine.stop()
+    overhead = statistics.median(moves)
+    return {"inside": inside, "straight": straight, "overhead_seconds": overhead, "overhead": overhead / statistics.median(steps)}
+
+
+def report(only: list[str], tiny: bool) -> int:
+    verdicts, me = Verdicts(), str(Path(__file__))
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+    print(f"gpu: {device}; {machine()}")
+
+    def part(name: str, *arguments: str) -> dict[str, Any]:
+        result = in_fresh_process(me, f"--one={name}", *arguments, *(["--tiny"] if tiny else []))
+        print(f"{' '.join((name, *arguments))}: {json.dumps(result)}", flush=True)
+        return result
+
+    best = part("rates")
+    if "train" in only:
+        kinds = [("portable", "none")]
+        if torch.cuda.is_available() and find_spec("transformer_engine"):
+            kinds += [("te", "none"), ("te", "tensorwise"), ("te", "delayed")]
+        for layers, recipe in kinds:
+            share = part("train", f"--layers={layers}", f"--recipe={recipe}")["tflops"] / best["matmul_tflops"]
+            verdicts.at_least(f"training, {layers}, FP8 {recipe}: TFLOP/s / those of a bf16 matrix product", share, 0.4)
+    if "memory" in only:
+        verdicts.at_least("moves to the host and back / copies from pinned memory", part("memory")["move_gb"] / best["from_host_gb"], 0.5)
+    if "transfer" in only:
+        verdicts.at_least("transfer GB/s / copies within the device", part("transfer")["gb"] / best["copy_gb"], 0.5)
+    if "rollout" in only and find_spec("sglang"):
+        found = part("rollout")
+        verdicts.at_least("rollout tokens/s inside megarl / SGLang alone", found["inside"] / found["straight"], 0.9)
+        verdicts.at_most("moves and transfer / a step", found["overhead"], 0.05)
+    for package in ("transformer_engine", "sglang"):
+        if not find_spec(package):
+            print(f"{package} is not installed: its parts were left out")
+    return verdicts.exit_code
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--one", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--layers", default="portable", help=argparse.SUPPRESS)
+    parser.add_argument("--recipe", default="none", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not args.one:
+        if not (args.tiny or torch.cuda.is_available()):
+            print("gpu: needs a CUDA device (docs/gpu.md); --tiny runs anywhere", file=sys.stderr)
+            return 2
+        return report(args.only or list(PARTS), args.tiny)
+    extra = (args.layers, args.recipe) if args.one == "train" else ()
+    parts: dict[str, Callable[..., dict[str, Any]]] = dict(zip(PARTS, (rates, train, memory, transfer, rollout), strict=True))
+    print(json.dumps(parts[args.one](args.tiny, *extra)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

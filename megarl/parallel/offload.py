@@ -1,0 +1,151 @@
+"""Tensors off the device and back. Their storages are emptied and filled in place, so that every view of them, and whoever holds one,
+stays as it is; what they held goes through pinned host memory that all tenants share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+# A power of two, to which torch rounds up whatever pinned memory it is asked for.
+CHUNK = 64 * 2**20
+Contents = Literal["kept", "constant", "zero"]
+
+
+class HostPool:
+    """Host memory in chunks, pinned where the device is a GPU: allocated when there are too few, then handed out again and again."""
+
+    def __init__(self, device: torch.device, chunk: int = CHUNK) -> None:
+        self.chunk, self._pinned = chunk, device.type == "cuda"
+        self._free: list[Tensor] = []
+        self.nbytes = 0  # of all chunks, in use or not
+
+    def take(self, count: int) -> list[Tensor]:
+        """So many chunks, uint8 each, with undefined contents."""
+        while len(self._free) < count:
+            self._free.append(torch.empty(self.chunk, dtype=torch.uint8, pin_memory=self._pinned))
+            self.nbytes += self.chunk
+        return [self._free.pop() for _ in range(count)]
+
+    def give(self, chunks: Iterable[Tensor]) -> None:
+        """Takes chunks back."""
+        self._free += chunks
+
+
+class _Piece(NamedTuple):
+    """Bytes of a storage and where they are on the host."""
+
+    storage: UntypedStorage
+    start: int
+    stop: int
+    host: Tensor
+
+
+class Movable:
+    """The memory behind some tensors of `device`, which leaves it and comes back.
+
+    tensors   lists them, anew each time: an optimizer's states exist only after its first step. Those elsewhere are left alone
+    contents  kept: come back as they left; constant: the same, and nobody writes them, so that one copy does; zero: come back as zeros
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device, pool: HostPool, contents: Contents = "kept") -> None:
+        self._tensors, self._device, self._pool, self._contents = tensors, device, pool, contents
+        self._away: list[tuple[UntypedStorage, int]] | None = None
+        self._chunks: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes, or would take, on the device."""
+        away = self._away
+        return sum(storage.nbytes() for storage in self._storages()) if away is None else sum(size for _, size in away)
+
+    def leave(self) -> None:
+        """Frees the device memory. The copies are on the current stream, on which what wrote the tensors must be."""
+        away = [(storage, storage.nbytes()) for storage in self._storages()]
+        if self._contents != "zero" and not self._chunks:
+            self._chunks = self._pool.take(-(-sum(size for _, size in away) // self._pool.chunk))
+            for piece in self._pieces(away):
+                piece.host.copy_(_bytes(piece.storage)[piece.start : piece.stop], non_blocking=True)
+        for storage, _ in away:
+            storage.resize_(0)
+        self._away = away
+
+    def enter(self) -> None:
+        """Allocates it again and fills it. torch.OutOfMemoryError leaves it off the device, as it was."""
+        assert self._away is not None, "it is on the device"
+        away = self._away
+        try:
+            for storage, size in away:
+                storage.resize_(size)
+        except torch.OutOfMemoryError:
+            for storage, _ in away:
+                storage.resize_(0)
+            raise
+        if self._contents == "zero":
+            for storage, _ in away:
+                _bytes(storage).zero_()
+        for piece in self._pieces(away):
+            _bytes(piece.storage)[piece.start : piece.stop].copy_(piece.host, non_blocking=True)
+        if self._contents == "kept":
+            self._pool.give(self._chunks)
+            self._chunks = []
+        self._away = None
+
+    def _storages(self) -> Iterator[UntypedStorage]:
+        """Each once, however many of the tensors are views of it."""
+        seen: set[int] = set()
+        for tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            if tensor.device.type == self._device.type and storage.nbytes() and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                yield storage
+
+    def _pieces(self, away: list[tuple[UntypedStorage, int]]) -> Iterator[_Piece]:
+        """The storages one after the other over the chunks; none without chunks."""
+        chunk, at = self._pool.chunk, 0
+        for storage, size in away if self._chunks else ():
+            start = 0
+            while start < size:
+                number, first = divmod(at, chunk)
+                length = min(size - start, chunk - first)
+                yield _Piece(storage, start, start + length, self._chunks[number][first : first + length])
+                start, at = start + length, at + length
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    """A storage as a tensor, uint8 [nbytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Gives what torch holds and does not use back to the device, for the engine's processes; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of the device that no process uses; 0 on a CPU, which is not asked."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def begin_peak(device: torch.device) -> None:
+    """From here on `peak` looks."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak(device: torch.device) -> dict[str, float]:
+    """Since `begin_peak`, in bytes: the most that this process's tensors took ("") and that torch held for them ("reserved"), and what all
+    processes together take of the device now ("device"). Empty on a CPU."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "": float(torch.cuda.max_memory_allocated(device)),
+        "reserved": float(torch.cuda.max_memory_reserved(device)),
+        "device": float(total - free),
+    }

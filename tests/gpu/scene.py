@@ -1,0 +1,175 @@
+"""One rank with a random model of given sizes: actor, optimizer, engine, residency. For the GPU suite and benchmarks/gpu.py; it runs on a
+CPU too, with tiny sizes, where CI tests it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megarl.config.schema import Config
+from megarl.data.experience import Experience
+from megarl.model.builder import build_actor, read_hf_config
+from megarl.parallel.offload import HostPool
+from megarl.parallel.runtime import Runtime
+from megarl.rollout.delivery import Delivery
+from megarl.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from megarl.schedule.residency import EngineTenant, Residency
+from megarl.schedule.run import make_delivery, make_engine
+from megarl.training.batches import LocalBatch, distribute
+from megarl.training.columns import logprob_columns
+from megarl.training.learner import Learner, UpdateResult
+from megarl.training.losses import supervised_loss
+from megarl.training.tenants import tenants_of
+from megarl.weights.families import table_names
+from megarl.weights.known_models import KNOWN_MODELS
+
+EOS = 1
+WEIGHTS, UPDATE = ("actor.weights",), ("actor.weights", "actor.gradients", "actor.optimizer")
+ENGINE, TRANSFER = ("engine.weights", "engine.kv_cache"), ("actor.weights", "engine.weights")
+TINY = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 307,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+
+
+def sizes_of(name: str, **changes: Any) -> dict[str, Any]:
+    """A config.json: of a published model, or `tiny`."""
+    known = TINY if name == "tiny" else {**TINY, **KNOWN_MODELS[name], "max_position_embeddings": 32768, "rope_theta": 1e6}
+    return {**known, **changes}
+
+
+def fill(model: torch.nn.Module) -> None:
+    """Random weights that depend on a parameter's name alone, so that both kinds of layers get the same; norms are ones."""
+    with torch.no_grad():
+        for name, parameter in table_names(dict(model.named_parameters())).items():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+                drawn = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+                parameter.copy_(0.02 * drawn)
+
+
+class Scene:
+    """sizes: a config.json; overrides: sections of the configuration."""
+
+    def __init__(self, runtime: Runtime, folder: Path, sizes: Mapping[str, Any], **overrides: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(sizes))
+        model = {"path": folder, "dtype": "bf16", **overrides.pop("model", {})}
+        settings = {
+            "data": {"max_prompt_tokens": 64},
+            "update": {"mini_batch": 8, "tokens_per_micro_batch": 8192},
+            "actor": {"lr": 1e-3},
+            "rollout": {"max_response_tokens": 128, "max_batch": 64, "engine_memory": 0.3},
+        }
+        for key, value in overrides.items():
+            settings[key] = {**settings.get(key, {}), **value}
+        self.runtime, self.sizes = runtime, dict(sizes)
+        self.config = Config(recipe="dapo", run_dir=folder, steps=10, model=model, **settings)
+        self.host, self.residency = HostPool(runtime.device), Residency(runtime.device, keep=())
+        built = build_actor(self.config, read_hf_config(folder), runtime)
+        fill(built)
+        self.actor = Learner("actor", built, self.config.actor, self.config.steps, runtime)
+        self.residency.add(tenants_of(self.actor, self.host))
+
+    def local(self, responses: int, tokens: int) -> LocalBatch:
+        """Prompts of 4 tokens, random responses of `tokens` each, all of them right, in one mini-batch."""
+        generator = torch.Generator().manual_seed(3)
+        drawn = torch.randint(2, self.sizes["vocab_size"], (responses, tokens + 4), generator=generator).tolist()
+        batch = Experience.build([row[:4] for row in drawn], [row[4:] for row in drawn])
+        batch["correct"] = torch.ones(responses, dtype=torch.bool)
+        batch["truncated"] = torch.zeros(responses, dtype=torch.bool)
+        return distribute(batch, self.config, responses, 3, [self.actor.model], self.runtime)
+
+    def logprobs(self, local: LocalBatch) -> torch.Tensor:
+        """Of the response tokens, in order."""
+        self.residency.enter("old_logprobs", WEIGHTS)
+        columns = logprob_columns(self.actor, local.experience, local.micro_batches, self.runtime)
+        return columns["logprobs"][local.experience.response_mask]
+
+    def gradients(self, local: LocalBatch) -> dict[str, torch.Tensor]:
+        """Of the responses' likelihood, on the host, by the table's names."""
+        self.residency.enter("actor_update", UPDATE)
+        self.actor.compute_gradients(local.mini_batches[0], supervised_loss(local.experience))
+        named = table_names(dict(self.actor.model.named_parameters()))
+        return {name: parameter.main_grad.float().cpu() for name, parameter in named.items()}
+
+    def update(self, local: LocalBatch) -> UpdateResult:
+        """One optimizer step."""
+        self.residency.enter("actor_update", UPDATE)
+        self.actor.begin_step()
+        return self.actor.update(local.mini_batches[0], supervised_loss(local.experience))
+
+    @cached_property
+    def engine(self) -> RolloutEngine:
+        """The configured engine, not started."""
+        return make_engine(self.config, SimpleNamespace(eos_token_id=EOS), self.runtime)
+
+    @cached_property
+    def delivery(self) -> Delivery:
+        """Of the actor's weights; starts the engine, with everything else off the device."""
+        self.residency.enter("start", ())
+        self.engine.start()
+        made = make_delivery(self.config, self.runtime, self.sizes, self.actor.model, self.engine)
+        tags = {"weights": made.nbytes, "kv_cache": 0}
+        self.residency.add({f"engine.{tag}": EngineTenant(made, tag, self.runtime.device, size) for tag, size in tags.items()})
+        return made
+
+    def transfer(self, version: int) -> float:
+        """The actor's weights into the engine; gives GB/s of what arrived, most of it copied within the device."""
+        delivery = self.delivery
+        self.residency.enter("weight_transfer", TRANSFER)
+        stats = delivery.run(version)
+        return (stats.bytes_local + stats.bytes_received) / stats.seconds / 1e9
+
+    def generate(self, prompts: list[list[int]], tokens: int, temperature: float = 1.0) -> list[Completion]:
+        """Of the engine, whose weights were delivered."""
+        self.residency.enter("rollout", ENGINE)
+        requests = [Request(tuple(prompt), seed) for seed, prompt in enumerate(prompts)]
+        return self.engine.generate(requests, SamplingParams(tokens, temperature))
+
+    def trainers_logprobs(self, prompts: list[list[int]], completions: list[Completion]) -> torch.Tensor:
+        """What the actor gives to the tokens that the engine drew."""
+        experience = Experience.build(prompts, [completion.tokens for completion in completions])
+        experience["correct"] = torch.ones(len(prompts), dtype=torch.bool)
+        experience["truncated"] = torch.zeros(len(prompts), dtype=torch.bool)
+        local = distribute(experience, self.config, len(prompts), 3, [self.actor.model], self.runtime)
+        return self.logprobs(local)
+
+
+def colocated(scene: Scene) -> dict[str, Any]:
+    """Start, transfer, generate, sleep, train, transfer, wake, generate: what the engine and the trainer say of the same tokens, before
+    and after, and what is on the device in between."""
+    prompts = [[3 + i, 9, 4, 5] for i in range(8)]
+    local = scene.local(8, 32)
+    found: dict[str, Any] = {"present": [], "differences": [], "answers": []}
+    for version in range(2):
+        scene.transfer(version)
+        completions = scene.generate(prompts, 16, temperature=1.0)
+        found["present"].append(set(scene.residency.present))
+        found["answers"].append([completion.tokens for completion in completions])
+        drawn = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
+        found["differences"].append((scene.trainers_logprobs(prompts, completions) - drawn).abs())
+        scene.update(local)
+        found["present"].append(set(scene.residency.present))
+    found["host"] = scene.host.nbytes
+    return found

@@ -1,0 +1,108 @@
+"""Tensors leave the device and come back: as they were, in place, through host memory that is used again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.parallel.offload import HostPool, Movable
+from tests.parallel import jobs
+from tests.ranks import RankPool
+from tests.tiny_models import make_tiny_model
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.clone().flatten().view(torch.uint8).numpy().tobytes()  # numpy() would pin the storage to its size
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 70), st.sampled_from(DTYPES)), min_size=1, max_size=8),
+    chunk=st.sampled_from((1, 16, 64, 256)),
+    rounds=st.integers(1, 3),
+)
+def test_comes_back_as_it_left(sizes: list[tuple[int, torch.dtype]], chunk: int, rounds: int) -> None:
+    """Views share their storage and stay views of it; the second tenant gets the first one's host memory while that is back."""
+    pool = HostPool(CPU, chunk)
+    whole = [torch.randint(0, 256, (n * dtype.itemsize,), dtype=torch.uint8).view(dtype) for n, dtype in sizes]
+    views = [tensor[1:] for tensor in whole if len(tensor) > 1]
+    movable = Movable(lambda: [*views, *whole], CPU, pool)
+    before, size = [bits(tensor) for tensor in whole], sum(tensor.nbytes for tensor in whole)
+    for _ in range(rounds):
+        assert movable.nbytes == size
+        movable.leave()
+        assert movable.nbytes == size
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in whole)
+        movable.enter()
+        assert [bits(tensor) for tensor in whole] == before
+        assert all(view.data_ptr() == base[1:].data_ptr() for view, base in zip(views, (t for t in whole if len(t) > 1), strict=True))
+    assert pool.nbytes == -(-size // chunk) * chunk
+
+
+def test_zeros_and_constants() -> None:
+    pool = HostPool(CPU, 32)
+    gradients, weights = torch.full((9,), torch.nan), torch.arange(20.0)
+    zero, constant = Movable(lambda: [gradients], CPU, pool, "zero"), Movable(lambda: [weights], CPU, pool, "constant")
+    zero.leave()
+    assert pool.nbytes == 0
+    zero.enter()
+    assert torch.equal(gradients, torch.zeros(9))
+    for _ in range(2):
+        constant.leave()
+        constant.enter()
+        assert torch.equal(weights, torch.arange(20.0))
+        assert pool.nbytes == 96
+
+
+def test_what_is_elsewhere_stays() -> None:
+    here, there = torch.ones(4), torch.ones(4, device="meta")
+    movable = Movable(lambda: [here, there], CPU, HostPool(CPU, 16))
+    assert movable.nbytes == here.nbytes
+    movable.leave()
+    movable.enter()
+    assert torch.equal(here, torch.ones(4))
+
+
+def test_no_room_leaves_everything_off_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.arange(4.0), torch.arange(8.0)]
+    movable = Movable(lambda: tensors, CPU, HostPool(CPU, 16))
+    movable.leave()
+    resize = torch.UntypedStorage.resize_
+
+    def full(storage: torch.UntypedStorage, size: int) -> None:
+        if size == tensors[1].numel() * 4:
+            raise torch.OutOfMemoryError("no room")
+        resize(storage, size)
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(torch.UntypedStorage, "resize_", full)
+        movable.enter()
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+    movable.enter()
+    assert torch.equal(tensors[1], torch.arange(8.0))
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [((2, 1, 1), "bf16"), ((1, 1, 2), "bf16"), ((1, 2, 1), "fp32")])
+def test_a_learner_that_was_away_learns_the_same_bits(layout: tuple, dtype: str, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+    """Weights, gradients and optimizer leave between updates; in bf16 the optimizer has FP32 copies of its own, in FP32 views."""
+    folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, tied=True)
+    for which in ("actor", "critic"):
+        stayed, moved = (
+            ranks(*layout).run(jobs.updates_with_moves, folder=folder, which=which, dtype=dtype, moves=moves) for moves in (False, True)
+        )
+        for here, there in zip(stayed, moved, strict=True):
+            assert here["norms"] == there["norms"]
+            assert all(norm > 0 for norm in here["norms"])
+            assert here["tensors"].keys() == there["tensors"].keys()
+            for name, tensor in here["tensors"].items():
+                assert bits(tensor) == bits(there["tensors"][name]), name
+            assert there["away"] == 0
+            assert min(there["bytes"].values()) > 0
+            assert there["sizes"] == here["sizes"]
