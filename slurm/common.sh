@@ -11,7 +11,8 @@
 #   MEGARL_MOUNTS        SOURCE:TARGET,... into the container (default: $MEGARL_HOME:$MEGARL_HOME)
 #   MEGARL_LOGS          default: $MEGARL_HOME/slurm_logs/JOBID
 #   MEGARL_LIMIT         seconds for each wait of the preflight (60)
-#   MEGARL_HOST_MEMORY, MEGARL_DISK, MEGARL_BANDWIDTH   what a node must have at least: GiB, GiB, GB/s (0)
+#   MEGARL_HOST_MEMORY, MEGARL_DISK, MEGARL_BANDWIDTH   what a node must have at least: GiB, GiB, GB/s (on
+#                        GPUs what `megarl plan` says of memory and disk)
 #   MEGARL_GRACE         seconds that the ranks have to save and leave after a signal (240; less than --signal gives)
 #   MEGARL_RETRIES       failures in a row without a new checkpoint after which the job gives up (2)
 

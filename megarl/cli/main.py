@@ -117,8 +117,8 @@ def _parser() -> argparse.ArgumentParser:
         ("--host", str, "127.0.0.1", "NAME", "name or address of the first node"),
         ("--port", int, 29400, "N", "free port there"),
         ("--limit", float, 60.0, "SECONDS", "longest wait for any node"),
-        ("--host-memory", float, 0.0, "GiB", "memory that must be free on a node"),
-        ("--disk", float, 0.0, "GiB", "room that run_dir must have"),
+        ("--host-memory", float, 0.0, "GiB", "memory that must be free on a node; 0: on GPUs what `megarl plan` says"),
+        ("--disk", float, 0.0, "GiB", "room that run_dir must have; 0: on GPUs what `megarl plan` says"),
         ("--bandwidth", float, 0.0, "GB/s", "least speed into a node from another one"),
     ):
         nodes.add_argument(option, type=kind, default=default, metavar=metavar, help=f"{text} (default: %(default)s)")

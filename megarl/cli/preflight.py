@@ -8,8 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.config import load_config
+from megarl.config import Config, load_config
 from megarl.parallel.nodes import GIB, Needs, Place, check_nodes
+from megarl.plan.checks import plan_of
+from megarl.weights.known_models import planning_config
 
 
 def preflight(path: Path, overrides: Sequence[str], place: Place, ranks: int, host_gib: float, disk_gib: float, bandwidth: float) -> int:
@@ -21,11 +23,12 @@ def preflight(path: Path, overrides: Sequence[str], place: Place, ranks: int, ho
     if place.node == 0:
         check_run(config, str(path), world=place.nodes * ranks)
     cuda = choose_device(config.parallel.device).type == "cuda"
+    planned = planned_needs(config, place.nodes * ranks) if cuda else (0.0, 0.0)  # the plan's processes are those of GPU jobs
     needs = Needs(
         folder=config.run_dir,
         devices=ranks if cuda else 0,
-        host_bytes=host_gib * GIB,
-        disk_bytes=disk_gib * GIB,
+        host_bytes=host_gib * GIB or planned[0],
+        disk_bytes=disk_gib * GIB or planned[1],
         bandwidth=bandwidth,
     )
     verdict = check_nodes(place, needs, _versions(cuda))
@@ -35,6 +38,16 @@ def preflight(path: Path, overrides: Sequence[str], place: Place, ranks: int, ho
     if place.node == 0 and not verdict.problems:
         print("\n".join(f"preflight: {line}" for line in (*verdict.notes, "all nodes are fit")), flush=True)
     return 2 if verdict.problems else 0
+
+
+def planned_needs(config: Config, world: int) -> tuple[float, float]:
+    """Bytes of a node's memory and of the disk that a run of so many ranks needs: as `megarl plan` says, and one checkpoint more than are
+    kept, as the oldest goes when the newest is whole."""
+    parallel = config.parallel
+    parallel = parallel.model_copy(update={"dp": world // (parallel.tp * parallel.pp)})
+    made = plan_of(config.model_copy(update={"parallel": parallel}), planning_config(config.model.path)[1])
+    checkpoints = config.checkpoint.keep + 1 if config.checkpoint.every else 0
+    return sum(made.host().values()), made.checkpoint() * checkpoints
 
 
 def _versions(cuda: bool) -> dict[str, str]:

@@ -93,3 +93,14 @@ def test_a_first_node_that_is_out_of_reach() -> None:
         probe.bind(("127.0.0.1", 0))  # taken, and nobody listens
         verdict = check_nodes(Place(1, 2, "127.0.0.1", probe.getsockname()[1], 2.0, name="node2"), Needs(Path("x")), SAME)
     assert len(verdict.problems) == 1 and verdict.problems[0].startswith("node2: cannot reach 127.0.0.1:")
+
+
+def test_what_a_large_run_needs_of_its_nodes() -> None:
+    """As the plan says: hundreds of GiB of memory, and room for the checkpoints that are kept and the one that is being written."""
+    from megarl.cli.preflight import planned_needs
+    from megarl.config import load_config
+
+    config = load_config(Path(__file__).parents[2] / "configs" / "vapo_32b.yaml")
+    host, disk = planned_needs(config, 128)
+    assert 200e9 < host < 600e9
+    assert disk == pytest.approx(3 * 2 * 14 * 32.4e9, rel=0.02)
