@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -71,6 +71,25 @@ class Run:
                 return default
             node = node[key]
         return node
+
+
+def families(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs whose configurations differ in nothing but seed and folder, together; in the order of their first ones."""
+    found: dict[str, list[Run]] = {}
+    for number, run in enumerate(runs):
+        rest = {key: value for key, value in run.config.items() if key not in ("seed", "run_dir")}
+        key = json.dumps(rest, sort_keys=True, default=str) if rest else str(number)  # what has no configuration is like nothing else
+        found.setdefault(key, []).append(run)
+    return list(found.values())
+
+
+def mean_course(courses: Sequence[Points]) -> tuple[Points, dict[int, tuple[float, float]]]:
+    """(mean, (least, most)) at the steps that all courses have; of a single one itself and nothing."""
+    if len(courses) == 1:
+        return courses[0], {}
+    steps = sorted(set(courses[0]).intersection(*courses[1:]))
+    values = {step: [course[step] for course in courses] for step in steps}
+    return {step: sum(v) / len(v) for step, v in values.items()}, {step: (min(v), max(v)) for step, v in values.items()}
 
 
 def layout_text(parallel: Mapping[str, Any]) -> str:
