@@ -52,6 +52,8 @@ def _kinds(annotation: Any) -> list[str]:
         return [str(choice) for choice in get_args(annotation)]
     if get_origin(annotation) is tuple:
         first, last = get_args(annotation)
+        if get_origin(first) is Literal:
+            return [f"list of some of {', '.join(_kinds(first))}"]
         return [f"list of {_WORDS[first]}s" if last is ... else f"list of {len(get_args(annotation))} {_WORDS[first]}s"]
     if get_origin(annotation) is dict:
         return ["section of your own keys"]

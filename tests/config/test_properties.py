@@ -64,7 +64,7 @@ def values(field: FieldInfo) -> st.SearchStrategy[Any]:
             return st.sampled_from(get_args(annotation))
         if get_origin(annotation) is tuple:
             kind, last = get_args(annotation)
-            return st.lists(one(kind, bounds), min_size=0 if last is ... else 2, max_size=3 if last is ... else 2)
+            return st.lists(of(kind), min_size=0 if last is ... else 2, max_size=3 if last is ... else 2)
         if get_origin(annotation) is dict:
             return st.dictionaries(TEXTS.filter(bool), of(get_args(annotation)[1]), max_size=3)
         if get_args(annotation):

@@ -135,6 +135,7 @@ def test_contradictions(residency: dict, complaint: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)  # four runs, each with a limit of its own
 def test_a_run_whose_tenants_leave_ends_in_the_same_bits(tmp_path: Path) -> None:
     """All recipes' tenants: actor, critic, reference, engine; value pretraining, whose engine must get its weights again; checkpoints."""
     warm = make_warm_model(tmp_path, 40)
