@@ -28,13 +28,13 @@ def job() -> Any:
     """Two nodes: `job(needs of each, versions of each, clock of the second)` gives both verdicts."""
     pool = ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn"))
 
-    def run(needs: list[Needs], versions: list[dict[str, str]], clock: float = 0.0, nodes: int = 2, limit: float = 30.0) -> list[Verdict]:
+    def run(needs: list[Needs], versions: list[dict[str, str]], clock: float = 0.0, nodes: int = 2, limit: float = 120.0) -> list[Verdict]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         places = [Place(i, nodes, "127.0.0.1", port, limit, name=f"node{i + 1}") for i in range(2)]
         calls = [pool.submit(node, *each, clock * i) for i, each in enumerate(zip(places, needs, versions, strict=True))]
-        return [call.result(timeout=120) for call in calls]
+        return [call.result(timeout=500) for call in calls]
 
     yield run
     pool.shutdown()
@@ -83,9 +83,9 @@ def test_too_slow_a_network_is_named(job: Run, tmp_path: Path) -> None:
 
 def test_a_silent_node_is_named_within_the_limit(job: Run, tmp_path: Path) -> None:
     started = time.monotonic()
-    verdicts = job([Needs(tmp_path / "run")] * 2, [SAME] * 2, nodes=3, limit=4.0)
-    assert verdicts[0].problems == ["node 2 of 3 has not reported within 4 s (those that have: node1, node2)"]
-    assert time.monotonic() - started < 60  # the limits, not a wait for ever
+    verdicts = job([Needs(tmp_path / "run")] * 2, [SAME] * 2, nodes=3, limit=10.0)
+    assert verdicts[0].problems == ["node 2 of 3 has not reported within 10 s (those that have: node1, node2)"]
+    assert time.monotonic() - started < 100  # the limits, not a wait for ever
 
 
 def test_a_first_node_that_is_out_of_reach() -> None:

@@ -17,7 +17,7 @@ import psutil
 
 NODES = ("node1", "node2")
 DAEMONS = ("munged", "munge", "slurmctld", "slurmd", "sbatch")
-LIMIT = 60.0
+LIMIT = 180.0
 HOSTS, MARK = Path("/etc/hosts"), "# megarl's tests"
 CONF = """\
 ClusterName=tests
@@ -49,7 +49,7 @@ ReturnToService=2
 JobRequeue=1
 KillWait=5
 MinJobAge=600
-SlurmdTimeout=10
+SlurmdTimeout=20
 InactiveLimit=0
 PropagateResourceLimits=NONE
 NodeName=node1 NodeHostname=node1 NodeAddr=127.0.1.1 Port={port1} CPUs=4 RealMemory=4096 State=UNKNOWN
