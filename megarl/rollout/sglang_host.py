@@ -87,12 +87,13 @@ class Host:
         self.tasks: set[asyncio.Task[None]] = set()
         self.children = multiprocessing.active_children()
         self.generating = 0
-        threading.Thread(target=self._send, daemon=True).start()
 
     def serve(self) -> None:
         loop = self.engine.loop
-        loop.add_reader(self.connection.fileno(), self._receive)
         loop.create_task(self._watch())
+        # Threads, because a loop that watches the socket would make it non-blocking, and a message may be larger than its buffer.
+        for work in (self._send, self._receive):
+            threading.Thread(target=work, daemon=True).start()
         self.outbox.put(("ready", [child.pid for child in self.children]))
         loop.run_forever()
 
@@ -104,10 +105,14 @@ class Host:
                 os._exit(1)
 
     def _receive(self) -> None:
-        try:
-            word, *rest = self.connection.recv()
-        except (EOFError, OSError):
-            os._exit(1)  # the rank has gone; SGLang's children follow their parent
+        while True:
+            try:
+                message = self.connection.recv()
+            except (EOFError, OSError):
+                os._exit(1)  # the rank has gone; SGLang's children follow their parent
+            self.engine.loop.call_soon_threadsafe(self._answer, *message)
+
+    def _answer(self, word: str, *rest: Any) -> None:
         if word == "submit":
             self._submit(*rest)
         elif word == "abort":
