@@ -18,6 +18,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 VENV := .venv
 SGLANG := .venv-sglang
+LAUNCH := .venv-launch
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 SOURCES := megarl tests benchmarks $(wildcard tools)
@@ -28,7 +29,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-sglang chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
+.PHONY: help install demo test test-slow test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,13 +57,27 @@ test: $(STAMP) ## the fast tests: JOBS=2, ARGS='-k name'
 	$(PYTEST) -m 'not slow' -n $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: $(STAMP) ## the tests that take longer, one after the other
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m slow --ignore=tests/slurm $(ARGS)
 
 chaos: $(STAMP) ## faults from outside in every phase, and a table of how runs survive them: ARGS='rollout SIGTERM'
 	$(BIN)/python -m tests.chaos.run $(ARGS)
 
 test-sglang: $(SGLANG)/installed ## the tests on a real SGLang engine, in an environment of their own (.venv-sglang, 3 GB)
 	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)
+
+test-slurm: $(STAMP) ## the tests on a real Slurm of two virtual nodes, from the system's packages (as root)
+	bash tests/slurm/install.sh
+	$(PYTEST) tests/slurm $(ARGS)
+
+test-launch: $(LAUNCH)/installed ## the tests of tools/launch.py on NeMo-Run, in an environment of their own (.venv-launch, 1.5 GB)
+	bash tests/slurm/install.sh
+	$(LAUNCH)/bin/python -m pytest tests/launch $(ARGS)
+
+$(LAUNCH)/installed: pyproject.toml constraints-cpu.txt
+	$(PYTHON) -m venv $(LAUNCH)
+	$(LAUNCH)/bin/python -m pip install --quiet --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c constraints-cpu.txt torch
+	$(LAUNCH)/bin/python -m pip install --quiet -c constraints-cpu.txt -e '.[dev,launch]'
+	@touch $@
 
 $(SGLANG)/installed: pyproject.toml constraints-cpu.txt requirements-sglang-cpu.txt
 	$(PYTHON) -m venv $(SGLANG)
@@ -106,5 +121,5 @@ ci: ## what CI runs
 	bash .ci/run
 
 clean: ## removes all environments and what builds and tests left; runs/ stays
-	rm -rf $(VENV) $(SGLANG) .venv-trl build dist megarl.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) $(LAUNCH) .venv-trl build dist megarl.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

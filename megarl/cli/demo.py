@@ -17,8 +17,8 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MARK = ".megarl-demo"  # a folder that bears it was made here and may be made anew
 
 
-def demo(recipe: str, seed: int, folder: Path, overrides: Sequence[str]) -> int:
-    """Warm start, then DAPO or VAPO; everything below `folder`, which is made anew."""
+def demo(recipe: str, seed: int, folder: Path, overrides: Sequence[str], *, data_only: bool = False) -> int:
+    """Warm start, then DAPO or VAPO; everything below `folder`, which is made anew. data_only: the data and the untrained model alone."""
     from megarl.data.arithmetic import write_demo
     from megarl.observe.metrics import read_metrics
 
@@ -42,6 +42,9 @@ def demo(recipe: str, seed: int, folder: Path, overrides: Sequence[str]) -> int:
     _clear(folder)
     write_demo(folder, seed)
     (folder / MARK).touch()
+    if data_only:
+        print(f"data and untrained model written to {folder}")
+        return 0
     print(f"[1/2] warm start: supervised training of a tiny Qwen3 model on noisy sums ({folder})", flush=True)
     if code := train(configs / "demo_sft.yaml", warm_start):
         return code

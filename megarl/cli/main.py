@@ -79,6 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     again.add_argument("--tolerance", type=float, metavar="X", help="for another layout; default: 1e-3 in fp32, 5e-2 in bf16")
     again.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
     _takes_overrides(again, "parallel.tp=1 parallel.dp=1")
+    planned = _command(commands, "plan", _plan, "memory of GPUs, nodes and disk, time of a step, layouts that fit")
+    planned.add_argument("--model", metavar="NAME", help="plan for this public model, e.g. Qwen2.5-7B; default: model.path")
+    planned.add_argument("--mean-length", type=float, metavar="TOKENS", help="mean length of responses; default: a third of the longest")
+    planned.add_argument("--all", action="store_true", dest="everything", help="list every layout")
+    _takes_config(planned)
     config = commands.add_parser("config", help="print, validate or explain a configuration", description="Configurations.")
     whats = config.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
     _takes_config(_command(whats, "show", _config_show, "print the configuration with bases, preset, defaults and overrides resolved"))
@@ -108,15 +113,36 @@ def _parser() -> argparse.ArgumentParser:
     back.add_argument("--max-shard-gb", type=float, default=4.0, metavar="GB", help="of one *.safetensors file (default: %(default)s)")
     for sub in (forth, back):
         sub.add_argument("--verify", action="store_true", help="read the result back from the disk and compare every bit")
+    nodes = _command(
+        commands, "preflight", _preflight, "check the nodes of a job before its ranks start: run on each of them, as slurm/ does"
+    )
+    _takes_config(nodes)
+    for option, kind, default, metavar, text in (
+        ("--node", int, 0, "N", "which node this is, from 0"),
+        ("--nodes", int, 1, "N", "nodes of the job"),
+        ("--ranks", int, 1, "N", "ranks, and so GPUs, of a node"),
+        ("--host", str, "127.0.0.1", "NAME", "name or address of the first node"),
+        ("--port", int, 29400, "N", "free port there"),
+        ("--limit", float, 60.0, "SECONDS", "longest wait for any node"),
+        ("--host-memory", float, 0.0, "GiB", "memory that must be free on a node; 0: on GPUs what `megarl plan` says"),
+        ("--disk", float, 0.0, "GiB", "room that run_dir must have; 0: on GPUs what `megarl plan` says"),
+        ("--bandwidth", float, 0.0, "GB/s", "least speed into a node from another one"),
+    ):
+        nodes.add_argument(option, type=kind, default=default, metavar=metavar, help=f"{text} (default: %(default)s)")
     report = _command(commands, "report", _report, "write report.html of one run, or of several laid over each other")
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
     report.add_argument("--out", type=Path, metavar="FILE", help="file to write; default: report.html in the first run's folder")
+    watching = _command(commands, "watch", _watch, "show a run that another process trains, from its folder")
+    watching.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    watching.add_argument("--once", action="store_true", help="show how it stands and leave")
+    _command(commands, "doctor", _doctor, "what is installed, what this machine can run, and how to get what is missing")
     demo = _command(
         commands, "demo", _demo, "make a tiny model and a task, warm-start it, then train it by reinforcement: minutes on a CPU"
     )
     demo.add_argument("--recipe", choices=("vapo", "dapo"), default="vapo", help="default: %(default)s")
     demo.add_argument("--seed", type=int, default=0, help="of model, task and training (default: %(default)s)")
     demo.add_argument("--folder", type=Path, default=Path("runs/demo"), help="everything is written below it (default: %(default)s)")
+    demo.add_argument("--data-only", action="store_true", help="write the data and the untrained model, and train nothing")
     _takes_overrides(demo, "parallel.tp=1; they are for the reinforcement run")
     ablate = _command(commands, "ablate", _ablate, "run a paper's ablation table at demo scale: each row with several seeds")
     ablate.add_argument("table", metavar="TABLE", help="vapo, dapo, or the path of a .table.yaml file")
@@ -181,6 +207,12 @@ def _replay(given: argparse.Namespace) -> int:
     return replay(given.run, given.step, given.tolerance, given.overrides, checked=given.checked)
 
 
+def _plan(given: argparse.Namespace) -> int:
+    from megarl.cli.plan import plan
+
+    return plan(given.config, given.overrides, model=given.model, mean_length=given.mean_length, everything=given.everything)
+
+
 def _config_show(given: argparse.Namespace) -> int:
     from megarl.cli.configuration import show
 
@@ -217,6 +249,14 @@ def _to_hf(given: argparse.Namespace) -> int:
     return to_hf(given.checkpoint, given.out, source=given.source, dtype=given.dtype, max_shard_gb=given.max_shard_gb, verify=given.verify)
 
 
+def _preflight(given: argparse.Namespace) -> int:
+    from megarl.cli.preflight import preflight
+    from megarl.parallel.nodes import Place
+
+    place = Place(given.node, given.nodes, given.host, given.port, given.limit)
+    return preflight(given.config, given.overrides, place, given.ranks, given.host_memory, given.disk, given.bandwidth)
+
+
 def _report(given: argparse.Namespace) -> int:
     from megarl.observe.report import write_report
 
@@ -224,10 +264,26 @@ def _report(given: argparse.Namespace) -> int:
     return 0
 
 
+def _watch(given: argparse.Namespace) -> int:
+    from megarl.observe.watch import watch
+
+    try:
+        watch(given.run, once=given.once)
+    except KeyboardInterrupt:
+        return 0  # whoever has seen enough; the run goes on
+    return 0
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from megarl.cli.doctor import doctor
+
+    return doctor()
+
+
 def _demo(given: argparse.Namespace) -> int:
     from megarl.cli.demo import demo
 
-    return demo(given.recipe, given.seed, given.folder, given.overrides)
+    return demo(given.recipe, given.seed, given.folder, given.overrides, data_only=given.data_only)
 
 
 def _ablate(given: argparse.Namespace) -> int:

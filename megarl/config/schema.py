@@ -208,6 +208,12 @@ class RolloutConfig(Section):
 class ClusterConfig(Section):
     """The machines, for plans and estimates alone. Speeds are one GPU's, in one direction; the defaults are peak figures of data sheets."""
 
+    gpu: str = knob("H100", "H100, H200, H800 or A100, whose figures megarl/plan/devices.py has; or another name, with all figures below")
+    gpu_memory: float | None = knob(None, "of one GPU, as nvidia-smi shows it; null: the table's", "GiB", gt=0)
+    gpu_tflops: float | None = knob(None, "dense bf16; null: the table's", "TFLOP/s", gt=0)
+    gpu_memory_speed: float | None = knob(None, "of its own memory; null: the table's", "GB/s", gt=0)
+    host_speed: float | None = knob(None, "between host and GPU; null: the table's", "GB/s", gt=0)
+    host_memory: float = knob(2048.0, "of a node", "GiB", "DGX H100 data sheet: 2 TB", gt=0)
     gpus_per_node: int = knob(8, "rank r is on node r // gpus_per_node", "devices", "DGX H100 data sheet", ge=1)
     copy_speed: float = knob(1675.0, "copies within a GPU", "GB/s", "H100 SXM data sheet: 3.35 TB/s of memory, read and written", gt=0)
     node_speed: float = knob(450.0, "between GPUs of a node", "GB/s", "H100 SXM data sheet: NVLink, 900 GB/s in both directions", gt=0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megarl.observe.plots import COLOURS, Band, Line, draw_bars, draw_lines, draw_stack, value_text
-from megarl.observe.runs import Points, Run, kept_share
+from megarl.observe.runs import Points, Run, families, kept_share, mean_course
 
 BLUE, ORANGE, GREEN, PURPLE, GOLD, PINK = COLOURS[:6]
 # Every phase keeps its colour in every report; phases unknown here take the colours that are left.
@@ -60,15 +60,22 @@ def draw(spec: Spec, runs: Sequence[Run]) -> Drawing | None:
 
 
 def draw_curves(spec: Spec, runs: Sequence[Run]) -> Drawing | None:
-    """One run: a colour per curve. Several: a colour per run, and where there are several curves a line style per curve."""
-    found = [(r, c, points) for r, run in enumerate(runs) for c, curve in enumerate(spec.curves) if (points := spec.points(run, curve.key))]
+    """One run: a colour per curve. Several: a colour per run, and where there are several curves a line style per curve. Runs that
+    differ in their seed only are one, drawn as their mean within the band of all of them."""
+    related = families(runs)
+    found = []
+    for r, family in enumerate(related):
+        for c, curve in enumerate(spec.curves):
+            mean, band = mean_course([points for run in family if (points := spec.points(run, curve.key))] or [{}])
+            if mean:
+                found.append((r, c, mean, band))
     if not found:
         return None
-    several = len({c for _, c, _ in found}) > 1
+    several = len({c for _, c, _, _ in found}) > 1
     lines = []
-    for r, c, points in found:
+    for r, c, points, band in found:
         curve = spec.curves[c]
-        overlay = len(runs) > 1
+        overlay = len(related) > 1
         lines.append(
             Line(
                 points,
@@ -77,6 +84,7 @@ def draw_curves(spec: Spec, runs: Sequence[Run]) -> Drawing | None:
                 style=c if overlay and several else 0,
                 markers=spec.stage == "eval" or len(points) <= 12,
                 noisy=spec.noisy,
+                band=band,
             )
         )
     return Drawing(draw_lines(lines, spec.xlabel, spec.limits, spec.log))
@@ -93,7 +101,11 @@ def draw_groups(runs: Sequence[Run]) -> Drawing | None:
     if not any(shares):
         return None
     if len(runs) > 1:
-        lines = [Line({t: s["kept"] for t, s in found.items()}, run_colour(r)) for r, found in enumerate(shares) if found]
+        lines = []
+        for r, family in enumerate(families(runs)):
+            kept = [{t: s["kept"] for t, s in found.items()} for run, found in zip(runs, shares, strict=True) if found and run in family]
+            mean, band = mean_course(kept or [{}])
+            lines += [Line(mean, run_colour(r), band=band)] if mean else []
         return Drawing(draw_lines(lines, "step", (0, 1)))
     layers = (("kept", "kept: right and wrong answers", BLUE), ("all_wrong", "all wrong", ORANGE), ("all_right", "all right", GREEN))
     bands = [Band({t: s[name] for t, s in shares[0].items()}, colour, label) for name, label, colour in layers]

@@ -10,7 +10,7 @@ import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import matplotlib
@@ -38,7 +38,8 @@ Points = Mapping[int, float]
 class Line:
     """One curve. label stands beside its end, with the value there; "" writes the value alone. style: an index into STYLES.
 
-    markers: points are drawn at the values. noisy: a course of 30 steps or more is drawn thin under its moving average."""
+    markers: points are drawn at the values. noisy: a course of 30 steps or more is drawn thin under its moving average. band: least and
+    most at each step, shaded."""
 
     points: Points
     colour: str
@@ -46,6 +47,7 @@ class Line:
     style: int = 0
     markers: bool = False
     noisy: bool = True
+    band: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def course(self) -> tuple[list[float], list[float], list[float]]:
         """Steps, values, and the values that the eye is to follow."""
@@ -151,6 +153,10 @@ def draw_lines(lines: Sequence[Line], xlabel: str, limits: tuple[float | None, f
     texts = [f"{line.label} {value_text(main[-1])}".strip() for line, (_, _, main) in zip(lines, courses, strict=True)]
     fig, axes = figure(right=8 + 5.6 * max(map(len, texts)))
     for line, (xs, ys, main) in zip(lines, courses, strict=True):
+        if line.band:
+            steps = sorted(line.band)
+            lows, highs = zip(*(line.band[step] for step in steps), strict=True)
+            axes.fill_between(steps, lows, highs, color=line.colour, alpha=0.18, linewidth=0)
         if main is not ys:
             axes.plot(xs, ys, color=line.colour, linewidth=0.7, alpha=0.35)
         marker: dict[str, Any] = {"marker": "o", "markersize": 4} if line.markers or len(xs) == 1 else {}

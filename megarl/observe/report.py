@@ -10,7 +10,7 @@ from typing import Any
 from megarl.config.errors import ConfigError, DataError
 from megarl.observe import page
 from megarl.observe.figures import SECTIONS, draw, run_colour
-from megarl.observe.runs import Run, layout_text, load_run
+from megarl.observe.runs import Run, families, layout_text, load_run
 from megarl.observe.samples import Sample
 from megarl.observe.terminal_format import duration
 
@@ -42,7 +42,8 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
 def render(runs: Sequence[Run]) -> str:
     """The page as text."""
     title = " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
-    colours = [(run_colour(i), run.name) for i, run in enumerate(runs)] if len(runs) > 1 else []
+    related = families(runs)
+    colours = [(run_colour(i), _family_name(family)) for i, family in enumerate(related)] if len(runs) > 1 else []
     body = [
         f'<header>\n<p class="muted">megarl report</p>\n<h1>{escape(title)}</h1>\n</header>',
         page.legend(colours, "legend runs"),
@@ -54,6 +55,12 @@ def render(runs: Sequence[Run]) -> str:
         _versions(runs),
     ]
     return page.document(f"megarl: {title}", body)
+
+
+def _family_name(family: Sequence[Run]) -> str:
+    """Of runs that differ in their seed only: what the band is."""
+    names = ", ".join(run.name for run in family)
+    return names if len(family) == 1 else f"{names}: {len(family)} seeds, mean and range"
 
 
 def headline(run: Run) -> tuple[str, str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -73,6 +73,25 @@ class Run:
         return node
 
 
+def families(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs whose configurations differ in nothing but seed and folder, together; in the order of their first ones."""
+    found: dict[str, list[Run]] = {}
+    for number, run in enumerate(runs):
+        rest = {key: value for key, value in run.config.items() if key not in ("seed", "run_dir")}
+        key = json.dumps(rest, sort_keys=True, default=str) if rest else str(number)  # what has no configuration is like nothing else
+        found.setdefault(key, []).append(run)
+    return list(found.values())
+
+
+def mean_course(courses: Sequence[Points]) -> tuple[Points, dict[int, tuple[float, float]]]:
+    """(mean, (least, most)) at the steps that all courses have; of a single one itself and nothing."""
+    if len(courses) == 1:
+        return courses[0], {}
+    steps = sorted(set(courses[0]).intersection(*courses[1:]))
+    values = {step: [course[step] for course in courses] for step in steps}
+    return {step: sum(v) / len(v) for step, v in values.items()}, {step: (min(v), max(v)) for step, v in values.items()}
+
+
 def layout_text(parallel: Mapping[str, Any]) -> str:
     """`TP 2 x PP 1 x DP 1` from the `parallel` section of a configuration; degrees of 1 beyond these three are left out."""
     degrees = [("TP", "tp"), ("PP", "pp"), ("DP", "dp")] + [(k.upper(), k) for k in ("cp", "ep") if (parallel.get(k) or 1) > 1]
@@ -89,13 +108,13 @@ def load_run(run_dir: Path) -> Run:
         name=run_dir.resolve().name,
         records=metrics.records,
         samples=samples,
-        config=_mapping(config, yaml.safe_load, yaml.YAMLError),
-        versions=_mapping(versions, json.loads, ValueError),
+        config=mapping(config, yaml.safe_load, yaml.YAMLError),
+        versions=mapping(versions, json.loads, ValueError),
         unreadable=len(metrics.unreadable) + lost,
     )
 
 
-def _mapping(path: Path, parse: Any, damage: type[Exception]) -> dict[str, Any]:
+def mapping(path: Path, parse: Any, damage: type[Exception]) -> dict[str, Any]:
     """The mapping that a small file holds; empty where there is no such file."""
     if not path.exists():
         return {}

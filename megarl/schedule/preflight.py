@@ -20,6 +20,7 @@ from megarl.data.reader import validate_files
 from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
+from megarl.plan.checks import check_fits
 from megarl.rewards.registry import get_verifier
 from megarl.schedule.kept_rollouts import check_kept
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
@@ -38,21 +39,27 @@ class Described(NamedTuple):
     config: dict[str, Any]
 
 
-def preflight(config: Config, where: str) -> None:
-    """Everything that a training run needs but its folder, which only `claim_run_dir` touches."""
+def preflight(config: Config, where: str, world: int | None = None) -> None:
+    """Everything that a training run needs but its folder, which only `claim_run_dir` touches. world: ranks that the job is to have;
+    null: those that were launched, or would be launched here."""
     check_config(config, where)
     device = choose_device(config.parallel.device)
-    _check_machine(config, device.type)
+    _check_machine(config, device.type, world)
     folder = check_model(config.model.path, "model.path", config)
     tokenizer = check_tokenizer(config, folder)
+    critic = None
     if config.critic.path and config.has_critic:
         critic = check_model(config.critic.path, "critic.path", config, critic=True)
         _check_vocabulary(critic, "critic.path", tokenizer)
         _check_positions(config, where, critic)
     if config.recipe != "sft":
         _check_positions(config, where, folder)
-        _check_engine_layout(config, folder.config, device)
+        _check_engine_layout(config, folder.config, device, world)
         get_verifier(config.reward.verifier)
+    if device.type == "cuda":
+        there = world or (launched_world() if is_launched() else ranks_here(config.parallel))
+        memory = torch.cuda.get_device_properties(device).total_memory
+        check_fits(config, where, folder.config, critic.config if critic else None, there, memory)
     validate_files(config.data, config.supervised.response_key if config.recipe == "sft" else None)
     check_kept(config)
 
@@ -110,11 +117,11 @@ def _check_template(tokenizer: Any) -> None:
         raise ConfigError(f"data.template: the tokenizer's chat template fails: {error} (mend it, or set data.template=raw)") from None
 
 
-def _check_machine(config: Config, device: str) -> None:
+def _check_machine(config: Config, device: str, world: int | None = None) -> None:
     """What must be installed or plugged in for the keys that ask for it."""
     _check_engine(config)
-    if is_launched():
-        layout_for(config.parallel, launched_world())
+    if world or is_launched():
+        layout_for(config.parallel, world or launched_world())
     if config.model.layers == "te" and (device != "cuda" or not find_spec("transformer_engine")):
         raise ConfigError("model.layers: te needs a CUDA device and transformer-engine (install megarl[te], or use auto or portable)")
     if config.model.fp8.format != "none" and (device != "cuda" or not find_spec("transformer_engine")):
@@ -123,7 +130,7 @@ def _check_machine(config: Config, device: str) -> None:
         if wanted and not find_spec(package):
             raise ConfigError(f"log.{key}: {package} is not installed (pip install 'megarl[track]', or set it to false)")
     ranks = ranks_here(config.parallel)
-    if device == "cuda" and not is_launched() and ranks > torch.cuda.device_count():
+    if device == "cuda" and not world and not is_launched() and ranks > torch.cuda.device_count():
         raise ConfigError(
             f"parallel: tp {config.parallel.tp} x pp {config.parallel.pp} x dp {config.parallel.dp or 1} = {ranks} devices, but there are "
             f"{torch.cuda.device_count()} here (lower one of them, or start megarl with torchrun on several machines)"
@@ -135,14 +142,15 @@ def _check_engine(config: Config) -> None:
         raise ConfigError("rollout.engine: sglang is not installed (pip install 'megarl[sglang]', or use transformers)")
 
 
-def _check_engine_layout(config: Config, hf_config: Mapping[str, Any], device: torch.device) -> None:
+def _check_engine_layout(config: Config, hf_config: Mapping[str, Any], device: torch.device, world: int | None = None) -> None:
     """Whether the engines divide the ranks and the model, and each lies within a node."""
     tp, cpu = config.rollout.engine_tp, device.type == "cpu"
     if not cpu and torch.cuda.device_count() % tp:
         raise ConfigError(
             f"rollout.engine_tp: {tp} does not divide the {torch.cuda.device_count()} devices of this node (an engine lies within one node)"
         )
-    engine_targets(config, hf_config, launched_world() if is_launched() else ranks_here(config.parallel), cpu=cpu)
+    world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
+    engine_targets(config, hf_config, world, cpu=cpu)
 
 
 def _open_folder(path: Path, key: str, *, critic: bool = False) -> ModelFolder:

@@ -36,6 +36,7 @@ FREE = (
     "run_dir",
     "steps",
     "parallel",
+    "cluster",
     "residency",
     "log",
     "guard",

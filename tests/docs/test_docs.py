@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import re
 import shlex
@@ -145,7 +146,8 @@ def test_other_commands_are_understood(arguments: list[str], monkeypatch: pytest
     from megarl.cli import main as cli
 
     taken: list[object] = []
-    for name in ("_train", "_eval", "_report", "_demo", "_ablate", "_weights_plan", "_to_megatron", "_to_hf"):
+    names = ("train", "eval", "report", "demo", "ablate", "weights_plan", "to_megatron", "to_hf", "plan", "preflight", "watch", "doctor")
+    for name in (f"_{name}" for name in names):
         monkeypatch.setattr(cli, name, lambda given: taken.append(given) or 0)
     assert main(arguments) == 0
     config = getattr(taken[0], "config", None)
@@ -166,6 +168,31 @@ def test_messages_are_those_that_are_printed(
     monkeypatch.chdir(ROOT)
     assert main(arguments) == 2
     assert capsys.readouterr().err.strip() in (ROOT / page).read_text()
+
+
+def test_jobs_are_there_and_take_their_overrides() -> None:
+    """`sbatch FILE key=value`; that such jobs run is tested in tests/slurm."""
+    found = [words for page in PAGES for words in commands(page, "sbatch")]
+    assert len(found) >= 3
+    for words in found:
+        file = next(word for word in words if word.endswith(".sbatch"))
+        config = re.search(r"configs/(?!demo_sft)\w+\.yaml", (ROOT / file).read_text())
+        assert config is not None
+        load_config(ROOT / config[0], words[words.index(file) + 1 :])
+
+
+def test_sweeps_resolve() -> None:
+    """`python tools/launch.py`; that NeMo-Run runs them is tested in tests/launch."""
+    spec = importlib.util.spec_from_file_location("launch", ROOT / "tools" / "launch.py")
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    found = [words[1:] for page in PAGES for words in commands(page, "python") if words[:1] == ["tools/launch.py"]]
+    assert len(found) >= 3
+    for words in found:
+        given = tool.parse(words)
+        given.configs = [ROOT / path for path in given.configs]
+        assert list(tool.jobs(given))
 
 
 def test_make_targets_exist() -> None:

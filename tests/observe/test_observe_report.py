@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,8 +17,8 @@ from megarl.config.errors import ConfigError, DataError
 from megarl.observe.figures import SECTIONS
 from megarl.observe.metrics import MetricsLog
 from megarl.observe.plots import MAX_POINTS, Line, draw_lines, moving_average, spread, thin, value_text
-from megarl.observe.report import flatten, headline, pick_steps, write_report
-from megarl.observe.runs import kept_share, load_run
+from megarl.observe.report import flatten, headline, pick_steps, render, write_report
+from megarl.observe.runs import families, kept_share, load_run, mean_course
 from megarl.observe.samples import Sample, SampleLog
 
 from .synthetic_run import write_run
@@ -263,3 +265,30 @@ def test_picked_steps_and_flat_keys() -> None:
     assert pick_steps(samples) == {"Early": 2, "Middle": 6, "Late": 10}
     assert pick_steps(samples[:1]) == {"Early": 2} and pick_steps([]) == {}
     assert flatten({"a": {"b": 1, "c": {}}, "d": None}) == {"a.b": "1", "a.c": "{}", "d": ""}
+
+
+def seeds(folder: Path, values: dict[int, list[float]], **config: object) -> list[Path]:
+    """Runs of several seeds with these accuracies."""
+    made = []
+    for seed, course in values.items():
+        run = folder / f"seed{seed}"
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text(yaml.safe_dump({"recipe": "dapo", "seed": seed, "run_dir": str(run), **config}))
+        records = [{"step": t, "stage": "train", "reward/accuracy": value} for t, value in enumerate(course, 1)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        made.append(run)
+    return made
+
+
+def test_seeds_are_one_run_with_a_band(tmp_path: Path) -> None:
+    low = seeds(tmp_path / "low", {0: [0.1, 0.2, 0.3], 1: [0.3, 0.4, 0.5], 2: [0.2, 0.3]})
+    high = seeds(tmp_path / "high", {0: [0.5, 0.6, 0.7]}, steps=9)
+    runs = [load_run(folder) for folder in (*low, *high)]
+    assert [[run.name for run in family] for family in families(runs)] == [["seed0", "seed1", "seed2"], ["seed0"]]
+    mean, band = mean_course([run.points("train", "reward/accuracy") for run in runs[:3]])
+    assert mean == pytest.approx({1: 0.2, 2: 0.3}) and band == {1: (0.1, 0.3), 2: (0.2, 0.4)}  # as far as all of them have come
+    html = render(runs)
+    assert "seed0, seed1, seed2: 3 seeds, mean and range" in html
+    shaded = [line for line in html.split("<path") if "fill-opacity: 0.18" in line or "opacity: 0.18" in line]
+    assert len(shaded) == 1  # the band, and none around a run alone
+    assert "opacity: 0.18" not in render([runs[0], runs[3]])

@@ -1,0 +1,106 @@
+"""The check of a job's nodes: what is wrong is named with its node, within seconds, and a sound job passes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.parallel.nodes import Needs, Place, Verdict, check_nodes
+
+SAME = {"torch": "2.13.0"}
+
+
+def node(place: Place, needs: Needs, versions: dict[str, str], clock_off: float) -> Verdict:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    return check_nodes(place, needs, versions, lambda: time.time() + clock_off)
+
+
+@pytest.fixture(scope="module")
+def job() -> Any:
+    """Two nodes: `job(needs of each, versions of each, clock of the second)` gives both verdicts."""
+    pool = ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn"))
+
+    def run(needs: list[Needs], versions: list[dict[str, str]], clock: float = 0.0, nodes: int = 2, limit: float = 120.0) -> list[Verdict]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        places = [Place(i, nodes, "127.0.0.1", port, limit, name=f"node{i + 1}") for i in range(2)]
+        calls = [pool.submit(node, *each, clock * i) for i, each in enumerate(zip(places, needs, versions, strict=True))]
+        return [call.result(timeout=500) for call in calls]
+
+    yield run
+    pool.shutdown()
+
+
+Run = Callable[..., list[Verdict]]
+
+
+def test_sound_nodes_pass_and_are_measured(job: Run, tmp_path: Path) -> None:
+    verdicts = job([Needs(tmp_path / "run")] * 2, [SAME] * 2)
+    assert verdicts[0].problems == [] and verdicts[0] == verdicts[1]
+    assert verdicts[0].notes[0].startswith("2 nodes over gloo: all-reduce ")
+    assert list((tmp_path / "run").iterdir()) == []  # nothing stays behind
+
+
+@pytest.mark.parametrize(
+    ("second", "versions", "clock", "expected"),
+    [
+        ({"devices": 8}, SAME, 0.0, "node2: 0 GPUs, 8 were asked for"),
+        ({"host_bytes": 1e15}, SAME, 0.0, "node2: .* GiB of memory are free, the run needs 931322.6"),
+        ({"disk_bytes": 1e18}, SAME, 0.0, "node2: .* GiB are free in .*run, the run needs"),
+        ({"folder": Path("/nowhere/run")}, SAME, 0.0, "node2: does not see the first node's file in /nowhere/run"),
+        ({}, {"torch": "2.12.0"}, 0.0, "node2: torch 2.12.0, but node1 has 2.13.0"),
+        ({}, {**SAME, "sglang": "0.5"}, 0.0, "node2: sglang 0.5, but node1 has none"),
+        ({}, SAME, 90.0, "node2: its clock is (89|90|91) s ahead of node1's"),
+        ({}, SAME, -90.0, "node2: its clock is (89|90|91) s behind node1's"),
+    ],
+    ids=["gpus", "memory", "disk", "folder", "version", "missing", "ahead", "behind"],
+)
+def test_a_bad_node_is_named(
+    job: Run, tmp_path: Path, second: dict[str, Any], versions: dict[str, str], clock: float, expected: str
+) -> None:
+    import re
+
+    needs = [Needs(tmp_path / "run"), Needs(**{"folder": tmp_path / "run", **second})]
+    verdicts = job(needs, [SAME, versions], clock)
+    for verdict in verdicts:
+        assert len(verdict.problems) == 1 and re.match(expected, verdict.problems[0]), verdict
+
+
+def test_too_slow_a_network_is_named(job: Run, tmp_path: Path) -> None:
+    verdicts = job([Needs(tmp_path / "run", bandwidth=1e6)] * 2, [SAME] * 2)
+    assert [line.split(":")[0] for line in verdicts[0].problems] == ["node1", "node2"]
+    assert "GB/s into it over gloo, at least 1000000.00 are wanted" in verdicts[0].problems[1]
+
+
+def test_a_silent_node_is_named_within_the_limit(job: Run, tmp_path: Path) -> None:
+    started = time.monotonic()
+    verdicts = job([Needs(tmp_path / "run")] * 2, [SAME] * 2, nodes=3, limit=10.0)
+    assert verdicts[0].problems == ["node 2 of 3 has not reported within 10 s (those that have: node1, node2)"]
+    assert time.monotonic() - started < 100  # the limits, not a wait for ever
+
+
+def test_a_first_node_that_is_out_of_reach() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        verdict = check_nodes(Place(1, 2, "127.0.0.1", probe.getsockname()[1], 2.0, name="node2"), Needs(Path("x")), SAME)
+    assert len(verdict.problems) == 1 and verdict.problems[0].startswith("node2: cannot reach 127.0.0.1:")
+
+
+def test_what_a_large_run_needs_of_its_nodes() -> None:
+    """As the plan says: hundreds of GiB of memory, and room for the checkpoints that are kept and the one that is being written."""
+    from megarl.cli.preflight import planned_needs
+    from megarl.config import load_config
+
+    config = load_config(Path(__file__).parents[2] / "configs" / "vapo_32b.yaml")
+    host, disk = planned_needs(config, 128)
+    assert 200e9 < host < 600e9
+    assert disk == pytest.approx(3 * 2 * 14 * 32.4e9, rel=0.02)

@@ -1,0 +1,134 @@
+"""What ranks measure for the planner's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config.schema import Config, OptimizerConfig
+from megarl.data.experience import Experience
+from megarl.model.builder import build_actor, build_critic
+from megarl.parallel.comm import barrier
+from megarl.parallel.layout import padded_vocab
+from megarl.parallel.runtime import Runtime
+from megarl.plan.activations import activations
+from megarl.plan.checks import plan_of
+from megarl.plan.memory import Plan
+from megarl.plan.sizes import Shape
+from megarl.training.learner import Learner
+from megarl.training.micro_batch import make_micro_batches
+from megarl.training.sharded import save_learner
+from tests.parallel.memory import LiveMemory
+from tests.tiny_models import CONFIGS
+
+SIZES = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+PACK, LENGTH = 8, 64  # sequences of a micro-batch, and their tokens
+
+
+def hf_of(family: str, **keys: Any) -> Any:
+    """A Hugging Face configuration."""
+    return CONFIGS[family](**{**SIZES, "max_position_embeddings": 512, "tie_word_embeddings": False, **keys})
+
+
+def config_of(dtype: str, recompute: str = "none", sequence_parallel: bool | None = None, chunk: int = 256, **parallel: int) -> Config:
+    settings = {
+        "recipe": "vapo",
+        "run_dir": Path("unused"),
+        "steps": 1,
+        "model": {"path": Path("unused"), "dtype": dtype, "recompute": recompute, "layers": "portable"},
+        "parallel": {"sequence_parallel": sequence_parallel, **parallel},
+        "algorithm": {"advantage": "gae"},
+        "update": {"logprob_chunk": chunk},
+    }
+    return Config.model_validate(settings)
+
+
+def plan_for(layout: tuple[int, int, int, int], family: str, dtype: str, critic: bool = False, **keys: Any) -> Plan:
+    """The plan of a run of such models."""
+    tp, pp, dp, ep = layout
+    described = hf_of(family, **keys).to_dict()
+    return plan_of(config_of(dtype, tp=tp, pp=pp, dp=dp, ep=ep), described)
+
+
+def learner_of(runtime: Runtime, family: str, dtype: str, critic: bool, recompute: str = "none", **keys: Any) -> tuple[Any, Learner]:
+    """A model with random weights, and its optimizer."""
+    config = config_of(dtype, recompute, keys.pop("sequence_parallel", None), keys.pop("chunk", 256))
+    hf = hf_of(family, **keys)
+    model = (build_critic if critic else build_actor)(config, hf, runtime)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    return hf, Learner("model", model, OptimizerConfig(), 1, runtime)
+
+
+def tenants(runtime: Runtime, out: Path, family: str, dtype: str, critic: bool = False, **keys: Any) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer on this rank after a step, by their storages; writes a checkpoint as well."""
+    _, learner = learner_of(runtime, family, dtype, critic, **keys)
+    learner.update(batches(learner, 1), lambda output, _: ((output if critic else output[0]).sum(), {}))
+    buffers = [*learner.chunk.buffers, *learner.chunk.expert_parallel_buffers]
+    weights, gradients = storages(b.param_data for b in buffers), storages(b.grad_data for b in buffers)
+    weights |= storages(learner.model.parameters())
+    optimizer: dict[int, int] = {}
+    for part in getattr(learner.optimizer, "chained_optimizers", [learner.optimizer]):
+        held = [p for group in part.optimizer.param_groups for p in group["params"]]
+        held += [t for state in part.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor) and t.dim()]
+        optimizer |= storages(held)
+    if runtime.rank == 0:
+        out.mkdir(exist_ok=True)
+    barrier(runtime)
+    save_learner(learner, out)
+    own = {key: size for key, size in optimizer.items() if key not in weights and key not in gradients}
+    return {"weights": sum(weights.values()), "gradients": sum(gradients.values()), "optimizer": sum(own.values())}
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Address -> bytes of the storages behind tensors."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+
+
+def batches(learner: Learner, count: int) -> list[Any]:
+    """Micro-batches of PACK sequences of LENGTH tokens."""
+    rows = PACK * count
+    batch = Experience.build([[1, 2]] * rows, [[3] * (LENGTH - 2)] * rows)
+    return make_micro_batches(batch, range(rows), PACK * LENGTH, learner.model)
+
+
+def measure(
+    runtime: Runtime, family: str = "qwen2", dtype: str = "fp32", critic: bool = False, micro_batches: int = 1, **keys: Any
+) -> tuple[float, float]:
+    """The most memory alive in forward and backward of one mini-batch on this rank, measured and predicted, in bytes."""
+    hf, learner = learner_of(runtime, family, dtype, critic, **keys)
+    made = batches(learner, micro_batches)
+
+    def loss(output: Any, _: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return (output if critic else output[0]).sum(), {}
+
+    learner.compute_gradients(made, loss)  # once, for what is made only once
+    with LiveMemory() as memory:
+        learner.compute_gradients(made, loss)
+    layout = runtime.layout
+    words = padded_vocab(hf.vocab_size, layout.tp) // layout.tp
+    sequence_parallel = layout.tp > 1 and keys.get("sequence_parallel") is not False
+    predicted = activations(
+        Shape(hf.to_dict(), dtype),
+        layout.tp,
+        recompute=keys.get("recompute", "none"),
+        chunk=keys.get("chunk", 256),
+        layers="portable",
+        sequence_parallel=sequence_parallel,
+        critic=critic,
+        words=words,
+    )
+    in_flight = min(micro_batches, layout.pp - runtime.pp_rank)
+    layers = hf.num_hidden_layers // layout.pp
+    return float(memory.peak), predicted.training(PACK * LENGTH, layers, in_flight, runtime.is_last_stage)

@@ -1,0 +1,49 @@
+"""Activations of portable layers: the prediction against the most that was alive in a real update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.plan.jobs import measure
+from tests.ranks import RankPool
+
+TOLERANCE = 0.15
+CASES: list[dict[str, Any]] = [
+    {},
+    {"recompute": "full"},
+    {"recompute": "selective"},
+    {"dtype": "bf16"},
+    {"dtype": "bf16", "recompute": "full"},
+    {"critic": True},
+    {"critic": True, "recompute": "full"},
+    {"family": "qwen3"},
+    {"num_hidden_layers": 1, "vocab_size": 4096},  # the head is most of it
+    {"num_hidden_layers": 1, "chunk": 2048},
+    {"intermediate_size": 2048, "num_key_value_heads": 8},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(f"{k}={v}" for k, v in case.items()) or "plain")
+def test_prediction_on_one_rank(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
+    check(ranks(1, 1, 1), case)
+
+
+@pytest.mark.parametrize("case", [{}, {"recompute": "full", "dtype": "bf16"}, {"sequence_parallel": False}], ids=str)
+def test_prediction_under_tensor_parallelism(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
+    check(ranks(2, 1, 1), case)
+
+
+@pytest.mark.parametrize("case", [{}, {"recompute": "full"}], ids=str)
+def test_prediction_under_pipeline_parallelism(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
+    """The first stage has begun two micro-batches when it goes back through the first."""
+    check(ranks(1, 2, 1), {**case, "micro_batches": 3})
+
+
+def check(pool: RankPool, case: dict[str, Any]) -> None:
+    for measured, predicted in pool.run(measure, **case):
+        assert abs(predicted / measured - 1) < TOLERANCE, (
+            f"predicted {predicted:,.0f}, measured {measured:,.0f}: {predicted / measured:.3f}"
+        )

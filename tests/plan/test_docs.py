@@ -1,0 +1,71 @@
+"""docs/planning.md shows what the command prints. `python tests/plan/test_docs.py` writes it anew."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megarl.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "planning.md"
+SHOWN = re.compile(r"(```bash\nmegarl (plan .*)\n```\n(?:(?!```).*\n)*?```text\n)((?:.*\n)*?)(```\n)")
+
+
+def printed(command: str) -> str:
+    """Of a plan that fits, all of it; else the last line of the errors."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(ROOT), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(shlex.split(command))
+    return out.getvalue() if code == 0 else err.getvalue().strip() + "\n"
+
+
+def test_the_page_shows_what_is_printed() -> None:
+    found = SHOWN.findall(PAGE.read_text())
+    assert len(found) == 4
+    for _, command, block, _ in found:
+        assert block == printed(command), f"python {Path(__file__).relative_to(ROOT)} writes the page anew"
+
+
+def test_it_does_not_fit_in_the_same_words_and_with_an_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    command = SHOWN.findall(PAGE.read_text())[3][1]
+    assert main(shlex.split(command)) == 2
+    assert re.search(r"phase \w+ needs [\d.]+ GiB of the 79.2 of each H100", capsys.readouterr().err)
+
+
+def test_all_layouts_are_listed_on_demand(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["plan", "configs/dapo_32b.yaml", "--all", "--mean-length", "2000"]) == 0
+    text = capsys.readouterr().out
+    fit, rest = map(int, re.findall(r"(\d+) fit, (\d+) do not", text)[0])
+    rows = [line for line in text.splitlines() if re.match(r"\s+\d+\s+\d+\s+\d+\s+\d+ ", line)]
+    engines = [
+        len(re.findall(r"\d+", line.split(":")[0].split("engine tp ")[1])) for line in text.splitlines() if line.startswith("    not ")
+    ]
+    assert len(rows) == fit and sum(engines) == rest
+    assert "responses of 2,000 tokens" in text and "(--all)" not in text
+
+
+def test_no_torch_is_needed_and_seconds_are_few() -> None:
+    """Importing torch and Megatron takes longer than the plan; counted in CPU time, as this machine may be busy."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, time; from megarl.cli.main import main; main(['plan', 'configs/vapo_32b.yaml']);"
+        "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules); assert time.process_time() < 5, time.process_time()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    PAGE.write_text(SHOWN.sub(lambda found: found[1] + printed(found[2]) + found[4], PAGE.read_text()))

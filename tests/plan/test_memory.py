@@ -1,0 +1,197 @@
+"""Parameters, gradients, optimizer and checkpoints: the plan against real tensors and files; phases against the schedule's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import load_config
+from megarl.config.errors import ConfigError
+from megarl.plan.checks import check_fits, plan_of
+from megarl.plan.memory import Plan, with_layout
+from megarl.plan.phases import columns_of, device_phases
+from megarl.schedule.recipes import training_phases
+from megarl.weights.known_models import KNOWN_MODELS
+from tests.plan.jobs import hf_of, plan_for, tenants
+from tests.ranks import RankPool
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), pytest.param((2, 1, 2, 1), marks=pytest.mark.slow)]
+SMALL = ["parallel.tp=4", "parallel.pp=1", "parallel.dp=32"]  # more layers on a GPU than the configuration has
+MODELS: list[dict[str, Any]] = [
+    {"family": "qwen2", "dtype": "bf16"},
+    {"family": "qwen3", "dtype": "fp32", "tie_word_embeddings": True, "vocab_size": 2047},
+    {"family": "qwen2", "dtype": "bf16", "critic": True},
+]
+
+
+def name(case: dict[str, Any]) -> str:
+    return "-".join(map(str, case.values()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("case", MODELS, ids=name)
+def test_tenants_are_as_large_as_planned(
+    ranks: Callable[..., RankPool], tmp_path: Path, layout: tuple[int, int, int, int], case: dict[str, Any]
+) -> None:
+    """On every rank; Adam's moments exist, as there has been a step. The checkpoint is on disk."""
+    plan = plan_for(layout, **case)
+    model = "critic" if case.get("critic") else "actor"
+    for rank, found in enumerate(ranks(*layout).run(tenants, out=tmp_path / "checkpoint", **case)):
+        stage = plan.layout.coords(rank).pp
+        for part, measured in found.items():
+            planned = plan.tenant(f"{model}.{part}", stage)
+            assert abs(planned / measured - 1) < 0.01, f"rank {rank}: {part}: planned {planned:,.0f}, there are {measured:,.0f} bytes"
+    on_disk = sum(file.stat().st_size for file in (tmp_path / "checkpoint").rglob("*.distcp"))
+    planned = plan.checkpoint() - other_checkpoint(plan, model)
+    assert abs(planned / on_disk - 1) < 0.02, f"planned {planned:,.0f}, there are {on_disk:,.0f} bytes"  # 1 % of a file's own
+
+
+def other_checkpoint(plan: Plan, model: str) -> float:
+    """The part of the other one of actor and critic."""
+    alone = plan.config.model_copy(update={"algorithm": plan.config.algorithm.model_copy(update={"advantage": "group"})})
+    actors = Plan(alone, plan.actor, plan.critic, plan.device).checkpoint()
+    return plan.checkpoint() - actors if model == "actor" else actors
+
+
+@pytest.mark.slow
+def test_experts_are_as_large_as_planned(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+    case = {"family": "qwen3_moe", "dtype": "bf16", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    plan = plan_for((2, 1, 1, 2), **case)
+    for found in ranks(2, 1, 1, 2).run(tenants, out=tmp_path / "checkpoint", **case):
+        for part, measured in found.items():
+            assert abs(plan.tenant(f"actor.{part}", 0) / measured - 1) < 0.01, part
+
+
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_parameters_of_public_models(name: str) -> None:
+    """Against the count of the tensors' own shapes."""
+    from math import prod
+
+    from megarl.plan.sizes import Shape
+    from megarl.weights.layout import hf_shapes
+
+    assert Shape(KNOWN_MODELS[name], "bf16").parameters == sum(map(prod, hf_shapes(KNOWN_MODELS[name]).values()))
+
+
+@pytest.mark.parametrize("recipe", ["vapo_32b", "dapo_32b", "demo_vapo", "demo_dapo", "demo_sft"])
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_phases_are_those_of_the_schedule(recipe: str, kl: float) -> None:
+    if recipe == "demo_sft" and kl:
+        pytest.skip("a supervised run has no KL term")
+    config = load_config(ROOT / "configs" / f"{recipe}.yaml", [f"algorithm.kl_weight={kl}"] if kl else [])
+    real = training_phases(config)
+    assert [(p.name, p.resident) for p in real if p.resident] == [(d.name, d.resident) for d in device_phases(config)]
+    assert columns_of(config) == frozenset[str]().union(*(phase.writes for phase in real))
+
+
+def plan_32b(*overrides: str) -> Plan:
+    return plan_of(load_config(ROOT / "configs/vapo_32b.yaml", overrides), KNOWN_MODELS["Qwen2.5-32B"])
+
+
+@pytest.mark.parametrize("tp", [1, 4, 8])
+def test_an_engines_weights_are_its_shards(tp: int) -> None:
+    """What the transfer has to bring into each GPU, from the engine's own table; together a little more than the model."""
+    plan = plan_32b(f"rollout.engine_tp={tp}")
+    whole = 2 * plan.actor.parameters
+    assert whole <= plan.engine_weights * tp < 1.002 * whole
+    fp8 = plan_32b(f"rollout.engine_tp={tp}", "rollout.weights_dtype=fp8_block")
+    assert 0.5 < fp8.engine_weights / plan.engine_weights < 0.56
+
+
+def test_figures_by_hand() -> None:
+    """Qwen2.5-32B at tp 8, pp 4, dp 4, stage 0: 16 layers and the embedding; the formulas are written out once more."""
+    plan = plan_32b()
+    layer = (5120 * (5120 + 2 * 1024) + 5120 + 2 * 1024 + 5120 * 5120 + 3 * 5120 * 27648) // 8 + 2 * 5120
+    elements = 16 * layer + 152064 // 8 * 5120
+    assert plan.weights("actor", 0) == 2 * elements
+    assert plan.gradients("actor", 0) == 4 * elements
+    assert plan.optimizer("actor", 0) == 12 * elements / 4
+    assert plan.actor.cache_bytes(8) == 2 * 64 * 1 * 128 * 2
+    assert plan.cache == 0.8 * plan.device.memory - plan.engine_weights
+
+
+def test_larger_budgets_need_more_and_the_largest_is_the_last_that_fits() -> None:
+    plan = with_layout(plan_32b(), 4, 1, 32, 8)
+    budget = plan.budget()
+    assert budget > plan.longest
+    totals = [max(need.total for need in plan.needs(tokens)) for tokens in (budget, budget + 1024)]
+    assert totals[0] <= plan.device.memory < totals[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel.tp=1", "parallel.pp=1", "parallel.dp=128"], "phase critic_update needs .* raise parallel.tp or parallel.pp"),
+        (["rollout.engine_memory=0.97"], "phase rollout needs .*; lower rollout.engine_memory"),
+        (["rollout.engine_tp=1"], "holds 0 tokens|phase weight_transfer needs|KV cache of an engine holds"),
+        (["update.tokens_per_micro_batch=999424"], r"phase \w+ needs .*; lower update.tokens_per_micro_batch to \d+"),
+        (
+            ["model.recompute=none", *SMALL],
+            "phase critic_update needs .*; set model.recompute=full",
+        ),
+        (["residency.offload=false"], "phase .* needs .*; set residency.offload=true"),
+        (["residency.keep=[actor.optimizer,critic.optimizer,actor.gradients]", *SMALL], "take .* out of residency.keep"),
+        (["cluster.host_memory=100"], r"a node needs \d+ GiB of memory and has 100"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_does_not_fit_is_said_with_what_to_change(overrides: list[str], words: str) -> None:
+    import re
+
+    plan = plan_32b(*overrides)
+    problem = plan.problem()
+    assert problem is not None and re.search(words, problem), problem
+    advice = re.search(r"lower update.tokens_per_micro_batch to (\d+)|set (model.recompute=full)", problem)
+    if advice:  # and it helps
+        change = f"update.tokens_per_micro_batch={advice[1]}" if advice[1] else advice[2]
+        assert plan_32b(*overrides, change).problem() is None
+    with pytest.raises(ConfigError) as error:  # train stops with the same words
+        check_fits(plan.config, "x.yaml", plan.actor.config, None, plan.layout.world, plan.device.memory)
+    assert str(error.value) == f"x.yaml: {problem}"
+
+
+def test_the_32b_configurations_fit_their_128_gpus() -> None:
+    for recipe in ("vapo", "dapo"):
+        config = load_config(ROOT / f"configs/{recipe}_32b.yaml")
+        for gpu in ("H100", "H200", "H800", "A100"):
+            cluster = config.cluster.model_copy(update={"gpu": gpu})
+            assert plan_of(config.model_copy(update={"cluster": cluster}), KNOWN_MODELS["Qwen2.5-32B"]).problem() is None
+
+
+def test_another_gpu_needs_all_its_figures() -> None:
+    config = load_config(ROOT / "configs/vapo_32b.yaml", ["cluster.gpu=B1", "cluster.gpu_memory=100", "cluster.gpu_tflops=1000"])
+    with pytest.raises(ConfigError, match=r"^cluster.gpu: B1 .*: set cluster.gpu_memory_speed, cluster.host_speed as well$"):
+        plan_of(config, KNOWN_MODELS["Qwen2.5-32B"])
+    more = ["cluster.gpu_memory_speed=3000", "cluster.host_speed=50"]
+    overrides = ["cluster.gpu=B1", "cluster.gpu_memory=100", "cluster.gpu_tflops=1000", *more]
+    assert plan_of(load_config(ROOT / "configs/vapo_32b.yaml", overrides), KNOWN_MODELS["Qwen2.5-32B"]).device.memory == 100 * GIB
+
+
+def test_kept_tenants_are_in_every_phase() -> None:
+    free, keeping = plan_32b(), plan_32b("residency.keep=[actor.optimizer]")
+    for before, after in zip(free.needs(), keeping.needs(), strict=True):
+        extra = 0.0 if "actor.optimizer" in before.parts else keeping.optimizer("actor", after.stage)
+        assert after.total == pytest.approx(before.total + extra, abs=GIB)
+    assert keeping.host()["pinned buffers"] < free.host()["pinned buffers"]
+
+
+def test_residency_is_the_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What never leaves, against the function that the scheduler moves by."""
+    import torch
+
+    from megarl.plan.phases import kept
+    from megarl.schedule.residency import kept as kept_on
+
+    for overrides in ([], ["residency.offload=false"], ["residency.keep=[actor.optimizer]"]):
+        config = load_config(ROOT / "configs/vapo_32b.yaml", overrides)
+        needed = frozenset[str]().union(*(declared.resident for declared in device_phases(config)))
+        assert kept(config) == kept_on(config, torch.device("cuda")) & needed
+
+
+def test_models_used_in_tests_are_what_they_say() -> None:
+    assert hf_of("qwen3", num_hidden_layers=2).num_hidden_layers == 2

@@ -1,0 +1,135 @@
+"""Runs and sweeps by NeMo-Run (extra `launch`): configurations x seeds, on this machine or on Slurm.
+
+    python tools/launch.py configs/vapo_32b.yaml --executor slurm --nodes 16 --account A --partition P --dryrun
+    python tools/launch.py configs/ablations/dapo_*.yaml --seeds 0 1 2 --executor slurm --nodes 16 steps=100
+
+A Slurm job does what slurm/*.sbatch do, by the same slurm/common.sh: preflight, logs per rank, requeue with resume.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.config import check_config, load_config
+from megarl.config.errors import MegarlError
+from megarl.config.load import set_key
+
+ROOT = Path(__file__).resolve().parents[1]
+SIGNAL = 600  # seconds before the time limit at which Slurm says so, as in slurm/*.sbatch
+
+
+class Job(NamedTuple):
+    """One run of the sweep: what `megarl train` is given."""
+
+    name: str
+    arguments: list[str]
+
+
+def jobs(given: argparse.Namespace) -> Iterator[Job]:
+    """Each configuration with each seed, checked; with several seeds each has a folder of its own in the configuration's run_dir."""
+    for path in given.configs:
+        for seed in given.seeds or [None]:
+            overrides = list(given.overrides)
+            if seed is not None:
+                folder = load_config(path, overrides).run_dir / f"seed{seed}"
+                overrides += [set_key("seed", seed), *([set_key("run_dir", folder)] if len(given.seeds) > 1 else [])]
+            check_config(load_config(path, overrides), str(path))
+            yield Job(path.stem if seed is None else f"{path.stem}-seed{seed}", [str(path), *overrides])
+
+
+def local(given: argparse.Namespace) -> Any:
+    """This machine; megarl starts the ranks that the layout needs itself."""
+    import nemo_run
+
+    return nemo_run.LocalExecutor(ntasks_per_node=1, env_vars={"OMP_NUM_THREADS": "1"})
+
+
+def slurm(given: argparse.Namespace, job: Job) -> Any:
+    """NeMo-Run's sbatch file, whose set-up lines do all of the work and leave: its template has no trap for the signal before the time
+    limit and would start the ranks without a preflight."""
+    import nemo_run
+
+    arguments = shlex.join(job.arguments)
+    lines = [
+        f"export MEGARL_HOME={shlex.quote(str(ROOT))} MEGARL_GRACE={SIGNAL - 60}",
+        *(f"export {shlex.quote(setting)}" for setting in given.env),
+        "set +evx",
+        '. "$MEGARL_HOME/slurm/common.sh"',
+        f"megarl_prepare {arguments}",
+        f"megarl_train {arguments}",
+        "exit $?",
+    ]
+    # requeue and open-mode are options of sbatch that NeMo-Run passes on as they are.
+    options = {"requeue": True, "open_mode": "append", "signal": f"B:USR1@{SIGNAL}"}
+    return nemo_run.SlurmExecutor(
+        account=given.account,
+        partition=given.partition,
+        nodes=given.nodes,
+        ntasks_per_node=1,
+        gpus_per_node=given.gpus or None,
+        time=given.time,
+        container_image=None,
+        packager=nemo_run.Packager(),
+        tunnel=nemo_run.LocalTunnel(job_dir=""),  # its files lie in NEMORUN_HOME, like those of local runs
+        setup_lines="\n".join(lines),
+        additional_parameters=options,
+    )
+
+
+def launch(given: argparse.Namespace) -> None:
+    """Hands the sweep to NeMo-Run, or prints what it would hand over."""
+    import nemo_run
+
+    made = list(jobs(given))
+    with nemo_run.Experiment(given.name or made[0].name) as experiment:
+        for job in made:
+            task = nemo_run.Script(path="megarl", m=True, entrypoint=sys.executable, args=["train", *job.arguments])
+            executor = local(given) if given.executor == "local" else slurm(given, job)
+            experiment.add(task, executor=executor, name=job.name, tail_logs=given.executor == "local")
+        if given.dryrun:
+            experiment.dryrun()
+        else:
+            experiment.run(detach=given.executor == "slurm", sequential=given.executor == "local")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="launch.py", description="Runs and sweeps by NeMo-Run.")
+    parser.add_argument("configs", nargs="+", metavar="CONFIG|key=value", help="YAML files, then overrides for all of them")
+    parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="each configuration with each seed")
+    parser.add_argument("--executor", choices=("local", "slurm"), default="local")
+    parser.add_argument("--dryrun", action="store_true", help="print what would be run, and submit nothing")
+    parser.add_argument("--name", help="of the experiment; default: the first job's")
+    parser.add_argument("--nodes", type=int, default=1, help="of a Slurm job (default: %(default)s)")
+    parser.add_argument("--gpus", type=int, default=8, help="of a node; 0: CPUs alone (default: %(default)s)")
+    parser.add_argument("--account", default="none")
+    parser.add_argument("--partition")
+    parser.add_argument("--time", default="24:00:00", help="limit of a Slurm job (default: %(default)s)")
+    parser.add_argument("--env", action="append", default=[], metavar="MEGARL_X=VALUE", help="setting of slurm/common.sh, may be repeated")
+    given = parser.parse_args(arguments)
+    given.overrides = [text for text in given.configs if "=" in text]
+    given.configs = [Path(text) for text in given.configs if "=" not in text]
+    if not given.configs:
+        parser.error("at least one configuration is needed")
+    return given
+
+
+def main(arguments: Sequence[str]) -> int:
+    given = parse(arguments)
+    try:
+        launch(given)
+    except MegarlError as error:
+        print(f"launch.py: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f"launch.py: {error.name} is not installed (pip install 'megarl[launch]')", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
