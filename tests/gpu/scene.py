@@ -111,7 +111,8 @@ class Scene:
         self.residency.enter("actor_update", UPDATE)
         self.actor.compute_gradients(local.mini_batches[0], supervised_loss(local.experience))
         named = table_names(dict(self.actor.model.named_parameters()))
-        return {name: parameter.main_grad.float().cpu() for name, parameter in named.items()}
+        # Copies, for the buffer that these are views of is emptied when it leaves the device.
+        return {name: parameter.main_grad.to("cpu", torch.float32, copy=True) for name, parameter in named.items()}
 
     def update(self, local: LocalBatch) -> UpdateResult:
         """One optimizer step."""
