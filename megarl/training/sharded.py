@@ -5,6 +5,7 @@ Each rank writes and reads its own part; a checkpoint can be read at another ten
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,11 +34,15 @@ FAILURES = (CheckpointException, CheckpointingException, OSError, RuntimeError)
 
 def stage_learner(learner: Learner, stager: Stager) -> Staged:
     """Host copies of what this rank writes of the learner; every rank calls this. CheckpointError on every rank where it is not whole."""
+    # megatron-core collects garbage in the midst of it, which takes seconds in a process with so many objects, unless they are set aside.
+    gc.freeze()
     try:
         with _megatron():
             return stager.stage(_state(learner, is_loading=False))
     except FAILURES as error:
         raise CheckpointError(f"cannot be put together: {_reason(error)} (a defect: please report it)") from error
+    finally:
+        gc.unfreeze()
 
 
 def save_learner(learner: Learner, folder: Path) -> None:
