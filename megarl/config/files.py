@@ -56,7 +56,7 @@ def check_index(path: Path) -> None:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: is missing") from None
     except Exception as error:  # noqa: BLE001 (a damaged pickle raises anything)
-        raise CheckpointError(f"{path}: cannot be read: {error} (it is damaged, or not a checkpoint's index)") from None
+        raise CheckpointError(f"{path}: not a readable index of a checkpoint ({error})") from None
 
 
 def fsync(path: Path) -> None:

@@ -99,6 +99,8 @@ def _ask_ranks_on_signal(grace: float) -> None:
         if asked or number == signal.SIGALRM:  # a second time, or they took too long
             raise SignalException(f"told to end by signal {number}", signal.Signals(asked[0] if number == signal.SIGALRM else number))
         asked.append(number)
+        # Not print: a handler may have cut another one short.
+        os.write(sys.stderr.fileno(), f"megarl: {signal.Signals(number).name}: the ranks have {grace:g} s to save and leave\n".encode())
         signal.setitimer(signal.ITIMER_REAL, grace)
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):

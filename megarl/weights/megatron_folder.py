@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megarl.config.errors import CheckpointError
+from megarl.config.files import check_index
 from megarl.weights.families import OUTPUT, VALUE_HEAD, Pair, Shape, Sizes
 from megarl.weights.hf_io import HFFolder, ModelFolder, read_config
 from megarl.weights.layout import Box, Region, hf_shapes, pair_shard, whole_model
@@ -176,6 +177,7 @@ def _by_lead(chunks: Sequence[ChunkStorageMetadata], dims: int) -> dict[Shape, l
 def _read_metadata(path: Path) -> Metadata:
     if not is_checkpoint(path):
         raise CheckpointError(f"{path}: no {METADATA} (the folder of a Megatron distributed checkpoint in torch_dist format is expected)")
+    check_index(path / METADATA)
     try:
         return FileSystemReader(path).read_metadata()
     except Exception as error:  # unpickling a damaged file raises whatever its bytes happen to call

@@ -133,7 +133,7 @@ FAULTS = (
     Fault("kill -9 of the launcher", kill_launcher, (-signal.SIGKILL,), SOON),
     Fault("kill -9 of all verifiers", each_verifier(signal.SIGKILL), (0,), SOON),
     Fault("reward time-out: all verifiers stopped", each_verifier(signal.SIGSTOP), (0,), SOON),
-    Fault("SIGTERM", tell(signal.SIGTERM), (75,), SOON, lost=0, said="stopped by SIGUSR1: step"),
+    Fault("SIGTERM", tell(signal.SIGTERM), (75,), SOON, lost=0, said="SIGTERM: the ranks have"),
     Fault("SIGUSR1", tell(signal.SIGUSR1), (75,), SOON, lost=0, said="stopped by SIGUSR1: step"),
     Fault(
         "time limit",

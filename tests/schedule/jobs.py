@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from megarl.config.errors import CheckpointError
+from megarl.config.errors import CheckpointError, NumericalError
 from megarl.config.schema import Config
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.replay import Outcome, replay
 from megarl.schedule.run import Run
 from megarl.schedule.scheduler import Scheduler
 from megarl.training.checkpoint import find_checkpoint, load_checkpoint
+from megarl.training.learner import Loss
+from megarl.training.micro_batch import MicroBatch
 from megarl.training.saving import save_checkpoint
 from megarl.training.sharded import save_learner
 
@@ -63,3 +67,34 @@ def train_and_replay(runtime: Runtime, config: Config, numbers: tuple[int, ...])
         Scheduler(run).execute()
         run.close()
     return [replay(config, number, runtime) for number in numbers]
+
+
+def train_with_bad_losses(runtime: Runtime, config: Config, bad: tuple[int, ...]) -> tuple[str, list[bool]]:
+    """Runs `config`, in whose steps `bad` one rank's policy loss is not a number. Gives the message with which it ends, if any, and
+    whether the actor's weights have changed since the step before, at the beginning of each step's updates."""
+    run = Run(config, runtime)
+    actor, weights, changed = run.actor, [], []
+    begin, gradients = actor.begin_step, actor.compute_gradients
+
+    def begin_step() -> None:
+        now = [parameter.detach().clone() for parameter in actor.model.parameters()]
+        changed.append(bool(weights) and not all(torch.equal(a, b) for a, b in zip(now, weights[-1], strict=True)))
+        weights.append(now)
+        begin()
+
+    def compute_gradients(micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
+        def spoiled(output: Any, batch: MicroBatch) -> Any:
+            value, sums = loss(output, batch)
+            return value * float("nan"), sums
+
+        here = len(weights) in bad and runtime.rank == runtime.world - 1
+        return gradients(micro_batches, spoiled if here else loss)
+
+    actor.begin_step, actor.compute_gradients = begin_step, compute_gradients  # type: ignore[method-assign]
+    try:
+        Scheduler(run).execute()
+    except NumericalError as error:
+        return str(error), changed
+    finally:
+        run.close()
+    return "", changed

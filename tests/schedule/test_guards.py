@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+import torch
 
 from megarl.config.errors import NumericalError
 from megarl.config.schema import GuardConfig
+from megarl.observe.metrics import read_metrics
 from megarl.schedule.guards import Guards
+from tests.chaos.harness import make_config, prepare
+from tests.ranks import RankPool
+from tests.schedule.jobs import train_with_bad_losses
 
 
 def test_the_run_stops_after_so_many_in_a_row() -> None:
@@ -45,3 +53,26 @@ def test_alarms(metrics: dict[str, float], words: str) -> None:
     (line,) = guards.passed({**calm, **metrics})
     assert line.startswith(f"alarm: {words}")
     assert Guards(GuardConfig(entropy_low=None, length_growth=None, clip_fraction=None)).passed({**calm, **metrics}) == []
+
+
+@pytest.mark.slow
+def test_a_run_leaves_out_what_is_not_finite(tmp_path: Path, ranks: Callable[[int, int, int], RankPool]) -> None:
+    """Step 2's loss is not a number on one rank: its update is left out on both and its batch kept, then the run goes on."""
+    prepare(tmp_path)
+    keys = {"steps": 3, "evaluation": {"every": 0}, "value_pretraining": {"steps": 1}}
+    config = make_config(tmp_path, "once", **keys)
+    for message, changed in ranks(2, 1, 1).run(train_with_bad_losses, config=config, bad=(2,)):
+        assert (message, changed) == ("", [False, True, False])
+    steps = [record for record in read_metrics(config.run_dir).records if record["stage"] == "train"]
+    assert [record["guard/skipped"] for record in steps] == [0.0, 1.0, 0.0]
+    assert (
+        "step 2, phase actor_update: actor update, rank 1: loss of micro-batch 0 is nan; the update was not applied"
+        in steps[1]["events"][0]
+    )
+    assert steps[1]["events"][0].endswith("the rest of the step is skipped (1 of at most 3 in a row)")
+    for rank in range(2):
+        kept = torch.load(config.run_dir / f"failed/train-000002-rank{rank}.pt", weights_only=True)
+        assert kept["tokens"].numel() == kept["advantages"].numel() > 0
+    config = make_config(tmp_path, "twice", **keys, guard={"skipped_steps": 1})
+    for message, _ in ranks(2, 1, 1).run(train_with_bad_losses, config=config, bad=(2, 3)):
+        assert message.startswith("step 3, phase actor_update: actor update, rank 1: loss of micro-batch 0 is nan")
