@@ -123,8 +123,6 @@ class RolloutSampler:
 
         def state() -> dict[str, Any]:
             begun = [[completion and vars(completion) for completion in a.begun] for a in asked]
-            begun = [[completion and vars(completion) for completion in a.begun] for a in asked]
-            begun = [[completion and vars(completion) for completion in a.begun] for a in asked]
             returned = [{"prompt": prompt_state(a.prompt), "seeds": list(a.seeds), "begun": b} for a, b in zip(asked, begun, strict=True)]
             return {"surplus": [group.state_dict() for group in surplus], "returned": returned}
 
