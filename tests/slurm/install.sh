@@ -11,7 +11,11 @@ if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
     exit 0
 fi
 export DEBIAN_FRONTEND=noninteractive
-apt-get -qq update
+skip() {
+    echo "tests/slurm/install.sh: ${missing[*]}: apt-get cannot install them here: tests are skipped" >&2
+    exit 0
+}
+apt-get -qq update || skip
 # The packages would start services of their own: 101 says no.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e $policy ]; then
@@ -19,4 +23,4 @@ if [ ! -e $policy ]; then
     chmod +x $policy
     trap 'rm -f $policy' EXIT
 fi
-apt-get -qq install -y --no-install-recommends "${missing[@]}" >/dev/null
+apt-get -qq install -y --no-install-recommends "${missing[@]}" >/dev/null || skip
