@@ -116,12 +116,13 @@ def values(step: Step) -> None:
     experience["values"] = value_columns(run.critic, experience, step.local.micro_batches, run.runtime)["values"]
 
 
-@phase(reads="rewards values", writes="lambda advantages returns")
+@phase(reads="rewards values", writes="advantages returns")
 def gae_advantages(step: Step) -> None:
     """Decoupled and length-adaptive GAE (VAPO eq. 3 and 5)."""
     run, experience = step.run, step.local.experience
-    step.metrics |= add_gae(run.config.algorithm, experience, run.runtime)
-    step.distributions["lambda"] = lambda_table(experience, run.config.rollout.max_response_tokens, run.runtime)
+    algorithm, longest = run.config.algorithm, run.config.rollout.max_response_tokens
+    step.metrics |= add_gae(algorithm, experience, run.runtime)
+    step.distributions["lambda"] = lambda_table(algorithm, experience, longest, run.runtime)
     step.distributions["value_error"] = value_error_table(experience, run.runtime)
 
 

@@ -30,21 +30,21 @@ def add_group_advantages(batch: Experience) -> None:
 
 
 def add_gae(config: AlgorithmConfig, experience: Experience, runtime: Runtime) -> dict[str, float]:
-    """Writes lambda [n], advantages and returns [T] from rewards and values, each with its own lambda (VAPO section 4.1); gives gae/*."""
-    lengths = experience.response_lengths
-    lam = (
-        length_adaptive_lambda(lengths, config.alpha)
-        if config.lambda_policy == "length_adaptive"
-        else torch.full((experience.num_sequences,), float(config.lambda_policy), dtype=torch.float64)
-    )
-    experience["lambda"] = lam
-    mask = experience.response_mask
+    """Writes advantages and returns [T] from rewards and values, each with its own lambda (VAPO section 4.1); gives gae/*."""
+    lam, mask = response_lambdas(config, experience), experience.response_mask
     advantages = _gae(experience, lam, config.gamma)
     metrics = gae_metrics(sum_over_replicas(runtime, gae_sums(advantages, mask, lam)))
     if config.whiten:
         advantages = whiten(advantages, mask, *mean_and_variance(sum_over_replicas(runtime, moments(advantages, mask))))
     experience["advantages"] = advantages
     return metrics | add_returns(config, experience, runtime)
+
+
+def response_lambdas(config: AlgorithmConfig, experience: Experience) -> Tensor:
+    """Each response's lambda of the policy's advantages, float64 [n]."""
+    if config.lambda_policy == "length_adaptive":
+        return length_adaptive_lambda(experience.response_lengths, config.alpha)
+    return torch.full((experience.num_sequences,), float(config.lambda_policy), dtype=torch.float64)
 
 
 def add_returns(config: AlgorithmConfig, experience: Experience, runtime: Runtime) -> dict[str, float]:
@@ -55,9 +55,9 @@ def add_returns(config: AlgorithmConfig, experience: Experience, runtime: Runtim
     return {"value/explained_variance": explained_variance(sums)}
 
 
-def lambda_table(experience: Experience, longest: int, runtime: Runtime) -> dict[str, list[float]]:
-    """{"responses", "lambda"}: `lambda_by_length` over all replicas. Reads lambda."""
-    sums = lambda_by_length(experience.response_lengths, experience["lambda"], longest)
+def lambda_table(config: AlgorithmConfig, experience: Experience, longest: int, runtime: Runtime) -> dict[str, list[float]]:
+    """{"responses", "lambda"}: `lambda_by_length` over all replicas."""
+    sums = lambda_by_length(experience.response_lengths, response_lambdas(config, experience), longest)
     responses, lam = sum_over_replicas(runtime, sums).tolist()
     return {"responses": responses, "lambda": lam}
 
