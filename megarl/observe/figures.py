@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megarl.observe.plots import COLOURS, Band, Line, draw_bars, draw_lines, draw_stack, value_text
+from megarl.observe.distribution_figures import draw_lambda, draw_mismatch, draw_value_error
+from megarl.observe.plots import COLOURS, Band, Drawing, Line, draw_bars, draw_lines, draw_stack, run_colour, value_text
 from megarl.observe.runs import Points, Run, families, kept_share, mean_course
 
 BLUE, ORANGE, GREEN, PURPLE, GOLD, PINK = COLOURS[:6]
@@ -46,14 +47,6 @@ class Spec:
         return run.points(self.stage, key)
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A finished figure: its SVG and the legend under it, (colour, text) each."""
-
-    svg: str
-    legend: tuple[tuple[str, str], ...] = ()
-
-
 def draw(spec: Spec, runs: Sequence[Run]) -> Drawing | None:
     """The figure for these runs; None where none of them has its data."""
     return spec.draw(runs) if spec.draw else draw_curves(spec, runs)
@@ -90,11 +83,6 @@ def draw_curves(spec: Spec, runs: Sequence[Run]) -> Drawing | None:
     return Drawing(draw_lines(lines, spec.xlabel, spec.limits, spec.log))
 
 
-def run_colour(index: int) -> str:
-    """The colour of one of several runs."""
-    return COLOURS[index % len(COLOURS)]
-
-
 def draw_groups(runs: Sequence[Run]) -> Drawing | None:
     """One run: kept, all wrong and all right groups as shares of those sampled. Several: the kept share of each."""
     shares = [{step: s for step, record in run.by_stage.get("train", {}).items() if (s := kept_share(record))} for run in runs]
@@ -110,6 +98,12 @@ def draw_groups(runs: Sequence[Run]) -> Drawing | None:
     layers = (("kept", "kept: right and wrong answers", BLUE), ("all_wrong", "all wrong", ORANGE), ("all_right", "all right", GREEN))
     bands = [Band({t: s[name] for t, s in shares[0].items()}, colour, label) for name, label, colour in layers]
     return Drawing(draw_stack(bands, "step", (0, 1)), tuple((band.colour, band.label) for band in bands))
+
+
+def draw_waste(runs: Sequence[Run]) -> Drawing | None:
+    """The share of the generated tokens that were thrown away; None where none ever was."""
+    thrown = any(any(run.points("train", "rollout/waste").values()) for run in runs)
+    return draw_curves(Spec("", "", curves=(Curve("rollout/waste"),), limits=(0, None)), runs) if thrown else None
 
 
 def phase_colours(phases: Sequence[str]) -> dict[str, str]:
@@ -159,13 +153,22 @@ def draw_times(runs: Sequence[Run]) -> Drawing | None:
 
 
 def draw_memory(runs: Sequence[Run]) -> Drawing | None:
-    """The highest memory/<phase> (bytes) of each phase, as GiB; the first run that recorded any."""
+    """One run: the highest memory/<phase> (bytes) of each phase, as GiB. Several: of each the phase that takes most."""
+    highest: dict[str, Sequence[tuple[str, float, str]]] = {}
     for run in runs:
-        peaks = {p: max(points.values()) for p in _phases([run], "memory/") if (points := run.points(_main_stage(run), f"memory/{p}"))}
-        if peaks:
-            colours = phase_colours(list(peaks))
-            return Drawing(draw_bars({_words(p): [(p, peak / 2**30, colours[p])] for p, peak in peaks.items()}, "GiB"))
-    return None
+        peaks = {
+            p: max(points.values())
+            for p in _phases([run], "memory/")
+            if any((points := run.points(_main_stage(run), f"memory/{p}")).values())
+        }
+        colours = phase_colours(list(peaks))
+        bars = {p: [(p, peak / 2**30, colours[p])] for p, peak in peaks.items()}
+        if peaks and len(runs) > 1:
+            most = max(peaks, key=peaks.__getitem__)
+            highest[f"{run.name}: {_words(most)}"] = bars[most]
+        elif peaks:
+            highest = {_words(p): bar for p, bar in bars.items()}
+    return Drawing(draw_bars(highest, "GiB")) if highest else None
 
 
 def _words(name: str) -> str:
@@ -239,6 +242,16 @@ CRITIC = (
         "Mean over responses: longer responses raise it towards 1.",
         curves=(Curve("gae/lambda_mean", colour=ORANGE),),
     ),
+    Spec(
+        "Lambda by response length",
+        "The curve is lambda, the area the share of responses of that length: where most of them are, what lambda do they get?",
+        draw=draw_lambda,
+    ),
+    Spec(
+        "Value error by position",
+        "Distance of value and return from a response's first token to its last; high at the start is normal, at the end it is bias.",
+        draw=draw_value_error,
+    ),
 )
 UPDATE = (
     Spec(
@@ -262,9 +275,19 @@ UPDATE = (
         unit="nats",
     ),
     Spec(
+        "Trainer minus engine by token",
+        "Share of tokens by their difference (both scales logarithmic): a narrow hill is rounding, wide wings are other weights.",
+        draw=draw_mismatch,
+    ),
+    Spec(
         "Groups sampled",
         "Only groups with right and wrong answers carry a signal; the kept share falls as the task is learnt.",
         draw=draw_groups,
+    ),
+    Spec(
+        "Filter waste",
+        "Share of the generated tokens that dynamic sampling threw away. Much waste calls for other prompts.",
+        draw=draw_waste,
     ),
     Spec(
         "Positive-example loss",

@@ -51,16 +51,23 @@ pre { font: .8rem/1.45 var(--mono);
 .group + .group { margin-top: 18px; }
 .tags { font-size: .8rem; color: var(--muted); } .tags b { margin-right: 6px; }
 .right { color: var(--good); } .wrong { color: var(--bad); }
+.browser label { margin: 0 12px 0 3px; font-size: .88rem; } .browser input { margin: 0 0 0 10px; accent-color: var(--s0); }
+.browser .samples, details .samples { margin-top: 10px; }
+.scale { display: none; font-size: .82rem; font-variant-numeric: tabular-nums; margin-top: 6px; }
+.scale i { display: inline-block; width: 16px; height: 12px; border: 1px solid var(--grid); margin-left: -1px; vertical-align: -1px; }
+.browser pre span { border-radius: 2px; }
+WORTH
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; width: 100%; }
 th { text-align: left; color: var(--muted); font-weight: 500; }
 td, th { padding: 3px 14px 3px 0; border-bottom: 1px solid var(--grid); vertical-align: top; overflow-wrap: anywhere; }
-td:first-child { font-family: var(--mono); font-size: .8rem; }
+td:first-child { font-family: var(--mono); font-size: .8rem; min-width: 10.5rem; } td + td { min-width: 5.5rem; }
 tr.differs td { font-weight: 650; }
 details { margin-top: 10px; } summary { cursor: pointer; font-weight: 600; }
 .note { margin-top: 14px; font-size: .88rem; }
 @media (max-width: 600px) {
   dl { grid-template-columns: 1fr 1fr; } main { padding: 20px 12px 40px; } .card { padding: 12px; } h2 { margin-top: 34px; }
+  .browser > span { display: block; } .browser input:first-of-type { margin-left: 0; }
 }
 @media print { .card { break-inside: avoid; } .runs { position: static; } }
 """
@@ -68,7 +75,7 @@ details { margin-top: 10px; } summary { cursor: pointer; font-weight: 600; }
 
 def document(title: str, body: Iterable[str]) -> str:
     """The whole page, which refers to nothing outside itself."""
-    style = STYLE.replace("LIGHT", _variables(COLOURS)).replace("DARK", _variables(DARK_COLOURS))
+    style = STYLE.replace("LIGHT", _variables(COLOURS)).replace("DARK", _variables(DARK_COLOURS)).replace("WORTH", _worth())
     content = "\n".join(part for part in body if part)
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -79,6 +86,20 @@ def document(title: str, body: Iterable[str]) -> str:
 
 def _variables(colours: Sequence[str]) -> str:
     return " ".join(f"--s{i}: {colour};" for i, colour in enumerate(colours))
+
+
+def _worth() -> str:
+    """Rules for the tokens of the sample browser: classes an4 ... ap4 where advantages are chosen, vn4 ... vp4 where values are. Blue above
+    0 and orange below it differ for colour-blind eyes too; both are thin enough for the ink on them."""
+    rules = []
+    for name in ("advantage", "value"):
+        for sign, colour in (("n", 1), ("p", 0)):
+            for n in range(1, 5):
+                step = f".{name[0]}{sign}{n}"
+                shade = f"background: color-mix(in srgb, var(--s{colour}) {5 + 12 * n}%, transparent);"
+                rules.append(f".by-{name}:checked ~ .samples {step}, .scale {step} {{ {shade} }}")
+        rules.append(f".by-{name}:checked ~ .scale.{name} {{ display: block; }}")
+    return "\n".join(rules)
 
 
 def swatch(colour: str) -> str:

@@ -64,6 +64,29 @@ class Band:
     label: str
 
 
+@dataclass(frozen=True)
+class Stairs:
+    """Shares between neighbouring edges, drawn as an outline, or as an area."""
+
+    edges: Sequence[float]
+    shares: Sequence[float]
+    colour: str
+    filled: bool = False
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A finished figure: its SVG and the legend under it, (colour, text) each."""
+
+    svg: str
+    legend: tuple[tuple[str, str], ...] = ()
+
+
+def run_colour(index: int) -> str:
+    """The colour of one of several runs."""
+    return COLOURS[index % len(COLOURS)]
+
+
 def thin(points: Points) -> tuple[list[float], list[float]]:
     """Steps and values, neighbours averaged so that no more than MAX_POINTS remain."""
     xs, ys = [float(step) for step in points], list(points.values())
@@ -199,6 +222,30 @@ def draw_stack(bands: Sequence[Band], xlabel: str, limits: tuple[float | None, f
     axes.stackplot(series[0][0], [ys for _, ys in series], colors=[band.colour for band in bands], linewidth=0, alpha=0.88)
     axes.margins(x=0)
     finish(axes, xlabel, limits, False, (steps[0], steps[-1]))
+    return svg(fig)
+
+
+def draw_stairs(
+    stairs: Sequence[Stairs],
+    xlabel: str,
+    lines: Sequence[tuple[Sequence[float], Sequence[float], str]] = (),
+    ticks: Mapping[float, str] | None = None,
+    log: bool = False,
+) -> str:
+    """Histograms over each other; `lines` are (x, y, colour) within them. ticks: what stands below which x. log: of the shares."""
+    fig, axes = figure()
+    shares = [share for s in stairs for share in s.shares if share > 0]
+    floor = 10.0 ** math.floor(math.log10(min(shares, default=1.0)) - 0.1) if log else 0.0
+    for s in stairs:
+        heights = [max(share, floor) for share in s.shares]
+        if s.filled:
+            axes.stairs(heights, s.edges, baseline=floor, fill=True, color=s.colour, alpha=0.25, linewidth=0)
+        axes.stairs(heights, s.edges, baseline=floor, color=s.colour, linewidth=1.4)
+    for xs, ys, colour in lines:
+        axes.plot(xs, ys, color=colour, linewidth=1.9, marker="o", markersize=4, clip_on=False)
+    finish(axes, xlabel, (floor, 1), log, (stairs[0].edges[0], stairs[0].edges[-1]))
+    if ticks is not None:
+        axes.set_xticks(list(ticks), list(ticks.values()))
     return svg(fig)
 
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError, DataError
 from megarl.observe import page
-from megarl.observe.figures import SECTIONS, draw, run_colour
+from megarl.observe.figures import SECTIONS, draw
+from megarl.observe.plots import run_colour
 from megarl.observe.runs import Run, families, layout_text, load_run
-from megarl.observe.samples import Sample
+from megarl.observe.sample_browser import browser
 from megarl.observe.terminal_format import duration
 
 READING = (
     '<p class="note muted">The number beside a curve is its value at the end. '
     "A noisy curve is drawn thin under its moving average, and the number is the average's.</p>"
 )
-GROUPS_SHOWN, RESPONSES_SHOWN, ALARMS_SHOWN = 2, 4, 200
+ALARMS_SHOWN = 200
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
@@ -49,7 +51,7 @@ def render(runs: Sequence[Run]) -> str:
         page.legend(colours, "legend runs"),
         *(_head(run, len(runs) > 1) for run in runs),
         *_figures(runs),
-        *(_samples(run, len(runs) > 1) for run in runs),
+        *(browser(run, number, len(runs) > 1) for number, run in enumerate(runs)),
         _alarms(runs),
         _configuration(runs),
         _versions(runs),
@@ -140,50 +142,8 @@ def _figures(runs: Sequence[Run]) -> list[str]:
     if len(missing) < sum(len(specs) for _, specs in SECTIONS):
         sections.append(READING)
     if missing:
-        sections.append(f'<p class="note muted">Left out, because nothing was recorded for them: {escape(", ".join(missing))}.</p>')
+        sections.append(f'<p class="note muted">Left out, because there is nothing to draw: {escape(", ".join(missing))}.</p>')
     return sections
-
-
-def pick_steps(samples: Sequence[Sample]) -> dict[str, int]:
-    """The first, the middle and the last step of training (else of any stage) that have samples."""
-    trained = [s for s in samples if s.stage == "train"] or samples
-    steps = sorted({s.step for s in trained})
-    if not steps:
-        return {}
-    picked = {"Early": steps[0], "Middle": steps[len(steps) // 2], "Late": steps[-1]}
-    return {name: step for i, (name, step) in enumerate(picked.items()) if step not in list(picked.values())[:i]}
-
-
-def _samples(run: Run, named: bool) -> str:
-    stage = "train" if any(s.stage == "train" for s in run.samples) else None
-    cards = []
-    for name, step in pick_steps(run.samples).items():
-        groups: dict[str, list[Sample]] = {}
-        for sample in run.samples:
-            if sample.step == step and stage in (None, sample.stage):
-                groups.setdefault(sample.prompt, []).append(sample)
-        shown = "\n".join(_group(prompt, group) for prompt, group in list(groups.items())[:GROUPS_SHOWN])
-        cards.append(f'<div class="card"><h3>{name} <span class="unit">step {step}</span></h3>\n{shown}</div>')
-    title = f"Samples of {run.name}" if named else "Samples"
-    return page.section(title, '<div class="samples">\n' + "\n".join(cards) + "\n</div>" if cards else "")
-
-
-def _group(prompt: str, group: Sequence[Sample]) -> str:
-    answer = f" · answer {escape(group[0].answer)}" if group[0].answer else ""
-    responses = "\n".join(_response(sample) for sample in group[:RESPONSES_SHOWN])
-    return f'<div class="group"><p class="tags">Prompt{answer}</p><pre>{escape(prompt)}</pre>\n{responses}</div>'
-
-
-def _response(sample: Sample) -> str:
-    verdict = '<b class="right">✓ right</b>' if sample.correct else '<b class="wrong">✗ wrong</b>'
-    tags = [f"{sample.length} tokens"]
-    if sample.reward is not None:
-        tags.insert(0, f"reward {sample.reward:+.3g}")
-    if sample.truncated:
-        tags.append("truncated")
-    if sample.advantage_mean is not None:
-        tags.append(f"mean advantage {sample.advantage_mean:+.2g}")
-    return f'<div class="response"><p class="tags">{verdict}{escape(" · ".join(tags))}</p><pre>{escape(sample.response)}</pre></div>'
 
 
 def _alarms(runs: Sequence[Run]) -> str:
@@ -191,14 +151,15 @@ def _alarms(runs: Sequence[Run]) -> str:
     rows = []
     for run in runs:
         name = f"{run.name}: " if len(runs) > 1 else ""
+        rows += [((f"{name}{datetime.fromtimestamp(event['time'], UTC):%Y-%m-%d %H:%M} UTC", event["event"]), True) for event in run.events]
         for record in run.records:
             where = f"{name}{record['stage'].replace('_', ' ')} step {record['step']}"
             rows += [((where, f"not finite: {text}"), True) for text in record.get("alarms", ())]
             rows += [((where, str(text)), False) for text in record.get("events", ())]
         if run.unreadable:
-            rows.append(((f"{name}files", f"{run.unreadable} cut or foreign lines in metrics.jsonl and samples.jsonl were skipped"), True))
+            rows.append(((f"{name}files", f"{run.unreadable} cut or foreign lines in its .jsonl files were skipped"), True))
     rest = len(rows) - ALARMS_SHOWN
-    more = f'<p class="note muted">and {rest} more in metrics.jsonl</p>' if rest > 0 else ""
+    more = f'<p class="note muted">and {rest} more in metrics.jsonl and events.jsonl</p>' if rest > 0 else ""
     return page.section("Alarms and events", page.table(("where", "what"), rows[:ALARMS_SHOWN]) + more) if rows else ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import yaml
 
 from megarl.config.errors import DataError
+from megarl.observe.distributions import read_distributions
+from megarl.observe.events import read_events
 from megarl.observe.jsonl import Record
 from megarl.observe.metrics import read_metrics
 from megarl.observe.samples import Sample, read_samples
@@ -41,6 +43,8 @@ class Run:
     config: dict[str, Any]
     versions: dict[str, str]
     unreadable: int
+    distributions: list[Record] = field(default_factory=list)
+    events: list[Record] = field(default_factory=list)
 
     @cached_property
     def by_stage(self) -> dict[str, dict[int, Record]]:
@@ -103,6 +107,8 @@ def load_run(run_dir: Path) -> Run:
     run_dir = Path(run_dir)
     metrics = read_metrics(run_dir)
     samples, lost = read_samples(run_dir)
+    distributions, cut = read_distributions(run_dir)
+    events, damaged = read_events(run_dir)
     config, versions = run_dir / "config.yaml", run_dir / "versions.json"
     return Run(
         name=run_dir.resolve().name,
@@ -110,7 +116,9 @@ def load_run(run_dir: Path) -> Run:
         samples=samples,
         config=mapping(config, yaml.safe_load, yaml.YAMLError),
         versions=mapping(versions, json.loads, ValueError),
-        unreadable=len(metrics.unreadable) + lost,
+        unreadable=len(metrics.unreadable) + lost + cut + damaged,
+        distributions=distributions,
+        events=events,
     )
 
 

@@ -20,7 +20,8 @@ SAMPLES_FILE = "samples.jsonl"
 class Sample:
     """One response. length: response tokens; reward: as it entered the advantages, penalties included.
 
-    advantage_mean, _min and _max are over the response's tokens; None where there are no advantages."""
+    group_size, group_right: responses to the same prompt, and how many of them are right. tokens: their texts, with what each was worth
+    (None: not known); advantage_mean, _min and _max are over all tokens of the response. None where nothing was recorded."""
 
     step: int
     prompt: str
@@ -34,6 +35,11 @@ class Sample:
     advantage_mean: float | None = None
     advantage_min: float | None = None
     advantage_max: float | None = None
+    group_size: int | None = None
+    group_right: int | None = None
+    tokens: list[str] | None = None
+    advantages: list[float | None] | None = None
+    values: list[float | None] | None = None
 
 
 def choose(samples: Sequence[Sample], limit: int) -> list[Sample]:
@@ -72,8 +78,8 @@ class SampleLog:
         """Writes the samples of one step (see `choose`); returns how many were written."""
         chosen = choose(list(samples), self.per_step)
         for sample in chosen:
-            record = {k: plain(v, k, []) for k, v in dataclasses.asdict(sample).items()}
-            record |= {k: shorten(record[k], self.max_chars) for k in ("prompt", "response")}
+            record = {k: v if isinstance(v, list) else plain(v, k, []) for k, v in vars(sample).items()}  # tokens' numbers are short
+            record |= {"prompt": shorten(sample.prompt, self.max_chars), "response": shorten(sample.response, self.max_chars)}
             self._writer.write(record)
         return len(chosen)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from megarl.algorithms.evaluation import avg_at_k, interval, ks_up_to, majority_at_k, pass_at_k
 from megarl.data.experience import Experience
-from megarl.observe.samples import Sample
+from megarl.observe.samples import Sample, choose
 from megarl.rollout.groups import Group, Response
 
 
@@ -86,27 +86,31 @@ class RolloutBatch:
         cu_seqlens = torch.from_numpy(np.concatenate([[0], lengths.cumsum()]))
         return Experience(torch.from_numpy(tokens), cu_seqlens, torch.from_numpy(mask), columns)
 
-    def samples(self, tokenizer: Any, limit: int) -> list[Sample]:
-        """The responses of the first groups, as text: whole groups, enough that SampleLog can choose `limit` of them. Sample i is row i of
-        the Experience."""
+    def samples(self, tokenizer: Any, limit: int) -> dict[int, Sample]:
+        """At most `limit` responses of the first groups as `choose` takes them, as text, by their row of the Experience."""
         if not limit:
-            return []
+            return {}
         groups = self.groups[: max(2, math.ceil(limit / len(self.groups[0].responses)))]
         rows = [(group, r) for group in groups for r in group.responses]
-        texts = tokenizer.batch_decode([r.tokens.tolist() for _, r in rows], skip_special_tokens=True)
-        return [
+        found = [
             Sample(
                 step=self.step,
                 prompt=group.prompt.text,
-                response=text,
+                response="",
                 reward=r.reward,
                 correct=r.correct,
                 truncated=r.truncated,
                 length=int(r.tokens.size),
                 answer=group.prompt.answer,
+                group_size=len(group.responses),
+                group_right=group.correct,
             )
-            for (group, r), text in zip(rows, texts, strict=True)
+            for group, r in rows
         ]
+        wanted = {id(sample) for sample in choose(found, limit)}
+        chosen = [row for row, sample in enumerate(found) if id(sample) in wanted]
+        texts = tokenizer.batch_decode([rows[row][1].tokens.tolist() for row in chosen], skip_special_tokens=True)
+        return {row: replace(found[row], response=text) for row, text in zip(chosen, texts, strict=True)}
 
 
 @dataclass

@@ -176,8 +176,13 @@ class GroupCollector:
         return groups, self.accepted[self.prompts : 2 * self.prompts]
 
     def stats(self) -> dict[str, float]:
-        """rollout/*: counts over the groups offered in this step. kept + all right + all wrong = prompts, with or without filtering."""
+        """rollout/*: counts over the groups offered in this step. kept + all right + all wrong = prompts, with or without filtering.
+        waste: the share of their tokens that are neither trained on nor kept for the next step."""
         size = [len(group.responses) for group in self.offered]
+        groups, surplus = self.result()
+        used = {id(group) for group in (*groups, *surplus)}
+        tokens = [sum(r.tokens.size for r in group.responses) for group in self.offered]
+        waste = sum(n for group, n in zip(self.offered, tokens, strict=True) if id(group) not in used)
         right = sum(group.correct == n for group, n in zip(self.offered, size, strict=True))
         wrong = sum(group.correct == 0 for group in self.offered)
         return {
@@ -186,6 +191,7 @@ class GroupCollector:
             "rollout/groups_all_wrong": wrong,
             "rollout/batches": self.batches or math.ceil(len(self.offered) / self.prompts),
             "rollout/prompts": len(self.offered),
-            "rollout/tokens": sum(r.tokens.size for group in self.offered for r in group.responses),
-            "rollout/surplus": len(self.result()[1]),
+            "rollout/tokens": sum(tokens),
+            "rollout/waste": waste / max(sum(tokens), 1),
+            "rollout/surplus": len(surplus),
         }

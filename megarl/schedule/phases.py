@@ -6,15 +6,16 @@ The scheduler checks the declarations at start-up, moves tenants between phases 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
+from megarl.observe.samples import Sample
 from megarl.schedule.recorded import record_rollout
 from megarl.schedule.run import Step
-from megarl.training.advantages import add_gae, add_group_advantages, add_returns
+from megarl.training.advantages import add_gae, add_group_advantages, add_returns, lambda_table, value_error_table
 from megarl.training.batches import distribute
 from megarl.training.columns import logprob_columns, value_columns
 from megarl.training.losses import actor_loss, critic_loss, supervised_loss
-from megarl.training.mismatch import correct_mismatch, mismatch
+from megarl.training.mismatch import correct_mismatch, mismatch, mismatch_histogram
 from megarl.training.statistics import policy_statistics, update_mini_batches
 
 
@@ -43,6 +44,7 @@ def rollout(step: Step) -> None:
     """Samples groups of responses, verifies them, and keeps sampling until the batch of effective prompts is full (DAPO eq. 11)."""
     step.rollout = step.run.sampler.collect(step.index)
     step.batch = step.rollout.to_experience()
+    step.samples = step.rollout.samples(step.run.tokenizer, step.run.config.log.samples)
     step.metrics |= step.rollout.stats | {f"inside/{part}": seconds for part, seconds in step.rollout.seconds.items()}
     step.events += step.run.delivery.take_events()
     if step.stage == "train" and step.run.config.checkpoint.rollouts:
@@ -57,10 +59,12 @@ def _frozen_rollout(step: Step) -> None:
         step.batch, state = found
         step.run.load_state_dict(state["samplers"])  # as if it had been sampled now: what is drawn next does not change
         step.metrics |= state["stats"]
+        step.samples = {int(row): Sample(**sample) for row, sample in state.get("samples", {}).items()}
         return
     rollout.run(step)
     assert step.rollout is not None
-    step.kept.write(step.number, step.batch, {"stats": step.rollout.stats, "samplers": step.run.state_dict()})
+    samples = {str(row): asdict(sample) for row, sample in step.samples.items()}
+    step.kept.write(step.number, step.batch, {"stats": step.rollout.stats, "samplers": step.run.state_dict(), "samples": samples})
 
 
 # Value pretraining's rollout: from disk where an earlier run has kept it, else sampled and kept.
@@ -90,6 +94,7 @@ def old_logprobs(step: Step) -> None:
     experience["old_logprobs"], experience["entropy"] = columns["logprobs"], columns["entropy"]
     step.count_tokens(passes=1)
     step.metrics |= policy_statistics(experience, run.runtime) | mismatch(experience, run.engine.weight_version, run.runtime)
+    step.distributions["mismatch"] = mismatch_histogram(experience, run.engine.weight_version, run.runtime)
     step.metrics |= correct_mismatch(run.config.algorithm.mismatch, experience, run.runtime)
 
 
@@ -114,13 +119,19 @@ def values(step: Step) -> None:
 @phase(reads="rewards values", writes="advantages returns")
 def gae_advantages(step: Step) -> None:
     """Decoupled and length-adaptive GAE (VAPO eq. 3 and 5)."""
-    step.metrics |= add_gae(step.run.config.algorithm, step.local.experience, step.run.runtime)
+    run, experience = step.run, step.local.experience
+    algorithm, longest = run.config.algorithm, run.config.rollout.max_response_tokens
+    step.metrics |= add_gae(algorithm, experience, run.runtime)
+    step.distributions["lambda"] = lambda_table(algorithm, experience, longest, run.runtime)
+    step.distributions["value_error"] = value_error_table(experience, run.runtime)
 
 
 @phase(reads="rewards values", writes="returns")
 def monte_carlo_returns(step: Step) -> None:
     """The critic's targets alone, for value pretraining."""
-    step.metrics |= add_returns(step.run.config.algorithm, step.local.experience, step.run.runtime)
+    run, experience = step.run, step.local.experience
+    step.metrics |= add_returns(run.config.algorithm, experience, run.runtime)
+    step.distributions["value_error"] = value_error_table(experience, run.runtime)
 
 
 @phase(reads="tokens values returns value_weights", resident="critic.weights critic.gradients critic.optimizer")

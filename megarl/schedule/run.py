@@ -18,6 +18,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.reader import ReadReport, read_pairs, read_prompts
 from megarl.data.sampler import PromptSampler
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
+from megarl.observe.samples import Sample
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.offload import HostPool
 from megarl.parallel.runtime import Runtime
@@ -282,6 +283,8 @@ class Step:
     events  lines to be shown
     batch   the whole step's Experience, the same on every rank
     local   this replica's share of it
+    samples        responses to be shown to people, by their row of the batch
+    distributions  tables for distributions.jsonl
     """
 
     run: Run
@@ -292,6 +295,8 @@ class Step:
     rollout: RolloutBatch | None = None
     kept: KeptRollouts | None = None
     events: list[str] = field(default_factory=list)
+    samples: dict[int, Sample] = field(default_factory=dict)
+    distributions: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
     _batch: Experience | None = None
     _local: LocalBatch | None = None

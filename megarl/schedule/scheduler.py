@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from megarl.config.errors import DeviceMemoryError, NumericalError
+from megarl.config.errors import DeviceMemoryError, MegarlError, NumericalError
+from megarl.observe.distributions import DistributionLog
+from megarl.observe.events import EventLog
 from megarl.observe.jsonl import JsonlWriter
 from megarl.observe.metrics import MetricsLog
-from megarl.observe.samples import SampleLog
+from megarl.observe.samples import Sample, SampleLog
 from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.parallel.comm import barrier, gather_objects
 from megarl.parallel.runtime import set_generator_states
@@ -30,6 +32,7 @@ from megarl.schedule.recipes import VALUE_PRETRAINING, check_columns, training_p
 from megarl.schedule.residency import check_residency
 from megarl.schedule.run import Run, Step
 from megarl.schedule.safe_points import SafePoints
+from megarl.schedule.sampled import has_tokens, with_tokens
 from megarl.schedule.watchdog import Watchdog
 from megarl.training.checkpoint import PRETRAINING, choose_checkpoint, load_checkpoint
 from megarl.training.saving import CheckpointWriter
@@ -65,6 +68,8 @@ class Scheduler:
         append = self.checkpoint is not None
         self.metrics = MetricsLog(self.folder, log.tensorboard, log.wandb, append) if self.writes else None
         self.samples = SampleLog(self.folder, log.samples, append) if self.writes else None
+        self.distributions = DistributionLog(self.folder, append) if self.writes else None
+        self.events = EventLog(self.folder, append) if self.writes else None
 
     def _facts(self) -> RunFacts:
         config, layout, hf = self.config, self.runtime.layout, self.run.hf
@@ -80,6 +85,15 @@ class Scheduler:
 
     def execute(self) -> None:
         """The whole run, or what is left of it after the checkpoint."""
+        try:
+            self._execute()
+        except MegarlError as error:
+            if self.events is not None:
+                self.events.write(str(error))
+            raise
+        self.close()
+
+    def _execute(self) -> None:
         with self.view:
             self._report_data()
             done = self._resume()
@@ -100,18 +114,17 @@ class Scheduler:
             self.writer.finish()
             if self.config.checkpoint.export_hf:
                 self._export_anew("actor", self.folder / "hf", moved=done < self.config.steps)
-        self.close()
 
     def close(self) -> None:
         """Closes what is written to."""
-        for log in (self.metrics, self.samples):
+        for log in (self.metrics, self.samples, self.distributions, self.events):
             if log is not None:
                 log.close()
 
     def _resume(self) -> int:
         """Goes back to the newest complete checkpoint, if there is one, and forgets what was recorded after it. Gives the steps done."""
         for line in self.skipped:
-            self.view.event(line)
+            self._event(line)
         if self.checkpoint is None:
             self.points.begins(self.main_stage, 0)
             if self.writes:
@@ -128,16 +141,22 @@ class Scheduler:
         if len(state["generators"]) == self.runtime.world:
             set_generator_states(state["generators"][self.runtime.rank])
         self.points.begins(stage, step)
-        if self.metrics is not None and self.samples is not None:
-            self.metrics.truncate_after(step, stage)
-            self.samples.truncate_after(step, stage)
-            if (self.folder / EVALUATIONS).exists():
-                with JsonlWriter(self.folder / EVALUATIONS, append=True) as answers:
-                    answers.keep(lambda record: record["step"] <= done)
-        self.view.event(f"continues from {self.checkpoint.path}")
+        for log in (self.metrics, self.samples, self.distributions):
+            if log is not None:
+                log.truncate_after(step, stage)
+        if self.writes and (self.folder / EVALUATIONS).exists():
+            with JsonlWriter(self.folder / EVALUATIONS, append=True) as answers:
+                answers.keep(lambda record: record["step"] <= done)
+        self._event(f"continues from {self.checkpoint.path}")
         if self.checkpoint.manifest["versions"] != versions():
-            self.view.event("versions have changed since (manifest.json, versions.json): what follows may differ in its last bits")
+            self._event("versions have changed since (manifest.json, versions.json): what follows may differ in its last bits")
         return done
+
+    def _event(self, line: str) -> None:
+        """Of the run, not of a step, whose events stand in its record."""
+        self.view.event(line)
+        if self.events is not None:
+            self.events.write(line)
 
     def _enter(self, phase: str, stage: str | None = None, step: int | None = None) -> None:
         """Everything that a run does is a phase, for whoever looks on and for the watchdog."""
@@ -178,6 +197,7 @@ class Scheduler:
             alarms = self.guards.passed(step.metrics)
             step.events += alarms
             step.metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
+        samples = self._samples(step)
         self._gather_memory(step.metrics)
         step.metrics["time/checkpoint"] = self.points.take_seconds()  # of the steps before, mostly
         step.metrics["time/step"] = time.perf_counter() - step.started
@@ -186,9 +206,15 @@ class Scheduler:
         for line in step.events:
             self.view.event(line)
         self._record(step.stage, step.number, step.metrics | ({"events": step.events} if step.events else {}))
-        if self.samples is not None and step.rollout is not None:
-            samples = step.rollout.samples(self.run.tokenizer, self.config.log.samples)
-            self.samples.write(replace(sample, step=step.number, stage=step.stage) for sample in samples)
+        if self.samples is not None and self.distributions is not None:
+            self.samples.write(samples)
+            if step.distributions:
+                self.distributions.write(step.number, step.stage, step.distributions)
+
+    def _samples(self, step: Step) -> list[Sample]:
+        steps = self.config.value_pretraining.steps if step.stage == PRETRAINING else self.config.steps
+        found = with_tokens(step) if step.samples and has_tokens(step.number, steps) else step.samples.values()
+        return [replace(sample, step=step.number, stage=step.stage) for sample in found]
 
     def _phases(self, step: Step, phases: tuple[Phase, ...], changed: bool = False) -> None:
         """changed: whether a weight may have, since the step before."""
@@ -256,7 +282,7 @@ class Scheduler:
             explained = step.metrics.get("value/explained_variance", -math.inf)  # a step that was skipped has none
             self.pretraining = {"steps": number, "done": explained >= config.explained_variance or number == config.steps}
             if explained >= config.explained_variance:
-                self.view.event(f"value pretraining ends at step {number}: explained variance {explained:.3f}")
+                self._event(f"value pretraining ends at step {number}: explained variance {explained:.3f}")
             self._done(PRETRAINING, number, last=self.pretraining["done"])
         critic.start_schedule(self.config.steps)
         self._export_anew("critic", self.folder / "critic_pretrained", moved=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from megarl.algorithms.histograms import difference_histogram
 from megarl.algorithms.mismatch import mismatch_factors, mismatch_metrics, mismatch_sums
 from megarl.config.schema import MismatchConfig
 from megarl.data.experience import Experience
@@ -12,9 +15,18 @@ from megarl.parallel.runtime import Runtime
 def mismatch(experience: Experience, version: int, runtime: Runtime) -> dict[str, float]:
     """How far the engine's log-probabilities are from the trainer's, over responses that were drawn with the present weights,
     `version`: dynamic sampling's surplus of the step before was drawn with older ones."""
-    mask = experience.response_mask & (experience["policy_version"] == version)[experience.sequence_ids]
-    sums, largest = mismatch_sums(experience["old_logprobs"], experience["engine_logprobs"], mask)
+    sums, largest = mismatch_sums(experience["old_logprobs"], experience["engine_logprobs"], _present(experience, version))
     return mismatch_metrics(sum_over_replicas(runtime, sums), max_over_ranks(runtime, float(largest)))
+
+
+def mismatch_histogram(experience: Experience, version: int, runtime: Runtime) -> dict[str, list[float]]:
+    """{"tokens"}: of the same tokens, how many in each bin of `difference_histogram`, over all replicas."""
+    counts = difference_histogram(experience["old_logprobs"], experience["engine_logprobs"], _present(experience, version))
+    return {"tokens": sum_over_replicas(runtime, counts).tolist()}
+
+
+def _present(experience: Experience, version: int) -> Tensor:
+    return experience.response_mask & (experience["policy_version"] == version)[experience.sequence_ids]
 
 
 def correct_mismatch(config: MismatchConfig, experience: Experience, runtime: Runtime) -> dict[str, float]:

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 600.0  # seconds for any wait: what is promised is said by the fault, this only ends a test that has failed
 OF_THE_CLOCK = ("time/", "inside/", "throughput/", "memory", "rollout/reused")
 STEPS = 4
+TEXTS = ("samples.jsonl", "distributions.jsonl", "evaluations.jsonl")
 SECRET = "d41c0ffee-tracking-key"  # in every run's environment, to be found in none of its files
 
 
@@ -270,7 +271,7 @@ def same_end(one: Path, other: Path) -> bool:
             torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8)) for name in ours
         ):
             return False
-    texts = all((one / name).read_text() == (other / name).read_text() for name in ("samples.jsonl", "evaluations.jsonl"))
+    texts = all((one / name).read_text() == (other / name).read_text() for name in TEXTS)
     return texts and records(one) == records(other)
 
 

@@ -7,11 +7,15 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import sys
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
+from megarl.observe.distributions import DistributionLog
 from megarl.observe.metrics import MetricsLog
 from megarl.observe.report import write_report
 from megarl.observe.samples import Sample, SampleLog
@@ -52,6 +56,7 @@ def train_record(step: int, steps: int, recipe: str, rng: random.Random, scale: 
         "rollout/groups_all_right": right,
         "rollout/groups_all_wrong": 32 - kept - right,
         "rollout/tokens": 8000,
+        "rollout/waste": (32 - kept) / 32 if recipe == "dapo" else 0.0,
         "policy/entropy": 0.21 * math.exp(-2.4 * progress) + abs(rng.gauss(0, 0.004)),
         "policy/mean_prob": 0.86 + 0.12 * progress + rng.gauss(0, 0.004),
         "policy/clip_fraction_low": 0.002 * rng.uniform(0.5, 1.6),
@@ -78,8 +83,21 @@ def train_record(step: int, steps: int, recipe: str, rng: random.Random, scale: 
     return record
 
 
-def samples(step: int, steps: int, rng: random.Random) -> list[Sample]:
-    """Two groups of four sums with chains of thought."""
+def tables(recipe: str, progress: float, rng: random.Random) -> dict[str, dict[str, list[float]]]:
+    """What distributions.jsonl has of a step: errors grow towards the end of a response, and shrink as the critic learns."""
+    found = {"mismatch": {"tokens": [float(round(8000 * 10.0 ** (-abs(i - 15) / 1.4))) for i in range(31)]}}
+    if recipe == "vapo":
+        responses = [float(round(60 * math.exp(-(((i - 10 - 4 * progress) / 4) ** 2)))) for i in range(24)]
+        lam = [n * (1 - 1 / (0.3 * (i + 0.5) * 80 / 24 + 1)) for i, n in enumerate(responses)]
+        error = [320 * rng.gauss(-0.05, 0.02) for _ in range(25)]
+        absolute = [320 * (0.5 + 0.01 * i) * (1 - 0.5 * progress) for i in range(25)]
+        found["lambda"] = {"responses": responses, "lambda": lam}
+        found["value_error"] = {"tokens": [320.0] * 25, "error": error, "absolute": absolute}
+    return found
+
+
+def samples(step: int, steps: int, rng: random.Random, values: bool) -> list[Sample]:
+    """Two groups of four sums with chains of thought, their tokens worth the more the later they are."""
     found = []
     for _ in range(2):
         terms = [rng.randint(1, 5) for _ in range(rng.randint(3, 6))]
@@ -92,6 +110,8 @@ def samples(step: int, steps: int, rng: random.Random) -> list[Sample]:
             correct = total == sum(terms)
             text = "\n".join([*lines, f"Answer: {total}"])
             advantage = 0.6 if correct else -0.9
+            tokens = [*re.findall(r"\w+|\W", text), "<eos>"]
+            worth = [advantage * (at + 1) / len(tokens) for at in range(len(tokens))]
             found.append(
                 Sample(
                     step,
@@ -106,6 +126,11 @@ def samples(step: int, steps: int, rng: random.Random) -> list[Sample]:
                     advantage,
                     advantage - 0.3,
                     advantage + 0.2,
+                    4,
+                    2,
+                    tokens,
+                    worth,
+                    [1 - abs(x) for x in worth] if values else None,
                 )
             )
     return found
@@ -122,14 +147,15 @@ def write_run(run_dir: Path, recipe: str = "vapo", steps: int = 60, seed: int = 
         "seed": seed,
         "model": {"path": "runs/demo/warm_start/hf", "dtype": "fp32"},
         "parallel": {"tp": 2, "pp": 1, "dp": 1, "cp": 1, "device": "cpu"},
-        "rollout": {"prompts": 32, "group_size": 8, "dynamic_sampling": {"enabled": recipe == "dapo"}},
+        "rollout": {"prompts": 32, "group_size": 8, "max_response_tokens": 80, "dynamic_sampling": {"enabled": recipe == "dapo"}},
         "actor": {"lr": 4e-4, "betas": [0.9, 0.95]},
         "log": {"terminal": "auto"},
     }
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     versions = {"megarl": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "megatron-core": "0.16.1", "transformers": "5.19.0"}
     (run_dir / "versions.json").write_text(json.dumps(versions))
-    with MetricsLog(run_dir) as log, SampleLog(run_dir, 8) as sample_log:
+    distributions = DistributionLog(run_dir)
+    with closing(distributions), MetricsLog(run_dir) as log, SampleLog(run_dir, 8) as sample_log:
         if recipe == "sft":
             for step in range(1, steps + 1):
                 log.write(
@@ -155,7 +181,9 @@ def write_run(run_dir: Path, recipe: str = "vapo", steps: int = 60, seed: int = 
         for step in range(steps + 1):
             if step:
                 log.write(train_record(step, steps, recipe, rng, scale))
-                sample_log.write(samples(step, steps, rng))
+                found = samples(step, steps, rng, recipe == "vapo")
+                sample_log.write(found if step % -(-steps // 100) == 0 else [replace(sample, tokens=None) for sample in found])
+                distributions.write(step, "train", tables(recipe, step / steps, rng))
             if step % max(1, steps // 6) == 0:
                 average = 0.36 + 0.56 * (1 - math.exp(-3 * step / steps)) + rng.gauss(0, 0.012)
                 spread = (

@@ -17,8 +17,9 @@ from megarl.config.errors import ConfigError, DataError
 from megarl.observe.figures import SECTIONS
 from megarl.observe.metrics import MetricsLog
 from megarl.observe.plots import MAX_POINTS, Line, draw_lines, moving_average, spread, thin, value_text
-from megarl.observe.report import flatten, headline, pick_steps, render, write_report
+from megarl.observe.report import flatten, headline, render, write_report
 from megarl.observe.runs import families, kept_share, load_run, mean_course
+from megarl.observe.sample_browser import pick_steps
 from megarl.observe.samples import Sample, SampleLog
 
 from .synthetic_run import write_run
@@ -89,9 +90,15 @@ def test_report_of_a_vapo_run(vapo: Path, tmp_path: Path) -> None:
     assert {reference[1:] for reference in parsed.references} <= set(parsed.ids)
     assert len(parsed.ids) == len(set(parsed.ids))
     assert "http" not in re.sub(r'xmlns(:xlink)?="[^"]*"', "", html) and "@import" not in html and "<script" not in html
-    assert left_out(parsed) == {"Peak memory per phase", "Supervised loss", "Supervised learning rate", "Supervised gradient norm"}
+    assert left_out(parsed) == {
+        "Filter waste",
+        "Peak memory per phase",
+        "Supervised loss",
+        "Supervised learning rate",
+        "Supervised gradient norm",
+    }
     assert set(TITLES) - set(parsed.headings) == left_out(parsed)
-    assert html.count("<svg") == len(TITLES) - 4
+    assert html.count("<svg") == len(TITLES) - 5
     text = " ".join(parsed.text)
     run = load_run(vapo)
     first, last = run.points("eval", "eval/avg")[0], run.points("eval", "eval/avg")[max(run.points("eval", "eval/avg"))]
@@ -131,7 +138,8 @@ def test_several_runs_lie_over_each_other(vapo: Path, dapo: Path, tmp_path: Path
         assert drawn and set(re.findall(r"var\((--s\d)\)", drawn[0])) == colours
     text = " ".join(parsed.text)
     assert "Samples of demo-vapo" in text and "Samples of demo-dapo" in text and "demo-vapo and demo-dapo" in text
-    before_fold = html[html.index("<h2>Configuration") : html.index("<details>")]
+    configuration = html[html.index("<h2>Configuration") :]
+    before_fold = configuration[: configuration.index("<details>")]
     assert "recipe" in before_fold and "seed" in before_fold and "actor.lr" not in before_fold
 
 

@@ -70,6 +70,8 @@ def test_accepts_mixed_groups_in_prompt_order(outcomes, prompts, limit, surplus,
     assert stats["rollout/groups_all_right"] == offered.count(SIZE) and stats["rollout/groups_all_wrong"] == offered.count(0)
     assert stats["rollout/prompts"] == len(offered) and stats["rollout/batches"] == len(waves) and stats["rollout/surplus"] == len(kept)
     assert stats["rollout/tokens"] == len(offered) * (2 + 3 + 4)
+    wasted = len(offered) - sum(g.prompt.uid < 1000 for g in (*groups, *kept))
+    assert stats["rollout/waste"] == pytest.approx(wasted / max(len(offered), 1))
 
 
 @given(st.lists(st.integers(0, SIZE), max_size=40), st.integers(1, 12))

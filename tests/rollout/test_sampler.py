@@ -184,8 +184,12 @@ def test_to_experience_is_build_with_the_columns(world, tmp_path_factory):
     assert experience["group_ids"].tolist() == [g for g in range(4) for _ in range(3)]
     assert experience["response_index"].tolist() == [0, 1, 2] * 4
     samples = batch.samples(world[1], 4)
-    assert [s.length for s in samples] == [r.tokens.size for r in batch.responses[: len(samples)]] and len(samples) == 6
-    assert samples[4].prompt == batch.groups[1].prompt.text and samples[4].reward == batch.responses[4].reward
+    assert len(samples) == 4 and set(samples) <= set(range(6)) and {0, 1, 2} <= set(samples)
+    for row, sample in samples.items():
+        response, group = batch.responses[row], batch.groups[row // 3]
+        assert (sample.length, sample.reward, sample.prompt) == (response.tokens.size, response.reward, group.prompt.text)
+        assert sample.response == world[1].decode(response.tokens.tolist(), skip_special_tokens=True)
+        assert (sample.group_size, sample.group_right) == (3, sum(r.correct for r in group.responses))
 
 
 def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world, tmp_path_factory):

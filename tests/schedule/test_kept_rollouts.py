@@ -106,6 +106,9 @@ def test_reused_rollouts_give_the_same_bits(folder: Path, first: Path, ranks: Ra
     assert reused(folder / "again") == [1, 1, 1]
     assert max(asked) <= max(main_steps), "value pretraining asked the engine"
     assert numbers(folder / "again") == numbers(folder / "first")
+    for name in ("samples.jsonl", "distributions.jsonl"):
+        text = (folder / "again" / name).read_text()
+        assert text == (folder / "first" / name).read_text() and text.count('"value_pretraining"') >= 3
     for what in ("hf", "critic_pretrained"):
         assert_same_export(folder / "again" / what, folder / "first" / what)
     assert not (folder / "again" / "value_pretraining").exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.observe.distributions import read_distributions
 from megarl.schedule import phases, recipes
 from tests.schedule.demo import make_warm_model, train
 
@@ -79,7 +80,8 @@ def test_a_seed_gives_the_same_run_and_the_layout_the_same_responses(warm: Path,
     first, again = numbers("first"), numbers("again")
     assert first == again
     assert (tmp_path / "first/hf/model.safetensors").read_bytes() == (tmp_path / "again/hf/model.safetensors").read_bytes()
-    assert (tmp_path / "first/samples.jsonl").read_text() == (tmp_path / "again/samples.jsonl").read_text()
+    for name in ("samples.jsonl", "distributions.jsonl"):
+        assert (tmp_path / "first" / name).read_text() == (tmp_path / "again" / name).read_text()
     other = numbers("other", "parallel.tp=1", "parallel.dp=2")
     sampled = [[next(r for r in run if r["stage"] == "train"), next(r for r in run if r["stage"] == "eval")] for run in (first, other)]
     for mine, theirs in zip(*sampled, strict=True):
@@ -88,3 +90,5 @@ def test_a_seed_gives_the_same_run_and_the_layout_the_same_responses(warm: Path,
                 assert mine[name] == theirs[name], name
             elif isinstance(mine[name], float) and not name.startswith(OF_A_RANK):
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+    tokens = [sum(read_distributions(tmp_path / name)[0][0]["mismatch"]["tokens"]) for name in ("first", "other")]
+    assert tokens[0] == tokens[1] > 0

@@ -146,7 +146,13 @@ def test_a_run_whose_tenants_leave_ends_in_the_same_bits(tmp_path: Path) -> None
         return [{k: v for k, v in record.items() if not k.startswith(("time/", "inside/", "throughput/", "memory"))} for record in records]
 
     assert comparable(stays) == comparable(moves)
-    for name in ("hf/model.safetensors", "critic_pretrained/model.safetensors", "samples.jsonl", "evaluations.jsonl"):
+    for name in (
+        "hf/model.safetensors",
+        "critic_pretrained/model.safetensors",
+        "samples.jsonl",
+        "distributions.jsonl",
+        "evaluations.jsonl",
+    ):
         assert (tmp_path / "false" / name).read_bytes() == (tmp_path / "true" / name).read_bytes(), name
     before, after = ([r for r in records if r["stage"] == "train"][-1] for records in (stays, moves))
     phases_there = {name for name in after if name.startswith("memory/") and name != "memory/host"}

@@ -1,0 +1,74 @@
+"""The samples' tokens: whose numbers they are, and how they are written down."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.data.experience import Experience
+from megarl.observe.samples import Sample
+from megarl.parallel.comm import gather_objects
+from megarl.schedule import sampled
+from megarl.schedule.sampled import has_tokens, response_ids, token_texts, with_tokens, worth
+from tests.tiny_models import make_tokenizer
+
+TEXTS = ("1+1=2", "Größe 👍!", "")
+
+
+def make_batch(tokenizer: Any) -> Experience:
+    responses = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in TEXTS * 2]
+    batch = Experience.build([[5, 6]] * 6, responses)
+    batch["group_ids"] = torch.tensor([0, 0, 0, 1, 1, 1])
+    batch["response_index"] = torch.tensor([0, 1, 2] * 2)
+    return batch
+
+
+def test_texts_of_tokens_make_up_the_whole() -> None:
+    tokenizer = make_tokenizer(300)
+    batch = make_batch(tokenizer)
+    for row, text in enumerate(TEXTS * 2):
+        found = token_texts(tokenizer, response_ids(batch, row))
+        assert "".join(found) == f"{text}<eos>" and len(found) == len(text.encode()) + 1
+    assert token_texts(tokenizer, response_ids(batch, 1))[2:5] == ["ö", "", "ß"]
+    cut = tokenizer.encode("👍", add_special_tokens=False)[:2]
+    assert len(token_texts(tokenizer, cut)) == 2  # a response may end within a character
+
+
+@pytest.mark.parametrize("shown", [512, 4])
+def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas hold every other sequence, in an order of their own."""
+    monkeypatch.setattr(sampled, "TOKENS_SHOWN", shown)
+    tokenizer = make_tokenizer(300)
+    batch = make_batch(tokenizer)
+    shares = [batch.select([4, 0, 2]), batch.select([5, 3, 1])]
+    for share in shares:
+        numbers = share["group_ids"] * 100 + share["response_index"] * 10
+        share["advantages"] = (share.spread(numbers).float() + torch.arange(share.num_tokens) / 1e4) * share.response_mask
+    theirs = worth(shares[1], batch, [0, 1, 4])
+    assert theirs.keys() == {1} and theirs[1].keys() == {"advantages"}
+    monkeypatch.setattr(sampled, "gather_objects", lambda runtime, value: [*gather_objects(runtime, value), theirs])
+    runtime = SimpleNamespace(rank=0, world=1, speaks=True)
+    samples = {row: Sample(1, "p", TEXTS[row % 3], 1.0, True, False, 1) for row in (0, 1, 4)}
+    step = SimpleNamespace(run=SimpleNamespace(runtime=runtime, tokenizer=tokenizer), local=SimpleNamespace(experience=shares[0]))
+    step.batch, step.samples = batch, samples
+    for (row, sample), found in zip(samples.items(), with_tokens(step), strict=True):
+        number = row // 3 * 100 + row % 3 * 10
+        assert found.response == sample.response and found.values is None
+        assert found.tokens is not None and found.advantages is not None and len(found.tokens) == len(found.advantages)
+        assert all(x is None or number <= x < number + 0.1 for x in found.advantages)
+        assert found.advantage_min is not None and number <= found.advantage_min < number + 0.1
+        length = len(TEXTS[row % 3].encode()) + 1
+        if length <= shown:
+            assert "".join(found.tokens) == f"{TEXTS[row % 3]}<eos>" and None not in found.advantages
+        else:
+            assert len(found.tokens) == 5 and found.advantages[2] is None
+            assert f"{length - 4} tokens left out" in found.tokens[2] and found.tokens[4] == "<eos>"
+
+
+@pytest.mark.parametrize("steps", [1, 8, 100, 101, 5000])
+def test_only_so_many_steps_have_tokens(steps: int) -> None:
+    chosen = [number for number in range(1, steps + 1) if has_tokens(number, steps)]
+    assert chosen[0] == 1 and chosen[-1] == steps and min(steps, 51) <= len(chosen) <= 102
