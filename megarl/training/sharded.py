@@ -38,7 +38,9 @@ def stage_learner(learner: Learner, stager: Stager) -> Staged:
     gc.freeze()
     try:
         with _megatron():
-            return stager.stage(_state(learner, is_loading=False))
+            state = _state(learner, is_loading=False)
+        with _quiet():  # the rest asks for no device
+            return stager.stage(state)
     except FAILURES as error:
         raise CheckpointError(f"cannot be put together: {_reason(error)} (a defect: please report it)") from error
     finally:
@@ -101,10 +103,17 @@ def load_model(model: Actor | Critic, folder: Path) -> None:
 
 
 @contextmanager
-def _megatron() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Around megatron-core's checkpointing, which stands on parts of torch that warn of their end."""
-    with warnings.catch_warnings(), on_cpu():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+@contextmanager
+def _megatron() -> Iterator[None]:
+    """The same, where it asks for the device."""
+    with _quiet(), on_cpu():
         yield
 
 
