@@ -6,7 +6,9 @@ The model has random weights in the shapes of Qwen2.5-0.5B (1 GB with 24 layers)
 one after the other, so that they meet the same disk. Every time includes fsync of all files that were written: for `cp` one fsync per
 file after it. By default the source is in the page cache, which favours `cp`; with --cold it is dropped from it before each run.
 Memory is the peak of the converting process over that of one that only imports the converter, beside the largest tensor.
-CPU seconds of user and system tell a busy machine from slow code.
+CPU seconds of user and system tell a busy machine from slow code. Right before each time as many bytes are written and removed, so
+that all meet memory which the machine has at hand: a virtual one gives free memory back to its host within seconds (the time that
+torch takes to start), and pays a fault for each page that it wants again, several times what copying costs.
 """
 
 from __future__ import annotations
@@ -64,10 +66,10 @@ def measure(scratch: Path, given: argparse.Namespace) -> int:
     source, copy, megatron, back = (scratch / name for name in ("source", "copy", "megatron", "back"))
     size, largest = make_model(source, given.layers)
     ways: dict[str, tuple[Path, Path, Callable[[], Run]]] = {
-        "cp": (source, copy, lambda: copy_folder(source, copy)),
-        "hf -> megatron": (source, megatron, lambda: converting("hf -> megatron", source, megatron, given.tp)),
-        "cp of that": (megatron, copy, lambda: copy_folder(megatron, copy)),
-        "megatron -> hf": (megatron, back, lambda: converting("megatron -> hf", megatron, back)),
+        "cp": (source, copy, lambda: copy_folder(source, copy, size)),
+        "hf -> megatron": (source, megatron, lambda: converting("hf -> megatron", size, source, megatron, given.tp)),
+        "cp of that": (megatron, copy, lambda: copy_folder(megatron, copy, size)),
+        "megatron -> hf": (megatron, back, lambda: converting("megatron -> hf", size, megatron, back)),
     }
     runs: dict[str, list[Run]] = {name: [] for name in ways}
     for _ in range(given.rounds):
@@ -78,7 +80,7 @@ def measure(scratch: Path, given: argparse.Namespace) -> int:
             runs[name].append(run())
             if name.startswith("cp"):
                 shutil.rmtree(written)
-    bare = converting("nothing").peak
+    bare = converting("nothing", 0).peak
     where = "cold" if given.cold else "in the page cache"
     print(f"{machine()}\n{size / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, tp {given.tp}, source {where}, {given.rounds} rounds")
     print(f"{'':16s}{'GB/s median':>12s}{'worst':>8s}{'CPU s':>8s}")
@@ -113,8 +115,17 @@ def make_model(folder: Path, layers: int) -> tuple[int, int]:
     return sum(sizes), max(sizes)
 
 
-def copy_folder(source: Path, out: Path) -> Run:
+def warm(size: int, beside: Path) -> None:
+    """Writes a file of `size` bytes in the folder of `beside` and removes it again."""
+    block = bytes(1 << 20)
+    with tempfile.TemporaryFile(dir=beside.parent, buffering=0) as file:
+        for _ in range(size >> 20):
+            file.write(block)
+
+
+def copy_folder(source: Path, out: Path, size: int) -> Run:
     """`cp` and one fsync per file."""
+    warm(size, out)
     began, cpu = time.perf_counter(), cpu_of_all()
     subprocess.run(["cp", "-r", source, out], check=True)
     for path in out.iterdir():
@@ -148,7 +159,10 @@ from pathlib import Path
 from megarl.cli.quiet import quiet_libraries
 quiet_libraries()
 from megarl.weights.convert import conversion_layout, hf_to_megatron, megatron_to_hf
-what, *arguments = sys.argv[1:]
+from convert import warm
+what, size, *arguments = sys.argv[1:]
+if int(size):
+    warm(int(size), Path(arguments[1]))
 began, cpu = time.perf_counter(), time.process_time()
 if what == "hf -> megatron":
     hf_to_megatron(Path(arguments[0]), Path(arguments[1]), conversion_layout(int(arguments[2]), 1, 1))
@@ -160,10 +174,10 @@ print(json.dumps([seconds, cpu, peak * 1024]))
 """
 
 
-def converting(what: str, *arguments: object) -> Run:
-    """A conversion, or a process that only imports the converter."""
-    command = [sys.executable, "-c", CHILD, what, *map(str, arguments)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+def converting(what: str, size: int, *arguments: object) -> Run:
+    """A conversion of `size` bytes, or a process that only imports the converter."""
+    command = [sys.executable, "-c", CHILD, what, str(size), *map(str, arguments)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent)
     return Run(*json.loads(done.stdout))
 
 

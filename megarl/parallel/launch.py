@@ -28,8 +28,9 @@ _WORD_FILE = "TORCHELASTIC_ERROR_FILE"  # set by the elastic launcher, another f
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo raises plain RuntimeErrors
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _ASKING = (signal.SIGTERM, signal.SIGUSR1)
+HUNG = 124  # exit code of a rank whose watchdog has fired, as of the command `timeout`
 # Exit codes after which the same ranks may do better: hung, lost a peer, and killed by what comes from outside or from a bug in C.
-LOST = (1, 124, *(128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)))
+LOST = (1, HUNG, *(128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)))
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -119,12 +120,15 @@ def environment_of_children() -> dict[str, str]:
 def verdict(failures: Mapping[int, tuple[int, Any]], folder: Path) -> tuple[int, str]:
     """Exit code and line for what became of the ranks: rank -> (exit code, negative for a signal; the word that it left, if any).
 
-    The cause is a rank that was killed; else the earliest that ended with an error of its own; a rank that merely lost its peers, or
-    that the launcher ended, comes last."""
+    The cause is a hang that a watchdog has reported: who is stuck does not end when the launcher asks, and is killed. Else it is a rank
+    that was killed; else the earliest that ended with an error of its own; a rank that merely lost its peers, or that the launcher
+    ended, comes last."""
 
     def order(rank: int) -> tuple[int, float]:
         code, word = failures[rank]
         left = isinstance(word, dict) and "line" in word
+        if code == HUNG and left:
+            return -1, word["timestamp"]
         if code < 0:
             return (0 if -code != signal.SIGTERM else 3), 0.0
         return (2 if left and word["peer_lost"] else 1), word["timestamp"] if left else 0.0

@@ -19,10 +19,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from megarl.config.schema import WatchdogConfig
-from megarl.parallel.launch import leave_word
+from megarl.parallel.launch import HUNG, leave_word
 from megarl.schedule.hang import Report, collective_of, format_stack, write_report
 
-HUNG = 124  # exit code, as of the command `timeout`
 FOLDER = "heartbeat"
 WIDTH = 512  # bytes of a heartbeat, which is overwritten in place: a reader sees the old one or the new one
 ASKED = "report-asked"  # this file makes every rank report

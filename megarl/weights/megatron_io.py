@@ -181,6 +181,7 @@ def _write_chunk(file: HashedFile, chunk: Chunk, folder: HFFolder, advance: Call
     at, file.writing = file.tell(), source.name
     if source.nbytes < SMALL:
         torch.save(source.read(full_box(chunk.shape)).view(chunk.extents), cast(IO[bytes], file))
+        file.flush()
         advance(source.nbytes)
     else:
         framed = _Framed(file, source, advance)

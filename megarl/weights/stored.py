@@ -180,6 +180,7 @@ class HashedFile:
         self._digest = hashlib.sha256()
         self._hasher = ThreadPoolExecutor(1)
         self._hashing: deque[Future[None]] = deque()
+        self._small = bytearray()
         self._position = 0
 
     def __enter__(self) -> HashedFile:
@@ -194,32 +195,40 @@ class HashedFile:
         return self._position
 
     def write(self, data: bytes | memoryview) -> int:
-        """All of it. The memory may change afterwards."""
-        self._write_kept(data)
-        self._settle(0)
+        """All of it; the memory may change afterwards. What is small is gathered: torch.save writes some dozens of pieces a tensor."""
+        self._small += data
+        self._position += len(data)
+        if len(self._small) >= BLOCK:
+            self.flush()
         return len(data)
 
     def write_tensor(self, tensor: Made, dtype: torch.dtype, advance: Callable[[int], None]) -> None:
         """The tensor's bytes, block by block, of which `advance` is told. CheckpointError where a number does not fit `dtype`."""
         for box in tensor.blocks():
             block = tensor.read_as(box, dtype)
+            self.flush()
             self._write_kept(as_bytes(block))
+            self._position += block.nbytes
             advance(block.nbytes)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Writes what was gathered."""
+        if self._small:
+            small, self._small = self._small, bytearray()
+            self._write_kept(small)
 
     def close(self) -> str:
         """The SHA-256 of what is on disk now."""
-        self._settle(0)
+        self.flush()
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise self._refused(error) from error
+        self._settle(0)
         self._file.close()
         return self._digest.hexdigest()
 
-    def _write_kept(self, data: bytes | memoryview) -> None:
+    def _write_kept(self, data: bytearray | memoryview) -> None:
         """Writes memory that nobody changes afterwards: it is hashed later."""
         view = memoryview(data)
         for start in range(0, len(view), BLOCK):
@@ -231,7 +240,6 @@ class HashedFile:
             except OSError as error:
                 raise self._refused(error) from error
             self._settle(WAITING)
-        self._position += len(view)
 
     def _refused(self, error: OSError) -> CheckpointError:
         self.error = CheckpointError(f"{self.path}: {self.writing}: cannot be written ({error.strerror})")

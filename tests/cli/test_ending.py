@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.parallel.launch import verdict
+from megarl.parallel.launch import HUNG, verdict
 from tests.cli.processes import Job
 from tests.cli.scene import Scene
 
@@ -27,6 +27,10 @@ class TestVerdict:
         code, line = verdict({0: (1, lost), 1: (-signal.SIGTERM, {}), 2: (-signal.SIGKILL, {})}, self.RUN)
         assert code == 137
         assert line.startswith("rank 2 was killed by signal 9 (SIGKILL)") and "dmesg" in line and line.endswith("runs/x")
+
+    def test_a_hang_that_was_reported_is_the_news_though_the_stuck_rank_had_to_be_killed(self) -> None:
+        words = {0: (HUNG, self.word("the run hangs: rank 1 does not answer", 1.0)), 1: (-signal.SIGKILL, {})}
+        assert verdict(words, self.RUN) == (HUNG, "the run hangs: rank 1 does not answer")
 
     def test_an_error_of_its_own_comes_before_a_lost_peer(self) -> None:
         lost = self.word("rank 0: lost another rank", 1.0, peer_lost=True)

@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.parallel.launch import HUNG
 from megarl.schedule.hang import Report, culprit
-from megarl.schedule.watchdog import HUNG, read_beat
+from megarl.schedule.watchdog import read_beat
 
 ROOT = Path(__file__).parents[2]
 RANK = """

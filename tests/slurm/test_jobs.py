@@ -5,6 +5,7 @@ All in one file and one fixture: a cluster takes a second, each start of a job's
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -107,10 +108,12 @@ def test_the_demo_trains_on_two_nodes(undisturbed: Job) -> None:
 
 
 def test_a_signal_before_the_time_limit(cluster: Cluster, undisturbed: Job, tmp_path: Path) -> None:
-    job = disturbed(cluster, undisturbed, tmp_path)
+    job = disturbed(cluster, undisturbed, tmp_path, MEGARL_GRACE="200")
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)  # what --signal=B:USR1@N has Slurm do
     assert_same(job, undisturbed)
-    assert "signal USR1: the ranks have 3 s to save and leave" in job.text
+    assert "signal USR1: the ranks have 200 s to save and leave" in job.text
+    assert re.search(r"megarl: stopped by SIGUSR1: step \d of train is saved in \S+; the same command continues", job.text)
+    assert "the ranks are still there" not in job.text
     assert cluster.job(job.number)["Restarts"] == "1"
 
 
