@@ -40,6 +40,7 @@ svg text { font-family: var(--sans) !important; }
 .unit { color: var(--muted); font-weight: 400; font-size: .85rem; }
 .look { font-size: .85rem; line-height: 1.4; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; font-size: .82rem; margin: 0 0 6px; padding: 0; list-style: none; }
+.legend { overflow-wrap: anywhere; }
 .legend i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 6px; }
 .runs { position: sticky; top: 0; background: var(--page); border-bottom: 1px solid var(--grid); padding: 8px 0;
   margin: 14px 0 0; z-index: 1; }
@@ -49,7 +50,7 @@ pre { font: .8rem/1.45 var(--mono);
   white-space: pre-wrap; overflow-wrap: anywhere; margin: 6px 0 0; max-height: 15rem; overflow-y: auto; }
 .response { border-top: 1px solid var(--grid); margin-top: 10px; padding-top: 8px; }
 .group + .group { margin-top: 18px; }
-.tags { font-size: .8rem; color: var(--muted); } .tags b { margin-right: 6px; }
+.tags { font-size: .8rem; color: var(--muted); overflow-wrap: anywhere; } .tags b { margin-right: 6px; }
 .right { color: var(--good); } .wrong { color: var(--bad); }
 .browser label { margin: 0 12px 0 3px; font-size: .88rem; } .browser input { margin: 0 0 0 10px; accent-color: var(--s0); }
 .browser .samples, details .samples { margin-top: 10px; }

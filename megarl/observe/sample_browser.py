@@ -9,7 +9,7 @@ from megarl.observe import page
 from megarl.observe.runs import Run
 from megarl.observe.samples import Sample, shorten
 
-GROUPS_SHOWN, RESPONSES_SHOWN, MORE_STEPS, MORE_CHARACTERS = 2, 4, 6, 1500
+GROUPS_SHOWN, RESPONSES_SHOWN, MORE_STEPS, MORE_CHARACTERS, ANSWER_CHARACTERS = 2, 4, 6, 1500, 200
 LEVELS = 4  # of colour on either side of 0
 WORTHS = ("advantage", "value")
 Scales = dict[str, float]
@@ -65,7 +65,7 @@ def _card(name: str, step: int, samples: Sequence[Sample], scales: Scales) -> st
 
 
 def _group(prompt: str, group: Sequence[Sample], scales: Scales) -> str:
-    tags = ["Prompt", *([f"answer {group[0].answer}"] if group[0].answer else [])]
+    tags = ["Prompt", *([f"answer {shorten(str(group[0].answer), ANSWER_CHARACTERS)}"] if group[0].answer else [])]
     if group[0].group_size:
         tags.append(f"{group[0].group_right} of its {group[0].group_size} responses right")
     responses = "\n".join(_response(sample, scales) for sample in group[:RESPONSES_SHOWN])

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from megarl.data.experience import Experience
 from megarl.observe.samples import Sample
 from megarl.parallel.comm import gather_objects
 from megarl.schedule.run import Step
+from megarl.training.token_worth import response_ids, token_worth
 
 STEPS_WITH_TOKENS = 100  # of a run, about: samples.jsonl stays small however long it is
 TOKENS_SHOWN = 512  # of a response: its first and its last half of them
@@ -29,58 +28,31 @@ def has_tokens(number: int, steps: int) -> bool:
 def with_tokens(step: Step) -> list[Sample]:
     """The step's samples with their tokens, advantages and values, in their order. Every rank calls this; rank 0 gets them complete."""
     runtime, tokenizer = step.run.runtime, step.run.tokenizer
-    mine = worth(step.local.experience, step.batch, list(step.samples)) if runtime.speaks else {}
+    mine = token_worth(step.local.experience, step.batch, list(step.samples)) if runtime.speaks else {}
     found = {row: columns for part in gather_objects(runtime, mine) for row, columns in part.items()}
     if runtime.rank:
         return list(step.samples.values())
     return [_complete(sample, response_ids(step.batch, row), found.get(row, {}), tokenizer) for row, sample in step.samples.items()]
 
 
-def worth(local: Experience, batch: Experience, rows: Sequence[int]) -> dict[int, dict[str, Tensor]]:
-    """row of `batch` -> {"advantages", "values"}: float32 [response tokens], as far as `local` holds these rows and columns."""
-    places = list(zip(local["group_ids"].tolist(), local["response_index"].tolist(), strict=True))
-    found = {}
-    for row in rows:
-        place = (int(batch["group_ids"][row]), int(batch["response_index"][row]))
-        if place in places:
-            at = _response(local, places.index(place))
-            found[row] = {name: local[name][at].float() for name in ("advantages", "values") if name in local}
-    return found
-
-
-def _response(experience: Experience, row: int) -> Tensor:
-    """Where the response of a sequence lies in the [T] columns, int64."""
-    start, end = experience.cu_seqlens[row : row + 2].tolist()
-    return start + experience.response_mask[start:end].nonzero().squeeze(-1)
-
-
-def response_ids(batch: Experience, row: int) -> list[int]:
-    """The tokens of one response."""
-    ids: list[int] = batch.tokens[_response(batch, row)].tolist()
-    return ids
-
-
 def _complete(sample: Sample, ids: list[int], columns: dict[str, Tensor], tokenizer: Any) -> Sample:
-    advantages = columns.get("advantages", torch.zeros(0))
-    if advantages.numel():
-        sample = replace(
-            sample,
-            advantage_mean=float(advantages.double().mean()),
-            advantage_min=float(advantages.min()),
-            advantage_max=float(advantages.max()),
-        )
+    worth = {name: column.tolist() for name, column in columns.items()}
+    if advantages := worth.get("advantages"):
+        mean = math.fsum(advantages) / len(advantages)
+        sample = replace(sample, advantage_mean=mean, advantage_min=min(advantages), advantage_max=max(advantages))
     half, left_out = TOKENS_SHOWN // 2, len(ids) - TOKENS_SHOWN
     if left_out <= 0:
-        shown = {name: _rounded(column) for name, column in columns.items()}
-        return replace(sample, tokens=token_texts(tokenizer, ids), advantages=shown.get("advantages"), values=shown.get("values"))
-    gap = f"\n[... {left_out} tokens left out ...]\n"
-    texts = [*token_texts(tokenizer, ids[:half]), gap, *token_texts(tokenizer, ids[-half:])]
-    shown = {name: [*_rounded(column[:half]), None, *_rounded(column[-half:])] for name, column in columns.items()}
+        texts = token_texts(tokenizer, ids)
+        shown = {name: _rounded(column) for name, column in worth.items()}
+    else:
+        gap = f"\n[... {left_out} tokens left out ...]\n"
+        texts = [*token_texts(tokenizer, ids[:half]), gap, *token_texts(tokenizer, ids[-half:])]
+        shown = {name: [*_rounded(column[:half]), None, *_rounded(column[-half:])] for name, column in worth.items()}
     return replace(sample, tokens=texts, advantages=shown.get("advantages"), values=shown.get("values"))
 
 
-def _rounded(column: Tensor) -> list[float | None]:
-    return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in column.tolist()]
+def _rounded(column: list[float]) -> list[float | None]:
+    return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in column]
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:

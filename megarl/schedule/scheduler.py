@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,8 @@ class Scheduler:
             self._execute()
         except MegarlError as error:
             if self.events is not None:
-                self.events.write(str(error))
+                with suppress(OSError):  # a full disk may be the error itself, which is to reach the user
+                    self.events.write(str(error))
             raise
         self.close()
 

@@ -12,7 +12,8 @@ from megarl.data.experience import Experience
 from megarl.observe.samples import Sample
 from megarl.parallel.comm import gather_objects
 from megarl.schedule import sampled
-from megarl.schedule.sampled import has_tokens, response_ids, token_texts, with_tokens, worth
+from megarl.schedule.sampled import has_tokens, token_texts, with_tokens
+from megarl.training.token_worth import response_ids, token_worth
 from tests.tiny_models import make_tokenizer
 
 TEXTS = ("1+1=2", "Größe 👍!", "")
@@ -47,7 +48,7 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
     for share in shares:
         numbers = share["group_ids"] * 100 + share["response_index"] * 10
         share["advantages"] = (share.spread(numbers).float() + torch.arange(share.num_tokens) / 1e4) * share.response_mask
-    theirs = worth(shares[1], batch, [0, 1, 4])
+    theirs = token_worth(shares[1], batch, [0, 1, 4])
     assert theirs.keys() == {1} and theirs[1].keys() == {"advantages"}
     monkeypatch.setattr(sampled, "gather_objects", lambda runtime, value: [*gather_objects(runtime, value), theirs])
     runtime = SimpleNamespace(rank=0, world=1, speaks=True)
