@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,6 +28,9 @@ from megarl.training.sharded import cannot_be_written, stage_learner
 from megarl.training.staging import Staged, Stager
 from megarl.training.state_file import write_state
 
+# Seconds after which the writing thread gives the interpreter back to the step, which loses it with every operation of torch: by
+# Python's own rule, 5 ms, a step of many small operations all but stands still.
+TURN = 2e-4
 PATIENCE = 0.8  # of parallel.timeout, for which the other ranks wait
 Entries = dict[str, tuple[int, str]]  # file -> (bytes, SHA-256)
 
@@ -51,10 +55,14 @@ class _Write:
         """Begins `work` in a thread. Its failure is kept: nobody could catch it there."""
 
         def run() -> None:
+            usual = sys.getswitchinterval()
+            sys.setswitchinterval(TURN)
             try:
                 work()
             except Exception as error:  # noqa: BLE001 (whatever it is, `advance` raises it on every rank)
                 self.failure = _first_line(error)
+            finally:
+                sys.setswitchinterval(usual)
 
         self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self.thread.start()
