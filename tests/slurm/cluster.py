@@ -54,7 +54,10 @@ InactiveLimit=0
 PropagateResourceLimits=NONE
 NodeName=node1 NodeHostname=node1 NodeAddr=127.0.1.1 Port={port1} CPUs=4 RealMemory=4096 State=UNKNOWN
 NodeName=node2 NodeHostname=node2 NodeAddr=127.0.1.2 Port={port2} CPUs=4 RealMemory=4096 State=UNKNOWN
-PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
 # cred_expire: how long a requeued job waits before it may start again (less than 5 counts as 120). config_overrides: a node may claim more
 # CPUs than there are.
@@ -166,7 +169,7 @@ class Cluster:
 
     def states(self) -> list[str]:
         """The nodes' states."""
-        return self.run("sinfo", "-h", "-N", "-o", "%T").split()
+        return self.run("sinfo", "-h", "-N", "-p", "batch", "-o", "%T").split()
 
     def run(self, *command: str, check: bool = True, **environment: str) -> str:
         """A command of Slurm's; what it printed."""

@@ -117,6 +117,15 @@ def test_a_signal_before_the_time_limit(cluster: Cluster, undisturbed: Job, tmp_
     assert cluster.job(job.number)["Restarts"] == "1"
 
 
+def test_a_job_of_a_partition_that_comes_first(cluster: Cluster, undisturbed: Job, tmp_path: Path) -> None:
+    job = disturbed(cluster, undisturbed, tmp_path, MEGARL_GRACE="200")
+    options = ("--partition=urgent", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent.out")
+    urgent = cluster.run("sbatch", "--parsable", *options, "--wrap=sleep 1").strip()
+    wait_for("the urgent job", lambda: cluster.job(urgent)["JobState"] == "COMPLETED")
+    assert_same(job, undisturbed)
+    assert int(cluster.job(job.number)["Restarts"]) >= 1
+
+
 def test_nodes_that_are_not_fit(cluster: Cluster, undisturbed: Job, tmp_path: Path) -> None:
     """No rank is started, nothing is queued again, and the nodes are named."""
     shutil.copytree(undisturbed.folder / "demo", tmp_path / "demo", ignore=shutil.ignore_patterns("vapo"))
