@@ -61,7 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="megarl", description="Large-scale reinforcement learning of reasoning language models.")
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    for add in (_add_runs, _add_plans, _add_conversions, _add_preflight, _add_views, _add_experiments):
+        add(commands)
+    return parser
 
+
+def _add_runs(commands: argparse._SubParsersAction[_Parser]) -> None:
     training = _command(commands, "train", _train, "train by supervised warm start, GRPO, DAPO, PPO or VAPO: the config's recipe")
     training.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)  # set by the launcher, which checked already
     training.add_argument("--fresh", action="store_true", help="refuse a run_dir that holds a run, instead of continuing it")
@@ -79,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     again.add_argument("--tolerance", type=float, metavar="X", help="for another layout; default: 1e-3 in fp32, 5e-2 in bf16")
     again.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
     _takes_overrides(again, "parallel.tp=1 parallel.dp=1")
+
+
+def _add_plans(commands: argparse._SubParsersAction[_Parser]) -> None:
     planned = _command(commands, "plan", _plan, "memory of GPUs, nodes and disk, time of a step, layouts that fit")
     planned.add_argument("--model", metavar="NAME", help="plan for this public model, e.g. Qwen2.5-7B; default: model.path")
     planned.add_argument("--mean-length", type=float, metavar="TOKENS", help="mean length of responses; default: a third of the longest")
@@ -96,6 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     planned.add_argument("--ranks", action="store_true", help="print every rank's figures as well")
     planned.add_argument("--model", metavar="NAME", help="plan for this public model, e.g. Qwen2.5-7B; default: model.path")
     _takes_config(planned)
+
+
+def _add_conversions(commands: argparse._SubParsersAction[_Parser]) -> None:
     convert = commands.add_parser("convert", help="convert a model's folder to Megatron's format and back", description="Conversions.")
     whats = convert.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
     forth = _command(whats, "to-megatron", _to_megatron, "write a Hugging Face folder as a Megatron distributed checkpoint")
@@ -113,6 +124,9 @@ def _parser() -> argparse.ArgumentParser:
     back.add_argument("--max-shard-gb", type=float, default=4.0, metavar="GB", help="of one *.safetensors file (default: %(default)s)")
     for sub in (forth, back):
         sub.add_argument("--verify", action="store_true", help="read the result back from the disk and compare every bit")
+
+
+def _add_preflight(commands: argparse._SubParsersAction[_Parser]) -> None:
     nodes = _command(
         commands, "preflight", _preflight, "check the nodes of a job before its ranks start: run on each of them, as slurm/ does"
     )
@@ -129,6 +143,9 @@ def _parser() -> argparse.ArgumentParser:
         ("--bandwidth", float, 0.0, "GB/s", "least speed into a node from another one"),
     ):
         nodes.add_argument(option, type=kind, default=default, metavar=metavar, help=f"{text} (default: %(default)s)")
+
+
+def _add_views(commands: argparse._SubParsersAction[_Parser]) -> None:
     report = _command(commands, "report", _report, "write report.html of one run, or of several laid over each other")
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
     report.add_argument("--out", type=Path, metavar="FILE", help="file to write; default: report.html in the first run's folder")
@@ -136,6 +153,9 @@ def _parser() -> argparse.ArgumentParser:
     watching.add_argument("run", type=Path, metavar="RUN", help="run folder")
     watching.add_argument("--once", action="store_true", help="show how it stands and leave")
     _command(commands, "doctor", _doctor, "what is installed, what this machine can run, and how to get what is missing")
+
+
+def _add_experiments(commands: argparse._SubParsersAction[_Parser]) -> None:
     demo = _command(
         commands, "demo", _demo, "make a tiny model and a task, warm-start it, then train it by reinforcement: minutes on a CPU"
     )
@@ -155,7 +175,6 @@ def _parser() -> argparse.ArgumentParser:
     ablate.add_argument("--fresh", action="store_true", help="delete and repeat runs that were made with other settings")
     ablate.add_argument("--into", type=Path, metavar="FILE", help="Markdown file that has a place for the table: it is written there too")
     _takes_overrides(ablate, "steps=30 (right after TABLE); they are for the rows, not for the warm start")
-    return parser
 
 
 def _command(commands: argparse._SubParsersAction[_Parser], name: str, run: Command, text: str) -> argparse.ArgumentParser:
