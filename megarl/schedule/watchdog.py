@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -89,10 +90,11 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._end.wait(self.config.period):
             self._collective = collective_of(sys._current_frames().get(self._main)) or self._collective
-            self._beat()
-            if (self.folder / ASKED).exists() and not self._asked_before:
-                self._asked_before = True
-                self._report()
+            with suppress(OSError):  # a disk that fails must not end the watch; a rank whose heartbeat stands still is noticed by others
+                self._beat()
+                if (self.folder / ASKED).exists() and not self._asked_before:
+                    self._asked_before = True
+                    self._report()
             limit = self.config.limits.get(str(self._where["phase"]), self.config.limit)
             taken = time.monotonic() - self._entered
             if taken > limit:
@@ -136,13 +138,25 @@ class Watchdog:
         os.replace(aside, self.folder / report_name(self.rank))
 
     def _fire(self, why: str) -> None:
-        """The first rank to get here writes the report for all; then this process ends."""
+        """Ends this process, whatever becomes of the report."""
+        try:
+            line = self._report_of_all(why)
+        except OSError as error:  # a disk that is full or gone may be why the run hangs
+            line = f"the run hangs: {why}; no report could be written to {self.run_dir}: {error}"
+        try:
+            if line is not None and not leave_word(line):
+                print(f"megarl: {line}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(HUNG)
+
+    def _report_of_all(self, why: str) -> str | None:
+        """The first rank to get here writes the report for all and gives the line about it. Raises OSError."""
         self._report()
         try:
             os.close(os.open(self.folder / ASKED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
             self._end.wait(2 * (PATIENCE + 1) * self.config.period)
-            os._exit(HUNG)
+            return None
         self._asked_before = True
         end = time.monotonic() + PATIENCE * self.config.period
         while time.monotonic() < end and not all((self.folder / report_name(rank)).exists() for rank in range(self.world)):
@@ -152,10 +166,7 @@ class Watchdog:
         stacks = {rank: _text(self.folder / stack_name(rank)) for rank in range(self.world) if rank not in reports}
         beats = {rank: read_beat(self.folder, rank) for rank in range(self.world)}
         path, culprit = write_report(self.run_dir, why, reports, beats, stacks)
-        line = f"the run hangs: {culprit}; {why}; every rank's place is in {path}"
-        if not leave_word(line):
-            print(f"megarl: {line}", file=sys.stderr, flush=True)
-        os._exit(HUNG)
+        return f"the run hangs: {culprit}; {why}; every rank's place is in {path}"
 
     def _ask_the_silent(self, reports: Mapping[int, Report]) -> None:
         """Ranks on this machine whose watchdog says nothing may still write their stack in a signal's handler."""

@@ -89,6 +89,20 @@ def test_a_phase_over_its_limit_is_reported_with_every_stack(tmp_path: Path) -> 
     assert all(f"rank {rank}: train step 12, phase stand for" in text for rank in (0, 1))
 
 
+@pytest.mark.slow
+def test_a_run_that_hangs_ends_though_its_folder_is_gone(tmp_path: Path) -> None:
+    processes = ranks(tmp_path, limit=6, silence=600)
+    try:
+        (tmp_path / "heartbeat").rename(tmp_path / "away")
+        (tmp_path / "heartbeat").write_text("")
+        said = [process.communicate(timeout=200)[1] for process in processes]
+        codes = [process.returncode for process in processes]
+    finally:
+        destroy(processes)
+    assert codes == [HUNG, HUNG]
+    assert all("phase stand has taken" in text and "no report could be written" in text and text.count("\n") == 1 for text in said)
+
+
 def made(rank: int, phases: int, waits_in: str | None, phase: str = "actor_update") -> Report:
     stack = f'thread MainThread:\n  File "x.py", line {rank}, in work\n\nthread checkpoint:\n'
     return Report(rank, "node", 1, "train", 3, phase, phases, 5.0, waits_in, None, {}, stack)
