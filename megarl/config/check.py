@@ -73,14 +73,7 @@ def _problems(c: Config) -> Iterator[str]:
         if getattr(a.mismatch, switch) == "none":
             unused = _changed(c, tuple(f"algorithm.mismatch.{key}" for key in keys))
             yield from (f"{key}: has no effect while algorithm.mismatch.{switch} is none (set it to token or sequence)" for key in unused)
-    if r.engine == "sglang" and r.engine_timeout >= c.parallel.timeout:
-        yield f"rollout.engine_timeout: must be < parallel.timeout {c.parallel.timeout:g}, as other ranks wait (got {r.engine_timeout:g})"
-    if r.engine == "transformers" and r.engine_tp > 1:
-        yield f"rollout.engine_tp: must be 1 for rollout.engine transformers, which is not sharded (got {r.engine_tp})"
-    if r.engine == "transformers" and r.weights_dtype != "model":
-        yield f"rollout.weights_dtype: must be model for rollout.engine transformers (got {r.weights_dtype})"
-    if "" in r.stop:
-        yield "rollout.stop: must not hold an empty text, which would end every response at once"
+    yield from _engine_problems(c)
     if c.reward.overlong.soft_punishment and c.reward.overlong.buffer > r.max_response_tokens:
         yield f"reward.overlong.buffer: must be <= rollout.max_response_tokens {r.max_response_tokens} (got {c.reward.overlong.buffer})"
     if c.reward.correct <= c.reward.incorrect:
@@ -93,6 +86,18 @@ def _problems(c: Config) -> Iterator[str]:
             f"rollout.max_response_tokens: data.max_prompt_tokens {c.data.max_prompt_tokens} + {r.max_response_tokens} tokens exceed "
             f"the model's {positions} positions (lower one of them)"
         )
+
+
+def _engine_problems(c: Config) -> Iterator[str]:
+    r = c.rollout
+    if r.engine == "sglang" and r.engine_timeout >= c.parallel.timeout:
+        yield f"rollout.engine_timeout: must be < parallel.timeout {c.parallel.timeout:g}, as other ranks wait (got {r.engine_timeout:g})"
+    if r.engine == "transformers" and r.engine_tp > 1:
+        yield f"rollout.engine_tp: must be 1 for rollout.engine transformers, which is not sharded (got {r.engine_tp})"
+    if r.engine == "transformers" and r.weights_dtype != "model":
+        yield f"rollout.weights_dtype: must be model for rollout.engine transformers (got {r.weights_dtype})"
+    if "" in r.stop:
+        yield "rollout.stop: must not hold an empty text, which would end every response at once"
 
 
 def _fp8_problems(c: Config) -> Iterator[str]:
