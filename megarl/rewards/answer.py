@@ -40,6 +40,7 @@ _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.0*)?")
 _INTEGER = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
 # `5  3`, where units stood, is no more a number than `12 34`.
+_PAIR = re.compile(r"(?<=[0-9]),(?:\s|~|\\[,;: ]|\\q?quad)+(?=[-0-9])")
 _SPACE_NOT_IN_NUMBER = re.compile(r"(?<![0-9\s])\s+|\s+(?![0-9\s])")
 _BRACKETED = re.compile(r"\([^()]*\)")
 _SEVERAL = re.compile(r",(?![0-9]{3})|;|\band\b|\bor\b")
@@ -91,14 +92,16 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def normalise(answer: str) -> str:
+def normalise(answer: str, *, value: bool = False) -> str:
     """The canonical form of a final answer; answers that the protocol takes as equal have equal forms.
 
     Integers come out as `-?[1-9][0-9]*` or `0`: `1,234`, `$\\boxed{1234}$`, `+1234.0` and `01234` are all `1234`.
-    Text of more than MAX_ANSWER characters is cut to them."""
+    Text of more than MAX_ANSWER characters is cut to them. value: nothing that has a meaning goes: all sides of an equation
+    stay, a factorial does, and `32, 349` is a pair."""
     text = answer[:MAX_ANSWER].translate(_MINUS)
     boxed = last_boxed(text)
-    text = _last_side(_only_formula(text) if boxed is None else boxed)
+    text = _only_formula(text) if boxed is None else boxed
+    text = _PAIR.sub(";", text.replace("\\!", "")) if value else _last_side(text)
     text = text.replace("{,}", ",").replace("\\%", "").replace("%", "")
     text = _DELIMITERS.sub("", _SPACES.sub(" ", _DEGREES.sub("", text)))
     text = _SHORT_UNIT.sub("", text)
@@ -109,7 +112,7 @@ def normalise(answer: str) -> str:
     text = _ARTICLE.sub("", _UNITS.sub("", text)).replace('"', "")
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(_slash, _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)))
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    return _canonical_number(_SPACE_NOT_IN_NUMBER.sub("", text.strip(_MARKUP)).rstrip(".,;:!"))
+    return _canonical_number(_SPACE_NOT_IN_NUMBER.sub("", text.strip(_MARKUP)).rstrip(".,;:" if value else ".,;:!"))
 
 
 def _slash(found: re.Match[str]) -> str:

@@ -1,24 +1,33 @@
 """Symbolic equivalence by math-verify: `\\frac{1}{2}` equals `0.5`, `x^2+2x+1` equals `(x+1)^2`.
 
-To be run in a VerifierPool: neither parsing nor comparison has a limit of its own here, and sympy can hang on hostile input.
+Equations and inequalities are compared here: math-verify compares right sides, or solves both, and then the question would be an answer
+to itself. docs/verifiers.md says what is right against what. To be run in a VerifierPool: neither parsing nor comparison has a limit of
+its own here, and sympy can hang on hostile input.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import re
 import unicodedata
+from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any, TypeVar
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Basic, Expr
+from sympy import Basic, Derivative, Expr, Float, MatrixBase, MatrixExpr, Rational, Symbol, fraction, together
+from sympy.core.function import AppliedUndef
 
 from megarl.rewards.answer import MAX_ANSWER, find_answer, last_boxed, normalise
+from megarl.rewards.relations import Relation, Said, formulas, read, split
 from megarl.rewards.verdict import Verdict
 
 # math-verify warns once per process that its own limits are off; that is on purpose (they need SIGALRM, which the pool uses).
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+T = TypeVar("T")
 
 _TARGETS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 _TAIL = 1000
@@ -44,37 +53,174 @@ _SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9.])([0-9]{1,30}(?:\.[0-9]{1,30})?)[eE](
 _RATIONAL = re.compile(r"-?[0-9]+(?:/0*[1-9][0-9]*)?")
 
 
+# A number, a word, a formula in delimiters: the exclamation mark after it ends a sentence. After another formula it is a factorial.
+_EXCLAIMED = re.compile(
+    r"(?:.*[A-Za-z]{2,}\s.*|.*(?<![\\A-Za-z])[A-Za-z]{2,}|(?:.*=)?[-+\s]*[0-9.,/]+\s*%?|\([^()]*,[^()]*\)"
+    r"|-?\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|.*\\text\s*\{[^{}]*\}|.*[^A-Za-z0-9)}\]])"
+)
+_COMMA = re.compile(r",(?!(?<=[0-9],)[0-9]{3}(?![0-9]))|;")
+_MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
+_POINTS = 5
+_DIGITS = 40
+
+
 def verify_math(response: str, answer: str) -> Verdict:
     r"""Whether the final answer of `response` is mathematically equal to `answer`.
 
     The final answer is the last `Answer:` line, else the last `\boxed{}`, else what math-verify finds in the last 1,000
     characters. Answers that no person writes (over 300 characters, brackets 16 deep) are compared as text."""
     line = find_answer(response)
-    found = last_boxed(line or response) or line
-    answer, found = _plain(answer), found if found is None else _plain(found)
+    answer = _plain(last_boxed(answer) or answer)
+    found = last_boxed(line or response) or (line and _without_exclamation(line, answer))
+    gold = read(answer) if _is_plausible(answer) else None
+    if found is None and gold is not None:  # math-verify would find a side of it only
+        found = next(iter([*formulas(response[-_TAIL:])][::-1]), None)
     if found is None:
-        candidates = _parse(response[-_TAIL:])
-        extracted = _canonical(candidates)
+        return _verify_prose(response[-_TAIL:].replace("\\$", ""), gold.value if gold else answer)
+    found = _plain(found)
+    mine = read(found) if _is_plausible(found) else None
+    if gold is not None and mine is not None:
+        correct = _says_the_same(gold, mine)
+    elif gold is not None:
+        correct = _is_value_of(gold, answer, found)
     else:
-        extracted, reference = normalise(found), normalise(answer)
-        if extracted and extracted == reference:
-            return Verdict(True, extracted)
-        if _RATIONAL.fullmatch(extracted) and _RATIONAL.fullmatch(reference) and "%" not in found + answer:
-            # Most answers are numbers like these, and sympy would take a hundred times as long over them.
-            return Verdict(Fraction(extracted) == Fraction(reference), str(Fraction(extracted)))
-        candidates = _parse_formula(found) if _is_plausible(found) else []
-        extracted = _canonical(candidates) or extracted or None
-    if not candidates or not _is_plausible(answer):
-        return Verdict(False, extracted)
-    gold = _parse_formula(answer)
-    if "%" not in (found or response) and _differ_plainly(gold, candidates):
-        return Verdict(False, extracted)
-    return Verdict(bool(verify(gold, candidates, timeout_seconds=None)), extracted)
+        correct = _equal(answer, (mine.last if mine else None) or found)
+    return Verdict(correct or _form(answer) == _form(found) != "", _vote((mine.value if mine else None) or found))
+
+
+def _verify_prose(tail: str, value: str | None) -> Verdict:
+    candidates = _parse(tail)
+    correct = value is not None and _is_plausible(value) and _verify(_parse_formula(value), candidates, "%" in tail)
+    return Verdict(correct, _canonical(candidates))
+
+
+def _without_exclamation(line: str, answer: str) -> str:
+    text = line.rstrip("!. ")
+    ends_a_sentence = line.rstrip(". ").endswith("!") and _EXCLAIMED.fullmatch(text) and _form(line) != _form(answer)
+    return text if ends_a_sentence else line
+
+
+def _form(text: str) -> str:
+    return normalise(text, value=True)
+
+
+def _vote(found: str) -> str | None:
+    """The text that answers are counted by."""
+    form = _form(found)
+    if _RATIONAL.fullmatch(form):
+        return str(Fraction(form))
+    return (_canonical(_parse_formula(found)) if _is_plausible(found) else None) or form or None
+
+
+def _equal(answer: str, found: str) -> bool:
+    """Whether two values are equal: as text, as fractions, else as math-verify finds."""
+    extracted, reference = _form(found), _form(answer)
+    if extracted and extracted == reference:
+        return True
+    percent = "%" in found + answer
+    if _RATIONAL.fullmatch(extracted) and _RATIONAL.fullmatch(reference) and not percent:
+        # Most answers are numbers like these, and sympy would take a hundred times as long over them.
+        return Fraction(extracted) == Fraction(reference)
+    if not _is_plausible(found) or not _is_plausible(answer):
+        return False
+    return _verify(_parse_formula(answer), _parse_formula(found), percent)
+
+
+def _verify(gold: list, candidates: list, percent: bool) -> bool:
+    if not candidates or (not percent and _attempt(_differ_plainly, gold, candidates)):
+        return False
+    return bool(verify(gold, candidates, timeout_seconds=None))
+
+
+def _is_value_of(gold: Said, answer: str, found: str) -> bool:
+    """Whether `found`, in which no name stands, is the value of the reference's name, or the values of its names in their order."""
+    if gold.relations:  # an interval is an answer to an inequality, the right side of an equation is none to that
+        return not gold.values and all(one.operator in ("<", "<=", ">", ">=") for one in gold.relations) and _equal(answer, found)
+    if gold.value is not None:
+        return _equal(gold.value, found)
+    found = found.replace("\\left", "").replace("\\right", "").strip("$ ")
+    mine = split(found[1:-1] if found.startswith("(") and found.endswith(")") and found.count("(") == 1 else found, _COMMA)
+    return len(mine) == len(gold.values) and all(
+        _equal(", ".join(values), one) for values, one in zip(gold.values.values(), mine, strict=True)
+    )
+
+
+def _says_the_same(gold: Said, mine: Said) -> bool:
+    """Whether names have equal values and the other relations of both have the same solutions, one by one."""
+    if gold.value is not None and mine.value is not None and (gold.words | mine.words or "=" in (*gold.values, *mine.values)):
+        return _equal(gold.value, mine.value)
+    theirs, ours = list(gold.relations), list(mine.relations)
+    for name in dict.fromkeys((*gold.values, *mine.values)):
+        wanted, given = gold.values.get(name, ()), mine.values.get(name, ())
+        if not (wanted and given and _equal(", ".join(wanted), ", ".join(given))):
+            theirs += [Relation(name, "=", value) for value in wanted]
+            ours += [Relation(name, "=", value) for value in given]
+    if len(theirs) != len(ours):
+        return False
+    for relation in theirs:
+        match = next((one for one in ours if _same_relation(relation, one)), None)
+        if match is None:
+            return False
+        ours.remove(match)
+    return True
+
+
+def _same_relation(gold: Relation, mine: Relation) -> bool:
+    """Whether left minus right of one is a multiple of the other's, by a positive factor unless the relation is to be turned.
+
+    Where the reference is solved, what is not solved is wrong: it may be the question itself."""
+    if gold.solved and not mine.solved:
+        return False
+    ratio = _attempt(_ratio, gold, mine)
+    if ratio is None:
+        return gold.operator == mine.operator and [_form(gold.left), _form(gold.right)] == [_form(mine.left), _form(mine.right)]
+    turned = ratio < 0
+    return mine.operator == (_MIRRORED[gold.operator] if turned else gold.operator)
+
+
+@lru_cache(maxsize=1024)
+def _difference(relation: Relation) -> Expr | None:
+    """Left minus right; of an equation the numerator. Decimals are exact, f(x) and derivatives symbols. None if a side is no number."""
+    sides = []
+    for text in (relation.left, relation.right):
+        # Without what math-verify falls back to: any number in a text that is no formula.
+        parsed = parse(f"\\boxed{{{text}}}", _TARGETS[:1], fallback_mode="no_fallback", parsing_timeout=None)
+        if not parsed or not isinstance(parsed[0], Expr) or parsed[0].has(MatrixBase, MatrixExpr):
+            return None
+        sides.append(parsed[0])
+    expression = sides[0] - sides[1]
+    for atom in expression.atoms(AppliedUndef, Derivative):
+        expression = expression.xreplace({atom: Symbol(str(atom))})
+    expression = expression.xreplace({number: Rational(str(number)) for number in expression.atoms(Float)})
+    return fraction(together(expression))[0] if relation.operator in ("=", "!=") else expression
+
+
+def _ratio(gold: Relation, mine: Relation) -> Expr | None:
+    """The difference of `mine` over that of `gold` where it is the same nonzero real number at points that nobody chose (a polynomial
+    that is zero there is zero), else None."""
+    a, b = _difference(gold), _difference(mine)
+    if a is None or b is None:
+        return None
+    draw = random.Random(0)
+    names = sorted({symbol.name for one in (a, b) for symbol in one.free_symbols})
+    first = None
+    for _ in range(_POINTS):
+        # Of both signs, so that |x| is not x.
+        point = {name: Float(draw.uniform(0.2, 3.0) * draw.choice((-1, 1)), _DIGITS) for name in names}
+        below, above = (one.evalf(_DIGITS, subs={symbol: point[symbol.name] for symbol in one.free_symbols}) for one in (a, b))
+        if not (below.is_number and above.is_number) or abs(below) < 1e-20 or abs(above) < 1e-20:
+            return None
+        ratio = above / below
+        first = ratio if first is None else first
+        if not abs(ratio / first - 1) < 10.0 ** (15 - _DIGITS):
+            return None
+    return first if first is not None and first.is_real else None
 
 
 def _plain(text: str) -> str:
     """Characters and notations that the parser does not know, as LaTeX: other digits, superscripts, vulgar fractions, 1.5e3."""
-    text = text[:MAX_ANSWER]
+    text = text[:MAX_ANSWER].replace("\\$", "")
+    text = text.replace("$", "") if text.count("$") == 1 else text  # a price
     if not text.isascii():
         text = _SUPERSCRIPT.sub(lambda run: f"^{{{run[0].translate(_SUPERSCRIPTS)}}}", text)
         text = _ROOT.sub(lambda root: f"\\sqrt{{{root[1]}}}" if root[1] else "\\sqrt", "".join(map(_ascii, text)))
@@ -123,10 +269,7 @@ def _differ_plainly(gold: list, candidates: list) -> bool:
     pair = [parsed[0] for parsed in (gold, candidates) if parsed and isinstance(parsed[0], Expr)]
     if len(pair) < 2 or not any(one.is_number for one in pair):
         return False
-    try:
-        a, b = (complex(one.subs(dict.fromkeys(one.free_symbols, _POINT)).evalf(15)) for one in pair)
-    except (TypeError, ValueError, OverflowError, ZeroDivisionError):  # not a number after all
-        return False
+    a, b = (complex(one.subs(dict.fromkeys(one.free_symbols, _POINT)).evalf(15)) for one in pair)
     # An infinite or undefined value compares as not greater, and is left to math-verify as well.
     return abs(a - b) > 1e-3 * max(1.0, abs(a), abs(b))
 
@@ -136,4 +279,16 @@ def _canonical(parsed: list) -> str | None:
     if not parsed:
         return None
     first = parsed[0]
-    return normalise(str(first)) if isinstance(first, Basic) else normalise(str(parsed[-1]))
+    text = _attempt(str, first if isinstance(first, Basic) else parsed[-1])
+    return None if text is None else normalise(text)
+
+
+def _attempt(function: Callable[..., T], *arguments: Any) -> T | None:
+    """What `function` gives, or None where sympy fails in it, for which it has no exceptions of its own: RecursionError for a number and
+    a matrix, ValueError for long integers, NotImplementedError, AttributeError. What math-verify says then stands."""
+    try:
+        return function(*arguments)
+    except MemoryError:  # the pool's limit: recorded as such
+        raise
+    except Exception:  # noqa: BLE001
+        return None

@@ -1,0 +1,187 @@
+r"""Reads what an answer with relations in it says: `x = 1 \text{ or } 2` gives a name two values, `2x + y = 3` is an equation of its own.
+
+Text only, in time linear in it; megarl.rewards.symbolic compares what is read. docs/verifiers.md says what comes of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+_OPERATORS = {
+    **dict.fromkeys(("=", "==", ":=", "\\in", "\\approx", "\\simeq", "\u2248"), "="),
+    **dict.fromkeys(("!=", "\\ne", "\\neq", "\u2260"), "!="),
+    **dict.fromkeys(("<", "\\lt"), "<"),
+    **dict.fromkeys((">", "\\gt"), ">"),
+    **dict.fromkeys(("<=", "\\le", "\\leq", "\\leqslant"), "<="),
+    **dict.fromkeys((">=", "\\ge", "\\geq", "\\geqslant"), ">="),
+}
+_OPERATOR = re.compile("|".join(re.escape(one) + "(?![A-Za-z])" * (one[0] == "\\") for one in sorted(_OPERATORS, key=len, reverse=True)))
+_DELIMITED = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL)
+_PROSE = re.compile(r".*(?<![A-Za-z\\])(?:is|are|be)(?![A-Za-z])\s{0,8}:?", re.DOTALL)
+_IMPLIES = re.compile(r"\\(?:Rightarrow|Longrightarrow|implies|iff|Leftrightarrow|therefore)(?![A-Za-z])|[\u21d2\u21d4]|=>")
+_LAYOUT = re.compile(
+    r"\\left\s?\\\{\s?(?=\\begin)|\\right\s?\.|\\(?:left|right|displaystyle|textstyle|big|Big)(?![A-Za-z])|\\(?:begin|end)\s?\{(?:cases|align|aligned|gathered)\*?\}"
+    r"|\\!|&(?=\s?[=<>])|(?<=[=<>])&"
+)
+_DOMAIN = re.compile(r"[,;]?\s{0,8}(?:where|for|with)?\s{0,8}[A-Za-z]\s{0,8}\\in\s{0,8}\\mathbb\s?\{?[A-Z]\}?(?:\^[+*])?")
+_AND = re.compile(
+    r"\\text\s?\{[ ,]{0,8}(?:and|or)[ ,]{0,8}\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\(?:lor|land|vee|wedge|q?quad)(?![A-Za-z])"
+)
+_COMMA = re.compile(r",")
+_SEPARATOR = re.compile(r",(?!(?<=[0-9],)[0-9]{3}(?![0-9]))|;|\\\\")
+
+_GREEK = (
+    r"\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|kappa|lambda|mu|nu|xi|rho|sigma|tau|(?:var)?phi|chi|psi|omega"
+    r"|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega|ell)(?![A-Za-z])"
+)
+_LETTER = rf"(?:{_GREEK}|[A-Za-z])"
+_INDEX = r"(?:\s?(?:_\s?(?:\{[^{}]*\}|[A-Za-z0-9])|'|\^\s?(?:\\prime|\{(?:\\prime)+\}|\*)))*"
+_ITEMS = rf"(?:{_LETTER}|[0-9]+)(?:\s?,\s?(?:{_LETTER}|[0-9]+))*"
+# What a value may be given to: a word, an angle, a segment, f(x), (x, y), a letter; with an index or a prime. The product `xy` is none.
+_NAME = re.compile(
+    r"(?P<word>\\(?:text|mathrm|operatorname)\s?\{[^{}]*\}|[A-Za-z]{4,}(?: [A-Za-z]{2,})*)"
+    rf"|m?\s?\\(?:angle|triangle)\s?(?:[A-Za-z]{{1,4}}|\{{[A-Za-z]{{1,4}}\}}|{_GREEK})|[A-Z]{{2,4}}|[A-Z]\^\s?\{{-1\}}"
+    rf"|(?:[fghFGH](?:\^\s?\{{-1\}})?{_INDEX}|P|E|\\Pr)\s?\([^()]*\)"
+    rf"|(?P<tuple>\(\s?{_LETTER}{_INDEX}(?:\s?,\s?{_LETTER}{_INDEX})+\s?\))"
+    rf"|(?:{_LETTER}|\\(?:vec|hat|bar|overline|overrightarrow|mathbf|mathcal)\s?(?:\{{[^{{}}]*\}}|[A-Za-z])){_INDEX}(?:\s?\({_ITEMS}\))?"
+)
+_NOT_IN_NAMES = re.compile(r"[\s{}]|\\(?:text|mathrm|operatorname|mathbf|mathcal)(?![A-Za-z])")
+_NO_SYMBOLS = re.compile(rf"\\(?:text|mathrm|operatorname)\s?\{{[^{{}}]*\}}|(?!{_GREEK})\\[A-Za-z]+")
+_SYMBOL = re.compile(_LETTER)
+
+
+@dataclass(frozen=True)
+class Relation:
+    """`left operator right`, the operator one of = != < <= > >=; a text without one has the operator ''."""
+
+    left: str
+    operator: str
+    right: str
+
+    @property
+    def solved(self) -> bool:
+        """Whether it bounds one name by a constant, as nothing does that is still to be solved."""
+        pair = (self.left, self.right)
+        return any(_name(one) and is_constant(other) for one, other in (pair, pair[::-1]))
+
+
+@dataclass(frozen=True)
+class Said:
+    """values: what names are said to be, in their order; relations: those that give no name a value; words: the names that are words,
+    like Area, for which another name may stand."""
+
+    values: dict[str, tuple[str, ...]]
+    relations: tuple[Relation, ...]
+    words: frozenset[str]
+
+    @property
+    def value(self) -> str | None:
+        """The values of the only name."""
+        return ", ".join(next(iter(self.values.values()))) if len(self.values) == 1 and not self.relations else None
+
+    @property
+    def last(self) -> str | None:
+        """What it comes to where a mere value is asked for: all values, or the right side of the one equation."""
+        if not self.relations:
+            return ", ".join(value for values in self.values.values() for value in values)
+        alone = len(self.relations) == 1 and not self.values and self.relations[0].operator == "="
+        return self.relations[0].right if alone else None
+
+
+@lru_cache(maxsize=1024)
+def read(text: str) -> Said | None:
+    """What `text` says; None where no relation stands in it outside of brackets."""
+    if not _OPERATOR.search(text):
+        return None
+    found = list(formulas(text))
+    if not any(_OPERATOR.search(formula) for formula in found):
+        found = [_PROSE.sub("", text.replace("$", ""))]
+    text = _IMPLIES.split(", ".join(found))[-1]
+    text = _AND.sub(",", _LAYOUT.sub("", _DOMAIN.sub("", text.replace("{,}", ","))))
+    values: dict[str, tuple[str, ...]] = {}
+    relations: list[Relation] = []
+    words = set()
+    name = ""
+    related = False
+    for part in split(text, _SEPARATOR):
+        sides, operators = _sides(part)
+        related |= bool(operators)
+        named, rest = _chain(sides, operators) if operators else ([(name, part)] if name else [], [])
+        if not operators and not name:
+            rest = [Relation(part, "", "")]
+        relations += rest
+        for name, value in named:
+            values[name] = (*values.get(name, ()), value)
+            if (match := _NAME.fullmatch(sides[0])) and match["word"]:
+                words.add(name)
+    return Said(values, tuple(relations), frozenset(words)) if related else None
+
+
+def _chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]], list[Relation]]:
+    """Names with their values, and the other relations, of `a = b = c` or `1 < x <= 2`."""
+    relations = [Relation(*one) for one in zip(sides, operators, sides[1:], strict=False)]
+    if set(operators) != {"="}:
+        return [], relations
+    first, last = sides[0], sides[-1]
+    name, named = _name(first), is_constant(last)
+    if named and len(sides) > 2 and all(map(_name, sides[:-1])):  # x = y = 3
+        return [(_name(side), last) for side in sides[:-1]], []
+    # y = 2(x + 1) = 2x + 2 has one value; x = y/2 = z/3 is a line.
+    one_value = len(sides) == 2 or named or all(_symbols(side) == _symbols(last) for side in sides[1:-1])
+    if name and one_value and not _symbols(first if first[0] == "(" else first.partition("(")[0]) & _symbols(last):
+        names, entries = split(first[1:-1], _COMMA), split(last[1:-1], _COMMA)
+        if first[0] == "(" and last[0] == "(" and len(names) == len(entries):
+            return [(_name(one), entry) for one, entry in zip(names, entries, strict=True)], []
+        return [(name, last)], []
+    if len(sides) == 2 and is_constant(first) and _name(last):
+        return [(_name(last), first)], []
+    if all(map(is_constant, sides)):  # 2 + 2 = 4: a value that nothing is called by
+        return [("=", last)], []
+    if all(map(is_constant, sides[1:])):  # m + n = 3 + 4 = 7
+        return [], [Relation(first, "=", last)]
+    return [], relations
+
+
+def _name(side: str) -> str:
+    return _NOT_IN_NAMES.sub("", side).lower() if _NAME.fullmatch(side) else ""
+
+
+def _symbols(side: str) -> set[str]:
+    return set(_SYMBOL.findall(_NO_SYMBOLS.sub(" ", side)))
+
+
+def is_constant(side: str) -> bool:
+    """Whether no symbol stands in it but e and i."""
+    return bool(side) and _symbols(side) <= {"e", "i"}
+
+
+def formulas(text: str) -> Iterator[str]:
+    """What stands in delimiters of its own."""
+    return (next(filter(None, match.groups())) for match in _DELIMITED.finditer(text))
+
+
+def split(text: str, separator: re.Pattern[str]) -> list[str]:
+    """The parts between separators outside of brackets and environments, without the empty ones."""
+    parts = (text[start:end].strip(" \t\n.,;:*_`") for start, end, _ in _pieces(text, separator))
+    return [part for part in parts if part]
+
+
+def _sides(part: str) -> tuple[list[str], list[str]]:
+    pieces = list(_pieces(part, _OPERATOR))
+    return [part[start:end].strip() for start, end, _ in pieces], [_OPERATORS[mark] for _, _, mark in pieces[:-1]]
+
+
+def _pieces(text: str, separator: re.Pattern[str]) -> Iterator[tuple[int, int, str]]:
+    """Start and end of each piece, and the separator after it."""
+    depth = start = at = 0
+    while at < len(text):
+        if depth <= 0 and (found := separator.match(text, at)):
+            yield start, at, found[0]
+            start = at = found.end()
+            continue
+        depth += (text[at] in "([{" or text.startswith("\\begin{", at)) - (text[at] in ")]}" or text.startswith("\\end{", at))
+        at += 2 if text.startswith("\\\\", at) else 1
+    yield start, len(text), ""
