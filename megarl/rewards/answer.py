@@ -7,6 +7,7 @@ units, LaTeX wrappers, shorthand fractions and separators go; nothing is evaluat
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from megarl.rewards.verdict import Verdict
 
@@ -78,18 +79,30 @@ def _first_line(response: str, start: int) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     r"""The contents of the last `\boxed{...}` whose braces balance within MAX_ANSWER characters, or None."""
-    at = len(text)
+    return next(_boxes(text), None)
+
+
+def all_boxed(text: str) -> str | None:
+    r"""The contents of all boxes in their order, each once: `1, 2` of `\boxed{1} and \boxed{2}`; None where there is none."""
+    return ", ".join(dict.fromkeys([*_boxes(text)][::-1])) or None
+
+
+def _boxes(text: str) -> Iterator[str]:
+    """From the last to the first; of boxes within boxes the innermost."""
+    at = inner = len(text)
     for _ in range(_BOXES):
         at = text.rfind("\\boxed", 0, at)
         if at < 0:
-            return None
+            return
         if opening := _BOX.match(text, at):
             depth = 1
             for i in range(opening.end(), min(len(text), opening.end() + MAX_ANSWER)):
                 depth += {"{": 1, "}": -1}.get(text[i], 0)
                 if depth == 0:
-                    return text[opening.end() : i]
-    return None
+                    if i <= inner:
+                        inner = at
+                        yield text[opening.end() : i]
+                    break
 
 
 def normalise(answer: str, *, value: bool = False) -> str:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 _OPERATORS = {
-    **dict.fromkeys(("=", "==", ":=", "\\in", "\\approx", "\\simeq", "\u2248"), "="),
+    **dict.fromkeys(("=", "==", ":=", "\\in"), "="),
+    **dict.fromkeys(("\\approx", "\\simeq", "\u2248"), "~"),
     **dict.fromkeys(("!=", "\\ne", "\\neq", "\u2260"), "!="),
     **dict.fromkeys(("<", "\\lt"), "<"),
     **dict.fromkeys((">", "\\gt"), ">"),
@@ -24,7 +25,7 @@ _PROSE = re.compile(r".*(?<![A-Za-z\\])(?:is|are|be)(?![A-Za-z])\s{0,8}:?", re.D
 _IMPLIES = re.compile(r"\\(?:Rightarrow|Longrightarrow|implies|iff|Leftrightarrow|therefore)(?![A-Za-z])|[\u21d2\u21d4]|=>")
 _LAYOUT = re.compile(
     r"\\left\s?\\\{\s?(?=\\begin)|\\right\s?\.|\\(?:left|right|displaystyle|textstyle|big|Big)(?![A-Za-z])|\\(?:begin|end)\s?\{(?:cases|align|aligned|gathered)\*?\}"
-    r"|\\!|&(?=\s?[=<>])|(?<=[=<>])&"
+    r"|(?<!\\)\\[!,;: ]|~|&(?=\s?[=<>])|(?<=[=<>])&"
 )
 _DOMAIN = re.compile(r"[,;]?\s{0,8}(?:where|for|with)?\s{0,8}[A-Za-z]\s{0,8}\\in\s{0,8}\\mathbb\s?\{?[A-Z]\}?(?:\^[+*])?")
 _AND = re.compile(
@@ -43,6 +44,8 @@ _ITEMS = rf"(?:{_LETTER}|[0-9]+)(?:\s?,\s?(?:{_LETTER}|[0-9]+))*"
 # What a value may be given to: a word, an angle, a segment, f(x), (x, y), a letter; with an index or a prime. The product `xy` is none.
 _NAME = re.compile(
     r"(?P<word>\\(?:text|mathrm|operatorname)\s?\{[^{}]*\}|[A-Za-z]{4,}(?: [A-Za-z]{2,})*)"
+    r"|\|[A-Z]{2,4}\||\\frac\s?\{[A-Z]{2,4}\}\s?\{[A-Z]{2,4}\}"
+    rf"|{_LETTER}{_INDEX}(?:\s?:\s?{_LETTER}{_INDEX})+"
     rf"|m?\s?\\(?:angle|triangle)\s?(?:[A-Za-z]{{1,4}}|\{{[A-Za-z]{{1,4}}\}}|{_GREEK})|[A-Z]{{2,4}}|[A-Z]\^\s?\{{-1\}}"
     rf"|(?:[fghFGH](?:\^\s?\{{-1\}})?{_INDEX}|P|E|\\Pr)\s?\([^()]*\)"
     rf"|(?P<tuple>\(\s?{_LETTER}{_INDEX}(?:\s?,\s?{_LETTER}{_INDEX})+\s?\))"
@@ -65,7 +68,7 @@ class Relation:
     def solved(self) -> bool:
         """Whether it bounds one name by a constant, as nothing does that is still to be solved."""
         pair = (self.left, self.right)
-        return any(_name(one) and is_constant(other) for one, other in (pair, pair[::-1]))
+        return any(_name(one.lstrip("- ")) and is_constant(other) for one, other in (pair, pair[::-1]))
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,18 @@ class Said:
         return ", ".join(next(iter(self.values.values()))) if len(self.values) == 1 and not self.relations else None
 
     @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The values of all names together, one row after the other; none where they have different numbers of values."""
+        columns = list(self.values.values())
+        return list(zip(*columns, strict=True)) if len({len(column) for column in columns}) == 1 else []
+
+    @property
     def last(self) -> str | None:
         """What it comes to where a mere value is asked for: all values, or the right side of the one equation."""
         if not self.relations:
+            rows = self.rows
+            if len(rows) > 1 and len(self.values) > 1:
+                return ", ".join(f"({', '.join(row)})" for row in rows)
             return ", ".join(value for values in self.values.values() for value in values)
         alone = len(self.relations) == 1 and not self.values and self.relations[0].operator == "="
         return self.relations[0].right if alone else None
@@ -117,11 +129,19 @@ def read(text: str) -> Said | None:
             values[name] = (*values.get(name, ()), value)
             if (match := _NAME.fullmatch(sides[0])) and match["word"]:
                 words.add(name)
+    for key in [key for key in values if key[0] == "("]:  # (x, y) = (1, 2)
+        names, rows = split(key[1:-1], _COMMA), [split(value[1:-1], _COMMA) for value in values[key] if value[0] == "("]
+        if len(rows) == len(values[key]) and all(len(row) == len(names) for row in rows):
+            del values[key]
+            values |= {name: tuple(row[i] for row in rows) for i, name in enumerate(names)}
     return Said(values, tuple(relations), frozenset(words)) if related else None
 
 
 def _chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]], list[Relation]]:
     """Names with their values, and the other relations, of `a = b = c` or `1 < x <= 2`."""
+    if "~" in operators:  # 1/3 = x ~ 0.33
+        at = max(1, operators.index("~"))
+        sides, operators = sides[: at + 1], ["=" if one == "~" else one for one in operators[:at]]
     relations = [Relation(*one) for one in zip(sides, operators, sides[1:], strict=False)]
     if set(operators) != {"="}:
         return [], relations
@@ -132,9 +152,6 @@ def _chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]
     # y = 2(x + 1) = 2x + 2 has one value; x = y/2 = z/3 is a line.
     one_value = len(sides) == 2 or named or all(_symbols(side) == _symbols(last) for side in sides[1:-1])
     if name and one_value and not _symbols(first if first[0] == "(" else first.partition("(")[0]) & _symbols(last):
-        names, entries = split(first[1:-1], _COMMA), split(last[1:-1], _COMMA)
-        if first[0] == "(" and last[0] == "(" and len(names) == len(entries):
-            return [(_name(one), entry) for one, entry in zip(names, entries, strict=True)], []
         return [(name, last)], []
     if len(sides) == 2 and is_constant(first) and _name(last):
         return [(_name(last), first)], []

@@ -20,7 +20,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from sympy import Basic, Derivative, Expr, Float, MatrixBase, MatrixExpr, Rational, Symbol, fraction, together
 from sympy.core.function import AppliedUndef
 
-from megarl.rewards.answer import MAX_ANSWER, find_answer, last_boxed, normalise
+from megarl.rewards.answer import MAX_ANSWER, all_boxed, find_answer, last_boxed, normalise
 from megarl.rewards.relations import Relation, Said, formulas, read, split
 from megarl.rewards.verdict import Verdict
 
@@ -67,11 +67,11 @@ _DIGITS = 40
 def verify_math(response: str, answer: str) -> Verdict:
     r"""Whether the final answer of `response` is mathematically equal to `answer`.
 
-    The final answer is the last `Answer:` line, else the last `\boxed{}`, else what math-verify finds in the last 1,000
+    The final answer is the last `Answer:` line, or the boxes in it, else the last `\boxed{}`, else what math-verify finds in the last 1,000
     characters. Answers that no person writes (over 300 characters, brackets 16 deep) are compared as text."""
     line = find_answer(response)
-    answer = _plain(last_boxed(answer) or answer)
-    found = last_boxed(line or response) or (line and _without_exclamation(line, answer))
+    answer = _plain(all_boxed(answer) or answer)
+    found = (all_boxed(line) or _without_exclamation(line, answer)) if line else last_boxed(response)
     gold = read(answer) if _is_plausible(answer) else None
     if found is None and gold is not None:  # math-verify would find a side of it only
         found = next(iter([*formulas(response[-_TAIL:])][::-1]), None)
@@ -80,7 +80,7 @@ def verify_math(response: str, answer: str) -> Verdict:
     found = _plain(found)
     mine = read(found) if _is_plausible(found) else None
     if gold is not None and mine is not None:
-        correct = _says_the_same(gold, mine)
+        correct = _says_the_same(gold, mine) or (mine.value is not None and not gold.values and _is_value_of(gold, answer, mine.value))
     elif gold is not None:
         correct = _is_value_of(gold, answer, found)
     else:
@@ -138,11 +138,12 @@ def _is_value_of(gold: Said, answer: str, found: str) -> bool:
         return not gold.values and all(one.operator in ("<", "<=", ">", ">=") for one in gold.relations) and _equal(answer, found)
     if gold.value is not None:
         return _equal(gold.value, found)
+    rows = gold.rows
+    if len(rows) > 1:  # p = 5, q = 2; p = 7, q = 2
+        return _equal(", ".join(f"({', '.join(row)})" for row in rows), found)
     found = found.replace("\\left", "").replace("\\right", "").strip("$ ")
     mine = split(found[1:-1] if found.startswith("(") and found.endswith(")") and found.count("(") == 1 else found, _COMMA)
-    return len(mine) == len(gold.values) and all(
-        _equal(", ".join(values), one) for values, one in zip(gold.values.values(), mine, strict=True)
-    )
+    return bool(rows) and len(mine) == len(rows[0]) and all(map(_equal, rows[0], mine))
 
 
 def _says_the_same(gold: Said, mine: Said) -> bool:
@@ -150,6 +151,11 @@ def _says_the_same(gold: Said, mine: Said) -> bool:
     if gold.value is not None and mine.value is not None and (gold.words | mine.words or "=" in (*gold.values, *mine.values)):
         return _equal(gold.value, mine.value)
     theirs, ours = list(gold.relations), list(mine.relations)
+    if len(gold.rows) > 1 and len(gold.values) > 1:  # which value of one name goes with which of another
+        pairs = ({name: said.values.get(name, ()) for name in gold.values} for said in (gold, mine))
+        rows = [", ".join(f"({', '.join(row)})" for row in zip(*values.values(), strict=False)) for values in pairs]
+        if len(mine.values) != len(gold.values) or len(mine.rows) != len(gold.rows) or not _equal(*rows):
+            return False
     for name in dict.fromkeys((*gold.values, *mine.values)):
         wanted, given = gold.values.get(name, ()), mine.values.get(name, ())
         if not (wanted and given and _equal(", ".join(wanted), ", ".join(given))):
