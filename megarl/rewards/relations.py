@@ -12,6 +12,7 @@ from functools import lru_cache
 
 _OPERATORS = {
     **dict.fromkeys(("=", "==", ":=", "\\in"), "="),
+    **{one: one for one in ("\\equiv", "\\cong", "\\sim", "\\parallel", "\\perp", "\u2261")},
     **dict.fromkeys(("\\approx", "\\simeq", "\u2248"), "~"),
     **dict.fromkeys(("!=", "\\ne", "\\neq", "\u2260"), "!="),
     **dict.fromkeys(("<", "\\lt"), "<"),
@@ -31,6 +32,7 @@ _DOMAIN = re.compile(r"[,;]?\s{0,8}(?:where|for|with)?\s{0,8}[A-Za-z]\s{0,8}\\in
 _AND = re.compile(
     r"\\text\s?\{[ ,]{0,8}(?:and|or)[ ,]{0,8}\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\(?:lor|land|vee|wedge|q?quad)(?![A-Za-z])"
 )
+_BUILT = re.compile(r"\\?\{\s?[A-Za-z]\s?(?:\\in\s?\\mathbb\s?\{?[A-Z]\}?\s?)?(?:\||:|\\mid(?![A-Za-z]))(.*?)\\?\}", re.DOTALL)
 _COMMA = re.compile(r",")
 _SEPARATOR = re.compile(r",(?!(?<=[0-9],)[0-9]{3}(?![0-9]))|;|\\\\")
 
@@ -58,7 +60,7 @@ _SYMBOL = re.compile(_LETTER)
 
 @dataclass(frozen=True)
 class Relation:
-    """`left operator right`, the operator one of = != < <= > >=; a text without one has the operator ''."""
+    """`left operator right`, the operator one of = != < <= > >= or one that is compared as text; '' for a text without one."""
 
     left: str
     operator: str
@@ -73,9 +75,10 @@ class Relation:
 
 @dataclass(frozen=True)
 class Said:
-    """values: what names are said to be, in their order; relations: those that give no name a value; words: the names that are words,
+    """text: the formula; values: what names are said to be, in their order; relations: those that give no name a value; words: the names that are words,
     like Area, for which another name may stand."""
 
+    text: str
     values: dict[str, tuple[str, ...]]
     relations: tuple[Relation, ...]
     words: frozenset[str]
@@ -111,7 +114,8 @@ def read(text: str) -> Said | None:
     found = list(formulas(text))
     if not any(_OPERATOR.search(formula) for formula in found):
         found = [_PROSE.sub("", text.replace("$", ""))]
-    text = _IMPLIES.split(", ".join(found))[-1]
+    text = _IMPLIES.split(", ".join(found))[-1].strip()
+    text = built[1] if (built := _BUILT.fullmatch(text)) else text  # {x | x > 3}
     text = _AND.sub(",", _LAYOUT.sub("", _DOMAIN.sub("", text.replace("{,}", ","))))
     values: dict[str, tuple[str, ...]] = {}
     relations: list[Relation] = []
@@ -134,7 +138,7 @@ def read(text: str) -> Said | None:
         if len(rows) == len(values[key]) and all(len(row) == len(names) for row in rows):
             del values[key]
             values |= {name: tuple(row[i] for row in rows) for i, name in enumerate(names)}
-    return Said(values, tuple(relations), frozenset(words)) if related else None
+    return Said(text, values, tuple(relations), frozenset(words)) if related else None
 
 
 def _chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]], list[Relation]]:

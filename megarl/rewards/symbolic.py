@@ -80,9 +80,9 @@ def verify_math(response: str, answer: str) -> Verdict:
     found = _plain(found)
     mine = read(found) if _is_plausible(found) else None
     if gold is not None and mine is not None:
-        correct = _says_the_same(gold, mine) or (mine.value is not None and not gold.values and _is_value_of(gold, answer, mine.value))
+        correct = _says_the_same(gold, mine) or (mine.value is not None and not gold.values and _is_value_of(gold, mine.value))
     elif gold is not None:
-        correct = _is_value_of(gold, answer, found)
+        correct = _is_value_of(gold, found)
     else:
         correct = _equal(answer, (mine.last if mine else None) or found)
     return Verdict(correct or _form(answer) == _form(found) != "", _vote((mine.value if mine else None) or found))
@@ -109,7 +109,7 @@ def _vote(found: str) -> str | None:
     form = _form(found)
     if _RATIONAL.fullmatch(form):
         return str(Fraction(form))
-    return (_canonical(_parse_formula(found)) if _is_plausible(found) else None) or form or None
+    return (_canonical(_parse_formula(found, prose=True)) if _is_plausible(found) else None) or form or None
 
 
 def _equal(answer: str, found: str) -> bool:
@@ -123,7 +123,7 @@ def _equal(answer: str, found: str) -> bool:
         return Fraction(extracted) == Fraction(reference)
     if not _is_plausible(found) or not _is_plausible(answer):
         return False
-    return _verify(_parse_formula(answer), _parse_formula(found), percent)
+    return _verify(_parse_formula(answer), _parse_formula(found, prose=True), percent)
 
 
 def _verify(gold: list, candidates: list, percent: bool) -> bool:
@@ -132,10 +132,10 @@ def _verify(gold: list, candidates: list, percent: bool) -> bool:
     return bool(verify(gold, candidates, timeout_seconds=None))
 
 
-def _is_value_of(gold: Said, answer: str, found: str) -> bool:
+def _is_value_of(gold: Said, found: str) -> bool:
     """Whether `found`, in which no name stands, is the value of the reference's name, or the values of its names in their order."""
     if gold.relations:  # an interval is an answer to an inequality, the right side of an equation is none to that
-        return not gold.values and all(one.operator in ("<", "<=", ">", ">=") for one in gold.relations) and _equal(answer, found)
+        return not gold.values and all(one.operator in ("<", "<=", ">", ">=") for one in gold.relations) and _equal(gold.text, found)
     if gold.value is not None:
         return _equal(gold.value, found)
     rows = gold.rows
@@ -180,8 +180,7 @@ def _same_relation(gold: Relation, mine: Relation) -> bool:
     ratio = _attempt(_ratio, gold, mine)
     if ratio is None:
         return gold.operator == mine.operator and [_form(gold.left), _form(gold.right)] == [_form(mine.left), _form(mine.right)]
-    turned = ratio < 0
-    return mine.operator == (_MIRRORED[gold.operator] if turned else gold.operator)
+    return mine.operator == (_MIRRORED.get(gold.operator) if ratio < 0 else gold.operator)
 
 
 @lru_cache(maxsize=1024)
@@ -189,8 +188,7 @@ def _difference(relation: Relation) -> Expr | None:
     """Left minus right; of an equation the numerator. Decimals are exact, f(x) and derivatives symbols. None if a side is no number."""
     sides = []
     for text in (relation.left, relation.right):
-        # Without what math-verify falls back to: any number in a text that is no formula.
-        parsed = parse(f"\\boxed{{{text}}}", _TARGETS[:1], fallback_mode="no_fallback", parsing_timeout=None)
+        parsed = _parse_formula(text)
         if not parsed or not isinstance(parsed[0], Expr) or parsed[0].has(MatrixBase, MatrixExpr):
             return None
         sides.append(parsed[0])
@@ -258,13 +256,16 @@ def _parse(text: str) -> list:
 
 
 @lru_cache(maxsize=1024)
-def _parse_formula(text: str) -> list:
-    """What `text` says, read as one formula; as prose with formulas in it where it has dollar signs of its own.
+def _parse_formula(text: str, *, prose: bool = False) -> list:
+    """What `text` says, read as one formula; as prose with formulas in it where it has dollar signs of its own. With `prose`, of a text
+    that is no formula, any number in it: of a reference like `\{x | x > 3\}` that would be 3.
 
     Remembered, because all responses of a group have the same reference, and many of them the same answer. The caller must not change
     the list."""
     text = text.replace("**", "^")
-    return _parse(text if "$" in text or "\\[" in text or "\\(" in text else f"\\boxed{{{text}}}")
+    if "$" in text or "\\[" in text or "\\(" in text:
+        return _parse(text)
+    return parse(f"\\boxed{{{text}}}", _TARGETS if prose else _TARGETS[:1], parsing_timeout=None)
 
 
 def _differ_plainly(gold: list, candidates: list) -> bool:
