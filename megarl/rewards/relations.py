@@ -1,4 +1,5 @@
-r"""Reads what an answer with relations in it says: `x = 1 \text{ or } 2` gives a name two values, `2x + y = 3` is an equation of its own.
+r"""Reads what an answer with relations in it says: `x = 1 \text{ or } 2` gives a name two values, `2x + y = 3` is an
+equation of its own.
 
 Text only, in time linear in it; megarl.rewards.symbolic compares what is read. docs/verifiers.md says what comes of it.
 """
@@ -75,8 +76,8 @@ class Relation:
 
 @dataclass(frozen=True)
 class Said:
-    """text: the formula; values: what names are said to be, in their order; relations: those that give no name a value; words: the names that are words,
-    like Area, for which another name may stand."""
+    """text: the formula; values: what names are said to be, in their order; relations: those that give no name a
+    value; words: the names that are words, like Area, for which another name may stand."""
 
     text: str
     values: dict[str, tuple[str, ...]]

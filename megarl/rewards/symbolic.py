@@ -17,7 +17,22 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Basic, Derivative, Expr, Float, MatrixBase, MatrixExpr, Rational, Symbol, fraction, together
+from sympy import (
+    Basic,
+    Derivative,
+    Expr,
+    Float,
+    Integral,
+    Limit,
+    MatrixBase,
+    MatrixExpr,
+    Product,
+    Rational,
+    Sum,
+    Symbol,
+    fraction,
+    together,
+)
 from sympy.core.function import AppliedUndef
 
 from megarl.rewards.answer import MAX_ANSWER, all_boxed, find_answer, last_boxed, normalise
@@ -127,9 +142,16 @@ def _equal(answer: str, found: str) -> bool:
 
 
 def _verify(gold: list, candidates: list, percent: bool) -> bool:
-    if not candidates or (not percent and _attempt(_differ_plainly, gold, candidates)):
+    # The question is no answer to itself: an integral is none where its value is the reference.
+    if not candidates or (_is_undone(candidates) and not _is_undone(gold)):
+        return False
+    if not percent and _attempt(_differ_plainly, gold, candidates):
         return False
     return bool(verify(gold, candidates, timeout_seconds=None))
+
+
+def _is_undone(parsed: list) -> bool:
+    return any(isinstance(one, Basic) and one.has(Integral, Sum, Product, Limit, Derivative) for one in parsed)
 
 
 def _is_value_of(gold: Said, found: str) -> bool:
@@ -257,7 +279,7 @@ def _parse(text: str) -> list:
 
 @lru_cache(maxsize=1024)
 def _parse_formula(text: str, *, prose: bool = False) -> list:
-    """What `text` says, read as one formula; as prose with formulas in it where it has dollar signs of its own. With `prose`, of a text
+    r"""What `text` says, read as one formula; as prose with formulas in it where it has dollar signs of its own. With `prose`, of a text
     that is no formula, any number in it: of a reference like `\{x | x > 3\}` that would be 3.
 
     Remembered, because all responses of a group have the same reference, and many of them the same answer. The caller must not change
