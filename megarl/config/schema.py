@@ -353,7 +353,8 @@ class CheckpointConfig(Section):
 
 
 class GuardConfig(Section):
-    """Numbers that are not finite end a step before its weights change; others that run away are recorded as events."""
+    """Numbers that are not finite end a step before its weights change; others that run away are recorded as events, as
+    are steps without a verdict."""
 
     skipped_steps: int = knob(
         3,
@@ -361,6 +362,7 @@ class GuardConfig(Section):
         "steps",
         ge=0,
     )
+    unverified_steps: int = knob(3, "steps in a row in which the verifier failed on every answer, at which the run stops", "steps", ge=1)
     entropy_low: float | None = knob(None, "policy/entropy below this is an alarm; null: none", "nats")
     length_growth: float | None = knob(2.0, "mean response length over that of the step before, above which is an alarm; null: none", gt=1)
     clip_fraction: float | None = knob(0.3, "share of tokens clipped at either side, above which is an alarm; null: none", gt=0, le=1)

@@ -150,17 +150,21 @@ def read_pairs(
     return pairs
 
 
-def validate_files(data: DataConfig, response_key: str | None = None) -> None:
+def validate_files(data: DataConfig, response_key: str | None = None) -> str:
     """Before ranks are started: every file of `data` can be read and holds a row that can be used, as far as that shows
     without a tokenizer. `response_key` stands for recipe sft, whose training rows need a response, not an answer.
 
-    Raises DataError naming the file, or ConfigError."""
+    Gives the reference answer (or response) of the first usable row. Raises DataError naming the file, or ConfigError."""
     _check_format(data)
+    first = ""
     for paths, target_key in ((data.train, response_key), (data.eval, None)):
         for path in paths:
             report = ReadReport()
-            if next(_problems([path], data, report, target_key), None) is None:
+            problem = next(_problems([path], data, report, target_key), None)
+            if problem is None:
                 raise _nothing_usable([path], report)
+            first = first or problem.target
+    return first
 
 
 def _check_format(data: DataConfig) -> None:

@@ -67,7 +67,6 @@ _ROOT = re.compile("\u221a\\s?([0-9]{1,30}|[A-Za-z]|(?=[({]))")
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9.])([0-9]{1,30}(?:\.[0-9]{1,30})?)[eE]([+-]?[0-9]{1,3})(?![A-Za-z0-9.])")
 _RATIONAL = re.compile(r"-?[0-9]+(?:/0*[1-9][0-9]*)?")
 
-
 # A number, a word, a formula in delimiters: the exclamation mark after it ends a sentence. After another formula it is a factorial.
 _EXCLAIMED = re.compile(
     r"(?:.*[A-Za-z]{2,}\s.*|.*(?<![\\A-Za-z])[A-Za-z]{2,}|(?:.*=)?[-+\s]*[0-9.,/]+\s*%?|\([^()]*,[^()]*\)"
@@ -82,16 +81,17 @@ _DIGITS = 40
 def verify_math(response: str, answer: str) -> Verdict:
     r"""Whether the final answer of `response` is mathematically equal to `answer`.
 
-    The final answer is the last `Answer:` line, or the boxes in it, else the last `\boxed{}`, else what math-verify finds in the last 1,000
-    characters. Answers that no person writes (over 300 characters, brackets 16 deep) are compared as text."""
-    line = find_answer(response)
+    The final answer is the last `Answer:` line, or the boxes in it, else the last `\boxed{}`, else what math-verify finds
+    in the last 1,000 characters. Answers that no person writes (over 300 characters, brackets 16 deep) are compared as
+    text."""
+    line, tail = find_answer(response), response[-_TAIL:].replace("\\$", "")
     answer = _plain(all_boxed(answer) or answer)
     found = (all_boxed(line) or _without_exclamation(line, answer)) if line else last_boxed(response)
     gold = read(answer) if _is_plausible(answer) else None
     if found is None and gold is not None:  # math-verify would find a side of it only
-        found = next(iter([*formulas(response[-_TAIL:])][::-1]), None)
+        found = next(iter([*formulas(tail)][::-1]), None)
     if found is None:
-        return _verify_prose(response[-_TAIL:].replace("\\$", ""), gold.value if gold else answer)
+        return _verify_prose(tail, gold.value if gold else answer)
     found = _plain(found)
     mine = read(found) if _is_plausible(found) else None
     if gold is not None and mine is not None:
@@ -100,7 +100,8 @@ def verify_math(response: str, answer: str) -> Verdict:
         correct = _is_value_of(gold, found)
     else:
         correct = _equal(answer, (mine.last if mine else None) or found)
-    return Verdict(correct or _form(answer) == _form(found) != "", _vote((mine.value if mine else None) or found))
+    value = (mine.value if gold else mine.last) if mine else None
+    return Verdict(correct or _form(answer) == _form(found) != "", _vote(value or found))
 
 
 def _verify_prose(tail: str, value: str | None) -> Verdict:

@@ -1,29 +1,30 @@
-"""What a run does about numbers that are not finite, and which of the others it warns of."""
+"""What a run does about numbers that are not finite and answers without a verdict, and which of the other numbers it warns of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarl.config.errors import NumericalError
+from megarl.config.errors import ConfigError, NumericalError
 from megarl.config.schema import GuardConfig
 
 
 class Guards:
-    """skipped: steps in a row whose updates were not applied; length: mean response length of the last step that had one."""
+    """skipped: steps in a row whose updates were not applied; unverified: steps in a row without a verdict; length: mean
+    response length of the last step that had one."""
 
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
-        self.skipped = 0
+        self.skipped = self.unverified = 0
         self.length: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"skipped": self.skipped, "length": self.length}
+        return {"skipped": self.skipped, "unverified": self.unverified, "length": self.length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Undoes `state_dict`."""
-        self.skipped, self.length = state["skipped"], state["length"]
+        self.skipped, self.unverified, self.length = state["skipped"], state.get("unverified", 0), state["length"]
 
     def failed(self, error: NumericalError) -> str:
         """Counts a step whose rest is skipped, and gives the line about it. Raises `error` with the last one that is allowed."""
@@ -31,6 +32,26 @@ class Guards:
         if self.skipped > self.config.skipped_steps or error.fatal:
             raise error
         return f"{error}; the rest of the step is skipped ({self.skipped} of at most {self.config.skipped_steps} in a row)"
+
+    def judged(self, metrics: Mapping[str, float], errors: Mapping[str, int]) -> list[str]:
+        """Counts a step whose answers all went without a verdict, and gives the line about it. errors: how often the
+        verifier failed with what."""
+        share = metrics.get("reward/unverified")
+        if share is not None:  # recipe sft has no answers
+            self.unverified = self.unverified + 1 if share == 1 else 0
+        if share != 1:
+            return []
+        often = max(errors, key=lambda error: errors[error], default="see the steps before")
+        limit = self.config.unverified_steps
+        return [f"the verifier failed on every answer, most often: {often} ({self.unverified} of at most {limit} steps in a row)"]
+
+    def check_judged(self) -> None:
+        """Raises ConfigError after so many steps in a row as `guard.unverified_steps` allows."""
+        if self.unverified >= self.config.unverified_steps:
+            raise ConfigError(
+                f"reward.verifier: it failed on every answer of {self.unverified} steps in a row, so that nothing is learned "
+                "(the last step's events say how; mend it, or raise guard.unverified_steps)"
+            )
 
     def passed(self, metrics: Mapping[str, float]) -> list[str]:
         """Counts a step that went well, and gives a line for each threshold that its metrics have crossed."""

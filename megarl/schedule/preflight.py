@@ -15,12 +15,13 @@ import torch
 from megarl.config.check import check_config
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import read_json
-from megarl.config.schema import Config
+from megarl.config.schema import Config, RewardConfig
 from megarl.data.reader import validate_files
 from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.plan.checks import check_fits
+from megarl.rewards import VerifierPool
 from megarl.rewards.registry import get_verifier
 from megarl.schedule.kept_rollouts import check_kept
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
@@ -60,7 +61,9 @@ def preflight(config: Config, where: str, world: int | None = None) -> None:
         there = world or (launched_world() if is_launched() else ranks_here(config.parallel))
         memory = torch.cuda.get_device_properties(device).total_memory
         check_fits(config, where, folder.config, critic.config if critic else None, there, memory)
-    validate_files(config.data, config.supervised.response_key if config.recipe == "sft" else None)
+    answer = validate_files(config.data, config.supervised.response_key if config.recipe == "sft" else None)
+    if config.recipe != "sft":
+        check_verifier(config.reward, answer)
     check_kept(config)
 
 
@@ -76,7 +79,7 @@ def preflight_evaluation(config: Config, where: str, key: str = "model.path", *,
     _check_positions(config, where, folder)
     _check_engine_layout(config, folder.config, choose_device(config.parallel.device))
     get_verifier(config.reward.verifier)
-    validate_files(config.data.model_copy(update={"train": ()}))
+    check_verifier(config.reward, validate_files(config.data.model_copy(update={"train": ()})))
 
 
 def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> ModelFolder:
@@ -104,6 +107,23 @@ def check_tokenizer(config: Config, folder: ModelFolder | Described, key: str = 
         _check_template(tokenizer)
     _check_vocabulary(folder, key, tokenizer)
     return tokenizer
+
+
+def check_verifier(reward: RewardConfig, answer: str) -> None:
+    """Has the verifier judge one made-up response to a reference answer of the data, in a process with the run's limits.
+
+    What it raises or returns wrongly would else be recorded with every answer of the run. Of `math` it shows that its
+    libraries fit together; `dapo` needs none. Raises ConfigError."""
+    if reward.verifier == "dapo":
+        return
+    with VerifierPool(reward.verifier, 1, reward.timeout, reward.memory) as pool:
+        [verdict] = pool.verify([(f"It is \\boxed{{{answer}}}.\n\nAnswer: {answer}", answer)])
+    problem = verdict.error or ("it is found wrong" if reward.verifier == "math" and not verdict.correct else None)
+    if problem:
+        raise ConfigError(
+            f"reward.verifier: {reward.verifier} fails on a made-up response that gives the reference answer {answer[:60]!r}: {problem} "
+            "(it is called with the response and the reference answer, and must return a bool or a Verdict)"
+        )
 
 
 def _check_template(tokenizer: Any) -> None:

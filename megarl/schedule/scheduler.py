@@ -198,6 +198,7 @@ class Scheduler:
             alarms = self.guards.passed(step.metrics)
             step.events += alarms
             step.metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
+        step.events += self.guards.judged(step.metrics, step.rollout.errors if step.rollout else {})
         samples = self._samples(step)
         self._gather_memory(step.metrics)
         step.metrics["time/checkpoint"] = self.points.take_seconds()  # of the steps before, mostly
@@ -211,6 +212,7 @@ class Scheduler:
             self.samples.write(samples)
             if step.distributions:
                 self.distributions.write(step.number, step.stage, step.distributions)
+        self.guards.check_judged()
 
     def _samples(self, step: Step) -> list[Sample]:
         steps = self.config.value_pretraining.steps if step.stage == PRETRAINING else self.config.steps

@@ -43,6 +43,17 @@ class TestKeys:
         "reward.verifier=maths": "reward.verifier: unknown verifier 'maths' (use dapo, math or package.module:function)",
         "reward.verifier=no_such_module:f": "reward.verifier: no_such_module cannot be imported: ModuleNotFoundError",
         "reward.verifier=math:no_such_function": "reward.verifier: math has no function no_such_function",
+        "reward.verifier=os:getcwd": (
+            "reward.verifier: os:getcwd fails on a made-up response that gives the reference answer '0': TypeError: "
+        ),
+        "reward.verifier=tests.cli.verifiers:a_number": (
+            "reward.verifier: tests.cli.verifiers:a_number fails on a made-up response that gives the reference answer '0': "
+            "verifier returned float, not bool or Verdict (it is called with "
+        ),
+        "reward.verifier=tests.cli.verifiers:endless reward.timeout=0.5": (
+            "reward.verifier: tests.cli.verifiers:endless fails on a made-up response that gives the reference answer '0': "
+            "timeout after 0.5 s"
+        ),
         "data.prompt_format=hello": "data.prompt_format: must contain {prompt}",
         "rollout.engine=sglang": "rollout.engine: sglang is not installed (pip install 'megarl[sglang]', or use transformers)",
         "model.layers=te": "model.layers: te needs a CUDA device and transformer-engine",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.config.errors import NumericalError
+from megarl.config.errors import ConfigError, NumericalError
 from megarl.config.schema import GuardConfig
 from megarl.observe.metrics import read_metrics
 from megarl.schedule.guards import Guards
@@ -35,6 +35,24 @@ def test_a_bad_weight_stops_at_once() -> None:
     error.fatal = True
     with pytest.raises(NumericalError):
         Guards(GuardConfig()).failed(error)
+
+
+def test_the_run_stops_after_so_many_steps_without_a_verdict() -> None:
+    """In a row, over a resumption too; one verdict is enough to go on, and a step of recipe sft has no answers."""
+    guards = Guards(GuardConfig(unverified_steps=2))
+    errors = {"ValueError: odd": 2, "TypeError: getcwd() takes no arguments": 6}
+    (line,) = guards.judged({"reward/unverified": 1.0}, errors)
+    assert line == "the verifier failed on every answer, most often: TypeError: getcwd() takes no arguments (1 of at most 2 steps in a row)"
+    assert guards.judged({"reward/unverified": 7 / 8}, errors) == []
+    assert len(guards.judged({"reward/unverified": 1.0}, {})) == 1 and guards.judged({}, {}) == []
+    guards.check_judged()
+    resumed = Guards(GuardConfig(unverified_steps=2))
+    resumed.load_state_dict(guards.state_dict())
+    (line,) = resumed.judged({"reward/unverified": 1.0}, errors)
+    with pytest.raises(ConfigError, match=r"^reward\.verifier: it failed on every answer of 2 steps in a row"):
+        resumed.check_judged()
+    resumed.load_state_dict({"skipped": 0, "length": None})  # of a checkpoint from before there was this count
+    resumed.check_judged()
 
 
 @pytest.mark.parametrize(
