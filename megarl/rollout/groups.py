@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megarl.config.errors import DataError
+from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import DynamicSamplingConfig
 from megarl.data.prompts import Prompt
 
@@ -114,7 +114,7 @@ class GroupCollector:
     def wave(self) -> int:
         """Prompts of the next generation batch; 0 when the step has what it needs or has reached its limit.
 
-        Raises DataError at the limit where the configuration says stop."""
+        Raises DataError (ConfigError where the verifier always failed) at the limit where the configuration says stop."""
         if not self.missing:
             return 0
         if self.batches >= self.dynamic.max_batches:
@@ -130,7 +130,7 @@ class GroupCollector:
         more than `prompts` * max_batches.
 
         How many run ahead depends on time; which groups are accepted does not.
-        Raises DataError at the limit where the configuration says stop."""
+        Raises DataError (ConfigError where the verifier always failed) at the limit where the configuration says stop."""
         missing = self.missing - sum(group.mixed or not self.dynamic.enabled for group in ahead)
         if missing <= 0:
             return 0
@@ -157,6 +157,9 @@ class GroupCollector:
 
     def _check_limit(self) -> None:
         if self.dynamic.at_limit == "stop":
+            errors = {response.error for group in self.offered for response in group.responses}
+            if errors and None not in errors:
+                raise ConfigError(f"reward.verifier: it failed on every answer of {len(self.offered)} prompts: {min(map(str, errors))}")
             raise DataError(
                 f"rollout.dynamic_sampling.max_batches: after {self.dynamic.max_batches} generation batches ({len(self.offered)} prompts) "
                 f"only {len(self.accepted)} of {self.prompts} groups have right and wrong answers "

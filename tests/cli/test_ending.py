@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
 import pytest
 
 from megarl.parallel.launch import HUNG, verdict
-from tests.cli.processes import Job
+from tests.cli.processes import Job, megarl
 from tests.cli.scene import Scene
 
 ENDLESS = ("steps=100000", "rollout.dynamic_sampling.max_batches=1", "rollout.dynamic_sampling.at_limit=continue", "data.eval=[]")
@@ -56,6 +57,17 @@ def job_scene(tmp_path: Path) -> Scene:
 
 @pytest.mark.slow
 class TestRealJob:
+    def test_a_verifier_that_fails_on_every_answer_ends_the_run(self, job_scene: Scene) -> None:
+        """Only on what a model says, so that the check before the run finds nothing: the second step is the last."""
+        keys = ("reward.verifier=tests.cli.verifiers:only_labelled", "guard.unverified_steps=2", "steps=4", "data.eval=[]")
+        done = megarl("train", str(job_scene.config), *keys, "log.terminal=plain", cwd=job_scene.folder)
+        assert done.returncode == 2
+        assert "megarl: reward.verifier: it failed on every answer of 2 steps in a row" in done.stderr
+        line = "the verifier failed on every answer, most often: LookupError: no label (2 of at most 2 steps in a row)"
+        assert line in " ".join(done.stdout.split())
+        records = [json.loads(record) for record in (job_scene.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert [record["reward/unverified"] for record in records] == [1.0, 1.0] and line in records[1]["events"]
+
     def test_a_killed_rank_ends_the_job(self, job_scene: Scene) -> None:
         with Job(job_scene.config, *ENDLESS) as job:
             victim = job.ranks(2)[1]
