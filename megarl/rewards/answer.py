@@ -41,7 +41,7 @@ _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.0*)?")
 _INTEGER = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
 # `5  3`, where units stood, is no more a number than `12 34`.
-_PAIR = re.compile(r"(?<=[0-9]),(?:\s|~|\\[,;: ]|\\q?quad)+(?=[-0-9])")
+_PAIR = re.compile(r"(?<=[0-9]),(?:\s|~|\\[,;: ]|\\q?quad)+|(?<=[0-9]),(?![0-9]{3}(?![0-9]))")
 _SPACE_NOT_IN_NUMBER = re.compile(r"(?<![0-9\s])\s+|\s+(?![0-9\s])")
 _BRACKETED = re.compile(r"\([^()]*\)")
 _SEVERAL = re.compile(r",(?![0-9]{3})|;|\band\b|\bor\b")

@@ -69,9 +69,10 @@ _RATIONAL = re.compile(r"-?[0-9]+(?:/0*[1-9][0-9]*)?")
 
 # A number, a word, a formula in delimiters: the exclamation mark after it ends a sentence. After another formula it is a factorial.
 _EXCLAIMED = re.compile(
-    r"(?:.*[A-Za-z]{2,}\s.*|.*(?<![\\A-Za-z])[A-Za-z]{2,}|(?:.*=)?[-+\s]*[0-9.,/]+\s*%?|\([^()]*,[^()]*\)"
+    r"(?:.*(?<![\\A-Za-z])[A-Za-z]{2,}\s.*|.*(?<![\\A-Za-z])[A-Za-z]{2,}|(?:.*=)?[-+\s]*[0-9.,/]+\s*%?|\([^()]*,[^()]*\)"
     r"|-?\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|.*\\text\s*\{[^{}]*\}|.*[^A-Za-z0-9)}\]])"
 )
+_SUMMAND = re.compile(r"(?<=[-+*/(])\s+(?=[A-Za-z])")  # in `2 + t` math-verify finds a unit, and leaves `2 +`
 _COMMA = re.compile(r",(?!(?<=[0-9],)[0-9]{3}(?![0-9]))|;")
 _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 _POINTS = 5
@@ -285,7 +286,7 @@ def _parse_formula(text: str, *, prose: bool = False) -> list:
 
     Remembered, because all responses of a group have the same reference, and many of them the same answer. The caller must not change
     the list."""
-    text = text.replace("**", "^")
+    text = _SUMMAND.sub("", text.replace("**", "^"))
     if "$" in text or "\\[" in text or "\\(" in text:
         return _parse(text)
     return parse(f"\\boxed{{{text}}}", _TARGETS if prose else _TARGETS[:1], parsing_timeout=None)
