@@ -1,4 +1,4 @@
-# Every target sets itself up from a fresh clone: it needs make and Python >= 3.11 with pip, nothing else.
+# Every target sets itself up from a fresh clone: it needs make and Python 3.11 or newer with pip, nothing else.
 
 PYTHON ?= python3
 RECIPE ?= vapo
