@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 
 import pytest
 
@@ -27,3 +28,5 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
     yield pool
     for started in pools.values():
         started.close()
+    if pools:
+        forkserver._forkserver._stop()  # waits for it, so that nothing is left behind, and `time` counts what it and its ranks took
