@@ -33,5 +33,7 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
     yield pool
     for started in pools.values():
         started.close()
-    if pools:
-        forkserver._forkserver._stop()  # waits for it, so that nothing is left behind, and `time` counts what it and its ranks took
+
+
+def pytest_sessionfinish() -> None:
+    forkserver._forkserver._stop()  # waits for it, so that nothing is left behind, and `time` counts what it and its ranks took

@@ -23,11 +23,9 @@ from megarl.config.schema import ParallelConfig
 
 LIMIT = 240.0  # seconds that one job may take
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-IMPORTED = (
-    "megarl.schedule.scheduler",
-    "megarl.schedule.run",
-    "megatron.core.dist_checkpointing",
-    "transformers.models.qwen3.modeling_qwen3",
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(
+    ["tests.ranks", "megarl.schedule.scheduler", "megatron.core.dist_checkpointing", "transformers.models.qwen3.modeling_qwen3"]
 )
 
 
@@ -37,18 +35,14 @@ class RankPool:
     def __init__(self, tp: int, pp: int, dp: int, ep: int = 1) -> None:
         from torch.distributed import TCPStore
 
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.ranks", *IMPORTED])
         config = ParallelConfig(tp=tp, pp=pp, ep=ep, device="cpu", timeout=120)
         # The store is ours and listens before a rank starts: a port that was merely free a moment ago may be anybody's by then.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(tp * pp * dp):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, tp * pp * dp, self.store.port, config, theirs, list(sys.path)), daemon=True
-            )
+            ours, theirs = FORK.Pipe()
+            process = FORK.Process(target=_serve, args=(rank, tp * pp * dp, self.store.port, config, theirs, list(sys.path)), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
