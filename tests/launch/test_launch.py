@@ -53,7 +53,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> str:
 
 def test_with_nemo_run_the_versions_are_the_tested_ones() -> None:
     """But for those that the file itself names, which NeMo-Run's needs hold back."""
-    texts = [(ROOT / name).read_text() for name in ("constraints-cpu.txt", "constraints-launch.txt")]
+    texts = [(ROOT / name).read_text() for name in ("constraints-cpu.txt", "requirements-launch.txt")]
     tested, launch = (dict(re.findall(r"^([\w.-]+)==(\S+)$", text, flags=re.M)) for text in texts)
     others = {name for name, version in tested.items() if launch.get(name) != version}
     assert len(tested) > 50 and others == {"anyio", "httpx2", "httpcore2"}
