@@ -1,4 +1,4 @@
-# Every target sets itself up from a fresh clone: it needs make and Python >= 3.11 with pip, nothing else.
+# Every target sets itself up from a fresh clone: it needs make and Python 3.11 or newer with pip, nothing else.
 
 PYTHON ?= python3
 RECIPE ?= vapo
@@ -73,10 +73,11 @@ test-launch: $(LAUNCH)/installed ## the tests of tools/launch.py on NeMo-Run, in
 	bash tests/slurm/install.sh
 	$(LAUNCH)/bin/python -m pytest tests/launch $(ARGS)
 
-$(LAUNCH)/installed: pyproject.toml constraints-cpu.txt
+$(LAUNCH)/installed: pyproject.toml requirements-launch.txt
 	$(PYTHON) -m venv $(LAUNCH)
-	$(LAUNCH)/bin/python -m pip install --quiet --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c constraints-cpu.txt torch
-	$(LAUNCH)/bin/python -m pip install --quiet -c constraints-cpu.txt -e '.[dev,launch]'
+	$(LAUNCH)/bin/python -m pip install --quiet --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c requirements-launch.txt torch
+	$(LAUNCH)/bin/python -m pip install --quiet --no-deps -r requirements-launch.txt -e .
+	$(LAUNCH)/bin/python -m pip check
 	@touch $@
 
 $(SGLANG)/installed: pyproject.toml constraints-cpu.txt requirements-sglang-cpu.txt

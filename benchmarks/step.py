@@ -81,7 +81,8 @@ def print_phases(title: str, records: list[dict[str, Any]], verdicts: Verdicts) 
     for key in [k for k in records[0] if k.startswith("time/") and k != "time/step"]:
         seconds = median(records, key)
         tokens = responses if key == "time/rollout" else median(records, "train/tokens")
-        print(f"  {key[5:]:18s} {seconds:8.4f} s  {100 * seconds / step:5.1f} %  {tokens / max(seconds, 1e-9):10,.0f} tokens/s")
+        speed = f"{tokens / seconds:10,.0f} tokens/s" if seconds else "did not run"  # checkpoints, where none are made
+        print(f"  {key[5:]:18s} {seconds:8.4f} s  {100 * seconds / step:5.1f} %  {speed}")
     print(f"  {'step':18s} {step:8.4f} s")
     inside = statistics.median((r["inside/generate"] + r["inside/megatron"]) / r["time/step"] for r in records)
     verdicts.at_most("step, share outside generation and Megatron's forward, backward and optimizer", 100 * (1 - inside), 15, " %")

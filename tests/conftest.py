@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.ranks import RankPool
+
+# No test may depend on seconds: hypothesis by default fails an example above 0.2 s, and a strategy that draws slowly.
+settings.register_profile("any machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 # A shell that starts the tests in the background has Ctrl-C ignored in them, and in the commands that they start: here it is not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,3 +33,7 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
     yield pool
     for started in pools.values():
         started.close()
+
+
+def pytest_sessionfinish() -> None:
+    forkserver._forkserver._stop()  # waits for it, so that nothing is left behind, and `time` counts what it and its ranks took

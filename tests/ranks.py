@@ -2,6 +2,9 @@
 
 `ranks(tp, pp, dp).run(job, **arguments)` calls `job(runtime, **arguments)` on every rank and gives the results by rank.
 (Process groups are made once per process: gloo's threads outlive a destroyed group and spin.)
+
+Ranks are forked from one process that has imported everything, which takes ten seconds: for each rank anew it was half of what the tests
+cost. They have one seed for the hashes of texts, where the ranks that `megarl train` starts have one each (the slow tests start such ones).
 """
 
 from __future__ import annotations
@@ -16,29 +19,30 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch.distributed import TCPStore
-
 from megarl.config.schema import ParallelConfig
 
 LIMIT = 240.0  # seconds that one job may take
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(
+    ["tests.ranks", "megarl.schedule.scheduler", "megatron.core.dist_checkpointing", "transformers.models.qwen3.modeling_qwen3"]
+)
 
 
 class RankPool:
     """The ranks of one layout on this machine. A job that fails on any rank raises RuntimeError with that rank's traceback."""
 
     def __init__(self, tp: int, pp: int, dp: int, ep: int = 1) -> None:
-        context = multiprocessing.get_context("spawn")
+        from torch.distributed import TCPStore
+
         config = ParallelConfig(tp=tp, pp=pp, ep=ep, device="cpu", timeout=120)
         # The store is ours and listens before a rank starts: a port that was merely free a moment ago may be anybody's by then.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(tp * pp * dp):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, tp * pp * dp, self.store.port, config, theirs, list(sys.path)), daemon=True
-            )
+            ours, theirs = FORK.Pipe()
+            process = FORK.Process(target=_serve, args=(rank, tp * pp * dp, self.store.port, config, theirs, list(sys.path)), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)

@@ -6,32 +6,31 @@ interrupted starts anew; what was run with other settings is refused, or repeate
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
-from megarl.cli.demo import CONFIGS
 from megarl.config import check_config
 from megarl.config.ablation import SUFFIX, AblationTable, load_table
 from megarl.config.errors import ConfigError
+from megarl.config.load import PACKAGE, config_file
 from megarl.observe.ablations import Result, RowResult, markdown
 from megarl.observe.metrics import read_metrics
-from megarl.parallel.jobs import Ended, run_jobs
+from megarl.parallel.jobs import Ended, locked, run_jobs
 from megarl.schedule.ablation import OURS, Planned, Settings, make_task, row_run, task_writer, warm_start, write_json
 
 
 def ablate(name: str, base: Path | None, settings: Settings, into: Path | None = None) -> int:
     """Runs what is missing of a table and writes it; 0, or the exit code of a failed run."""
-    table = load_table(_table_path(name), base)
+    table = load_table(_table_path(name), base and config_file(base))
     _check(table, settings, into)
     warm = [warm_start(table, settings, seed) for seed in settings.seeds]
     runs = [row_run(table, settings, row, seed) for seed in settings.seeds for row in table.rows]  # seed by seed: every prefix is paired
     for run in runs:  # a mistake in the overrides is found now, not after the warm starts
         check_config(run.config, f"{table.folder / table.base}, row {run.row}")
-    with _locked(settings.folder):
+    with locked(settings.folder, "megarl ablate"):
         print(f"{table.title}: {len(table.rows)} rows x {len(settings.seeds)} seeds in {settings.folder / table.name}", flush=True)
         started = time.monotonic()
         for seed in settings.seeds:
@@ -60,10 +59,11 @@ def ablate(name: str, base: Path | None, settings: Settings, into: Path | None =
 def _table_path(name: str) -> Path:
     if name.endswith(".yaml"):
         return Path(name)
-    folders = [Path("configs/ablations"), CONFIGS / "ablations"]
-    path = next((path for folder in folders if (path := folder / f"{name}{SUFFIX}").is_file()), None)
-    if path is None:
-        known = sorted(file.name.removesuffix(SUFFIX) for folder in folders[::-1] for file in folder.glob(f"*{SUFFIX}"))
+    folder = Path("configs/ablations")
+    path = config_file(folder / f"{name}{SUFFIX}")
+    if not path.is_file():
+        files = [*(PACKAGE / folder).glob(f"*{SUFFIX}"), *folder.glob(f"*{SUFFIX}")]
+        known = sorted(file.name.removesuffix(SUFFIX) for file in files)
         raise ConfigError(f"TABLE: {name}: no such table (one of {', '.join(dict.fromkeys(known))}, or the path of a {SUFFIX} file)")
     return path
 
@@ -176,22 +176,6 @@ def _write_into(into: Path, name: str, out: Path) -> None:
     shutil.copyfile(out / "accuracy.png", figure)
     table = (out / "table.md").read_text(encoding="utf-8")
     into.write_text(f"{before}\n{table}\n![accuracy by step of each row](images/{figure.name})\n\n{after}", encoding="utf-8")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Two commands in one folder would delete each other's runs. The system lets go of the lock when the process ends, however it does."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w")  # noqa: SIM115 (held by the with below)
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written: {error.strerror} (choose another --folder)") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{folder}: another megarl ablate works there (wait for it, or choose another --folder)") from None
-        yield
 
 
 def _duration(seconds: float) -> str:

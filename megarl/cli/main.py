@@ -161,7 +161,8 @@ def _add_experiments(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     demo.add_argument("--recipe", choices=("vapo", "dapo"), default="vapo", help="default: %(default)s")
     demo.add_argument("--seed", type=int, default=0, help="of model, task and training (default: %(default)s)")
-    demo.add_argument("--folder", type=Path, default=Path("runs/demo"), help="everything is written below it (default: %(default)s)")
+    where = "everything is written below it, for other seeds than 0 in its seed-N (default: %(default)s)"
+    demo.add_argument("--folder", type=Path, default=Path("runs/demo"), help=where)
     demo.add_argument("--data-only", action="store_true", help="write the data and the untrained model, and train nothing")
     _takes_overrides(demo, "parallel.tp=1; they are for the reinforcement run")
     ablate = _command(commands, "ablate", _ablate, "run a paper's ablation table at demo scale: each row with several seeds")

@@ -21,6 +21,7 @@ from megarl.config.yaml_text import dump_yaml, parse_yaml
 
 MAX_DEPTH = 8  # sections within sections; the schema has 3, and an alias that holds itself has no end
 COMMAND_LINE = "command line"
+PACKAGE = Path(__file__).resolve().parents[1]  # its configs/ is a link to the repository's, and a folder where a wheel was installed
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | None = None) -> Config:
@@ -30,7 +31,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
     holds over `base` and over the bases of `base`."""
     origins: dict[str, str] = {}
     settings: Settings = {}
-    for name, layer in [*_files(Path(path), base), *[(COMMAND_LINE, _parse_override(o)) for o in overrides]]:
+    for name, layer in [*_files(config_file(path), base), *[(COMMAND_LINE, _parse_override(o)) for o in overrides]]:
         _merge(settings, layer, origins, name)
     recipe = settings.get("recipe")
     merged: Settings = {}
@@ -41,6 +42,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
         return Config.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(explain(error, origins, str(path))) from None
+
+
+def config_file(name: str | Path, folder: Path = Path()) -> Path:
+    """The file that `folder` calls `name`; a `configs/...` that is not there is megarl's own, which is installed with it."""
+    there, own = folder / name, PACKAGE / name
+    return own if Path(name).parts[:1] == ("configs",) and own.is_file() and not there.exists() else there
 
 
 def set_key(key: str, value: int | Path | list[Path]) -> str:
@@ -66,7 +73,7 @@ def _files(path: Path, root: Path | None = None, named_by: tuple[Path, ...] = ()
         raise ConfigError(f"{path}: base: must be a file name or a list of file names")
     if root is not None and not bases:
         return _files(root)
-    return [entry for base in bases for entry in _files(path.parent / base, root, (*named_by, path))] + [(str(path), layer)]
+    return [entry for base in bases for entry in _files(config_file(base, path.parent), root, (*named_by, path))] + [(str(path), layer)]
 
 
 def read_yaml(path: Path, whose: str = "") -> Settings:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from megarl.config.errors import ConfigError
 
 POLL = 0.1  # seconds
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
@@ -39,6 +43,23 @@ class _Running:
     job: Job
     process: subprocess.Popen[bytes]
     started: float
+
+
+@contextmanager
+def locked(folder: Path, command: str) -> Iterator[None]:
+    """Makes `folder` and keeps it for this command: two in one folder would delete each other's runs. The system lets go of the lock
+    when the process ends, however it does. Raises ConfigError where another has it or it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "w")  # noqa: SIM115 (held by the with below)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror} (choose another --folder)") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder}: another {command} works there (wait for it, or choose another --folder)") from None
+        yield
 
 
 def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import platform
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import megarl
 from megarl.config import dump_config, load_config
@@ -19,6 +22,7 @@ from megarl.config.load import set_key
 from megarl.config.schema import Config
 from megarl.observe.metrics import read_metrics
 from megarl.parallel.jobs import Job
+from megarl.schedule.preflight import versions
 
 MARK = "ablation.json"  # in what was made here; in a run's folder with `seconds` once it has ended well
 PLAN = "planned.yaml"
@@ -56,17 +60,11 @@ class Planned:
 
     def inputs(self) -> str:
         """A checksum of what the run starts from: weights, tokenizer and problems."""
-        files = [file for file in sorted(self.config.model.path.iterdir()) if file.is_file()]
-        return checksum([*files, *self.config.data.train, *self.config.data.eval])
+        return inputs(self.config)
 
     def job(self) -> Job:
         """Makes the run's folder anew and gives the command that fills it."""
-        old = self.folder.with_name(f"{self.folder.name}.old")  # a folder that is half deleted would have lost its mark
-        shutil.rmtree(old, ignore_errors=True)
-        if self.folder.exists():
-            self.folder.rename(old)
-            shutil.rmtree(old)
-        self.folder.mkdir(parents=True)
+        make_anew(self.folder)
         write_json(self.folder / MARK, {"inputs": self.inputs(), "code": _code()})
         (self.folder / PLAN).write_text(dump_config(self.config), encoding="utf-8")
         return Job(self.name, ("train", str(self.folder / PLAN)), self.folder / LOG)
@@ -163,6 +161,37 @@ def make_task(table: AblationTable, settings: Settings, seed: int) -> None:
         shutil.rmtree(made)
     else:
         made.rename(task)
+
+
+def make_anew(folder: Path) -> None:
+    """Empties a folder, private to the user. It goes as a whole: one that is half deleted would have lost its mark."""
+    old = folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+        shutil.rmtree(old)
+    folder.mkdir(parents=True, mode=0o700)
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """Everything that the bits of a run's result depend on. Two runs of which it is equal end in the same weights."""
+    return {
+        "settings": _settings(config),  # layout and seed among them
+        "inputs": inputs(config),
+        "code": _code(),
+        "versions": {"python": platform.python_version(), **versions()},
+        "processor": torch.backends.cpu.get_cpu_capability(),  # kernels are chosen by it
+    }
+
+
+def inputs(config: Config) -> str:
+    """A checksum of what a run starts from: weights, tokenizer and problems."""
+    return checksum([*files_of(config.model.path), *config.data.train, *config.data.eval])
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files in a folder, by name."""
+    return [file for file in sorted(folder.iterdir()) if file.is_file()]
 
 
 def checksum(files: Sequence[Path]) -> str:

@@ -305,8 +305,8 @@ class TestRealProcess:
         "command",
         [
             lambda s: ("train", str(s.config), "rollout.prompts=many"),
-            lambda s: ("train", str(s.config), "model.path=/no/such/model"),
-            lambda s: ("eval", str(s.config), "--checkpoint", "/no/such/model"),
+            pytest.param(lambda s: ("train", str(s.config), "model.path=/no/such/model"), marks=pytest.mark.slow),
+            pytest.param(lambda s: ("eval", str(s.config), "--checkpoint", "/no/such/model"), marks=pytest.mark.slow),
         ],
         ids=["key", "model", "eval"],
     )
@@ -316,6 +316,7 @@ class TestRealProcess:
         assert done.stderr.startswith("megarl: ")
         assert not (scene.folder / "run").exists()
 
+    @pytest.mark.slow
     def test_under_torchrun_rank_0_alone_says_it(self, scene: Scene) -> None:
         launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
         said = [run("train", str(scene.config), "model.path=/no/model", RANK=str(rank), **launched) for rank in (0, 1)]

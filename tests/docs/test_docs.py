@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import shutil
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -200,6 +201,21 @@ def test_make_targets_exist() -> None:
     for page in PAGES:
         for words in commands(page, "make"):
             assert re.search(rf"^{words[0]}:", makefile, flags=re.M), words
+
+
+def test_one_answer_to_which_python() -> None:
+    """pyproject.toml decides, in the form `>=3.11` or `>=3.11,<3.14`; what a newcomer reads and what `make` accepts follow it."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    bounds = re.fullmatch(r">=3\.(\d+)(?:,<3\.(\d+))?", settings["project"]["requires-python"])
+    assert bounds is not None
+    least, above = int(bounds[1]), int(bounds[2] or 0)
+    wanted = f"Python 3.{least} or newer" + (f", up to 3.{above - 1}" if above else "")
+    for file in ("README.md", "CONTRIBUTING.md", "docs/first_run.md", "Makefile"):
+        first = re.search(r"Python (?:>= ?)?3\.\d+(?: or newer)?(?:, up to 3\.\d+)?", (ROOT / file).read_text())
+        assert first is not None and first[0] == wanted, file
+    check = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "version_info" in line)
+    assert f"version_info < (3, {least}))" in check and f"older than Python 3.{least} (set PYTHON=python3.{least})" in check
+    assert settings["tool"]["ruff"]["target-version"] == f"py3{least}" and settings["tool"]["mypy"]["python_version"] == f"3.{least}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "your_own_task.md"], ids=lambda page: page.name)

@@ -51,6 +51,15 @@ def run(folder: Path, *arguments: str, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
+def test_with_nemo_run_the_versions_are_the_tested_ones() -> None:
+    """But for those that the file itself names, which NeMo-Run's needs hold back."""
+    texts = [(ROOT / name).read_text() for name in ("constraints-cpu.txt", "requirements-launch.txt")]
+    tested, launch = (dict(re.findall(r"^([\w.-]+)==(\S+)$", text, flags=re.M)) for text in texts)
+    others = {name for name, version in tested.items() if launch.get(name) != version}
+    assert len(tested) > 50 and others == {"anyio", "httpx2", "httpcore2"}
+    assert all(name in texts[1].split("==")[0] for name in others)
+
+
 def test_a_sweep_is_configurations_times_seeds(tool: ModuleType) -> None:
     files = [f"configs/ablations/{name}.yaml" for name in ("dapo_naive_grpo", "dapo_clip_higher")]
     given = tool.parse([*files, "steps=3", "--seeds", "0", "1"])

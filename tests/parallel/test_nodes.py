@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.parallel.nodes import Needs, Place, Verdict, check_nodes
+from tests.ranks import FORK
 
 SAME = {"torch": "2.13.0"}
 
@@ -26,7 +26,7 @@ def node(place: Place, needs: Needs, versions: dict[str, str], clock_off: float)
 @pytest.fixture(scope="module")
 def job() -> Any:
     """Two nodes: `job(needs of each, versions of each, clock of the second)` gives both verdicts."""
-    pool = ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(2, mp_context=FORK)
 
     def run(needs: list[Needs], versions: list[dict[str, str]], clock: float = 0.0, nodes: int = 2, limit: float = 120.0) -> list[Verdict]:
         with socket.socket() as probe:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -261,6 +261,7 @@ def made(path: Path, step: int, settings: dict[str, Any]) -> Checkpoint:
     return Checkpoint(path, {"stage": "train", "step": step, "settings": settings})
 
 
+@example("manifest.json", -1, False)
 @given(st.sampled_from(["actor/__0_0.distcp", "state.json", "manifest.json"]), st.integers(0, 1000), st.booleans())
 def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
     tmp_path_factory: pytest.TempPathFactory, name: str, length: int, removed: bool
@@ -270,11 +271,16 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
     complete, none_skipped = find_checkpoint(run_dir)
     assert complete is not None and (complete.path, complete.step, none_skipped) == (newer, 12, [])
     file = newer / name
+    size = file.stat().st_size
     if removed:
         file.unlink()
     else:
-        os.truncate(file, length % file.stat().st_size)
+        os.truncate(file, length % size)
     found, skipped = find_checkpoint(run_dir)
+    if name == "manifest.json" and not removed and length % size == size - 1:
+        # What a manifest says is sealed, not how it is laid out: one that lost nothing but its last newline says everything.
+        assert found is not None and (found.path, skipped, found.damage()) == (newer, [], [])
+        return
     assert found is not None and found.path == older
     assert len(skipped) == 1 and str(file) in skipped[0] and "\n" not in skipped[0]
 

@@ -180,6 +180,7 @@ for convert in (
 """
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_leaves_nothing_under_the_name(folder: Path, tmp_path: Path) -> None:
     hf_to_megatron(folder, tmp_path / "megatron", Layout())
     run = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, timeout=200)
@@ -287,6 +288,7 @@ def test_a_file_that_may_not_grow(folder: Path, tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_no_permission_to_write(folder: Path, tmp_path: Path) -> None:
     """By another user, because root may write anywhere."""
     place = tmp_path / "place"

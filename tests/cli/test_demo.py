@@ -1,0 +1,123 @@
+"""`megarl demo`: recipes and seeds side by side, an equal warm start used again, and nothing of anybody else's touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cli.demo import MARK, MARK_RUN
+from megarl.config import load_config
+from megarl.config.load import PACKAGE
+from megarl.parallel.jobs import locked
+from megarl.schedule import ablation
+from tests.cli.processes import megarl
+from tests.cli.scene import Scene
+
+# A warm start and runs of seconds, each in one process.
+WARM_START = f"base: {PACKAGE}/configs/demo_sft.yaml\nsteps: %d\nparallel: {{dp: 1}}\nlog: {{report: false}}\n"
+SHORT = ("steps=1", "rollout.prompts=8", "update.mini_batch=64", "parallel.tp=1", "evaluation.max_problems=16", "log.samples=0")
+VAPO = (*SHORT, "value_pretraining.steps=1", "value_pretraining.epochs=1")
+
+
+def demo(folder: Path, *arguments: str) -> str:
+    done = megarl("demo", *arguments, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def kept(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file below a folder: when it was written, and its bytes."""
+    return {str(f.relative_to(folder)): (f.stat().st_mtime_ns, f.read_bytes()) for f in folder.rglob("*") if f.is_file()}
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "hf" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # ten trainings one after the other, each of which imports torch and Megatron
+def test_recipes_and_seeds_lie_side_by_side(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "demo_sft.yaml").write_text(WARM_START % 8)
+    runs = tmp_path / "runs" / "demo"
+
+    assert "warm start: supervised training" in demo(tmp_path, *VAPO)
+    first = {part: kept(runs / part) for part in ("sft", "vapo")}
+    bits = {part: weights(runs / part) for part in first}
+
+    said = demo(tmp_path, "--recipe", "dapo", *SHORT)  # after another recipe the first one's run and warm start are as they were
+    assert "warm start: that of runs/demo/sft is used again" in said
+    assert {part: kept(runs / part) for part in first} == first and (runs / "dapo" / "report.html").is_file()
+
+    said = demo(tmp_path, "--seed", "1", *VAPO, "run_dir=elsewhere")  # and after another seed, whose run is where the user wants it
+    assert "warm start: supervised training" in said and "on 16 held-out problems: " in said
+    assert "report:     elsewhere/report.html" in said and "HF model:   elsewhere/hf" in said
+    assert {part: kept(runs / part) for part in first} == first
+    assert weights(runs / "seed-1" / "sft") != bits["sft"] and not (runs / "seed-1" / "vapo").exists()
+
+    demo(tmp_path, *VAPO)  # from the warm start that is used again come the same bits
+    assert weights(runs / "vapo") == bits["vapo"] and kept(runs / "vapo") != first["vapo"] and kept(runs / "sft") == first["sft"]
+
+    (runs / "sft" / "hf" / "model.safetensors").write_bytes(bits["sft"][:-1])  # what is not what was made, is made anew: the same bits
+    assert "warm start: supervised training" in demo(tmp_path, *VAPO, "log.report=false", "checkpoint.export_hf=false")
+    assert weights(runs / "sft") == bits["sft"] and not (runs / "vapo" / "hf").exists()
+
+
+class TestIdentity:
+    @pytest.fixture
+    def configured(self, scene: Scene) -> Any:
+        return lambda *overrides: ablation.identity(load_config(scene.config, overrides))
+
+    @pytest.mark.parametrize("override", ["seed=1", "parallel.tp=1", "steps=2", "actor.lr=2e-6", "parallel.threads=2"])
+    def test_settings(self, configured: Any, override: str) -> None:
+        assert configured() == configured() != configured(override)
+        assert configured("run_dir=elsewhere") == configured(), "where it lies does not matter"
+
+    def test_what_it_starts_from(self, configured: Any, model_copy: Path, scene: Scene, tmp_path: Path) -> None:
+        assert configured(f"model.path={model_copy}") == configured()
+        (model_copy / "tokenizer_config.json").write_text("{}")
+        assert configured(f"model.path={model_copy}") != configured()
+        other = tmp_path / "other.jsonl"
+        other.write_text((scene.folder / "train.jsonl").read_text().replace("2", "3"))
+        assert configured(f"data.train=[{other}]") != configured()
+
+    @pytest.mark.parametrize("part", ["_code", "versions", "torch.backends.cpu.get_cpu_capability"])
+    def test_code_packages_and_processor(self, configured: Any, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = configured()
+        monkeypatch.setattr(f"megarl.schedule.ablation.{part}", lambda: {"megarl": "0"})
+        assert configured() != before
+
+
+class TestRefusals:
+    """Before anything is made; run_dir is among the overrides, and everything in it would be deleted."""
+
+    def test_a_run_dir_that_is_somebody_elses(self, scene: Scene, tmp_path: Path) -> None:
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "thesis.txt").write_text("precious")
+        line = scene.refused("demo", "--folder", str(tmp_path / "demo"), f"run_dir={tmp_path}/mine")
+        assert line == f"{tmp_path}/mine: exists and was not made by megarl demo (choose another run_dir or --folder)"
+        assert (tmp_path / "mine" / "thesis.txt").exists() and not (tmp_path / "demo").exists()
+
+    @pytest.mark.parametrize("inside", ["", "/sft", "/sft/hf"])
+    def test_a_run_dir_with_the_warm_start_in_it(self, scene: Scene, tmp_path: Path, inside: str) -> None:
+        line = scene.refused("demo", "--folder", f"{tmp_path}/demo", f"run_dir={tmp_path}/demo{inside}")
+        assert line.startswith(f"run_dir: {tmp_path}/demo{inside}: is made anew, and holds {tmp_path}/demo/sft/hf, which the run starts")
+        assert not (tmp_path / "demo").exists()
+
+    def test_a_model_of_the_run_that_is_to_be_deleted(self, scene: Scene, tmp_path: Path) -> None:
+        """`model.path=` the last run's result, to go on from it."""
+        (tmp_path / MARK).touch()
+        (tmp_path / "vapo" / "hf").mkdir(parents=True)
+        (tmp_path / "vapo" / MARK_RUN).touch()
+        line = scene.refused("demo", "--folder", str(tmp_path), f"model.path={tmp_path}/vapo/hf")
+        assert (
+            line.startswith(f"run_dir: {tmp_path}/vapo: is made anew, and holds {tmp_path}/vapo/hf") and (tmp_path / "vapo" / "hf").is_dir()
+        )
+
+    def test_two_at_once(self, scene: Scene, tmp_path: Path) -> None:
+        with locked(tmp_path / "demo", "megarl demo"):
+            (tmp_path / "demo" / MARK).touch()
+            line = scene.refused("demo", "--folder", str(tmp_path / "demo"))
+        assert line == f"{tmp_path}/demo: another megarl demo works there (wait for it, or choose another --folder)"
