@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.errors import DataError
+from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import DynamicSamplingConfig
 from megarl.data.prompts import Prompt
 from megarl.rollout.groups import Group, GroupCollector, Response
@@ -96,6 +97,11 @@ def test_the_limit_stops_with_a_message_where_asked():
     with pytest.raises(DataError, match=r"max_batches: after 2 generation batches \(8 prompts\) only 1 of 4 groups"):
         drive(GroupCollector(4, config), [0, 1, 0, 0, SIZE, 0, 0, 0])
     assert drive(GroupCollector(4, config), [0, 1, 1, 0, 1, 0, 1]) == [4, 4]  # full at the limit: no reason to stop
+    collector = GroupCollector(4, config)
+    failed = [replace(response, error="TypeError: no") for response in group(0, 0).responses]
+    with pytest.raises(ConfigError, match=r"^reward\.verifier: it failed on every answer of 8 prompts: TypeError: no"):
+        while n := collector.wave():
+            collector.offer([replace(group(i, 0), responses=failed) for i in range(n)])
 
 
 def test_state_survives_json_exactly():
