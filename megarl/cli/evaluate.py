@@ -54,6 +54,9 @@ def _check(config: Config, where: str, given: Path | None, out: Path, claim: boo
     policy, weights = find_policy(config, given)
     key = "model.path" if policy.model.path == config.model.path else "--checkpoint"
     preflight_evaluation(policy, where, key, weights=weights is None)
+    if out.resolve().is_relative_to(policy.model.path.resolve()):
+        place = f"is in the model's folder {policy.model.path}, where nothing is to be written"
+        raise ConfigError(f"{out}: {place} (choose another with --out)")
     try:
         if claim:
             out.mkdir(parents=True, exist_ok=True)

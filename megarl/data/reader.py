@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,17 +151,31 @@ def read_pairs(
     return pairs
 
 
-def validate_files(data: DataConfig, response_key: str | None = None) -> None:
+def validate_files(data: DataConfig, response_key: str | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
     """Before ranks are started: every file of `data` can be read and holds a row that can be used, as far as that shows
-    without a tokenizer. `response_key` stands for recipe sft, whose training rows need a response, not an answer.
+    without the tokenizer, where none is given. `response_key` stands for recipe sft, whose training rows need a response, not an answer.
 
-    Raises DataError naming the file, or ConfigError."""
+    Reads no further than to the first such row of a file. Raises DataError naming the file, or ConfigError."""
     _check_format(data)
     for paths, target_key in ((data.train, response_key), (data.eval, None)):
         for path in paths:
             report = ReadReport()
-            if next(_problems([path], data, report, target_key), None) is None:
+            problems = _problems([path], data, report, target_key)
+            usable = next(problems, None) is not None if tokenizer is None else _any_usable(problems, data, tokenizer, report)
+            if not usable:
                 raise _nothing_usable([path], report)
+
+
+def _any_usable(problems: Iterator[_Problem], data: DataConfig, tokenizer: PreTrainedTokenizerBase, report: ReadReport) -> bool:
+    """Whether one of them is, through the template and as tokens; mostly the first is, and no other is looked at."""
+    at_once = 1
+    while part := list(islice(problems, at_once)):
+        refused = [(p, made) for p, made in zip(part, _tokenized(part, data, tokenizer), strict=True) if isinstance(made, _Unusable)]
+        report.rejected += [RejectedRow(p.file, p.row, made.reason, made.detail) for p, made in refused]
+        if len(refused) < len(part):
+            return True
+        at_once = _TOKENIZED_AT_ONCE
+    return False
 
 
 def _check_format(data: DataConfig) -> None:
@@ -310,9 +325,7 @@ def _templated(prompt: str | Messages, data: DataConfig, tokenizer: PreTrainedTo
         prompt = [{"role": "user", "content": prompt}]
     elif data.template == "raw":
         return "\n".join(message["content"] for message in prompt)
-    from jinja2 import TemplateError  # a dependency of chat templates only
-
     try:
         return str(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
-    except TemplateError as error:
-        return _Unusable("refused by the chat template", str(error).split("\n")[0])
+    except Exception as error:  # noqa: BLE001 (its own errors, and whatever Python raises for what it computes)
+        return _Unusable("refused by the chat template", (str(error).splitlines() or [type(error).__name__])[0])
