@@ -177,11 +177,14 @@ class Family:
 
 # Names of dtypes in config.json. What the tensors have is in their files; those that can be read are in megarl/weights/hf_io.py.
 KINDS = ("float32", "bfloat16", "float16", "float64", "auto")
-# What a rope_type cannot do without, and what must be a number in any.
-ROPE_NEEDS = {
+# Every rope_type of these families with what it cannot do without (which of them can be built: megarl/model/hf_config.py), and what must
+# be a number in any.
+ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 ROPE_NUMBERS = ("rope_theta", *ROPE_NEEDS["llama3"])
@@ -279,7 +282,9 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
 
 def _check_rope(key: str, rope: Mapping[str, Any]) -> None:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    for name in ROPE_NEEDS.get(str(kind), ()):
+    if str(kind) not in ROPE_NEEDS:
+        raise CheckpointError(f"config.json: {key}.rope_type: {_short(kind)} is not known (known: {', '.join(ROPE_NEEDS)})")
+    for name in ROPE_NEEDS[str(kind)]:
         if name not in rope:
             raise CheckpointError(f"config.json: {key}.{name}: is missing, and rope_type {kind} needs it")
     for name, value in rope.items():
