@@ -5,7 +5,6 @@ A rank that ends with an error leaves word; the launcher, which outlives them al
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -32,7 +31,6 @@ _ASKING = (signal.SIGTERM, signal.SIGUSR1)
 HUNG = 124  # exit code of a rank whose watchdog has fired, as of the command `timeout`
 # Exit codes after which the same ranks may do better: hung, lost a peer, and killed by what comes from outside or from a bug in C.
 LOST = (1, HUNG, *(128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)))
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def ranks_here(config: ParallelConfig) -> int:
@@ -168,9 +166,3 @@ def lost_a_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistNetworkError | dist.DistBackendError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_LOST)
     )
-
-
-def follow_launcher() -> None:
-    """In a rank that `launch` started: a launcher that dies takes its ranks with it, even when it is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

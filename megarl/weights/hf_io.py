@@ -103,7 +103,8 @@ class HFFolder(ModelFolder):
         for name, file in weight_map.items():
             if name not in present[file]:
                 raise CheckpointError(f"{index}: {name}: is said to be in {file}, which does not have it")
-        unlisted = {name: handles[file] for file, names in present.items() for name in names if name not in weight_map}
+        known = {*weight_map, *self.shapes}
+        unlisted = {name: handles[file] for file, names in present.items() for name in names if name not in known}
         return unlisted | {name: handles[file] for name, file in weight_map.items()}
 
     def _check(self, critic: bool) -> None:
