@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
@@ -99,12 +101,17 @@ def _folder_problems(c: Config) -> Iterator[str]:
     for key, model in (("model.path", c.model.path), ("critic.path", c.critic.path)):
         if model is None:
             continue
-        folder, run = model.resolve(), c.run_dir.resolve()
+        folder, run = real(model), real(c.run_dir)
         for other, path in written.items():
-            if path is not None and path.resolve().is_relative_to(folder):
+            if path is not None and real(path).is_relative_to(folder):
                 yield f"{other}: {path} is in {key} {model}, where nothing is to be written (choose another folder)"
         if folder != run and folder.is_relative_to(run) and folder.relative_to(run).parts[0] in RUN_WRITES:
             yield f"{key}: {model} is one of the folders that the run writes in run_dir {c.run_dir} (choose another run_dir)"
+
+
+def real(path: Path) -> Path:
+    """Where a path leads, links followed as far as they lead anywhere."""
+    return Path(os.path.realpath(path))
 
 
 def _engine_problems(c: Config) -> Iterator[str]:

@@ -40,7 +40,8 @@ def check_buildable(folder: Path) -> None:
         for key, (ours, theirs) in taken.items():
             if ours != theirs:  # left out, and transformers' default is another than that of the weights' table
                 raise CheckpointError(f"config.json: {key}: is missing, and transformers takes {theirs}, not {ours} (add it)")
-        rope_frequencies(hf)
+        if not bool(rope_frequencies(hf).isfinite().all()):
+            raise CheckpointError("config.json: rope_theta: gives frequencies that are not finite (is it, or a factor, very small?)")
         if family_of(described).is_moe and hf.norm_topk_prob and hf.num_experts_per_tok == 1:
             what = "true with num_experts_per_tok 1 would leave the router without a gradient"
             raise CheckpointError(f"config.json: norm_topk_prob: {what}")

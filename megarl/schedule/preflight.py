@@ -131,9 +131,11 @@ def _load_tokenizer(path: Path, key: str) -> Any:
             raise CheckpointError(f"{key}: {path / name}: {what}")
     tokenizer, problem = _tried(lambda: AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False))
     if problem:
-        file = path / "tokenizer.json"
+        file, template = path / "tokenizer.json", path / "chat_template.jinja"
         of_file = _tried(lambda: Tokenizer.from_file(str(file)))[1] if file.is_file() else ""
-        blamed = file if of_file else path / "tokenizer_config.json"
+        of_template = _tried(lambda: template.read_text(encoding="utf-8"))[1] if template.is_file() else ""
+        blamed = file if of_file else template if of_template else path / "tokenizer_config.json"
+        blamed = blamed if blamed.is_file() else path
         raise CheckpointError(f"{key}: {blamed}: its tokenizer cannot be loaded: {of_file or problem}")
     return tokenizer
 

@@ -272,6 +272,9 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
             raise CheckpointError(f"config.json: {key}: must be {meant} (got {_short(value)})")
     if sizes.head_dim % 2:
         raise CheckpointError(f"config.json: head_dim: must be even for rotary embeddings (got {sizes.head_dim})")
+    pad = hf_config.get("pad_token_id")
+    if isinstance(pad, int) and not -sizes.vocab <= pad < sizes.vocab:
+        raise CheckpointError(f"config.json: pad_token_id: is outside the vocabulary of {sizes.vocab} (got {_short(pad)})")
     active: Any = hf_config.get("num_experts_per_tok")
     if family.is_moe and not (_is_count(active) and active <= sizes.experts):
         raise CheckpointError(f"config.json: num_experts_per_tok: must be 1 to {sizes.experts}, the experts (got {_short(active)})")
@@ -299,7 +302,7 @@ def _check_rope(key: str, rope: Mapping[str, Any]) -> None:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e38
 
 
 def _is_count(value: Any) -> bool:

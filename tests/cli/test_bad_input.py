@@ -114,7 +114,7 @@ class TestModelFolder:
         (model_copy / "config.json").unlink()
         assert self.damaged(scene, model_copy) == "/config.json: no such file (a Hugging Face model folder is expected)"
 
-    @pytest.mark.parametrize("content", ["", "{", "[1]", "\x00"])
+    @pytest.mark.parametrize("content", ["", "{", "[1]", "\x00", "[" * 100_000])
     def test_config_that_is_none(self, scene: Scene, model_copy: Path, content: str) -> None:
         (model_copy / "config.json").write_text(content)
         assert self.damaged(scene, model_copy).startswith("/config.json: ")
@@ -159,6 +159,9 @@ class TestModelFolder:
         ({"partial_rotary_factor": 0.5}, "/config.json: partial_rotary_factor: must be 1, as heads are rotated whole (got 0.5)"),
         ({"attention_dropout": "some"}, "/config.json: not a configuration that transformers takes: "),
         ({"eos_token_id": "x"}, "/config.json: not a configuration that transformers takes: "),
+        ({"rope_theta": 10**400}, "/config.json: rope_theta: must be a number > 0"),
+        ({"rope_theta": 1e-300}, "/config.json: rope_theta: gives frequencies that are not finite"),
+        ({"pad_token_id": 307}, "/config.json: pad_token_id: is outside the vocabulary of 307 (got 307)"),
         ({"use_cache": {}}, "/config.json: not a configuration that transformers takes: "),
         ({"auto_map": {"AutoModelForCausalLM": "m.M"}}, "/config.json: auto_map: asks for code that lies in the folder, which"),
     ]
@@ -271,6 +274,8 @@ class TestModelFolder:
         (model_copy / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}")
         line = scene.train_refused(f"model.path={model_copy}")
         assert line.startswith("data.template: the tokenizer's chat template fails: ") and line.endswith("or set data.template=raw)")
+        (model_copy / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
+        assert self.damaged(scene, model_copy).startswith("/chat_template.jinja: its tokenizer cannot be loaded: ")
         (model_copy / "chat_template.jinja").write_text("{{ 1 / 0 }}")
         assert "template fails: ZeroDivisionError: division by zero (" in scene.train_refused(f"model.path={model_copy}")
 
@@ -342,6 +347,12 @@ class TestRunFolder:
 
     def test_name_too_long(self, scene: Scene) -> None:
         assert "cannot be written: File name too long" in scene.train_refused(f"run_dir=/tmp/{'x' * 300}")
+
+    def test_a_link_to_the_models_folder(self, scene: Scene, tmp_path: Path) -> None:
+        (tmp_path / "link").symlink_to(scene.folder / "model")
+        (tmp_path / "loop").symlink_to(tmp_path / "loop")
+        assert f"run_dir: {tmp_path}/link/run is in model.path" in scene.train_refused(f"run_dir={tmp_path}/link/run")
+        assert scene.train_refused(f"run_dir={tmp_path}/loop").startswith(f"run_dir: {tmp_path}/loop: cannot be written: ")
 
     def test_used_already(self, scene: Scene, tmp_path: Path) -> None:
         (tmp_path / "metrics.jsonl").write_text("")
