@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.config.errors import CheckpointError
-from megarl.weights.families import Sizes, family_of, read_config
+from megarl.weights.families import Sizes, family_of, is_tied, read_config
 
 
 def read_hf_config(folder: Path) -> PretrainedConfig:
@@ -35,6 +35,7 @@ def check_buildable(folder: Path) -> None:
         "num_hidden_layers": (sizes.layers, hf.num_hidden_layers),
         "num_key_value_heads": (sizes.kv_heads, hf.num_key_value_heads),
         "head_dim": (sizes.head_dim, head_dim(hf)),
+        "tie_word_embeddings": (is_tied(described), hf.tie_word_embeddings),
     }
     try:
         for key, (ours, theirs) in taken.items():
