@@ -37,7 +37,7 @@ def make_engine(folder: Path, max_batch: int) -> TransformersEngine:
         initializer_range=0.02,
     )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(folder)
     engine = TransformersEngine(folder, max_batch=max_batch, eos_ids=[EOS])
     engine.start()
     engine.load_folder()

@@ -82,7 +82,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "model"
         engine = make_engine(folder, args.responses, args.tokens)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         prompts = [Prompt(i, f"{i}+1=?", tuple(tokenizer(f"{i}+1=?").input_ids), "7") for i in range(args.responses // args.group)]
         engine.start()
         try:

@@ -106,8 +106,8 @@ def main() -> None:
             disable_tqdm=True,
         )
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32),
-            processing_class=AutoTokenizer.from_pretrained(given.model),
+            model=AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, trust_remote_code=False),
+            processing_class=AutoTokenizer.from_pretrained(given.model, trust_remote_code=False),
             reward_funcs=rule,
             args=config,
             train_dataset=Dataset.from_list([{"prompt": row["prompt"], "answer": row["answer"]} for row in rows]),

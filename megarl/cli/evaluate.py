@@ -15,6 +15,7 @@ from rich.text import Text
 from megarl.cli.quiet import quiet_libraries
 from megarl.cli.ranks import on_rank_0, work
 from megarl.config import load_config
+from megarl.config.check import real
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
 
@@ -54,6 +55,9 @@ def _check(config: Config, where: str, given: Path | None, out: Path, claim: boo
     policy, weights = find_policy(config, given)
     key = "model.path" if policy.model.path == config.model.path else "--checkpoint"
     preflight_evaluation(policy, where, key, weights=weights is None)
+    if real(out).is_relative_to(real(policy.model.path)):
+        place = f"is in the model's folder {policy.model.path}, where nothing is to be written"
+        raise ConfigError(f"{out}: {place} (choose another with --out)")
     try:
         if claim:
             out.mkdir(parents=True, exist_ok=True)

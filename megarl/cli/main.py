@@ -197,7 +197,7 @@ def _train(given: argparse.Namespace) -> int:
     from megarl.cli.train import train
 
     if given.checked:
-        from megarl.parallel.launch import follow_launcher
+        from megarl.parallel.signals import follow_launcher
 
         follow_launcher()
     if given.follow:
@@ -211,7 +211,7 @@ def _eval(given: argparse.Namespace) -> int:
     from megarl.cli.evaluate import evaluate
 
     if given.checked:
-        from megarl.parallel.launch import follow_launcher
+        from megarl.parallel.signals import follow_launcher
 
         follow_launcher()
     return evaluate(given.config, given.overrides, given.checkpoint, given.out, checked=given.checked)
@@ -221,7 +221,7 @@ def _replay(given: argparse.Namespace) -> int:
     from megarl.cli.replay import replay
 
     if given.checked:
-        from megarl.parallel.launch import follow_launcher
+        from megarl.parallel.signals import follow_launcher
 
         follow_launcher()
     return replay(given.run, given.step, given.tolerance, given.overrides, checked=given.checked)

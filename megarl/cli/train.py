@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 from megarl.cli.ranks import on_rank_0, work
 from megarl.config import dump_config, load_config
+from megarl.config.errors import Interrupted
 from megarl.config.schema import Config
 
 if TYPE_CHECKING:
     from megarl.parallel.runtime import Runtime
+    from megarl.parallel.signals import StopRequest
 
 
 def train(path: Path, overrides: Sequence[str] = (), *, checked: bool = False, fresh: bool = False) -> int:
@@ -24,14 +26,23 @@ def train(path: Path, overrides: Sequence[str] = (), *, checked: bool = False, f
     checked: the process that launched this one has done the checks and claimed the run's folder; fresh: only where there is no run yet.
     """
     config = load_config(path, overrides)
+    from megarl.parallel.signals import StopRequest
+
+    # megarl's own launcher ends ranks by SIGTERM, and passes on what it is told by SIGUSR1. Before the imports that take seconds.
+    signals = [] if not config.checkpoint.every else [signal.SIGUSR1] if checked else [signal.SIGUSR1, signal.SIGTERM]
+    with StopRequest(signals, config.checkpoint.time_limit, config.checkpoint.time_margin) as stop:
+        return _train_until(stop, config, path, overrides, checked=checked, fresh=fresh)
+
+
+def _train_until(stop: StopRequest, config: Config, path: Path, overrides: Sequence[str], *, checked: bool, fresh: bool) -> int:
     from megarl.parallel.launch import ranks_here
     from megarl.parallel.runtime import is_launched, launched_rank
 
     if not checked and not on_rank_0(lambda: _check(config, str(path), claim=launched_rank() == 0, fresh=fresh)):
         return 2
     if not is_launched() and ranks_here(config.parallel) > 1:
-        return _launch(config, ["train", "--checked", str(path), *overrides])
-    code = work(config, lambda runtime: _train(config, runtime, launched=checked), launched=checked)
+        return _launch(config, ["train", "--checked", str(path), *overrides], stop)
+    code = work(config, lambda runtime: _train(config, runtime, stop), launched=checked)
     if code == 0 and launched_rank() == 0 and config.log.report:
         from megarl.observe.report import write_report
 
@@ -39,17 +50,20 @@ def train(path: Path, overrides: Sequence[str] = (), *, checked: bool = False, f
     return code
 
 
-def _launch(config: Config, arguments: list[str]) -> int:
+def _launch(config: Config, arguments: list[str], stop: StopRequest) -> int:
     """The ranks, and again after one was killed or hung, as often as `parallel.restarts` says."""
     from megarl.parallel.launch import LOST, launch
 
     grace = config.checkpoint.grace if config.checkpoint.every else 0.0
-    code = launch(config.parallel, arguments, config.run_dir, grace)
-    for number in range(1, config.parallel.restarts + 1):
+    for number in range(config.parallel.restarts + 1):
+        if stop.wanted():
+            raise Interrupted(f"{stop.reason}: no rank has been started{' anew' * bool(number)}; the same command continues")
+        if number:
+            line = f"the ranks are started anew ({number} of at most {config.parallel.restarts} times)"
+            print(f"megarl: {line}", file=sys.stderr, flush=True)
+        code = launch(config.parallel, arguments, config.run_dir, grace)
         if code not in LOST:
             break
-        print(f"megarl: the ranks are started anew ({number} of at most {config.parallel.restarts} times)", file=sys.stderr, flush=True)
-        code = launch(config.parallel, arguments, config.run_dir, grace)
     return code
 
 
@@ -63,19 +77,12 @@ def _check(config: Config, where: str, claim: bool, fresh: bool) -> None:
         write_versions(config.run_dir / "versions.json")
 
 
-def _train(config: Config, runtime: Runtime, launched: bool) -> None:
-    from megarl.parallel.signals import StopRequest
+def _train(config: Config, runtime: Runtime, stop: StopRequest) -> None:
     from megarl.schedule.run import Run
     from megarl.schedule.scheduler import Scheduler
     from megarl.schedule.watchdog import Watchdog
 
-    # megarl's own launcher ends ranks by SIGTERM, and passes on what it is told by SIGUSR1.
-    signals = [] if not config.checkpoint.every else [signal.SIGUSR1] if launched else [signal.SIGUSR1, signal.SIGTERM]
-    limits = config.checkpoint
-    with (
-        StopRequest(signals, limits.time_limit, limits.time_margin) as stop,
-        Watchdog(config.run_dir, runtime.rank, runtime.world, config.watchdog) as watchdog,
-    ):
+    with Watchdog(config.run_dir, runtime.rank, runtime.world, config.watchdog) as watchdog:
         run = Run(config, runtime)
         if runtime.rank == 0:
             reports = {name: asdict(report) for name, report in run.data_reports.items()}

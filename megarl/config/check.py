@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
@@ -20,6 +22,10 @@ SAMPLED = (
 )
 
 
+# Folders that a run makes in its run_dir, and may replace (metrics, reports and the like are files).
+RUN_WRITES = ("checkpoints", "critic_pretrained", "eval", "failed", "heartbeat", "hf", "rollouts", "value_pretraining")
+
+
 def check_config(config: Config, where: str) -> None:
     """Raises ConfigError `where: key: what is wrong (what to do)` for the first contradiction."""
     for problem in _problems(config):
@@ -33,6 +39,7 @@ def _problems(c: Config) -> Iterator[str]:
     for key, optimizer in (("actor", c.actor), ("critic", c.critic)):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"{key}.betas: both must be in [0, 1) (got {list(optimizer.betas)})"
+    yield from _folder_problems(c)
     yield from _fp8_problems(c)
     if c.residency.keep and c.residency.offload is False:
         yield "residency.keep: has no effect with residency.offload false, with which everything stays (leave one of them out)"
@@ -88,6 +95,25 @@ def _problems(c: Config) -> Iterator[str]:
         )
 
 
+def _folder_problems(c: Config) -> Iterator[str]:
+    """A run never writes into the folder of a model that it reads."""
+    written = {"run_dir": c.run_dir, "value_pretraining.rollouts": c.value_pretraining.rollouts}
+    for key, model in (("model.path", c.model.path), ("critic.path", c.critic.path)):
+        if model is None:
+            continue
+        folder, run = real(model), real(c.run_dir)
+        for other, path in written.items():
+            if path is not None and real(path).is_relative_to(folder):
+                yield f"{other}: {path} is in {key} {model}, where nothing is to be written (choose another folder)"
+        if folder != run and folder.is_relative_to(run) and folder.relative_to(run).parts[0] in RUN_WRITES:
+            yield f"{key}: {model} is one of the folders that the run writes in run_dir {c.run_dir} (choose another run_dir)"
+
+
+def real(path: Path) -> Path:
+    """Where a path leads, links followed as far as they lead anywhere."""
+    return Path(os.path.realpath(path))
+
+
 def _engine_problems(c: Config) -> Iterator[str]:
     r = c.rollout
     if r.engine == "sglang" and r.engine_timeout >= c.parallel.timeout:
@@ -96,6 +122,8 @@ def _engine_problems(c: Config) -> Iterator[str]:
         yield f"rollout.engine_tp: must be 1 for rollout.engine transformers, which is not sharded (got {r.engine_tp})"
     if r.engine == "transformers" and r.weights_dtype != "model":
         yield f"rollout.weights_dtype: must be model for rollout.engine transformers (got {r.weights_dtype})"
+    if "trust_remote_code" in r.engine_options:
+        yield "rollout.engine_options: trust_remote_code: code that lies in a model's folder is never run (leave it out)"
     if "" in r.stop:
         yield "rollout.stop: must not hold an empty text, which would end every response at once"
 

@@ -30,7 +30,7 @@ def read_json(path: Path, absent: str = "is missing") -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: {absent}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: a JSON object is expected, not a {type(content).__name__}")

@@ -7,7 +7,7 @@ Imports without torch. `knob(default, doc, unit, source)` keeps the three facts 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -368,11 +368,39 @@ class GuardConfig(Section):
     clip_fraction: float | None = knob(0.3, "share of tokens clipped at either side, above which is an alarm; null: none", gt=0, le=1)
 
 
+# Everything that a run does, as its heartbeat calls it: the phases of megarl/schedule/phases.py, and what the scheduler does beside them.
+WatchedPhase = Literal[
+    "start",
+    "choose a checkpoint",
+    "resume",
+    "rollout",
+    "group_advantages",
+    "divide",
+    "old_logprobs",
+    "reference_logprobs",
+    "values",
+    "gae_advantages",
+    "monte_carlo_returns",
+    "critic_update",
+    "actor_update",
+    "weight_transfer",
+    "read_pairs",
+    "supervised_update",
+    "residency",
+    "evaluation",
+    "checkpoint",
+    "export actor",
+    "export critic",
+]
+
+
 class WatchdogConfig(Section):
     """A thread on each rank that looks for hangs. It writes run_dir/heartbeat/, and reports into run_dir/hang-*.txt."""
 
     limit: float = knob(3600.0, "longest time that a phase may take before the run ends with a report", "seconds", gt=0)
-    limits: dict[str, float] = knob({}, "of single phases, e.g. {rollout: 7200, weight_transfer: 300}", "seconds")
+    limits: dict[WatchedPhase, Annotated[float, Field(gt=0)]] = knob(
+        {}, "of single phases, e.g. {rollout: 7200, weight_transfer: 300}", "seconds"
+    )
     silence: float = knob(180.0, "longest time that a rank's heartbeat may stand still", "seconds", gt=0)
     period: float = knob(5.0, "between heartbeats", "seconds", gt=0)
 

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,21 +151,37 @@ def read_pairs(
     return pairs
 
 
-def validate_files(data: DataConfig, response_key: str | None = None) -> str:
+def validate_files(data: DataConfig, response_key: str | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
     """Before ranks are started: every file of `data` can be read and holds a row that can be used, as far as that shows
-    without a tokenizer. `response_key` stands for recipe sft, whose training rows need a response, not an answer.
+    without the tokenizer, where none is given. `response_key` stands for recipe sft, whose training rows need a response, not an answer.
 
-    Gives the reference answer (or response) of the first usable row. Raises DataError naming the file, or ConfigError."""
+    Reads no further than to the first such row of a file. Returns the reference answer (or response) of the first one.
+    Raises DataError naming the file, or ConfigError."""
     _check_format(data)
     first = ""
     for paths, target_key in ((data.train, response_key), (data.eval, None)):
         for path in paths:
             report = ReadReport()
-            problem = next(_problems([path], data, report, target_key), None)
+            problems = _problems([path], data, report, target_key)
+            problem = next(problems, None) if tokenizer is None else _first_usable(problems, data, tokenizer, report)
             if problem is None:
                 raise _nothing_usable([path], report)
             first = first or problem.target
     return first
+
+
+def _first_usable(
+    problems: Iterator[_Problem], data: DataConfig, tokenizer: PreTrainedTokenizerBase, report: ReadReport
+) -> _Problem | None:
+    """Find the first row that can also be tokenized; mostly that is the first of all, and no other is looked at."""
+    at_once = 1
+    while part := list(islice(problems, at_once)):
+        for problem, made in zip(part, _tokenized(part, data, tokenizer), strict=True):
+            if not isinstance(made, _Unusable):
+                return problem
+            report.rejected.append(RejectedRow(problem.file, problem.row, made.reason, made.detail))
+        at_once = _TOKENIZED_AT_ONCE
+    return None
 
 
 def _check_format(data: DataConfig) -> None:
@@ -314,9 +331,7 @@ def _templated(prompt: str | Messages, data: DataConfig, tokenizer: PreTrainedTo
         prompt = [{"role": "user", "content": prompt}]
     elif data.template == "raw":
         return "\n".join(message["content"] for message in prompt)
-    from jinja2 import TemplateError  # a dependency of chat templates only
-
     try:
         return str(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
-    except TemplateError as error:
-        return _Unusable("refused by the chat template", str(error).split("\n")[0])
+    except Exception as error:  # noqa: BLE001 (its own errors, and whatever Python raises for what it computes)
+        return _Unusable("refused by the chat template", (str(error).splitlines() or [type(error).__name__])[0])

@@ -7,7 +7,6 @@ initialised here (see megarl/weights), save the critic's head, which starts at z
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,12 +24,13 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import PretrainedConfig
 
-from megarl.config.errors import CheckpointError, ConfigError
+from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, ModelConfig
 from megarl.model.fp8 import check_device, fp8_options
+from megarl.model.hf_config import head_dim, rope_frequencies
+from megarl.model.hf_config import read_hf_config as read_hf_config
 from megarl.model.logprob_head import vocab_parallel_logprobs
 from megarl.model.portable import PackedAttention, PackedPlan, RMSNorm
 from megarl.parallel.cpu_platform import on_cpu
@@ -40,16 +40,6 @@ from megarl.weights.families import Family, family_of
 
 Model = TypeVar("Model", bound=GPTModel)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def read_hf_config(folder: Path) -> PretrainedConfig:
-    """The model's configuration. Raises CheckpointError where the folder holds none."""
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder}: no config.json (model.path must be a Hugging Face folder)")
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder}/config.json: not a readable model configuration: {str(error).splitlines()[0]}") from None
 
 
 def choose_layers(model: ModelConfig, device: torch.device) -> str:
@@ -91,7 +81,7 @@ class _Body(GPTModel):
             position_embedding_type="rope",
         )
         self.layers_kind = layers
-        self.rotary_pos_emb.inv_freq = _rope_frequencies(hf).to(runtime.device)
+        self.rotary_pos_emb.inv_freq = rope_frequencies(hf).to(runtime.device)
 
     def pack(self, cu_seqlens: Tensor) -> PackedSeqParams:
         """What the layers need to know of packed sequences. cu_seqlens: int64 [n+1] on the host."""
@@ -226,34 +216,12 @@ def _mark_shards(model: Model) -> Model:
     return model
 
 
-def _rope_frequencies(hf: PretrainedConfig) -> Tensor:
-    """Inverse frequencies by Hugging Face's own functions, so that every scaling that it knows is exact. float32 [head_dim / 2]."""
-    rope = hf.rope_parameters
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
-        dim = head_dim(hf)
-        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
-    if kind not in ROPE_INIT_FUNCTIONS:
-        raise ConfigError(f"model.path: rope_type {kind!r} is not known (known: default, {', '.join(ROPE_INIT_FUNCTIONS)})")
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf)
-    if factor != 1.0:
-        raise ConfigError(f"model.path: rope_type {kind!r} scales attention by {factor}, which is not implemented")
-    return frequencies.float()
-
-
-def head_dim(hf: PretrainedConfig) -> int:
-    """Width of one attention head."""
-    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-
-
 def _experts(hf: PretrainedConfig, family: Family, runtime: Runtime, sequence_parallel: bool) -> dict[str, Any]:
     """What makes a mixture of experts out of each layer: dropless, no auxiliary loss, so that a token's output is its own affair."""
     if not family.is_moe:
         return {}
     if runtime.layout.tp > 1 and not sequence_parallel:
         raise ConfigError("parallel.sequence_parallel: false, but experts under tensor parallelism need it (leave it out)")
-    if hf.norm_topk_prob and hf.num_experts_per_tok == 1:
-        raise ConfigError("model.path: norm_topk_prob with num_experts_per_tok = 1 would leave the router without a gradient")
     return {
         "num_moe_experts": hf.num_experts,
         "ffn_hidden_size": hf.moe_intermediate_size,

@@ -85,7 +85,7 @@ def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended
 
 def follow_parent(parent: int) -> None:
     """In a job: a parent that dies takes the job with it, even when it is killed, even while this process was still starting."""
-    from megarl.parallel.launch import follow_launcher
+    from megarl.parallel.signals import follow_launcher
 
     follow_launcher()
     if os.getppid() != parent:

@@ -5,7 +5,6 @@ A rank that ends with an error leaves word; the launcher, which outlives them al
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from megarl.config.errors import Interrupted
 from megarl.config.schema import ParallelConfig
 
 _WORD_FILE = "TORCHELASTIC_ERROR_FILE"  # set by the elastic launcher, another file for each rank
@@ -31,7 +31,6 @@ _ASKING = (signal.SIGTERM, signal.SIGUSR1)
 HUNG = 124  # exit code of a rank whose watchdog has fired, as of the command `timeout`
 # Exit codes after which the same ranks may do better: hung, lost a peer, and killed by what comes from outside or from a bug in C.
 LOST = (1, HUNG, *(128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)))
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def ranks_here(config: ParallelConfig) -> int:
@@ -73,12 +72,12 @@ def launch(config: ParallelConfig, arguments: Sequence[str], folder: Path, grace
         signals_to_handle=",".join(number.name for number in _ENDING if not (grace and number in _ASKING)),
     )
     handlers = {number: signal.getsignal(number) for number in (*_ENDING, *_ASKING, signal.SIGALRM)}
-    if grace:
-        _ask_ranks_on_signal(grace)
+    asked = _ask_ranks_on_signal(grace) if grace else []
     try:
         elastic_launch(settings, sys.executable)("-m", "megarl", *arguments)
     except ChildFailedError as error:
-        code, line = verdict({rank: (f.exitcode, f.error_file_data) for rank, f in error.failures.items()}, folder)
+        ends = {rank: (f.exitcode, f.error_file_data) for rank, f in error.failures.items()}
+        code, line = verdict(ends, folder, asked[0] if asked else None)
         print(f"megarl: {line}", file=sys.stderr, flush=True)
         return code
     except SignalException as error:
@@ -91,7 +90,8 @@ def launch(config: ParallelConfig, arguments: Sequence[str], folder: Path, grace
     return 0
 
 
-def _ask_ranks_on_signal(grace: float) -> None:
+def _ask_ranks_on_signal(grace: float) -> list[int]:
+    """Installs handlers; gives the list that will hold the signal with which this process was told to end."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     asked: list[int] = []
@@ -109,6 +109,7 @@ def _ask_ranks_on_signal(grace: float) -> None:
 
     for number in (*_ASKING, signal.SIGALRM):
         signal.signal(number, ask)
+    return asked
 
 
 def environment_of_children() -> dict[str, str]:
@@ -117,8 +118,9 @@ def environment_of_children() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in names and not name.startswith("TORCHELASTIC_")}
 
 
-def verdict(failures: Mapping[int, tuple[int, Any]], folder: Path) -> tuple[int, str]:
+def verdict(failures: Mapping[int, tuple[int, Any]], folder: Path, asked: int | None = None) -> tuple[int, str]:
     """Exit code and line for what became of the ranks: rank -> (exit code, negative for a signal; the word that it left, if any).
+    asked: the signal that this process was sent and has passed on to them as SIGUSR1.
 
     The cause is a hang that a watchdog has reported: who is stuck does not end when the launcher asks, and is killed. Else it is a rank
     that was killed; else the earliest that ended with an error of its own; a rank that merely lost its peers, or that the launcher
@@ -135,6 +137,9 @@ def verdict(failures: Mapping[int, tuple[int, Any]], folder: Path) -> tuple[int,
 
     rank = min(failures, key=order)
     code, word = failures[rank]
+    if asked is not None and code == -signal.SIGUSR1:  # it had not come to where it takes the signal as a wish, or had left that
+        told = f"stopped by {signal.Signals(asked).name}: rank {rank} had nothing to save"
+        return Interrupted.code, f"{told}; the same command continues from what is in {folder}"
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else "of unknown name"
         hint = "; the kernel does that when memory runs out: see dmesg" if -code == signal.SIGKILL else ""
@@ -161,9 +166,3 @@ def lost_a_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistNetworkError | dist.DistBackendError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_LOST)
     )
-
-
-def follow_launcher() -> None:
-    """In a rank that `launch` started: a launcher that dies takes its ranks with it, even when it is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

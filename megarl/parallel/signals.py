@@ -1,14 +1,18 @@
-"""Being told to save and leave: by a signal, or by the clock of the job's time limit."""
+"""Being told to save and leave: by a signal, or by the clock of the job's time limit. Imports in a moment: what a rank is told while it
+imports the rest is not lost."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Self
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 END_TIME = "SLURM_JOB_END_TIME"  # set by Slurm: seconds since 1970
 
 
@@ -41,3 +45,9 @@ class StopRequest:
         if self.reason is None and self.end is not None and time.time() + seconds > self.end:
             self.reason = "stopped, as the time limit is near"
         return self.reason is not None
+
+
+def follow_launcher() -> None:
+    """In a rank that `launch` started: a launcher that dies takes its ranks with it, even when it is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

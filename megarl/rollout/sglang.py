@@ -92,6 +92,7 @@ class SGLangEngine:
             "enable_custom_logit_processor": True,
             "custom_weight_loader": [LOADER],
             "log_level": "warning",
+            "trust_remote_code": False,
         }
         if rollout.weights_dtype == "fp8_block":
             arguments["json_model_override_args"] = json.dumps({"quantization_config": FP8_CONFIG})

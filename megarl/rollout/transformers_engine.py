@@ -53,10 +53,10 @@ class TransformersEngine:
     def start(self) -> None:
         """Allocates the model with undefined weights. Raises CheckpointError for a folder that is not one of a usable causal model."""
         try:
-            config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
+            config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
             # On the meta device first: no time is spent on initial values that a weight transfer will replace.
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation=ATTENTION)
+                model = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation=ATTENTION, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             line = str(error).strip().splitlines()[0]
             raise CheckpointError(f"{self.folder}: not the folder of a causal language model: {line} (check config.json)") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata as metadata
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,11 @@ from megarl.weights.hf_io import ModelFolder, read_config
 from megarl.weights.layout import check_layout
 from megarl.weights.megatron_folder import open_model
 
+# The JSON files that make a tokenizer, and one that is for engines and goes into what is exported.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    "generation_config.json",
+)
 SETTINGS = "settings.json"  # in run_dir: what decides the result, from before the first checkpoint
 
 
@@ -61,7 +66,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> None:
         there = world or (launched_world() if is_launched() else ranks_here(config.parallel))
         memory = torch.cuda.get_device_properties(device).total_memory
         check_fits(config, where, folder.config, critic.config if critic else None, there, memory)
-    answer = validate_files(config.data, config.supervised.response_key if config.recipe == "sft" else None)
+    answer = validate_files(config.data, config.supervised.response_key if config.recipe == "sft" else None, tokenizer)
     if config.recipe != "sft":
         check_verifier(config.reward, answer)
     check_kept(config)
@@ -75,11 +80,12 @@ def preflight_evaluation(config: Config, where: str, key: str = "model.path", *,
     _check_machine(config, choose_device(config.parallel.device).type)
     folder = _open_folder(config.model.path, key) if weights else Described(config.model.path, read_config(config.model.path))
     check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
-    check_tokenizer(config, folder, key)
+    _check_buildable(folder, key)
+    tokenizer = check_tokenizer(config, folder, key)
     _check_positions(config, where, folder)
     _check_engine_layout(config, folder.config, choose_device(config.parallel.device))
     get_verifier(config.reward.verifier)
-    check_verifier(config.reward, validate_files(config.data.model_copy(update={"train": ()})))
+    check_verifier(config.reward, validate_files(config.data.model_copy(update={"train": ()}), tokenizer=tokenizer))
 
 
 def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> ModelFolder:
@@ -87,20 +93,24 @@ def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -
     folder = _open_folder(path, key, critic=critic)
     check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
     check_sizes(config, folder.config, key)
+    _check_buildable(folder, key)
     return folder
+
+
+def _check_buildable(folder: ModelFolder | Described, key: str) -> None:
+    from megarl.model.hf_config import check_buildable  # transformers, which takes seconds to import
+
+    try:
+        check_buildable(folder.path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{key}: {error}") from None
 
 
 def check_tokenizer(config: Config, folder: ModelFolder | Described, key: str = "model.path") -> Any:
     """The tokenizer of the model's folder, found to be one that prompts and responses can go through."""
     if not any((folder.path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise CheckpointError(f"{key}: {folder.path}: no tokenizer.json (the model's folder must hold its tokenizer)")
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
-    except Exception as error:  # noqa: BLE001 (the tokenizers library raises bare Exceptions for damaged files)
-        problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{key}: {folder.path}: its tokenizer cannot be loaded: {problem}") from None
+    tokenizer = _load_tokenizer(folder.path, key)
     if not isinstance(tokenizer.eos_token_id, int):
         raise CheckpointError(f"{key}: {folder.path}: its tokenizer has no end-of-sequence token (set eos_token in tokenizer_config.json)")
     if config.data.template == "chat":
@@ -126,15 +136,48 @@ def check_verifier(reward: RewardConfig, answer: str) -> None:
         )
 
 
-def _check_template(tokenizer: Any) -> None:
-    from jinja2 import TemplateError  # a dependency of chat templates only
+def _load_tokenizer(path: Path, key: str) -> Any:
+    """Raises CheckpointError naming the file that is at fault, as far as that can be told."""
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
 
+    for name in TOKENIZER_FILES:
+        try:
+            auto_map = (path / name).is_file() and read_json(path / name).get("auto_map")
+        except CheckpointError as error:
+            raise CheckpointError(f"{key}: {error}") from None
+        if auto_map:
+            what = "auto_map: asks for code that lies in the folder, which is never run (remove the key)"
+            raise CheckpointError(f"{key}: {path / name}: {what}")
+    tokenizer, problem = _tried(lambda: AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False))
+    if problem:
+        file, template = path / "tokenizer.json", path / "chat_template.jinja"
+        of_file = _tried(lambda: Tokenizer.from_file(str(file)))[1] if file.is_file() else ""
+        of_template = _tried(lambda: template.read_text(encoding="utf-8"))[1] if template.is_file() else ""
+        blamed = file if of_file else template if of_template else path / "tokenizer_config.json"
+        blamed = blamed if blamed.is_file() else path
+        raise CheckpointError(f"{key}: {blamed}: its tokenizer cannot be loaded: {of_file or problem}")
+    return tokenizer
+
+
+def _tried(load: Callable[[], Any]) -> tuple[Any, str]:
+    """What it loads, and the first line of the error if it cannot."""
+    try:
+        return load(), ""
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 (the tokenizers library raises bare Exceptions, and panics, which are none)
+        return None, (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _check_template(tokenizer: Any) -> None:
     if not tokenizer.chat_template:
         raise ConfigError("data.template: the tokenizer has no chat template (set data.template=raw, or add one to the model's folder)")
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1 = ?"}], add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
-        raise ConfigError(f"data.template: the tokenizer's chat template fails: {error} (mend it, or set data.template=raw)") from None
+    except Exception as error:  # noqa: BLE001 (its own errors, and whatever Python raises for what it computes)
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"data.template: the tokenizer's chat template fails: {what} (mend it, or set data.template=raw)") from None
 
 
 def _check_machine(config: Config, device: str, world: int | None = None) -> None:
@@ -185,6 +228,10 @@ def _open_folder(path: Path, key: str, *, critic: bool = False) -> ModelFolder:
 
 def _check_vocabulary(folder: ModelFolder | Described, key: str, tokenizer: Any) -> None:
     vocabulary = folder.config["vocab_size"]
+    highest = max(tokenizer.get_vocab().values(), default=0)
+    if highest >= vocabulary >= len(tokenizer):
+        where = f"{key}: {folder.path}/tokenizer.json"
+        raise CheckpointError(f"{where}: has a token of id {highest}, but config.json's vocab_size is {vocabulary}")
     if len(tokenizer) > vocabulary:
         raise CheckpointError(
             f"{key}: {folder.path}: its vocabulary of {vocabulary} does not hold the {len(tokenizer)} tokens of the actor's tokenizer "

@@ -42,6 +42,7 @@ from megarl.weights.families import table_names
 from megarl.weights.hf_io import ModelFolder, load_into, read_config
 from megarl.weights.layout import megatron_layout
 from megarl.weights.megatron_folder import open_model
+from megarl.weights.publish import Team
 from megarl.weights.transfer import Transfer
 
 Made = TypeVar("Made", bound=Frozen)
@@ -49,7 +50,7 @@ Made = TypeVar("Made", bound=Frozen)
 
 def load_tokenizer(folder: Path) -> Any:
     """The model's tokenizer; its end-of-sequence token ends responses."""
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
@@ -68,9 +69,9 @@ def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngi
 
 
 def load_weights(model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False) -> None:
-    """This rank's slices of a model's folder into its part of the model."""
+    """This rank's slices of a model's folder into its part of the model. CheckpointError on every rank if one cannot use its slices."""
     shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
-    load_into(table_names(dict(model.named_parameters())), shards, folder)
+    Team(runtime.cpu_group).run(lambda: load_into(table_names(dict(model.named_parameters())), shards, folder))
 
 
 def make_delivery(

@@ -95,7 +95,7 @@ class Watchdog:
                 if (self.folder / ASKED).exists() and not self._asked_before:
                     self._asked_before = True
                     self._report()
-            limit = self.config.limits.get(str(self._where["phase"]), self.config.limit)
+            limit = self.config.limits.get(self._where["phase"], self.config.limit)
             taken = time.monotonic() - self._entered
             if taken > limit:
                 self._fire(f"phase {self._where['phase']} has taken {taken:.0f} s, its limit is {limit:g} s")

@@ -7,11 +7,14 @@ Imports without torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from megarl.config.errors import CheckpointError
+from megarl.config.files import read_json
 
 T = TypeVar("T")
 Shape = tuple[int, ...]
@@ -54,8 +57,8 @@ class Sizes:
         def get(key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
             value = hf_config.get(key)
             value = default if value is None else value
-            if not isinstance(value, int) or not 1 <= value <= most:
-                raise CheckpointError(f"config.json: {key}: must be a positive integer (got {value!r})")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise CheckpointError(f"config.json: {key}: must be a positive integer{_beyond(value, most)} (got {_short(value)})")
             return value
 
         heads = get("num_attention_heads")
@@ -172,6 +175,20 @@ class Family:
         return any(pair.per_expert for pair in self.layer)
 
 
+# Names of dtypes in config.json. What the tensors have is in their files; those that can be read are in megarl/weights/hf_io.py.
+KINDS = ("float32", "bfloat16", "float16", "float64", "auto")
+# Every rope_type of these families with what it cannot do without (which of them can be built: megarl/model/hf_config.py), and what must
+# be a number in any.
+ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+ROPE_NUMBERS = ("rope_theta", *ROPE_NEEDS["llama3"])
+
 # What every family here is built as (megarl/model/builder.py): SwiGLU layers with full attention.
 SWIGLU = (("hidden_act", "silu"), ("use_sliding_window", False))
 
@@ -229,6 +246,93 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         if found is not None and found != value:
             raise CheckpointError(f"config.json: {key}: {found!r} is not supported for {model_type} (only {value!r} is)")
     return family
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A model folder's config.json. CheckpointError naming the file, and the key whose value cannot be meant or is not supported."""
+    hf_config = read_json(folder / "config.json", "no such file (a Hugging Face model folder is expected)")
+    try:
+        _check_description(hf_config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}/{error}") from None
+    return hf_config
+
+
+def _check_description(hf_config: Mapping[str, Any]) -> None:
+    """The keys that matter here; all others are left to transformers (megarl/model/hf_config.py)."""
+    if hf_config.get("auto_map"):
+        raise CheckpointError(
+            "config.json: auto_map: asks for code that lies in the folder, which is never run (remove the key if the model is a plain "
+            f"{hf_config.get('model_type')})"
+        )
+    family, sizes = family_of(hf_config), Sizes.of(hf_config)
+    for key, (fits, meant, may_be_null) in VALUES.items():
+        value = hf_config.get(key)
+        if key in hf_config and not (fits(value) or (value is None and may_be_null)):
+            raise CheckpointError(f"config.json: {key}: must be {meant} (got {_short(value)})")
+    if sizes.head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim: must be even for rotary embeddings (got {sizes.head_dim})")
+    pad = hf_config.get("pad_token_id")
+    if isinstance(pad, int) and not -sizes.vocab <= pad < sizes.vocab:
+        raise CheckpointError(f"config.json: pad_token_id: is outside the vocabulary of {sizes.vocab} (got {_short(pad)})")
+    active: Any = hf_config.get("num_experts_per_tok")
+    if family.is_moe and not (_is_count(active) and active <= sizes.experts):
+        raise CheckpointError(f"config.json: num_experts_per_tok: must be 1 to {sizes.experts}, the experts (got {_short(active)})")
+    for key in ("rope_scaling", "rope_parameters"):
+        if hf_config.get(key):
+            _check_rope(key, hf_config[key])
+
+
+def _check_rope(key: str, rope: Mapping[str, Any]) -> None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if str(kind) not in ROPE_NEEDS:
+        raise CheckpointError(f"config.json: {key}.rope_type: {_short(kind)} is not known (known: {', '.join(ROPE_NEEDS)})")
+    for name in ROPE_NEEDS[str(kind)]:
+        if name not in rope:
+            raise CheckpointError(f"config.json: {key}.{name}: is missing, and rope_type {kind} needs it")
+    for name, value in rope.items():
+        if name in ROPE_NUMBERS and not _is_positive(value):
+            raise CheckpointError(f"config.json: {key}.{name}: must be a number > 0 (got {_short(value)})")
+        if isinstance(value, Mapping) or (name == "partial_rotary_factor" and value != 1):
+            what = f"{_short(value)} is not supported (heads are rotated whole, and alike in all layers)"
+            raise CheckpointError(f"config.json: {key}.{name}: {what}")
+    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        low = _short(rope["low_freq_factor"])
+        raise CheckpointError(f"config.json: {key}.low_freq_factor: must be below high_freq_factor (got {low})")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e38
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and _is_positive(value) and value <= MAX_SIZE
+
+
+def _beyond(value: Any, most: int) -> str:
+    return f" up to {most:,}" if isinstance(value, int) and value > most else ""
+
+
+def _short(value: Any) -> str:
+    """As Python writes it, and no longer than a line has room for."""
+    return reprlib.repr(value)
+
+
+def _is_full(value: Any) -> bool:
+    return isinstance(value, list) and all(kind == "full_attention" for kind in value)
+
+
+# Keys that may be left out: what each must be where it is there, and whether null says the same as leaving it out.
+VALUES: dict[str, tuple[Callable[[Any], bool], str, bool]] = {
+    "max_position_embeddings": (_is_count, "a positive integer", False),
+    "rms_norm_eps": (lambda value: _is_positive(value) and value < 1, "a number between 0 and 1", False),
+    "rope_theta": (_is_positive, "a number > 0", False),
+    "partial_rotary_factor": (lambda value: value == 1, "1, as heads are rotated whole", True),
+    "layer_types": (_is_full, "full_attention throughout", True),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (lambda value: isinstance(value, dict), "null or an object", True)),
+    **dict.fromkeys(("tie_word_embeddings", "norm_topk_prob"), (lambda value: isinstance(value, bool), "true or false", False)),
+    **dict.fromkeys(("dtype", "torch_dtype"), (lambda value: value in KINDS, f"null or one of {', '.join(KINDS)}", True)),
+}
 
 
 def is_tied(hf_config: Mapping[str, Any]) -> bool:

@@ -16,20 +16,16 @@ from torch import Tensor
 
 from megarl.config.errors import CheckpointError
 from megarl.config.files import read_json
-from megarl.weights.families import Shape, family_of
+from megarl.weights.families import EMBEDDING, OUTPUT, Shape, is_tied
+from megarl.weights.families import read_config as read_config
 from megarl.weights.layout import Box, Shards, full_box, hf_shapes
-from megarl.weights.stored import Made, Piece, Stored, made
+from megarl.weights.stored import Made, Piece, Stored, as_bytes, made
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # In a folder, these belong to no parameter of ours and do no harm: old files' rotary tables, and the heads of another use of the body.
 HARMLESS = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight|score\.(weight|bias)")
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """A model folder's config.json; CheckpointError if it has none."""
-    return read_json(folder / "config.json", "no such file (a Hugging Face model folder is expected)")
 
 
 class ModelFolder(ABC):
@@ -52,6 +48,17 @@ class ModelFolder(ABC):
         """`tensor[box]` on the CPU, in the file's dtype; only these bytes are read."""
         return self.tensor(name).read(box)
 
+    def _check_tied(self) -> None:
+        """CheckpointError where the folder has an output layer of its own, and config.json ties it to an embedding that is another.
+
+        Compares block by block. transformers ties without a word, and so gives another model than the one that the tensors are of."""
+        embedding, output = self.tensor(EMBEDDING.hf[0][0]), self.tensor(OUTPUT.hf[0][0])
+        if output.dtype != embedding.dtype or any(as_bytes(output.read(b)) != as_bytes(embedding.read(b)) for b in embedding.blocks()):
+            raise CheckpointError(
+                f"{output.pieces[0].stored.path}: {output.name}: differs from {embedding.name}, and {self.path}/config.json says "
+                "tie_word_embeddings: true (set it to false to use this tensor, or take the tensor out of the files)"
+            )
+
 
 class HFFolder(ModelFolder):
     """A Hugging Face folder (config.json, `*.safetensors`) whose headers agree with its config.
@@ -63,11 +70,7 @@ class HFFolder(ModelFolder):
     def __init__(self, path: Path, *, critic: bool = False) -> None:
         self.path = Path(path)
         self.config = read_config(self.path)
-        try:
-            family_of(self.config)
-            self.shapes = hf_shapes(self.config, critic=critic)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path}/{error}") from None
+        self.shapes = hf_shapes(self.config, critic=critic)
         self._files = self._open()
         self._offsets: dict[Path, dict[str, int]] = {}
         self._check(critic)
@@ -100,10 +103,16 @@ class HFFolder(ModelFolder):
         for name, file in weight_map.items():
             if name not in present[file]:
                 raise CheckpointError(f"{index}: {name}: is said to be in {file}, which does not have it")
-        return {name: handles[file] for name, file in weight_map.items()}
+        known = {*weight_map, *self.shapes}
+        unlisted = {name: handles[file] for file, names in present.items() for name in names if name not in known}
+        return unlisted | {name: handles[file] for name, file in weight_map.items()}
 
     def _check(self, critic: bool) -> None:
-        for name, shape in self.shapes.items():
+        shapes, output = dict(self.shapes), OUTPUT.hf[0][0]
+        tied = is_tied(self.config) and not critic and output in self._files
+        if tied:
+            shapes[output] = shapes[EMBEDDING.hf[0][0]]
+        for name, shape in shapes.items():
             if name not in self._files:
                 if critic and name == "score.weight":
                     continue
@@ -117,6 +126,8 @@ class HFFolder(ModelFolder):
         for name, (path, _) in self._files.items():
             if name not in self.shapes and not HARMLESS.fullmatch(name):
                 raise CheckpointError(f"{path}: {name}: a {self.config['model_type']} model has no such tensor")
+        if tied:
+            self._check_tied()
         if critic and "score.bias" in self._files and self.read("score.bias", ((0, 1),)).count_nonzero():
             path = self._files["score.bias"][0]
             raise CheckpointError(f"{path}: score.bias: is not zero, but the value head has no bias that could take it")
@@ -148,7 +159,7 @@ def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder
     """Fills one rank's tensors (local names, see `table_names`) with its slices, cast to each tensor's dtype; padding becomes zero.
 
     Returns the names that the folder has nothing for (a critic's `value_head.weight`), which are left as they are.
-    ValueError if tensors and shards do not agree.
+    ValueError if tensors and shards do not agree, CheckpointError naming file and tensor for a number that is not finite.
     """
     if tensors.keys() != shards.keys():
         raise ValueError(f"tensors and layout differ in {sorted(tensors.keys() ^ shards.keys())}")
@@ -161,10 +172,25 @@ def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder
             missing.append(name)
             continue
         for region in shard.regions:
-            view(tensor, region.local_box).copy_(folder.read(region.hf_name, region.hf_box))
+            values = folder.read(region.hf_name, region.hf_box)
+            if not _is_finite(values):
+                raise _not_finite(folder.tensor(region.hf_name))
+            view(tensor, region.local_box).copy_(values)
         for box in shard.padding:
             view(tensor, box).zero_()
     return missing
+
+
+def _is_finite(values: Tensor) -> bool:
+    """In one pass and without memory of its own: NaN is a tensor's smallest and largest number, where there is one."""
+    return values.numel() == 0 or all(bool(extreme.isfinite()) for extreme in values.aminmax())
+
+
+def _not_finite(tensor: Made) -> CheckpointError:
+    """Names the file, of those that hold parts of the tensor, that has the number."""
+    piece = next((piece for piece in tensor.pieces if not _is_finite(tensor.read(piece.dst))), tensor.pieces[0])
+    numbers = "numbers that are NaN or infinite (the file is damaged, or what wrote it had diverged: take another)"
+    return CheckpointError(f"{piece.stored.path}: {tensor.name}: holds {numbers}")
 
 
 def view(tensor: Tensor, box: Box) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.files import read_json
+from megarl.weights.families import read_config
 
 # layers, hidden, heads, key/value heads, head_dim, feed-forward columns, vocabulary, tied embeddings
 _DENSE: dict[str, tuple[str, int, int, int, int, int, int, int, bool]] = {
@@ -55,7 +55,7 @@ def planning_config(path: Path, name: str | None = None) -> tuple[str, Mapping[s
     """(where it is from, config.json) of the model to plan with: a known one by `name`, else the folder's, else a known one that is named
     like the folder (a suffix such as -Instruct aside). ConfigError if there is none."""
     if name is None and (path / "config.json").is_file():
-        return str(path / "config.json"), read_json(path / "config.json")
+        return str(path / "config.json"), read_config(path)
     wanted = path.name if name is None else name
     found = max((known for known in KNOWN_MODELS if f"{wanted}-".lower().startswith(f"{known}-".lower())), key=len, default=None)
     if found is None:

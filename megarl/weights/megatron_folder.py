@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megarl.config.errors import CheckpointError
 from megarl.config.files import check_index
-from megarl.weights.families import OUTPUT, VALUE_HEAD, Pair, Shape, Sizes
+from megarl.weights.families import EMBEDDING, OUTPUT, VALUE_HEAD, Pair, Shape, Sizes, is_tied
 from megarl.weights.hf_io import HFFolder, ModelFolder, read_config
 from megarl.weights.layout import Box, Region, hf_shapes, pair_shard, whole_model
 from megarl.weights.megatron_io import METADATA, keys_of, lead_of, whole_shape
@@ -60,6 +60,8 @@ class MegatronFolder(ModelFolder):
         self._parts = self._find()
         self.missing = tuple(name for name in self.shapes if name not in self._parts)
         self._check_files()
+        if OUTPUT.hf[0][0] in self._parts and OUTPUT.hf[0][0] not in self.shapes:
+            self._check_tied()
 
     def tensor(self, name: str) -> Made:
         """Where a Hugging Face tensor of the model lies. CheckpointError if a chunk of it is not where the index says."""
@@ -67,7 +69,7 @@ class MegatronFolder(ModelFolder):
         for index, src, dst in self._parts[name]:
             lead = len(src) - len(dst)
             pieces.append(Piece(_within(self._chunk(index, name), [start for start, _ in src[:lead]]), src[lead:], dst))
-        return made(name, self.shapes[name], pieces)
+        return made(name, self.shapes.get(name, self.shapes[EMBEDDING.hf[0][0]]), pieces)
 
     def _find(self) -> dict[str, list[tuple[MetadataIndex, Box, Box]]]:
         """Hugging Face name -> (chunk, box in it, box in the tensor)."""
@@ -75,7 +77,10 @@ class MegatronFolder(ModelFolder):
         sizes = Sizes.of(self.config)
         known: set[str] = {*HEADS}  # those of another use of the body do no harm
         by_lead: dict[str, dict[Shape, list[ChunkStorageMetadata]]] = {}
-        for pair, layer, expert in whole_model(self.config, critic=self.critic):
+        places = whole_model(self.config, critic=self.critic)
+        if is_tied(self.config) and not self.critic and OUTPUT.megatron in self._tensors:
+            places.append((OUTPUT, 0, 0))  # only to be compared with the embedding
+        for pair, layer, expert in places:
             key = next((key for key in keys_of(pair) if key in self._tensors), None)
             if key is None and pair is VALUE_HEAD:
                 continue

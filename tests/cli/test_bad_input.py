@@ -13,15 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from megarl.cli.main import main
+from megarl.weights.hf_io import HFFolder
 from tests.cli.scene import Scene, write_jsonl
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import LLAMA3_ROPE, make_tiny_model
+
+NULL = object()
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Sets keys of a JSON file; None takes a key away."""
+    """Sets keys of a JSON file; None takes a key away, NULL writes null."""
     content = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    kept = {key: value for key, value in content.items() if value is not None}
+    path.write_text(json.dumps({key: None if value is NULL else value for key, value in kept.items()}))
 
 
 class TestKeys:
@@ -58,6 +64,16 @@ class TestKeys:
         "rollout.engine=sglang": "rollout.engine: sglang is not installed (pip install 'megarl[sglang]', or use transformers)",
         "model.layers=te": "model.layers: te needs a CUDA device and transformer-engine",
         "data.train=[]": "{x}: data.train: must name at least one file",
+        "watchdog.limits.rolout=5": "command line: watchdog.limits: must be 'start', 'choose a checkpoint'",
+        "watchdog.limits.rollout=-5": "command line: watchdog.limits: must be greater than 0 (got -5)",
+        "run_dir={folder}/model": "{x}: run_dir: {folder}/model is in model.path {folder}/model, where nothing is to be written",
+        "run_dir={folder}/train.jsonl/../model/run": "{x}: run_dir: {folder}/train.jsonl/../model/run is in model.path",
+        "model.path={folder}/run/hf": "{x}: model.path: {folder}/run/hf is one of the folders that the run writes in run_dir",
+        "recipe=vapo critic.path={folder}/run/critic_pretrained": "{x}: critic.path: {folder}/run/critic_pretrained is one of",
+        "recipe=vapo critic.path={folder}/c value_pretraining.rollouts={folder}/c": (
+            "{x}: value_pretraining.rollouts: {folder}/c is in critic.path {folder}/c, where nothing is to be written"
+        ),
+        "rollout.engine_options.trust_remote_code=true": "{x}: rollout.engine_options: trust_remote_code: code that lies in",
     }
 
     @pytest.mark.parametrize("overrides", CASES)
@@ -65,7 +81,10 @@ class TestKeys:
         if overrides == "rollout.engine=sglang" and find_spec("sglang"):
             pytest.skip("sglang is installed")
         expected = self.CASES[overrides].replace("{x}", str(scene.config)).replace("{folder}", str(scene.folder))
-        assert scene.train_refused(*overrides.split()).startswith(expected)
+        given = overrides.replace("{folder}", str(scene.folder)).split()
+        before = sorted(scene.folder.rglob("*"))
+        assert scene.train_refused(*given).startswith(expected)
+        assert sorted(scene.folder.rglob("*")) == before
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
     def test_cuda_where_there_is_none(self, scene: Scene) -> None:
@@ -106,7 +125,7 @@ class TestModelFolder:
         (model_copy / "config.json").unlink()
         assert self.damaged(scene, model_copy) == "/config.json: no such file (a Hugging Face model folder is expected)"
 
-    @pytest.mark.parametrize("content", ["", "{", "[1]", "\x00"])
+    @pytest.mark.parametrize("content", ["", "{", "[1]", "\x00", "[" * 100_000])
     def test_config_that_is_none(self, scene: Scene, model_copy: Path, content: str) -> None:
         (model_copy / "config.json").write_text(content)
         assert self.damaged(scene, model_copy).startswith("/config.json: ")
@@ -120,6 +139,42 @@ class TestModelFolder:
         ({"hidden_size": 64}, "/model.safetensors: model.embed_tokens.weight: shape (307, 32), but config.json asks for (307, 64)"),
         ({"num_hidden_layers": 4}, ": model.layers.2."),
         ({"num_hidden_layers": 1}, "/model.safetensors: model.layers.1."),
+        ({"num_hidden_layers": True}, "/config.json: num_hidden_layers: must be a positive integer (got True)"),
+        ({"vocab_size": -307}, "/config.json: vocab_size: must be a positive integer (got -307)"),
+        ({"intermediate_size": 48.0}, "/config.json: intermediate_size: must be a positive integer (got 48.0)"),
+        ({"num_attention_heads": 64}, "/config.json: head_dim: must be a positive integer (got 0)"),
+        ({"num_attention_heads": 0}, "/config.json: num_attention_heads: must be a positive integer (got 0)"),
+        ({"head_dim": 7}, "/config.json: head_dim: must be even for rotary embeddings (got 7)"),
+        ({"num_key_value_heads": None}, "/model.safetensors: model.layers.0.self_attn.k_proj.weight: shape (16, 32)"),
+        ({"rope_theta": "big"}, "/config.json: rope_theta: must be a number > 0 (got 'big')"),
+        ({"rope_theta": 0}, "/config.json: rope_theta: must be a number > 0 (got 0)"),
+        ({"rms_norm_eps": "tiny"}, "/config.json: rms_norm_eps: must be a number between 0 and 1 (got 'tiny')"),
+        ({"rms_norm_eps": -1}, "/config.json: rms_norm_eps: must be a number between 0 and 1 (got -1)"),
+        ({"tie_word_embeddings": "no"}, "/config.json: tie_word_embeddings: must be true or false (got 'no')"),
+        ({"max_position_embeddings": NULL}, "/config.json: max_position_embeddings: must be a positive integer (got None)"),
+        ({"max_position_embeddings": "4k"}, "/config.json: max_position_embeddings: must be a positive integer (got '4k')"),
+        ({"dtype": "float99"}, "/config.json: dtype: must be null or one of float32, bfloat16"),
+        ({"torch_dtype": ["float32"]}, "/config.json: torch_dtype: must be null or one of float32, bfloat16"),
+        ({"layer_types": ["sliding_attention"] * 2}, "/config.json: layer_types: must be full_attention throughout"),
+        ({"rope_scaling": "yarn"}, "/config.json: rope_scaling: must be null or an object (got 'yarn')"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "/config.json: rope_type: 'yarn' scales attention by 1.1"),
+        ({"rope_scaling": {"type": "yarn"}}, "/config.json: rope_scaling.factor: is missing, and rope_type yarn needs it"),
+        ({"rope_scaling": {"rope_type": "wavy"}}, "/config.json: rope_scaling.rope_type: 'wavy' is not known (known: default,"),
+        ({"rope_scaling": {"rope_type": 3}}, "/config.json: rope_scaling.rope_type: 3 is not known (known: default,"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "/config.json: rope_scaling.short_factor: is missing, and rope_type longrope"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": None}}, "/config.json: rope_parameters.factor: must be a number > 0"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "/config.json: rope_scaling.factor: is missing, and rope_type llama3 needs"),
+        ({"rope_scaling": LLAMA3_ROPE | {"factor": "8"}}, "/config.json: rope_scaling.factor: must be a number > 0 (got '8')"),
+        ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4}}, "/config.json: rope_scaling.low_freq_factor: must be below high"),
+        ({"rope_parameters": {"full_attention": {}}}, "/config.json: rope_parameters.full_attention: {} is not supported"),
+        ({"partial_rotary_factor": 0.5}, "/config.json: partial_rotary_factor: must be 1, as heads are rotated whole (got 0.5)"),
+        ({"attention_dropout": "some"}, "/config.json: not a configuration that transformers takes: "),
+        ({"eos_token_id": "x"}, "/config.json: not a configuration that transformers takes: "),
+        ({"rope_theta": 10**400}, "/config.json: rope_theta: must be a number > 0"),
+        ({"rope_theta": 1e-300}, "/config.json: rope_theta: gives frequencies that are not finite"),
+        ({"pad_token_id": 307}, "/config.json: pad_token_id: is outside the vocabulary of 307 (got 307)"),
+        ({"use_cache": {}}, "/config.json: not a configuration that transformers takes: "),
+        ({"auto_map": {"AutoModelForCausalLM": "m.M"}}, "/config.json: auto_map: asks for code that lies in the folder, which"),
     ]
 
     @pytest.mark.parametrize(("changes", "expected"), CONFIGS, ids=lambda value: str(value)[:40])
@@ -141,10 +196,75 @@ class TestModelFolder:
         (model_copy / "tokenizer.json").unlink()
         assert self.damaged(scene, model_copy) == ": no tokenizer.json (the model's folder must hold its tokenizer)"
 
-    @pytest.mark.parametrize("content", ["", "{}", "[", '{"model": {"type": "BPE"}}'])
+    DAMAGED = {
+        "": "cannot be read as JSON",
+        "[": "cannot be read as JSON",
+        "[]": "a JSON object is expected",
+        "{}": "its tokenizer cannot be loaded: ",
+        '{"model": {"type": "BPE"}}': "its tokenizer cannot be loaded: ",
+        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}': "its tokenizer cannot be loaded: ",
+    }
+
+    @pytest.mark.parametrize("content", DAMAGED)
     def test_damaged_tokenizer(self, scene: Scene, model_copy: Path, content: str) -> None:
         (model_copy / "tokenizer.json").write_text(content)
-        assert self.damaged(scene, model_copy).startswith(": its tokenizer cannot be loaded: ")
+        assert self.damaged(scene, model_copy).startswith(f"/tokenizer.json: {self.DAMAGED[content]}")
+
+    @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"])
+    @pytest.mark.parametrize("content", ["", "{", "[1]"])
+    def test_damaged_files_beside_it(self, scene: Scene, model_copy: Path, name: str, content: str) -> None:
+        (model_copy / name).write_text(content)
+        assert self.damaged(scene, model_copy).startswith(f"/{name}: ")
+
+    @pytest.mark.parametrize("changes", [{"eos_token": 3}, {"chat_template": 7}, {"model_max_length": "x"}, {"extra_special_tokens": 1}])
+    def test_settings_of_the_tokenizer_of_a_wrong_kind(self, scene: Scene, model_copy: Path, changes: dict[str, Any]) -> None:
+        (model_copy / "chat_template.jinja").unlink()
+        edit_json(model_copy / "tokenizer_config.json", **changes)
+        assert scene.train_refused(f"model.path={model_copy}")
+
+    def test_a_token_beyond_the_vocabulary(self, scene: Scene, model_copy: Path) -> None:
+        content = json.loads((model_copy / "tokenizer.json").read_text())
+        vocabulary = content["model"]["vocab"]
+        vocabulary[next(token for token, number in vocabulary.items() if number == 200)] = 5000
+        (model_copy / "tokenizer.json").write_text(json.dumps(content))
+        expected = "/tokenizer.json: has a token of id 5000, but config.json's vocab_size is 307"
+        assert self.damaged(scene, model_copy) == expected
+
+    @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+    def test_code_in_the_folder_is_never_run(self, scene: Scene, model_copy: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        """Whatever the user would say to transformers' question."""
+        code = f"open({str(model_copy / 'it ran')!r}, 'w')\nfrom transformers import Qwen2Config as C, PreTrainedTokenizerFast as T\n"
+        (model_copy / "code.py").write_text(code)
+        for kind in ("AutoConfig", "AutoModelForCausalLM"):
+            monkeypatch.setattr("builtins.input", lambda *_: "y")
+            edit_json(model_copy / name, auto_map={kind: "code.C", "AutoTokenizer": ["code.T", "code.T"]})
+            assert self.damaged(scene, model_copy).startswith(f"/{name}: auto_map: asks for code that lies in the folder, which is never")
+        edit_json(model_copy / name, auto_map=["code.T", "code.T"], tokenizer_class="T", model_type="own")
+        self.damaged(scene, model_copy)
+        assert not (model_copy / "it ran").exists()
+
+    @pytest.mark.parametrize("sharded", [False, True])
+    def test_a_tied_output_layer_of_its_own(self, scene: Scene, tmp_path: Path, sharded: bool) -> None:
+        """transformers ties, and drops the tensor without a word; train, check, eval and convert refuse."""
+        folder = make_tiny_model(tmp_path / "m", "qwen2", max_positions=256, max_shard_bytes=20_000 if sharded else None)
+        edit_json(folder / "config.json", tie_word_embeddings=True)
+        [path] = [file for file in folder.glob("*.safetensors") if "lm_head.weight" in load_file(file)]
+        said = (
+            f"{path}: lm_head.weight: differs from model.embed_tokens.weight, and {folder}/config.json says tie_word_embeddings: true "
+            "(set it to false to use this tensor, or take the tensor out of the files)"
+        )
+        assert scene.train_refused(f"model.path={folder}") == f"model.path: {said}"
+        assert scene.refused("config", "check", str(scene.config), f"model.path={folder}") == f"model.path: {said}"
+        assert scene.refused("eval", str(scene.config), "--checkpoint", str(folder)) == f"--checkpoint: {said}"
+        assert scene.refused("convert", "to-megatron", str(folder), str(tmp_path / "out")) == said
+        edit_json(folder / "config.json", tie_word_embeddings=False)
+        HFFolder(folder)
+        edit_json(folder / "config.json", tie_word_embeddings=True)
+        embedding = next(
+            t["model.embed_tokens.weight"] for t in map(load_file, folder.glob("*.safetensors")) if "model.embed_tokens.weight" in t
+        )
+        save_file(load_file(path) | {"lm_head.weight": embedding.clone()}, path, metadata={"format": "pt"})
+        assert HFFolder(folder).extra == ("lm_head.weight",), "the same bits twice are the same model"
 
     def test_tokenizer_without_an_end(self, scene: Scene, tmp_path: Path) -> None:
         folder = make_tiny_model(tmp_path / "m", "llama", max_positions=256)  # for Qwen transformers would invent one
@@ -165,6 +285,10 @@ class TestModelFolder:
         (model_copy / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}")
         line = scene.train_refused(f"model.path={model_copy}")
         assert line.startswith("data.template: the tokenizer's chat template fails: ") and line.endswith("or set data.template=raw)")
+        (model_copy / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
+        assert self.damaged(scene, model_copy).startswith("/chat_template.jinja: its tokenizer cannot be loaded: ")
+        (model_copy / "chat_template.jinja").write_text("{{ 1 / 0 }}")
+        assert "template fails: ZeroDivisionError: division by zero (" in scene.train_refused(f"model.path={model_copy}")
 
     def test_critic(self, scene: Scene, tmp_path: Path, model_copy: Path) -> None:
         assert scene.train_refused("recipe=vapo", "critic.path=/no/critic").startswith("critic.path: /no/critic: no such folder")
@@ -176,8 +300,6 @@ class TestModelFolder:
         assert self.damaged(scene, model_copy, "critic.path").startswith("/config.json: model_type: 'bert' is not a known family")
 
     def test_critic_with_two_labels(self, scene: Scene, tmp_path: Path) -> None:
-        from safetensors.torch import load_file, save_file
-
         folder = make_tiny_model(tmp_path / "m", "qwen2", max_positions=256, classification="sequence")
         weights = load_file(folder / "model.safetensors")
         weights["score.weight"] = torch.cat([weights["score.weight"]] * 2)
@@ -206,6 +328,15 @@ class TestData:
         files = f"data.eval=[{scene.folder}/train.jsonl, {tmp_path / name}]"
         assert scene.train_refused(files).startswith(f"{tmp_path / name}: {expected}")
 
+    @pytest.mark.parametrize("key", ["train", "eval"])
+    def test_prompts_that_are_all_too_long(self, scene: Scene, tmp_path: Path, key: str) -> None:
+        rows = [{"question": f"{number}" * 200, "answer": "1"} for number in range(3)]
+        path = write_jsonl(tmp_path / "long.jsonl", rows)
+        line = scene.train_refused(f"data.{key}=[{scene.folder}/train.jsonl, {path}]")
+        assert line.startswith(f"{path}: no row can be used: 3 x longer than data.max_prompt_tokens 128 (see ")
+        last = write_jsonl(tmp_path / "last.jsonl", [*rows, {"question": "1 + 1 = ?", "answer": "2"}])
+        assert main(["config", "check", str(scene.config), f"data.{key}=[{last}]"]) == 0
+
     def test_missing(self, scene: Scene, tmp_path: Path) -> None:
         assert scene.train_refused("data.train=[/no/such.parquet]") == "/no/such.parquet: no such file"
         assert scene.train_refused(f"data.train=[{tmp_path}]") == f"{tmp_path}: not a file (name the .parquet or .jsonl files)"
@@ -228,6 +359,12 @@ class TestRunFolder:
     def test_name_too_long(self, scene: Scene) -> None:
         assert "cannot be written: File name too long" in scene.train_refused(f"run_dir=/tmp/{'x' * 300}")
 
+    def test_a_link_to_the_models_folder(self, scene: Scene, tmp_path: Path) -> None:
+        (tmp_path / "link").symlink_to(scene.folder / "model")
+        (tmp_path / "loop").symlink_to(tmp_path / "loop")
+        assert f"run_dir: {tmp_path}/link/run is in model.path" in scene.train_refused(f"run_dir={tmp_path}/link/run")
+        assert scene.train_refused(f"run_dir={tmp_path}/loop").startswith(f"run_dir: {tmp_path}/loop: cannot be written: ")
+
     def test_used_already(self, scene: Scene, tmp_path: Path) -> None:
         (tmp_path / "metrics.jsonl").write_text("")
         before = set(os.listdir(tmp_path))
@@ -249,6 +386,8 @@ class TestEvaluation:
         assert self.refused(scene, "reward.verifier=x:y").startswith("reward.verifier: x cannot be imported")
         (tmp_path / "file").write_text("")
         assert self.refused(scene, "--out", f"{tmp_path}/file").startswith(f"{tmp_path}/file: cannot be written: ")
+        inside = f"{scene.folder}/model/answers"
+        assert self.refused(scene, "--out", inside).startswith(f"{inside}: is in the model's folder {scene.folder}/model, where nothing")
         assert not (scene.folder / "run").exists()
 
     def test_checkpoint_without_tokenizer(self, scene: Scene, model_copy: Path) -> None:
@@ -333,7 +472,5 @@ class TestRealProcess:
 def test_a_row_that_is_no_row_does_not_stop_the_others(scene: Scene, tmp_path: Path) -> None:
     mixed = write_jsonl(tmp_path / "mixed.jsonl", [{"question": "a?"}, {"question": "What is 1 + 1?", "answer": "2"}])
     assert scene.capsys is not None
-    from megarl.cli.main import main
-
     assert main(["config", "check", str(scene.config), f"data.train=[{mixed}]"]) == 0
     assert scene.capsys.readouterr().out == f"{scene.config}: the configuration holds\n"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megarl.parallel.launch import HUNG, verdict
-from tests.cli.processes import Job, megarl
+from tests.cli.processes import Job, megarl, wait_for
 from tests.cli.scene import Scene
 
 ENDLESS = ("steps=100000", "rollout.dynamic_sampling.max_batches=1", "rollout.dynamic_sampling.at_limit=continue", "data.eval=[]")
@@ -48,6 +50,39 @@ class TestVerdict:
     def test_a_crash(self) -> None:
         code, line = verdict({0: (-signal.SIGSEGV, {})}, self.RUN)
         assert code == 139 and line.startswith("rank 0 was killed by signal 11 (SIGSEGV)") and "dmesg" not in line
+
+    def test_a_rank_that_could_not_take_the_launchers_wish_yet(self) -> None:
+        lost = self.word("rank 1: lost another rank", 1.0, peer_lost=True)
+        ends = {0: (-signal.SIGUSR1, {}), 1: (1, lost), 2: (-signal.SIGTERM, {})}
+        told = "stopped by SIGTERM: rank 0 had nothing to save; the same command continues from what is in runs/x"
+        assert verdict(ends, self.RUN, asked=signal.SIGTERM) == (75, told)
+        code, line = verdict(ends, self.RUN)  # nobody has asked: whoever sent that was not the launcher
+        assert code == 138 and line.startswith("rank 0 was killed by signal 10 (SIGUSR1)")
+        code, line = verdict({**ends, 2: (-signal.SIGKILL, {})}, self.RUN, asked=signal.SIGTERM)
+        assert code == 75 and "stopped by SIGTERM" in line
+
+
+# In a rank: waits for `go` where Python starts (as with a slow file system), or where torch is imported.
+SLOW_START = """
+import os, sys, time
+from pathlib import Path
+
+folder, rank = Path({folder!r}), os.environ.get("RANK", "alone")
+
+def wait():
+    (folder / f"waits-{{rank}}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+
+class AtTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            wait()
+
+if rank in {ranks!r}:
+    wait() if {where!r} == "python" else sys.meta_path.insert(0, AtTorch())
+"""
 
 
 @pytest.fixture
@@ -102,6 +137,57 @@ class TestRealJob:
             job.wait_for_steps()
             code, errors = job.end(signal.SIGTERM)
         assert (code, errors) == (143, "megarl: ended by SIGTERM, with all ranks\n")
+
+    @pytest.mark.parametrize("where", ["python", "torch"])
+    def test_told_to_end_while_the_ranks_are_importing(self, job_scene: Scene, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+        """No rank has a handler yet (they die of what the launcher passes on), or all have one and note what they were told."""
+        folder = self.slow_start(job_scene, monkeypatch, where, ("0", "1"))
+        with Job(job_scene.config, *ENDLESS, "checkpoint.every=1") as job:
+            job.ranks(2)
+            wait_for("the ranks to import", lambda: len(list(folder.glob("waits-*"))) == 2)
+            job.process.send_signal(signal.SIGTERM)
+            wait_for("the launcher's word", lambda: "the ranks have 300 s to save and leave" in job.errors.read_text())
+            if where == "torch":
+                (folder / "go").touch()
+            code, errors = job.end()
+        assert code == 75 and errors.count("\n") == 2 and "killed" not in errors, errors
+        if where == "python":
+            told = r"megarl: stopped by SIGTERM: rank [01] had nothing to save; the same command continues from what is in "
+            assert re.match(told + re.escape(f"{job_scene.folder}/run"), errors.splitlines()[1])
+        else:
+            assert errors.endswith("megarl: stopped by SIGUSR1: before the first step, nothing is lost; the same command continues\n")
+
+    def test_told_to_end_while_a_rank_without_our_launcher_is_importing(self, job_scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As torchrun's ranks are: they take SIGTERM themselves."""
+        folder = self.slow_start(job_scene, monkeypatch, "torch", ("alone",))
+        with Job(job_scene.config, *ENDLESS, "parallel.tp=1", "checkpoint.every=1") as job:
+            wait_for("the import", (folder / "waits-alone").exists)
+            job.process.send_signal(signal.SIGTERM)
+            (folder / "go").touch()
+            code, errors = job.end()
+        assert (code, errors) == (
+            75,
+            "megarl: stopped by SIGTERM: before the first step, nothing is lost; the same command continues\n",
+        )
+
+    def slow_start(self, scene: Scene, monkeypatch: pytest.MonkeyPatch, where: str, ranks: tuple[str, ...]) -> Path:
+        folder = scene.folder / "slow"
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(SLOW_START.format(folder=str(folder), where=where, ranks=ranks))
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+        return folder
+
+    def test_weights_that_are_not_numbers(self, job_scene: Scene) -> None:
+        """Only a rank that reads the slice can know; all of them end, and the file and the tensor are named once."""
+        path, name = job_scene.folder / "model" / "model.safetensors", "model.layers.1.mlp.down_proj.weight"
+        weights = load_file(path)
+        weights[name][3, -1] = float("nan")  # in the slice of the second rank
+        save_file(weights, path, metadata={"format": "pt"})
+        with Job(job_scene.config) as job:
+            job.ranks(2)
+            code, errors = job.end()
+        said = f"megarl: {path}: {name}: holds numbers that are NaN or infinite (the file is damaged, or what wrote it had diverged"
+        assert (code, errors) == (2, f"{said}: take another)\n")
 
     def test_a_killed_launcher_takes_its_ranks_with_it(self, job_scene: Scene) -> None:
         with Job(job_scene.config, *ENDLESS) as job:

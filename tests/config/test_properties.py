@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import annotated_types
 import pytest
@@ -47,15 +47,19 @@ def one(kind: Any, bounds: dict[str, Any]) -> st.SearchStrategy[Any]:
     return TEXTS
 
 
-def values(field: FieldInfo) -> st.SearchStrategy[Any]:
-    """Values of a knob, from its annotation and bounds alone."""
-    bounds = {
+def limits(field: FieldInfo) -> dict[str, Any]:
+    """ge, gt, le, lt of a field."""
+    return {
         type(limit).__name__.lower(): next(iter(vars(limit).values()))
         if hasattr(limit, "__dict__")
         else getattr(limit, type(limit).__name__.lower())
         for limit in field.metadata
         if isinstance(limit, annotated_types.Ge | annotated_types.Gt | annotated_types.Le | annotated_types.Lt)
     }
+
+
+def values(field: FieldInfo) -> st.SearchStrategy[Any]:
+    """Values of a knob, from its annotation and bounds alone."""
 
     def of(annotation: Any) -> st.SearchStrategy[Any]:
         if annotation is type(None):
@@ -66,10 +70,14 @@ def values(field: FieldInfo) -> st.SearchStrategy[Any]:
             kind, last = get_args(annotation)
             return st.lists(of(kind), min_size=0 if last is ... else 2, max_size=3 if last is ... else 2)
         if get_origin(annotation) is dict:
-            return st.dictionaries(TEXTS.filter(bool), of(get_args(annotation)[1]), max_size=3)
+            key, value = get_args(annotation)
+            return st.dictionaries(TEXTS.filter(bool) if key is str else of(key), of(value), max_size=3)
+        if get_origin(annotation) is Annotated:
+            kind, bounded = get_args(annotation)
+            return one(kind, limits(bounded))
         if get_args(annotation):
             return st.one_of(*map(of, get_args(annotation)))
-        return one(annotation, bounds)
+        return one(annotation, limits(field))
 
     return of(field.annotation)
 

@@ -19,15 +19,18 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from megarl.config.errors import CheckpointError, MegarlError
 from megarl.config.files import check_index
-from megarl.config.schema import DataConfig
+from megarl.config.schema import Config, DataConfig
 from megarl.data.experience import Experience
 from megarl.data.reader import validate_files
 from megarl.data.stored import read_experience, read_made_from, write_experience
+from megarl.model.hf_config import check_buildable
 from megarl.rewards import get_verifier
 from megarl.rewards.verdict import Verdict
 from megarl.rewards.worker import judge
+from megarl.schedule.preflight import Described, check_tokenizer
 from megarl.training.checkpoint import find_checkpoint, open_checkpoint
 from megarl.training.state_file import read_state, write_state
+from megarl.weights.families import ROPE_NEEDS, ROPE_NUMBERS, VALUES
 from megarl.weights.hf_io import HFFolder
 from tests.tiny_models import make_tiny_model
 
@@ -90,10 +93,47 @@ def test_config_of_a_model(model: tuple[Path, bytes, bytes], data: st.DataObject
     folder, weights, config = model
     (folder / "model.safetensors").write_bytes(weights)
     values = json.loads(config)
-    key = data.draw(st.sampled_from(sorted(values)))
-    text = json.dumps({**values, key: data.draw(JSON)}).encode()
+    key = data.draw(st.sampled_from(sorted({*values, *VALUES, "head_dim", "auto_map", "id2label", "quantization_config"})))
+    changed = {**values, key: data.draw(JSON)}
+    if data.draw(st.booleans()):
+        changed.pop(data.draw(st.sampled_from(sorted(values))), None)
+    text = json.dumps(changed).encode()
     (folder / "config.json").write_bytes(data.draw(st.one_of(st.just(text), damaged(config))))
     only_our_errors(lambda: HFFolder(folder))
+    only_our_errors(lambda: check_buildable(folder))
+
+
+OTHERS = ("rope_type", "type", "attention_factor", "beta_fast", "short_factor", "long_factor", "mscale")
+ROPE = st.sampled_from(sorted({*ROPE_NUMBERS, *OTHERS}))
+
+
+@QUICK
+@given(kind=st.sampled_from(sorted(ROPE_NEEDS)), rope=st.dictionaries(ROPE, st.integers(-1, 9) | st.floats() | JSON, max_size=6))
+def test_rotary_embeddings_of_a_model(model: tuple[Path, bytes, bytes], kind: str, rope: dict[str, Any]) -> None:
+    folder, _, config = model
+    needed = dict.fromkeys(ROPE_NEEDS[kind], 2.0)
+    (folder / "config.json").write_text(json.dumps({**json.loads(config), "rope_scaling": {"rope_type": kind, **needed, **rope}}))
+    only_our_errors(lambda: check_buildable(folder))
+
+
+@settings(QUICK, max_examples=40)
+@given(data=st.data(), name=st.sampled_from(["tokenizer.json", "tokenizer_config.json", "generation_config.json"]))
+def test_tokenizer_of_a_model(model: tuple[Path, bytes, bytes], data: st.DataObject, name: str) -> None:
+    folder, _, config = model
+    (folder / "config.json").write_bytes(config)
+    whole = (folder / name).read_bytes()
+    values = json.loads(whole)
+    key = data.draw(st.sampled_from(sorted({*values, "chat_template", "eos_token", "tokenizer_class", "added_tokens_decoder"})))
+    inner = values[key] if isinstance(values.get(key), dict) and data.draw(st.booleans()) else None
+    if inner:
+        inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(JSON)
+    text = json.dumps(values if inner else {**values, key: data.draw(JSON)}).encode()
+    (folder / name).write_bytes(data.draw(st.one_of(st.just(text), damaged(whole))))
+    run = {"recipe": "dapo", "run_dir": "x", "steps": 1, "model": {"path": folder}, "data": {"train": ["x.jsonl"]}}
+    try:
+        only_our_errors(lambda: check_tokenizer(Config.model_validate(run), Described(folder, json.loads(config))))
+    finally:
+        (folder / name).write_bytes(whole)
 
 
 @QUICK

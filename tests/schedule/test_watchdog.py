@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -9,12 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import psutil
 import pytest
 
+from megarl.config.schema import WatchedPhase
 from megarl.parallel.launch import HUNG
+from megarl.schedule import phases, scheduler
 from megarl.schedule.hang import Report, culprit
+from megarl.schedule.phases import Phase
 from megarl.schedule.watchdog import read_beat
 
 ROOT = Path(__file__).parents[2]
@@ -28,16 +33,16 @@ def stand_still():
     time.sleep(600)
 
 rank, limit, silence = int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
-config = WatchdogConfig(limit=600, limits={"stand": limit}, silence=silence, period=0.2)
+config = WatchdogConfig(limit=600, limits={"rollout": limit}, silence=silence, period=0.2)
 with Watchdog(Path(sys.argv[1]), rank, 2, config) as watchdog:
     watchdog.depths["answers"] = lambda: 7
-    watchdog.phase("stand", "train", 12)
+    watchdog.phase("rollout", "train", 12)
     stand_still()
 """
 
 
 def ranks(folder: Path, limit: float, silence: float) -> list[subprocess.Popen[str]]:
-    """Two processes that stand still in phase `stand`."""
+    """Two processes that stand still in phase `rollout`."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", RANK, str(folder)]
     started = [
@@ -45,7 +50,7 @@ def ranks(folder: Path, limit: float, silence: float) -> list[subprocess.Popen[s
         for rank in (0, 1)
     ]
     end = time.monotonic() + 200
-    while any((read_beat(folder / "heartbeat", rank) or {}).get("phase") != "stand" for rank in (0, 1)):
+    while any((read_beat(folder / "heartbeat", rank) or {}).get("phase") != "rollout" for rank in (0, 1)):
         assert time.monotonic() < end and all(process.poll() is None for process in started)
         time.sleep(0.05)
     return started
@@ -71,8 +76,8 @@ def test_a_stopped_rank_is_found_by_its_neighbour(tmp_path: Path) -> None:
     (report,) = tmp_path.glob("hang-*.txt")
     assert "the run hangs: rank 1 does not answer" in said and str(report) in said and said.count("\n") == 1
     text = report.read_text()
-    assert text.startswith("culprit: rank 1 does not answer") and "was last seen in phase stand of train step 12" in text
-    assert "rank 0: train step 12, phase stand for" in text and "7 answers" in text and "in stand_still" in text
+    assert text.startswith("culprit: rank 1 does not answer") and "was last seen in phase rollout of train step 12" in text
+    assert "rank 0: train step 12, phase rollout for" in text and "7 answers" in text and "in stand_still" in text
 
 
 @pytest.mark.slow
@@ -85,8 +90,8 @@ def test_a_phase_over_its_limit_is_reported_with_every_stack(tmp_path: Path) -> 
     assert codes == [HUNG, HUNG]
     (report,) = tmp_path.glob("hang-*.txt")  # one of the two has written it
     text = report.read_text()
-    assert "why now: phase stand has taken" in text and text.count("in stand_still") >= 2
-    assert all(f"rank {rank}: train step 12, phase stand for" in text for rank in (0, 1))
+    assert "why now: phase rollout has taken" in text and text.count("in stand_still") >= 2
+    assert all(f"rank {rank}: train step 12, phase rollout for" in text for rank in (0, 1))
 
 
 @pytest.mark.slow
@@ -100,7 +105,7 @@ def test_a_run_that_hangs_ends_though_its_folder_is_gone(tmp_path: Path) -> None
     finally:
         destroy(processes)
     assert codes == [HUNG, HUNG]
-    assert all("phase stand has taken" in text and "no report could be written" in text and text.count("\n") == 1 for text in said)
+    assert all("phase rollout has taken" in text and "no report could be written" in text and text.count("\n") == 1 for text in said)
 
 
 def made(rank: int, phases: int, waits_in: str | None, phase: str = "actor_update") -> Report:
@@ -126,3 +131,13 @@ def test_reports_survive_json() -> None:
     report = made(1, 9, None)
     assert Report.from_json(report.to_json()) == report
     assert json.loads(report.to_json())["rank"] == 1
+
+
+def test_limits_can_be_set_for_all_that_a_run_does_and_for_nothing_else() -> None:
+    """The schema, which knows no phases, names them once more; here is what the scheduler and its phases call themselves."""
+    names = {phase.name for phase in vars(phases).values() if isinstance(phase, Phase)} | {"start"}
+    calls = [node for node in ast.walk(ast.parse(Path(scheduler.__file__).read_text())) if isinstance(node, ast.Call)]
+    for call in calls:
+        if isinstance(call.func, ast.Attribute) and call.func.attr in ("_enter", "_timed"):
+            names |= {part.value for part in call.args[:2] if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+    assert set(get_args(WatchedPhase)) == names | {"export actor", "export critic"}

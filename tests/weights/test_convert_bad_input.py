@@ -105,6 +105,10 @@ def test_damaged_checkpoints(folder: Path, tmp_path: Path) -> None:
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
 
+    def tie(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+
     cases: list[tuple[Callable[[Path], Any], list[str]]] = [
         (lambda path: (path / "__1_0.distcp").unlink(), ["__1_0.distcp: model.", "no such file"]),
         (lambda path: truncate(path / "__1_0.distcp"), ["__1_0.distcp: lm_head.weight: truncated"]),
@@ -112,6 +116,7 @@ def test_damaged_checkpoints(folder: Path, tmp_path: Path) -> None:
         (lambda path: (path / ".metadata").write_bytes(b"nonsense"), [".metadata", "not a readable index"]),
         (lambda path: (path / ".metadata").unlink(), ["no .metadata"]),
         (resize, [".metadata", "decoder.layers.mlp.linear_fc1.weight", "config.json asks for"]),
+        (tie, [".distcp: lm_head.weight: differs from model.embed_tokens.weight", "tie_word_embeddings: true"]),
         (untie, [".metadata", "decoder.layers.self_attention.linear_qkv.bias", "no such tensor"]),
     ]
     for action, said in cases:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,50 @@ def test_tensor_of_another_architecture(folder: Path) -> None:
 
 
 def test_harmless_tensors_are_listed(folder: Path) -> None:
-    extra = {"lm_head.weight": torch.zeros(307, 32), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    extra = {"lm_head.weight": embedding.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     change(folder, lambda tensors: tensors.update(extra))
     assert set(HFFolder(folder).extra) == set(extra)
+
+
+@pytest.mark.parametrize("change_one", [0, 306])
+def test_a_tied_output_layer_that_differs_in_one_number(folder: Path, change_one: int) -> None:
+    other = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    other[change_one, 5] += 1e-7
+    change(folder, lambda tensors: tensors.update({"lm_head.weight": other}))
+    refused(folder, "model.safetensors: lm_head.weight: differs from model.embed_tokens.weight")
+    HFFolder(folder, critic=True)  # has no output layer
+    for unlike, said in ((other.half(), "differs from"), (other[1:].clone(), "shape (306, 32)"), (other.double(), "dtype F64")):
+        change(folder, lambda tensors, unlike=unlike: tensors.update({"lm_head.weight": unlike}))
+        refused(folder, f"model.safetensors: lm_head.weight: {said}")
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_that_are_not_finite(folder: Path, number: float, dtype: torch.dtype) -> None:
+    def damage(tensors: dict[str, Tensor]) -> None:
+        tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
+        tensors[GATE][3, 4] = number
+
+    change(folder, damage)
+    model = HFFolder(folder)
+    for rank, found in ((0, True), (1, False)):  # only who has the slice can know
+        shards = megatron_shards(model.config, Layout(tp=2), tp_rank=rank, pp_rank=0)
+        tensors = {name: torch.zeros(shard.shape) for name, shard in shards.items()}
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors: {GATE}: holds numbers that are NaN") if found else nullcontext():
+            load_into(tensors, shards, model)
+
+
+def test_a_tensor_that_only_a_shard_knows(tmp_path: Path) -> None:
+    """An index that leaves the output layer out does not hide that it is another than the embedding."""
+    folder = make_tiny_model(tmp_path / "model", "qwen2", max_shard_bytes=90_000)
+    index = json.loads((folder / INDEX).read_text())
+    file = index["weight_map"].pop("lm_head.weight")
+    (folder / INDEX).write_text(json.dumps(index))
+    refused(folder, "lm_head.weight: no file has this tensor")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    refused(folder, f"{file}: lm_head.weight: differs from model.embed_tokens.weight")
 
 
 def test_index(tmp_path: Path) -> None:

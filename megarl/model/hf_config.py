@@ -1,0 +1,74 @@
+"""A model folder's config.json as transformers understands it, and what of that this project can build. Imports without Megatron, so that
+it is asked before ranks are started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megarl.config.errors import CheckpointError
+from megarl.weights.families import Sizes, family_of, is_tied, read_config
+
+
+def read_hf_config(folder: Path) -> PretrainedConfig:
+    """The model's configuration; code that lies in the folder is never run. Raises CheckpointError where there is none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: no config.json (model.path must be a Hugging Face folder)")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 (checks of single values, with classes of their own; some end in a TypeError)
+        what = str(error) or type(error).__name__
+        raise CheckpointError(f"{path}: not a configuration that transformers takes: {what}") from None
+
+
+def check_buildable(folder: Path) -> None:
+    """What the model's builder would refuse on every rank, found before there are any. Raises CheckpointError naming config.json and
+    the key."""
+    described, hf = read_config(folder), read_hf_config(folder)
+    sizes = Sizes.of(described)
+    taken = {
+        "num_hidden_layers": (sizes.layers, hf.num_hidden_layers),
+        "num_key_value_heads": (sizes.kv_heads, hf.num_key_value_heads),
+        "head_dim": (sizes.head_dim, head_dim(hf)),
+        "tie_word_embeddings": (is_tied(described), hf.tie_word_embeddings),
+    }
+    try:
+        for key, (ours, theirs) in taken.items():
+            if ours != theirs:  # left out, and transformers' default is another than that of the weights' table
+                raise CheckpointError(f"config.json: {key}: is missing, and transformers takes {theirs}, not {ours} (add it)")
+        if not bool(rope_frequencies(hf).isfinite().all()):
+            raise CheckpointError("config.json: rope_theta: gives frequencies that are not finite (is it, or a factor, very small?)")
+        if family_of(described).is_moe and hf.norm_topk_prob and hf.num_experts_per_tok == 1:
+            what = "true with num_experts_per_tok 1 would leave the router without a gradient"
+            raise CheckpointError(f"config.json: norm_topk_prob: {what}")
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}/{error}") from None
+
+
+def rope_frequencies(hf: PretrainedConfig) -> Tensor:
+    """Inverse frequencies by Hugging Face's own functions, so that every scaling that it knows is exact. float32 [head_dim / 2].
+
+    Raises CheckpointError for a rope_type that cannot be computed or scales attention too."""
+    rope = hf.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        dim = head_dim(hf)
+        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    try:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"config.json: rope_type: {kind!r} cannot be computed: {what} (are its factors there?)") from None
+    if factor != 1.0:
+        raise CheckpointError(f"config.json: rope_type: {kind!r} scales attention by {factor}, which is not implemented")
+    return frequencies.float()
+
+
+def head_dim(hf: PretrainedConfig) -> int:
+    """Width of one attention head."""
+    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
