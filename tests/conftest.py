@@ -35,5 +35,14 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
         started.close()
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests need ranks go to one process of the tests, so that each layout's ranks are started once."""
+    forking = {"ranks", "RankPool", "FORK", "in_a_fork"}
+    with_ranks = {item.path for item in items if forking & {*getattr(item, "fixturenames", ()), *vars(getattr(item, "module", item))}}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("ranks" if item.path in with_ranks else item.path.stem))
+
+
 def pytest_sessionfinish() -> None:
     forkserver._forkserver._stop()  # waits for it, so that nothing is left behind, and `time` counts what it and its ranks took

@@ -16,6 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -79,6 +80,12 @@ class RankPool:
             process.kill()
         for process in self.processes:
             process.join(30)
+
+
+def in_a_fork(job: Callable[..., Any], *arguments: Any) -> Any:
+    """What the job gives in a process of its own, which has imported everything."""
+    with ProcessPoolExecutor(1, mp_context=FORK) as pool:
+        return pool.submit(job, *arguments).result(LIMIT)
 
 
 def _serve(rank: int, world: int, port: int, config: ParallelConfig, pipe: Connection, path: list[str]) -> None:

@@ -88,6 +88,7 @@ class TestRefusals:
         assert (mine / "thesis.txt").read_text() == "precious"
 
 
+@pytest.mark.slow  # each job imports torch and Megatron
 class TestJobs:
     def test_a_failure_is_told_with_its_last_line_and_the_others_go_on(self, tmp_path: Path) -> None:
         jobs = [Job(str(i), ("train", f"{tmp_path}/gone{i}.yaml"), tmp_path / f"{i}.txt") for i in range(3)]
@@ -97,14 +98,12 @@ class TestJobs:
             file = f"{tmp_path}/gone{one.job.name}.yaml"
             assert (one.code, one.problem) == (2, f"exit code 2: megarl: {file}: no such file (log: {one.job.log})")
 
-    @pytest.mark.slow
     def test_the_time_limit(self, table: Path, tmp_path: Path) -> None:
         job = Job("slow", ("train", str(CONFIGS / "demo_sft.yaml")), tmp_path / "log.txt")
         [one] = run_jobs([job], 1, 0.3)
         assert one.code == -signal.SIGTERM
         assert one.problem.startswith("ended after 0 s, its time limit: ") and one.seconds < 30
 
-    @pytest.mark.slow
     def test_closing_ends_what_runs(self, tmp_path: Path) -> None:
         jobs = [
             Job("fails", ("train", "gone.yaml"), tmp_path / "a.txt"),

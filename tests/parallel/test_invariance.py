@@ -35,6 +35,8 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     "value": ("critic", {}),
     "value, clipped": ("critic", {"value_clip": 0.1}),
 }
+LATER = {term for term in TERMS if "weights of" in term or "masked" in term or "clipped" in term}
+"""Variants of terms that the fast tests have: two seconds each, of six layouts."""
 
 
 def make_batch(only_first_correct: bool = False) -> Experience:
@@ -62,7 +64,7 @@ def relative_difference(found: dict[str, torch.Tensor], expected: dict[str, torc
     return float(difference / norm)
 
 
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("term", [pytest.param(term, marks=[pytest.mark.slow] if term in LATER else []) for term in TERMS])
 def test_gradients_do_not_depend_on_the_layout(term: str, ranks: Callable[[int, int, int], RankPool], tmp_path: Path) -> None:
     which, options = TERMS[term]
     folder = make_tiny_model(

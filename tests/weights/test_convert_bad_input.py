@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -293,25 +293,32 @@ def test_a_file_that_may_not_grow(folder: Path, tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.fixture
+def open_to_all() -> Iterator[Path]:
+    """A folder for another user too. pytest's own are closed to others whenever a pytest starts on this machine."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        yield Path(made)
+
+
 @pytest.mark.slow
-def test_no_permission_to_write(folder: Path, tmp_path: Path) -> None:
+def test_no_permission_to_write(folder: Path, open_to_all: Path) -> None:
     """By another user, because root may write anywhere."""
-    place = tmp_path / "place"
+    folder = Path(shutil.copytree(folder, open_to_all / "model"))
+    place = open_to_all / "place"
     place.mkdir(mode=0o555)
     code = f"""
 import os
 from megarl.cli.main import main
-assert main(["convert", "to-megatron", {str(folder)!r}, {str(tmp_path / "first")!r}]) == 0  # whatever is imported, is now
+assert main(["convert", "to-megatron", {str(folder)!r}, {str(open_to_all / "first")!r}]) == 0  # whatever is imported, is now
 if os.getuid() == 0:
     os.setgid(65534)
     os.setuid(65534)
 raise SystemExit(main(["convert", "to-megatron", {str(folder)!r}, {str(place / "out")!r}]))
 """
+    folder.chmod(0o755)
     for path in folder.iterdir():
         path.chmod(0o644)
-    for parent in (tmp_path, *tmp_path.parents):  # pytest's folders are the user's own
-        if parent.stat().st_uid == os.getuid() and parent.parent != parent and "pytest" in str(parent):
-            parent.chmod(0o755)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert run.returncode == 2, run.stderr[-2000:]
     assert "cannot be written (Permission denied)" in run.stderr and run.stderr.count("\n") == 1

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from megarl.weights.layout import check_layout, megatron_layout
 from tests.parallel import jobs
 from tests.parallel.test_invariance import VOCAB, make_batch, relative_difference
 from tests.parallel.test_parity import hf_logprobs, sequences
-from tests.ranks import RankPool
+from tests.ranks import RankPool, in_a_fork
 from tests.tiny_models import CONFIGS, make_tiny_model
 from tests.weights.folders import folder_tensors
 
@@ -72,36 +69,35 @@ def test_values_of_a_mixture_equal_hugging_face(ranks: Ranks, tmp_path: Path) ->
         assert (found - torch.cat(expected)).abs().max() <= 1e-5
 
 
-# Each rank's place among the experts, under a process group that only pretends.
-PLACES = """
-import json, sys, torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from megarl.parallel import cpu_platform
-cpu_platform.install()
-from megatron.core import parallel_state as ps
-found = []
-for tp, pp, dp, ep in json.load(sys.stdin):
-    for rank in range(tp * pp * dp):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp * dp)
-        ps.initialize_model_parallel(
-            tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1, create_gloo_process_groups=False
-        )
-        found.append([ps.get_expert_model_parallel_rank(), ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank()])
-        ps.destroy_model_parallel()
-        dist.destroy_process_group()
-print("FOUND" + json.dumps(found))
-"""
+def places_of_megatron(layouts: list[tuple[int, int, int, int]]) -> list[Any]:
+    """Each rank's place among the experts, under a process group that only pretends."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as ps
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megarl.parallel import cpu_platform
+
+    cpu_platform.install()
+    found = []
+    for tp, pp, dp, ep in layouts:
+        for rank in range(tp * pp * dp):
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp * dp)
+            ps.initialize_model_parallel(
+                tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1, create_gloo_process_groups=False
+            )
+            found.append([ps.get_expert_model_parallel_rank(), ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank()])
+            ps.destroy_model_parallel()
+            dist.destroy_process_group()
+    return found
 
 
 def test_experts_are_where_megatron_has_them() -> None:
     layouts = [(2, 2, 2, 4), (1, 2, 4, 2), (4, 1, 2, 2), (2, 1, 3, 3), (2, 1, 2, 1)]
-    run = subprocess.run([sys.executable, "-c", PLACES], input=json.dumps(layouts), capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
     expected = []
     for tp, pp, dp, ep in layouts:
         layout = Layout(tp=tp, pp=pp, dp=dp, ep=ep)
         expected += [[layout.ep_rank(rank), layout.coords(rank).tp, layout.coords(rank).pp] for rank in range(layout.world)]
-    assert json.loads(run.stdout.split("FOUND")[1]) == expected
+    assert in_a_fork(places_of_megatron, layouts) == expected
 
 
 MOE: dict[str, Any] = {

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import Sizes, family_of, table_name, table_names
 from megarl.weights.hf_io import HFFolder
 from megarl.weights.layout import check_layout, hf_shapes, megatron_layout, megatron_shards, stage_layers
+from tests.ranks import in_a_fork
 from tests.tiny_models import make_tiny_model
 from tests.weights.folders import hf_configs, loaded, numbered, write_folder
 
@@ -55,41 +53,61 @@ def test_tables_have_the_tensors_of_transformers(tmp_path: Path, family: str, ti
         assert folder.extra == (("score.bias",) if kind == "token" else ())
 
 
-# Builds one rank's model of each case under a process group that only pretends, and prints its parameters' names and shapes.
-MEGATRON = """
-import json, sys, torch, torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from megarl.parallel import cpu_platform
-cpu_platform.install()
-from megatron.core import parallel_state as ps
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
-found = []
-for case in json.load(sys.stdin):
-    tp, pp, dp, rank, c = case["tp"], case["pp"], case["dp"], case["rank"], case["config"]
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp * dp)
-    ps.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
-    places = [ps.get_tensor_model_parallel_rank(), ps.get_data_parallel_rank(), ps.get_pipeline_model_parallel_rank()]
-    config = TransformerConfig(
-        num_layers=c["num_hidden_layers"], hidden_size=c["hidden_size"], num_attention_heads=c["num_attention_heads"],
-        num_query_groups=c["num_key_value_heads"], kv_channels=c["head_dim"], ffn_hidden_size=c["intermediate_size"],
-        use_cpu_initialization=True, perform_initialization=False, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
-        normalization="RMSNorm", gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
-        add_qkv_bias=c["model_type"] == "qwen2", qk_layernorm=c["model_type"] == "qwen3", params_dtype=torch.float32,
-        pipeline_dtype=torch.float32, bias_activation_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-    )
-    model = GPTModel(
-        config, get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=c["model_type"] == "qwen3"),
-        vocab_size=case["vocab"], max_sequence_length=64, pre_process=ps.is_pipeline_first_stage(),
-        post_process=ps.is_pipeline_last_stage(), position_embedding_type="rope",
-        share_embeddings_and_output_weights=c["tie_word_embeddings"],
-    )
-    found.append([places, {name: list(p.shape) for name, p in model.named_parameters()}])
-    ps.destroy_model_parallel()
-    dist.destroy_process_group()
-print("FOUND" + json.dumps(found))
-"""
+def built_by_megatron(cases: list[dict[str, Any]]) -> list[Any]:
+    """Builds one rank's model of each case under a process group that only pretends; its place, its parameters' names and shapes."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megarl.parallel import cpu_platform
+
+    cpu_platform.install()
+    found = []
+    for case in cases:
+        tp, pp, dp, rank, c = case["tp"], case["pp"], case["dp"], case["rank"], case["config"]
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp * dp)
+        ps.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
+        places = [ps.get_tensor_model_parallel_rank(), ps.get_data_parallel_rank(), ps.get_pipeline_model_parallel_rank()]
+        config = TransformerConfig(
+            num_layers=c["num_hidden_layers"],
+            hidden_size=c["hidden_size"],
+            num_attention_heads=c["num_attention_heads"],
+            num_query_groups=c["num_key_value_heads"],
+            kv_channels=c["head_dim"],
+            ffn_hidden_size=c["intermediate_size"],
+            use_cpu_initialization=True,
+            perform_initialization=False,
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            normalization="RMSNorm",
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            add_bias_linear=False,
+            add_qkv_bias=c["model_type"] == "qwen2",
+            qk_layernorm=c["model_type"] == "qwen3",
+            params_dtype=torch.float32,
+            pipeline_dtype=torch.float32,
+            bias_activation_fusion=False,
+            masked_softmax_fusion=False,
+            gradient_accumulation_fusion=False,
+        )
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=c["model_type"] == "qwen3"),
+            vocab_size=case["vocab"],
+            max_sequence_length=64,
+            pre_process=ps.is_pipeline_first_stage(),
+            post_process=ps.is_pipeline_last_stage(),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=c["tie_word_embeddings"],
+        )
+        found.append([places, {name: list(p.shape) for name, p in model.named_parameters()}])
+        ps.destroy_model_parallel()
+        dist.destroy_process_group()
+    return found
 
 
 def test_names_and_shapes_are_those_of_megatron() -> None:
@@ -99,9 +117,7 @@ def test_names_and_shapes_are_those_of_megatron() -> None:
         config = {**CONFIG, "model_type": family, "architectures": [prefix + "ForCausalLM"], "tie_word_embeddings": tied, "head_dim": 6}
         for layout, rank in ((Layout(), 0), (Layout(tp=2, pp=3, dp=2), 2), (Layout(tp=2, pp=3, dp=2), 5), (Layout(tp=4, pp=2), 7)):
             cases.append({**asdict(layout), "rank": rank, "config": config, "vocab": padded_vocab(config["vocab_size"], layout.tp)})
-    run = subprocess.run([sys.executable, "-c", MEGATRON], input=json.dumps(cases), capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
-    for case, (places, parameters) in zip(cases, json.loads(run.stdout.split("FOUND")[1]), strict=True):
+    for case, (places, parameters) in zip(cases, in_a_fork(built_by_megatron, cases), strict=True):
         layout = Layout(tp=case["tp"], pp=case["pp"], dp=case["dp"])
         assert tuple(places) == tuple(layout.coords(case["rank"]))
         shards = dict(megatron_layout(case["config"], layout))[case["rank"]]
