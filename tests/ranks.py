@@ -16,12 +16,14 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from megarl.config.schema import ParallelConfig
 
 LIMIT = 240.0  # seconds that one job may take
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+USED_AT_START: list[tuple[list[int], str]] = []  # in a rank's process: members and name of each group in which it summed at start
 
 
 class RankPool:
@@ -85,7 +87,16 @@ def _serve(rank: int, world: int, port: int, config: ParallelConfig, pipe: Conne
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")  # the store is there: join it, make none
     from megarl.parallel import runtime as parallel
 
+    summed = dist.all_reduce
+
+    def spy(tensor: Any, *arguments: Any, **options: Any) -> Any:
+        group = options.get("group") or dist.group.WORLD
+        USED_AT_START.append((dist.get_process_group_ranks(group), group.group_desc))
+        return summed(tensor, *arguments, **options)
+
+    dist.all_reduce = spy
     runtime = parallel.start(config, seed=0)
+    dist.all_reduce = summed
     while True:
         try:
             job, arguments = pipe.recv()

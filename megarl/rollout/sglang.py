@@ -21,6 +21,7 @@ from megarl.parallel.launch import environment_of_children
 from megarl.rollout.engine import TAGS, Completion, Request, SamplingParams
 from megarl.rollout.sglang_process import EngineProcess
 from megarl.weights.plan import Plan
+from megarl.weights.transfer import Staging
 
 LOADER = "megarl.rollout.sglang_inside.load_shards"
 ALIGN = 256  # bytes; tensors of a bucket begin at multiples of this
@@ -135,9 +136,10 @@ class SGLangEngine:
     def is_one_of(self, ranks: Sequence[int]) -> bool:
         return any(rank // self.place.tp == self.place.engine for rank in ranks)
 
-    def buckets(self, plan: Plan) -> list[tuple[Plan, dict[str, Tensor]]]:
+    def buckets(self, plan: Plan, memory: Staging) -> list[tuple[Plan, dict[str, Tensor]]]:
         """The plan in parts, each with the tensors of this rank that it writes. All parts use the same memory, of at most
-        `rollout.transfer_bucket` (or the largest tensor): each is to be delivered before the next is written."""
+        `rollout.transfer_bucket` (or the largest tensor): each is to be delivered before the next is written. On a CPU that is a file,
+        which another process can open."""
         shards = plan.targets[self.place.rank]
         names: list[list[str]] = [[]]
         self._buckets, start, size = [_Bucket({}, [])], 0, 0
@@ -153,14 +155,16 @@ class SGLangEngine:
             start += needed
             size = max(size, start)
         self._buckets[-1].complete = list(shards)
-        self._memory = self._allocate(size)
+        if self.place.device.type == "cpu":
+            self._memory = self._shared_file(size)
+        else:
+            memory.reserve(size)
+            self._memory = memory.take()
         tensors = [{name: self._view(*entry) for name, entry in bucket.tensors.items()} for bucket in self._buckets]
         return list(zip([_part(plan, set(some)) for some in names], tensors, strict=True))
 
-    def _allocate(self, size: int) -> Tensor:
-        """Memory that another process can open: of the device, or a file that exists as long as this process has it open."""
-        if self.place.device.type != "cpu":
-            return torch.empty(size, dtype=torch.uint8, device=self.place.device)
+    def _shared_file(self, size: int) -> Tensor:
+        """Memory of a file that exists as long as this process has it open."""
         self._file = os.memfd_create("megarl-weights")
         os.truncate(self._file, size)
         return torch.from_file(f"/proc/self/fd/{self._file}", shared=True, size=size, dtype=torch.uint8)
@@ -172,7 +176,8 @@ class SGLangEngine:
     def handle(self, bucket: int) -> bytes:
         """Where SGLang's rank finds this rank's part; for one delivery (a CUDA handle is good for one)."""
         assert self._memory is not None
-        memory, place = self._memory, {}
+        # An alias with a storage of its own: torch wraps a storage once more at each sharing, and keeps what belongs to that as long as it.
+        memory, place = torch.from_dlpack(self._memory), {}
         if self.place.device.type == "cpu":
             place = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "size": memory.numel()}
             memory = torch.empty(0, dtype=torch.uint8)

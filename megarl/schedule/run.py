@@ -42,7 +42,7 @@ from megarl.weights.families import table_names
 from megarl.weights.hf_io import ModelFolder, load_into, read_config
 from megarl.weights.layout import megatron_layout
 from megarl.weights.megatron_folder import open_model
-from megarl.weights.transfer import Transfer
+from megarl.weights.transfer import Staging, Transfer
 
 Made = TypeVar("Made", bound=Frozen)
 
@@ -79,10 +79,19 @@ def make_delivery(
     """The delivery of the actor `model` to the engine of every rank. `described`: the model's config.json."""
     plan = engine_plan(config, described, runtime.layout, cpu=runtime.device.type == "cpu")
     sources = table_names(dict(model.named_parameters()))
-    dtype, staging = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
-    transfers = [Transfer(part, runtime.rank, sources, targets, staging, dtype=dtype) for part, targets in engine.buckets(plan)]
+    dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
+    staging, memory = Staging(runtime.device), Staging(runtime.device)
+    transfers = [
+        Transfer(part, runtime.rank, sources, targets, size, dtype=dtype, staging=staging)
+        for part, targets in engine.buckets(plan, memory)
+    ]
     return Delivery(
-        engine, transfers, lambda value: gather_objects(runtime, value), config.rollout.engine_failures, config.rollout.fingerprint
+        engine,
+        transfers,
+        lambda value: gather_objects(runtime, value),
+        config.rollout.engine_failures,
+        config.rollout.fingerprint,
+        (staging, memory),
     )
 
 
