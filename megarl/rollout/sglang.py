@@ -25,6 +25,8 @@ from megarl.weights.transfer import Staging
 
 LOADER = "megarl.rollout.sglang_inside.load_shards"
 ALIGN = 256  # bytes; tensors of a bucket begin at multiples of this
+# Captured graphs, of which decoding alone has need, keep memory of their own; SGLang's memory saver has it in hand only if this is set.
+GRAPHS, GRAPHS_CAN_SLEEP = "cuda_graph", {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
 LOGPROB_ABOVE_ZERO = 1e-3  # rounding of a probability of 1
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -69,7 +71,7 @@ class SGLangEngine:
         rollout = config.rollout
         self.process: EngineProcess | None = None
         if place.part == 0:
-            environment = environment_of_children() | self._environment()
+            environment = {**GRAPHS_CAN_SLEEP, **environment_of_children(), **self._environment()}
             self.process = EngineProcess(self._arguments(), environment, rollout.engine_timeout, rollout.engine_start_timeout)
         self._memory: Tensor | None = None
         self._buckets: list[_Bucket] = []
@@ -295,16 +297,17 @@ class SGLangEngine:
         return ended
 
     def sleep(self, tags: Sequence[str] = TAGS) -> None:
-        """`weights` and `kv_cache`: their device memory is freed. A CPU build of SGLang accepts it and does nothing."""
+        """`weights` and `kv_cache`, the latter with the graphs of decoding: their device memory is freed, on all ranks of the engine when
+        this ends. A CPU build of SGLang accepts it and does nothing."""
         if "weights" in tags:
             self._ready = False
         if self.process is not None:
-            self.process.call("sleep", list(tags))
+            self.process.call("sleep", _with_graphs(tags))
 
     def wake(self, tags: Sequence[str] = TAGS) -> None:
         """Undoes `sleep`; weights are undefined until an update."""
         if self.process is not None:
-            self.process.call("wake", list(tags))
+            self.process.call("wake", _with_graphs(tags))
 
     def stop(self) -> None:
         if self.process is not None:
@@ -314,6 +317,10 @@ class SGLangEngine:
         if self._memory is not None and self.place.device.type == "cpu":
             os.close(self._file)
         self._memory = None
+
+
+def _with_graphs(tags: Sequence[str]) -> list[str]:
+    return [*tags, GRAPHS] if "kv_cache" in tags else list(tags)
 
 
 def _itemsize(dtype: str) -> int:

@@ -18,7 +18,7 @@ from megarl.config.files import read_json
 from megarl.config.schema import Config
 from megarl.data.reader import validate_files
 from megarl.model.fp8 import check_sizes
-from megarl.parallel.launch import ranks_here
+from megarl.parallel.launch import expandable_segments, ranks_here
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.plan.checks import check_fits
 from megarl.rewards.registry import get_verifier
@@ -39,9 +39,9 @@ class Described(NamedTuple):
     config: dict[str, Any]
 
 
-def preflight(config: Config, where: str, world: int | None = None) -> None:
-    """Everything that a training run needs but its folder, which only `claim_run_dir` touches. world: ranks that the job is to have;
-    null: those that were launched, or would be launched here."""
+def preflight(config: Config, where: str, world: int | None = None) -> list[str]:
+    """Everything that a training run needs but its folder, which only `claim_run_dir` touches; gives lines that a user should see. world:
+    ranks that the job is to have; null: those that were launched, or would be launched here."""
     check_config(config, where)
     device = choose_device(config.parallel.device)
     _check_machine(config, device.type, world)
@@ -62,6 +62,11 @@ def preflight(config: Config, where: str, world: int | None = None) -> None:
         check_fits(config, where, folder.config, critic.config if critic else None, there, memory)
     validate_files(config.data, config.supervised.response_key if config.recipe == "sft" else None)
     check_kept(config)
+    if device.type == "cuda" and config.rollout.engine == "sglang":
+        return [
+            f"{name}: the engine runs without expandable_segments, which SGLang's memory saver refuses" for name in expandable_segments()
+        ]
+    return []
 
 
 def preflight_evaluation(config: Config, where: str, key: str = "model.path", *, weights: bool = True) -> None:
