@@ -136,15 +136,14 @@ def start(config: ParallelConfig, seed: int) -> Runtime:
 
 
 def _connect(device: torch.device) -> None:
-    """One number summed in each group that a run uses, all its members at once and the groups in one order.
+    """Sums one number in each group that a run uses, all its members at once and the groups in one order.
 
-    NCCL makes a group's communicator at the first use of it, which all its members must enter: of messages between pairs, as in a weight
-    transfer or between pipeline stages, some ranks may have none, and the others would wait for them (torch's batch_isend_irecv). Also, the
-    communicators' buffers are then on the device before the engine looks how much of it is free.
+    NCCL makes a group's communicator at its first use, which all members must enter. Of messages between pairs, as in a weight
+    transfer or between pipeline stages, some ranks may have none, and the others would wait for them (torch's
+    batch_isend_irecv). Also, the communicators' buffers are then there before the engine looks how much memory is free.
 
-    Not `device_id` of init_process_group: torch then has the ranks outside of a new gloo group split the NCCL communicator, and those inside
-    not (_new_process_group_helper), which ends in a hang; and it would make communicators of Megatron's other groups, of which no run makes
-    use."""
+    Not `device_id` of init_process_group: with it the ranks outside of a new gloo group split the NCCL communicator, and those
+    inside do not (torch's _new_process_group_helper), which hangs; and Megatron's groups that no run uses get one too."""
     from megatron.core import parallel_state as groups
 
     used = [

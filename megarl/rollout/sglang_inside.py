@@ -40,9 +40,10 @@ class Drawn(NamedTuple):
 class SeededSampler(Sampler):
     """Draws as the transformers engine does (sampling.py): a token is a function of its logits, the response's seed and the position.
 
-    `custom_params` of a request: seed, prompt (its length: tokens before the response), temperature, top_p, top_k. A batch has the same list
-    of them from token to token until a request joins, which makes it longer, or leaves, which makes a new one (SamplingBatchInfo): only then
-    is anything copied to the device, and never is the device waited for, so that SGLang prepares a step while the one before it runs."""
+    `custom_params` of a request: seed, prompt (its length: tokens before the response), temperature, top_p, top_k. A batch has the
+    same list of them from token to token until a request joins, which makes it longer, or leaves, which makes a new one
+    (SamplingBatchInfo): only then is anything copied to the device, and never is the device waited for, so that SGLang prepares a
+    step while the one before it runs."""
 
     _rows: list[dict[str, Any]] | None = None
     _count = 0
@@ -98,8 +99,8 @@ def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]])
     comes with it (CUDA) or, where that is empty, of the file `path`, which is memory of a rank of the job.
 
     `complete`: names that, with this part, have all been delivered. ValueError if they are not the model's, or a shape or dtype differs.
-    When it returns, the device has read the memory: SGLang answers for all its ranks with no more than a barrier between their processes, and
-    then the memory is written anew."""
+    When it returns, the device has read the memory: SGLang answers for all its ranks after a barrier of their processes, not of
+    their devices, and then the memory is written anew."""
     parameters = dict(model.named_parameters())
     for text, memory in named_tensors:
         part = json.loads(text)

@@ -63,9 +63,8 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     validate_files(config.data, config.supervised.response_key if config.recipe == "sft" else None)
     check_kept(config)
     if device.type == "cuda" and config.rollout.engine == "sglang":
-        return [
-            f"{name}: the engine runs without expandable_segments, which SGLang's memory saver refuses" for name in expandable_segments()
-        ]
+        refused = "the engine runs without expandable_segments, which SGLang's memory saver refuses"
+        return [f"{name}: {refused}" for name in expandable_segments()]
     return []
 
 

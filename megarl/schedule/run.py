@@ -92,14 +92,10 @@ def make_delivery(
     transfers = [
         Transfer(part, runtime.rank, sources, targets, size, dtype=dtype, staging=staging) for part, targets in engine.buckets(plan, memory)
     ]
-    return Delivery(
-        engine,
-        transfers,
-        lambda value: gather_objects(runtime, value),
-        config.rollout.engine_failures,
-        config.rollout.fingerprint,
-        (staging, memory),
-    )
+    failures, check = config.rollout.engine_failures, config.rollout.fingerprint
+    made = Delivery(engine, transfers, lambda value: gather_objects(runtime, value), failures, check, (staging, memory))
+    empty_cache(runtime.device)  # what the buckets were laid out in: the engine, which is starting, is to find it free
+    return made
 
 
 def make_sampler(

@@ -116,10 +116,11 @@ class Transfer:
 
     `dtype` is the dtype of target tensors without a format of their own, by default that of this rank's (a rank without such targets
     must be told); sources of another dtype are converted, or quantised, before they are sent, so that no more bytes travel than the
-    target needs. `bucket_bytes` bounds the staging memory of a rank, sends and receives together; `staging` is that memory where several
-    transfers share one. Every rank of the plan constructs and runs its own Transfer; ranks that the plan does not name may do so too. All tensors of a rank are on one device. If the memory of a
-    tensor moves between runs (offloading), the next run notices. `group` is the process group of the messages, by default the whole
-    job's; on NCCL it must have been used once by all its ranks, and where targets are quantised or checked all its ranks take part.
+    target needs. `bucket_bytes` bounds the staging memory of a rank, sends and receives together; `staging` is that memory where
+    several transfers share one. Every rank of the plan constructs and runs its own Transfer; ranks that the plan does not name may
+    do so too. All tensors of a rank are on one device. If the memory of a tensor moves between runs (offloading), the next run
+    notices. `group` is the process group of the messages, by default the whole job's; on NCCL it must have been used once by all
+    its ranks, and where targets are quantised or checked all its ranks take part.
     ValueError if names, shapes or dtypes of the tensors are not the plan's.
     """
 
