@@ -25,8 +25,7 @@ from megarl.weights.transfer import Staging
 
 LOADER = "megarl.rollout.sglang_inside.load_shards"
 ALIGN = 256  # bytes; tensors of a bucket begin at multiples of this
-# Captured graphs, of which decoding alone has need, keep memory of their own; SGLang's memory saver has it in hand only if this is set.
-GRAPHS, GRAPHS_CAN_SLEEP = "cuda_graph", {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+GRAPHS = "cuda_graph"  # SGLang's tag of the memory that captured graphs keep, of which decoding alone has need
 LOGPROB_ABOVE_ZERO = 1e-3  # rounding of a probability of 1
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -71,7 +70,7 @@ class SGLangEngine:
         rollout = config.rollout
         self.process: EngineProcess | None = None
         if place.part == 0:
-            environment = {**GRAPHS_CAN_SLEEP, **environment_of_children(), **self._environment()}
+            environment = environment_of_children() | self._environment()
             self.process = EngineProcess(self._arguments(), environment, rollout.engine_timeout, rollout.engine_start_timeout)
         self._memory: Tensor | None = None
         self._buckets: list[_Bucket] = []
@@ -105,11 +104,16 @@ class SGLangEngine:
             arguments |= {"max_total_tokens": rollout.max_batch * longest}
         else:
             arguments |= {"base_gpu_id": device.index, "mem_fraction_static": rollout.engine_memory, "enable_memory_saver": True}
+            arguments |= {"disable_prefill_cuda_graph": True}  # see _environment
         return arguments | rollout.engine_options
 
     def _environment(self) -> dict[str, str]:
         if self.place.device.type != "cpu":
-            return {}
+            # Graphs can sleep only where SGLang's memory saver has their memory in hand from the start. It ends the start for "breakable"
+            # graphs, its default for prefill (BreakableCudaGraphBackend.__init__): whoever asks for those does without.
+            options = self.config.rollout.engine_options
+            sleeps = options.get("disable_prefill_cuda_graph", True) and "breakable" not in str(options)
+            return {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1" if sleeps else "0"}
         cores = sorted(os.sched_getaffinity(0))
         mine = [str(cores[(self.place.rank + part) % len(cores)]) for part in range(self.place.tp)]
         return {

@@ -190,9 +190,21 @@ class Told:
 
 
 def test_the_graphs_of_decoding_sleep_with_the_kv_cache() -> None:
-    """SGLang has their memory in hand only where an environment variable says so before it captures them."""
-    engine = SGLangEngine(planned(2, 1, 4, 2)[0], HF, Place(0, 2, torch.device("cuda", 0)), (1,))
-    assert engine.process is not None and engine.process.environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+    """SGLang has their memory in hand only where an environment variable says so before it captures them, and not that of its breakable
+    ones, its default for prefill: it does not start with both."""
+    config = planned(2, 1, 4, 2)[0]
+    for options, sleeps in (
+        ({}, True),
+        ({"cuda_graph_backend_prefill": "breakable"}, False),
+        ({"disable_prefill_cuda_graph": False}, False),
+        ({"cuda_graph_config": '{"decode": {"backend": "breakable"}}'}, False),
+        ({"cuda_graph_backend_prefill": "full"}, True),
+    ):
+        given = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine_options": options})})
+        engine = SGLangEngine(given, HF, Place(0, 2, torch.device("cuda", 0)), (1,))
+        assert engine.process is not None
+        assert engine.process.environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == str(int(sleeps))
+        assert engine.process.arguments["disable_prefill_cuda_graph"] == options.get("disable_prefill_cuda_graph", True)
     engine.process = told = Told()  # type: ignore[assignment]
     for move in (engine.sleep, engine.wake):
         move(("kv_cache",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,3 +104,17 @@ def test_sleep_ends_when_all_ranks_have_freed_their_memory() -> None:
     engine: Any = SimpleNamespace(tokenizer_manager=manager, collective_rpc=lambda method: order.append(method))
     asyncio.run(Calls(engine).sleep(["kv_cache", "cuda_graph"]))
     assert order == [["kv_cache", "cuda_graph"], "flush_cache"]
+
+
+def test_sglang_knows_all_that_it_is_told_on_a_gpu() -> None:
+    import dataclasses
+
+    from sglang.srt.server_args import ServerArgs
+
+    from megarl.config import load_config
+    from megarl.rollout.sglang import Place, SGLangEngine
+
+    for weights in ("model", "fp8_block"):
+        config = load_config(Path(__file__).parents[2] / "configs/vapo_32b.yaml", [f"rollout.weights_dtype={weights}"])
+        arguments = SGLangEngine(config, {}, Place(0, 8, torch.device("cuda", 0)), (1,))._arguments()
+        assert arguments.keys() <= {field.name for field in dataclasses.fields(ServerArgs)}
