@@ -134,7 +134,7 @@ def transfer(tiny: bool) -> dict[str, float]:
     from megarl.rollout.sglang import Place, SGLangEngine
     from megarl.weights.engine_plan import engine_plan
     from megarl.weights.families import table_names
-    from megarl.weights.transfer import Transfer
+    from megarl.weights.transfer import Staging, Transfer
     from tests.gpu.scene import EOS, WEIGHTS
 
     with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +145,8 @@ def transfer(tiny: bool) -> dict[str, float]:
         engine = SGLangEngine(scene.config, scene.sizes, Place(0, 1, device), (EOS,))
         sources = table_names(dict(scene.actor.model.named_parameters()))
         dtype = next(iter(sources.values())).dtype
-        parts = [Transfer(part, 0, sources, targets, 2**28, dtype=dtype) for part, targets in engine.buckets(plan)]
+        staging, memory = Staging(device), Staging(device)
+        parts = [Transfer(part, 0, sources, targets, 2**28, dtype=dtype, staging=staging) for part, targets in engine.buckets(plan, memory)]
         size = sum(part.target_bytes for part in parts)
         return {"gb": size / seconds(lambda: [part.run() for part in parts]) / 1e9, "bytes": float(size)}
 

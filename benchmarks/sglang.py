@@ -50,10 +50,11 @@ def deliver(engine: Any, folder: Path) -> None:
     from megarl.weights.hf_io import HFFolder, load_into
     from megarl.weights.plan import Plan
     from megarl.weights.sglang_layout import sglang_shards
+    from megarl.weights.transfer import Staging
 
     source = HFFolder(folder)
     shards = sglang_shards(source.config, 1, 0, cpu=True)
-    [(_, tensors)] = engine.buckets(Plan((), {}, {0: shards}))
+    [(_, tensors)] = engine.buckets(Plan((), {}, {0: shards}), Staging(engine.place.device))
     load_into(tensors, shards, source)
     engine.begin_update()
     engine.deliver(0, [engine.handle(0)], 0)

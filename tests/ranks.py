@@ -28,6 +28,7 @@ FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
     ["tests.ranks", "megarl.schedule.scheduler", "megatron.core.dist_checkpointing", "transformers.models.qwen3.modeling_qwen3"]
 )
+USED_AT_START: list[tuple[list[int], str]] = []  # in a rank's process: members and name of each group in which it summed at start
 
 
 class RankPool:
@@ -94,9 +95,20 @@ def _serve(rank: int, world: int, port: int, config: ParallelConfig, pipe: Conne
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")  # the store is there: join it, make none
+    import torch.distributed as dist
+
     from megarl.parallel import runtime as parallel
 
+    summed = dist.all_reduce
+
+    def spy(tensor: Any, *arguments: Any, **options: Any) -> Any:
+        group = options.get("group") or dist.group.WORLD
+        USED_AT_START.append((dist.get_process_group_ranks(group), group.group_desc))
+        return summed(tensor, *arguments, **options)
+
+    dist.all_reduce = spy
     runtime = parallel.start(config, seed=0)
+    dist.all_reduce = summed
     while True:
         try:
             job, arguments = pipe.recv()

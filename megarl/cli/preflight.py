@@ -20,8 +20,7 @@ def preflight(path: Path, overrides: Sequence[str], place: Place, ranks: int, ho
     from megarl.schedule.preflight import preflight as check_run
 
     config = load_config(path, overrides)
-    if place.node == 0:
-        check_run(config, str(path), world=place.nodes * ranks)
+    notes = check_run(config, str(path), world=place.nodes * ranks) if place.node == 0 else []
     cuda = choose_device(config.parallel.device).type == "cuda"
     planned = planned_needs(config, place.nodes * ranks) if cuda else (0.0, 0.0)  # the plan's processes are those of GPU jobs
     needs = Needs(
@@ -36,7 +35,7 @@ def preflight(path: Path, overrides: Sequence[str], place: Place, ranks: int, ho
         for line in verdict.problems:
             print(f"preflight: {line}", file=sys.stderr, flush=True)
     if place.node == 0 and not verdict.problems:
-        print("\n".join(f"preflight: {line}" for line in (*verdict.notes, "all nodes are fit")), flush=True)
+        print("\n".join(f"preflight: {line}" for line in (*notes, *verdict.notes, "all nodes are fit")), flush=True)
     return 2 if verdict.problems else 0
 
 

@@ -70,7 +70,8 @@ def _launch(config: Config, arguments: list[str], stop: StopRequest) -> int:
 def _check(config: Config, where: str, claim: bool, fresh: bool) -> None:
     from megarl.schedule.preflight import claim_run_dir, preflight, write_versions
 
-    preflight(config, where)
+    for line in preflight(config, where):
+        print(f"megarl: {line}", file=sys.stderr, flush=True)
     if claim:
         claim_run_dir(config, fresh=fresh)
         (config.run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")

@@ -63,7 +63,7 @@ class _LogProbs(torch.autograd.Function):
             at, mine = _find(local, part)
             d_logits.scatter_add_(-1, at, torch.where(mine[:, None], grad, 0.0))
             d_logits = d_logits.to(hidden.dtype)
-            grad_hidden += d_logits @ weight[part]
+            grad_hidden += _product(d_logits, weight[part])
             torch.mm(d_logits.T, hidden, out=grad_weight[part])
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None
 
@@ -74,8 +74,18 @@ def _chunks(count: int, size: int) -> Iterator[slice]:
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """float32 [tokens, words of this chunk]."""
-    logits = (hidden @ weight.T).float()
+    logits = _product(hidden, weight.T)
     return logits.div_(temperature) if temperature != 1.0 else logits
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, float32 whatever they are: a product of bf16 numbers is summed in float32 anyway, and rounding the sum to bf16 would move a
+    logit between 16 and 32 by up to 0.06."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if a.device.type == "cpu":  # whose mm has no out_dtype
+        return a.float() @ b.float()
+    return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def _find(local: Tensor, part: slice) -> tuple[Tensor, Tensor]:

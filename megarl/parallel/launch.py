@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -31,6 +32,7 @@ _ASKING = (signal.SIGTERM, signal.SIGUSR1)
 HUNG = 124  # exit code of a rank whose watchdog has fired, as of the command `timeout`
 # Exit codes after which the same ranks may do better: hung, lost a peer, and killed by what comes from outside or from a bug in C.
 LOST = (1, HUNG, *(128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)))
+_EXPANDABLE = re.compile(r"(?:^|,)\s*expandable_segments\s*:\s*\w*", re.IGNORECASE)
 
 
 def ranks_here(config: ParallelConfig) -> int:
@@ -113,9 +115,20 @@ def _ask_ranks_on_signal(grace: float) -> list[int]:
 
 
 def environment_of_children() -> dict[str, str]:
-    """This rank's environment for a program of other process groups, to which a launcher's settings would be wrong (an engine)."""
+    """This rank's environment for an engine: without a launcher's settings, which are for other process groups, and without expandable
+    segments, which torch_memory_saver refuses (SGLang sleeps by it); the allocator's other options stay."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK")
-    return {name: value for name, value in os.environ.items() if name not in names and not name.startswith("TORCHELASTIC_")}
+    kept = {name: value for name, value in os.environ.items() if name not in names and not name.startswith("TORCHELASTIC_")}
+    for name in expandable_segments():
+        rest = _EXPANDABLE.sub("", kept.pop(name)).strip(", ")
+        if rest:
+            kept[name] = rest
+    return kept
+
+
+def expandable_segments() -> list[str]:
+    """The variables of the environment that set torch's expandable segments."""
+    return [name for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if _EXPANDABLE.search(os.environ.get(name, ""))]
 
 
 def verdict(failures: Mapping[int, tuple[int, Any]], folder: Path, asked: int | None = None) -> tuple[int, str]:

@@ -126,12 +126,39 @@ def start(config: ParallelConfig, seed: int) -> Runtime:
         expert_tensor_parallel_size=1,  # experts are whole on the rank that has them (parallel/layout.py)
         distributed_timeout_minutes=max(1, round(config.timeout / 60)),
     )
+    _connect(device)
     cpu_group = dist.new_group(backend="gloo", timeout=limit) if backend == "nccl" else dist.group.WORLD
     assert cpu_group is not None
     random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return Runtime(layout, dist.get_rank(), device, config.timeout, cpu_group)
+
+
+def _connect(device: torch.device) -> None:
+    """Sums one number in each group that a run uses, all its members at once and the groups in one order.
+
+    NCCL makes a group's communicator at its first use, which all members must enter. Of messages between pairs, as in a weight
+    transfer or between pipeline stages, some ranks may have none, and the others would wait for them (torch's
+    batch_isend_irecv). Also, the communicators' buffers are then there before the engine looks how much memory is free.
+
+    Not `device_id` of init_process_group: with it the ranks outside of a new gloo group split the NCCL communicator, and those
+    inside do not (torch's _new_process_group_helper), which hangs; and Megatron's groups that no run uses get one too."""
+    from megatron.core import parallel_state as groups
+
+    used = [
+        dist.group.WORLD,
+        groups.get_tensor_model_parallel_group(),
+        groups.get_pipeline_model_parallel_group(),
+        groups.get_data_parallel_group(with_context_parallel=True),
+        groups.get_intra_distributed_optimizer_instance_group(),
+        groups.get_embedding_group(check_initialized=False) if groups.is_rank_in_embedding_group() else None,
+    ]
+    for group in used:
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.all_reduce(torch.ones(1, device=device), group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def generator_states() -> dict[str, Any]:

@@ -74,7 +74,7 @@ def activations(
     else:
         # A chunk's logits are there while the next one's are made: logits and their exponentials forward, their gradient backward.
         chunk, several = min(chunk, words), words > chunk
-        forward = chunk * ((3 if several else 2) * SINGLE + (4 if b == 2 else 0))
+        forward = chunk * (3 if several else 2) * SINGLE
         backward = whole * SINGLE + chunk * (2 if several else 1) * SINGLE
         gathered = whole * b if sequence_parallel and tp > 1 else 0.0
         head, fixed = final_norm + whole * b - h * b + gathered + max(forward, backward), float(words * sizes.hidden * b)

@@ -110,6 +110,16 @@ class Plan:
         tp = 1 if self.config.rollout.engine == "transformers" else self.config.rollout.engine_tp
         return self.cache / self.actor.cache_bytes(tp)
 
+    @cached_property
+    def transfer_memory(self) -> float:
+        """Bytes on a GPU while weights go to the engine: staging for messages and, for SGLang, what its ranks copy from, which holds at
+        least the largest tensor."""
+        rollout = self.config.rollout
+        bucket = rollout.transfer_bucket * 2**20
+        if rollout.engine == "transformers":
+            return bucket
+        return bucket + min(self.engine_weights, max(bucket, self.actor.engine_tensor(rollout.engine_tp, rollout.weights_dtype)))
+
     def tenant(self, name: str, stage: int) -> float:
         """Bytes of a tenant on a rank of this stage."""
         owner, _, part = name.partition(".")
@@ -136,7 +146,7 @@ class Plan:
         layout, tokens = self.layout, self.pack if tokens is None else tokens
         last = stage == layout.pp - 1
         if phase == "weight_transfer":
-            return {"transfer buckets": self.config.rollout.transfer_bucket * 2**20}
+            return {"transfer buckets": self.transfer_memory}
         model = {"values": "critic", "critic_update": "critic", "reference_logprobs": "reference"}.get(phase, "actor")
         if phase in ("old_logprobs", "reference_logprobs", "values"):
             return {"activations": self.activations(model).looking(tokens, last) * FRAGMENTATION}

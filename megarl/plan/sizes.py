@@ -83,17 +83,21 @@ class Shape:
         """An engine's weights on one of its ranks. weights: rollout.weights_dtype; whole: the transformers engine, which is not sharded."""
         if whole:
             return self.parameters * self.itemsize
-        return _engine_bytes(self, tp, weights)
+        return int(sum(_engine_tensors(self, tp, weights)))
+
+    def engine_tensor(self, tp: int, weights: str) -> float:
+        """Bytes of the largest tensor of an SGLang engine on one of its ranks."""
+        return max(_engine_tensors(self, tp, weights))
 
 
 @lru_cache(maxsize=64)
-def _engine_bytes(shape: Shape, tp: int, weights: str) -> int:
-    total = 0.0
+def _engine_tensors(shape: Shape, tp: int, weights: str) -> tuple[float, ...]:
+    sizes = []
     for name, shard in sglang_shards(shape.config, tp, 0).items():
         matrix = len(shard.shape) == 2 and ".layers." in name and "router" not in name and ".gate.weight" not in name
         # One float8 an element and one float32 a block of 128 x 128.
-        total += prod(shard.shape) * (1 + 4 / 128**2 if weights == "fp8_block" and matrix else shape.itemsize)
-    return int(total)
+        sizes.append(prod(shard.shape) * (1 + 4 / 128**2 if weights == "fp8_block" and matrix else shape.itemsize))
+    return tuple(sizes)
 
 
 def _local(pair: Pair, sizes: Sizes, tp: int) -> int:

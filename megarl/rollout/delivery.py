@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.config.errors import EngineError, EngineFailure
 from megarl.rollout.engine import RolloutEngine
-from megarl.weights.transfer import Transfer, TransferStats
+from megarl.weights.transfer import Staging, Transfer, TransferStats
 
 PATIENCE = 10.0  # seconds
 Failures = list[EngineFailure | None]  # by rank
@@ -31,7 +31,8 @@ class _Trial:
 
 class Delivery:
     """transfers: one for each bucket of the engine, in order; gather: every rank's object, by rank, on every rank; most_failures: failures
-    of engines, since the last whole delivery, after which none is started anew; check: compare weights by fingerprints.
+    of engines, since the last whole delivery, after which none is started anew; check: compare weights by fingerprints; memory: what all
+    transfers share, on the device from the begin of a delivery to its end.
 
     events: lines about failures, for the run's log; `take_events` empties it. delivered: whether all engines have weights. asleep: tags
     whose memory they have given back."""
@@ -43,9 +44,11 @@ class Delivery:
         gather: Callable[[Any], list[Any]],
         most_failures: int = 0,
         check: bool = False,
+        memory: Sequence[Staging] = (),
     ) -> None:
         self.engine, self.transfers, self.gather = engine, transfers, gather
-        self.most_failures, self.check = most_failures, check
+        self.most_failures, self.check, self.memory = most_failures, check, memory
+        self._release()
         self.failures = 0
         self.version = -1
         self.events: list[str] = []
@@ -131,6 +134,8 @@ class Delivery:
         total = TransferStats(0, 0, 0, 0.0)
         failures: Failures = []
         trial(self.engine.begin_update)
+        for memory in self.memory:
+            memory.take()
         for bucket, transfer in enumerate(self.transfers):
             total = total.plus(transfer.run())
             if self.check:
@@ -140,8 +145,13 @@ class Delivery:
             if bucket == len(self.transfers) - 1:
                 trial(self.engine.end_update, self.version)
             failures = self.gather(trial.failure)  # nobody writes before all have read
+        self._release()
         self.delivered = not any(failures)
         return failures, total
+
+    def _release(self) -> None:
+        for memory in self.memory:
+            memory.release()
 
     def take_events(self) -> list[str]:
         """The lines since the last call."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from megarl.weights.plan import Plan
+from megarl.weights.transfer import Staging
 
 TAGS = ("weights", "kv_cache")  # what can sleep
 
@@ -72,9 +73,9 @@ class RolloutEngine(Protocol):
     def is_one_of(self, ranks: Sequence[int]) -> bool:
         """Whether this engine is that of one of these ranks."""
 
-    def buckets(self, plan: Plan) -> list[tuple[Plan, dict[str, Tensor]]]:
-        """The plan of a weight transfer in parts, each with this rank's tensors that it writes. Buckets may share memory: each is
-        delivered before the next is written."""
+    def buckets(self, plan: Plan, memory: Staging) -> list[tuple[Plan, dict[str, Tensor]]]:
+        """The plan of a weight transfer in parts, each with this rank's tensors that it writes. Where these are not the engine's own, all
+        parts share `memory`, which is there during a delivery: each is delivered before the next is written."""
 
     def handle(self, bucket: int) -> Any:
         """How the engine finds what this rank has written."""

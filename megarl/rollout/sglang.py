@@ -21,9 +21,11 @@ from megarl.parallel.launch import environment_of_children
 from megarl.rollout.engine import TAGS, Completion, Request, SamplingParams
 from megarl.rollout.sglang_process import EngineProcess
 from megarl.weights.plan import Plan
+from megarl.weights.transfer import Staging
 
 LOADER = "megarl.rollout.sglang_inside.load_shards"
 ALIGN = 256  # bytes; tensors of a bucket begin at multiples of this
+GRAPHS = "cuda_graph"  # SGLang's tag of the memory that captured graphs keep, of which decoding alone has need
 LOGPROB_ABOVE_ZERO = 1e-3  # rounding of a probability of 1
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -103,11 +105,16 @@ class SGLangEngine:
             arguments |= {"max_total_tokens": rollout.max_batch * longest}
         else:
             arguments |= {"base_gpu_id": device.index, "mem_fraction_static": rollout.engine_memory, "enable_memory_saver": True}
+            arguments |= {"disable_prefill_cuda_graph": True}  # see _environment
         return arguments | rollout.engine_options
 
     def _environment(self) -> dict[str, str]:
         if self.place.device.type != "cpu":
-            return {}
+            # Graphs can sleep only where SGLang's memory saver has their memory in hand from the start. It ends the start for "breakable"
+            # graphs, its default for prefill (BreakableCudaGraphBackend.__init__): whoever asks for those does without.
+            options = self.config.rollout.engine_options
+            sleeps = options.get("disable_prefill_cuda_graph", True) and "breakable" not in str(options)
+            return {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1" if sleeps else "0"}
         cores = sorted(os.sched_getaffinity(0))
         mine = [str(cores[(self.place.rank + part) % len(cores)]) for part in range(self.place.tp)]
         return {
@@ -136,9 +143,10 @@ class SGLangEngine:
     def is_one_of(self, ranks: Sequence[int]) -> bool:
         return any(rank // self.place.tp == self.place.engine for rank in ranks)
 
-    def buckets(self, plan: Plan) -> list[tuple[Plan, dict[str, Tensor]]]:
+    def buckets(self, plan: Plan, memory: Staging) -> list[tuple[Plan, dict[str, Tensor]]]:
         """The plan in parts, each with the tensors of this rank that it writes. All parts use the same memory, of at most
-        `rollout.transfer_bucket` (or the largest tensor): each is to be delivered before the next is written."""
+        `rollout.transfer_bucket` (or the largest tensor): each is to be delivered before the next is written. On a CPU that is a file,
+        which another process can open."""
         shards = plan.targets[self.place.rank]
         names: list[list[str]] = [[]]
         self._buckets, start, size = [_Bucket({}, [])], 0, 0
@@ -154,14 +162,16 @@ class SGLangEngine:
             start += needed
             size = max(size, start)
         self._buckets[-1].complete = list(shards)
-        self._memory = self._allocate(size)
+        if self.place.device.type == "cpu":
+            self._memory = self._shared_file(size)
+        else:
+            memory.reserve(size)
+            self._memory = memory.take()
         tensors = [{name: self._view(*entry) for name, entry in bucket.tensors.items()} for bucket in self._buckets]
         return list(zip([_part(plan, set(some)) for some in names], tensors, strict=True))
 
-    def _allocate(self, size: int) -> Tensor:
-        """Memory that another process can open: of the device, or a file that exists as long as this process has it open."""
-        if self.place.device.type != "cpu":
-            return torch.empty(size, dtype=torch.uint8, device=self.place.device)
+    def _shared_file(self, size: int) -> Tensor:
+        """Memory of a file that exists as long as this process has it open."""
         self._file = os.memfd_create("megarl-weights")
         os.truncate(self._file, size)
         return torch.from_file(f"/proc/self/fd/{self._file}", shared=True, size=size, dtype=torch.uint8)
@@ -173,7 +183,8 @@ class SGLangEngine:
     def handle(self, bucket: int) -> bytes:
         """Where SGLang's rank finds this rank's part; for one delivery (a CUDA handle is good for one)."""
         assert self._memory is not None
-        memory, place = self._memory, {}
+        # An alias with a storage of its own: torch wraps a storage once more at each sharing, and keeps what belongs to that as long as it.
+        memory, place = torch.from_dlpack(self._memory), {}
         if self.place.device.type == "cpu":
             place = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "size": memory.numel()}
             memory = torch.empty(0, dtype=torch.uint8)
@@ -291,16 +302,17 @@ class SGLangEngine:
         return ended
 
     def sleep(self, tags: Sequence[str] = TAGS) -> None:
-        """`weights` and `kv_cache`: their device memory is freed. A CPU build of SGLang accepts it and does nothing."""
+        """`weights` and `kv_cache`, the latter with the graphs of decoding: their device memory is freed, on all ranks of the engine when
+        this ends. A CPU build of SGLang accepts it and does nothing."""
         if "weights" in tags:
             self._ready = False
         if self.process is not None:
-            self.process.call("sleep", list(tags))
+            self.process.call("sleep", _with_graphs(tags))
 
     def wake(self, tags: Sequence[str] = TAGS) -> None:
         """Undoes `sleep`; weights are undefined until an update."""
         if self.process is not None:
-            self.process.call("wake", list(tags))
+            self.process.call("wake", _with_graphs(tags))
 
     def stop(self) -> None:
         if self.process is not None:
@@ -310,6 +322,10 @@ class SGLangEngine:
         if self._memory is not None and self.place.device.type == "cpu":
             os.close(self._file)
         self._memory = None
+
+
+def _with_graphs(tags: Sequence[str]) -> list[str]:
+    return [*tags, GRAPHS] if "kv_cache" in tags else list(tags)
 
 
 def _itemsize(dtype: str) -> int:

@@ -34,7 +34,7 @@ class Calls:
     def __init__(self, engine: Any) -> None:
         from sglang.srt.managers import io_struct
 
-        self.manager, self.io = engine.tokenizer_manager, io_struct
+        self.engine, self.manager, self.io = engine, engine.tokenizer_manager, io_struct
 
     @staticmethod
     def _check(what: str, result: Any) -> None:
@@ -64,6 +64,9 @@ class Calls:
         while not (await self.manager.flush_cache()).success:
             await asyncio.sleep(0.1)
         await self.manager.release_memory_occupation(self.io.ReleaseMemoryOccupationReqInput(tags=tags), None)
+        # SGLang answers when its first rank has freed its memory, and the trainer takes all GPUs at once. A call of this kind is answered
+        # after a barrier of all ranks (Scheduler.handle_rpc_request), which each of them reaches once it has freed its own.
+        await asyncio.to_thread(self.engine.collective_rpc, "flush_cache")
 
     async def wake(self, tags: list[str]) -> None:
         await self.manager.resume_memory_occupation(self.io.ResumeMemoryOccupationReqInput(tags=tags), None)

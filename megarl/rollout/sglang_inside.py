@@ -7,7 +7,7 @@ up the prefix cache.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend
@@ -28,31 +28,61 @@ class KeepParams(CustomLogitProcessor):
         return logits
 
 
+class Drawn(NamedTuple):
+    """What the requests of a batch draw with, on the device: seeds and lengths of the prompts, int64 [rows]; the rows of each kind of
+    sampling parameters, int64, or None for all."""
+
+    seeds: Tensor
+    prompts: Tensor
+    kinds: list[tuple[SamplingParams, Tensor | None]]
+
+
 class SeededSampler(Sampler):
     """Draws as the transformers engine does (sampling.py): a token is a function of its logits, the response's seed and the position.
 
-    `custom_params` of a request: seed, prompt (its length: tokens before the response), temperature, top_p, top_k."""
+    `custom_params` of a request: seed, prompt (its length: tokens before the response), temperature, top_p, top_k. A batch has the
+    same list of them from token to token until a request joins, which makes it longer, or leaves, which makes a new one
+    (SamplingBatchInfo): only then is anything copied to the device, and never is the device waited for, so that SGLang prepares a
+    step while the one before it runs."""
+
+    _rows: list[dict[str, Any]] | None = None
+    _count = 0
+    _own = False
+    _drawn: Drawn
 
     def forward(self, logits_output: Any, sampling_info: Any, return_logprob: bool, *rest: Any, **options: Any) -> Tensor:
-        rows = sampling_info.custom_params
-        if not rows or any(row is None for row in rows):  # SGLang's own requests
+        rows, logits = sampling_info.custom_params, logits_output.next_token_logits
+        if rows and not (rows is self._rows and len(rows) == self._count):
+            self._rows, self._count = rows, len(rows)
+            self._own = all(row is not None for row in rows)
+            if self._own:
+                self._drawn = _drawn(rows, logits.device)
+        if not rows or not self._own:  # SGLang's own requests
             tokens: Tensor = super().forward(logits_output, sampling_info, return_logprob, *rest, **options)
             return tokens
-        logits, positions = logits_output.next_token_logits, rest[2]
-        numbers = torch.tensor([(row["seed"], row["prompt"]) for row in rows]).to(logits.device)
-        seeds, index = numbers[:, 0], positions + 1 - numbers[:, 1]
-        kinds: dict[SamplingParams, list[int]] = {}
-        for i, row in enumerate(rows):
-            kinds.setdefault(SamplingParams(0, row["temperature"], row["top_p"], row["top_k"]), []).append(i)
+        seeds, prompts, kinds = self._drawn
+        index = rest[2] + 1 - prompts
         if len(kinds) == 1:
-            tokens, logprobs = choose(logits, seeds, index, next(iter(kinds)))
+            tokens, logprobs = choose(logits, seeds, index, kinds[0][0])
         else:
             tokens, logprobs = torch.empty_like(index), torch.empty(len(rows), dtype=torch.float32, device=logits.device)
-            for params, members in kinds.items():
+            for params, members in kinds:
                 tokens[members], logprobs[members] = choose(logits[members], seeds[members], index[members], params)
         logits_output.next_token_logprobs = logprobs
         self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens
+
+
+def _drawn(rows: list[dict[str, Any]], device: torch.device) -> Drawn:
+    members: dict[SamplingParams, list[int]] = {}
+    for i, row in enumerate(rows):
+        members.setdefault(SamplingParams(0, row["temperature"], row["top_p"], row["top_k"]), []).append(i)
+
+    def there(numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+    kinds = [(params, there(some) if len(members) > 1 else None) for params, some in members.items()]
+    return Drawn(there([row["seed"] for row in rows]), there([row["prompt"] for row in rows]), kinds)
 
 
 def run_scheduler(*arguments: Any, **options: Any) -> None:
@@ -68,7 +98,9 @@ def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]])
     """A `custom_weight_loader`: each name is JSON that says where tensors of this rank lie in `size` bytes, those of the tensor that
     comes with it (CUDA) or, where that is empty, of the file `path`, which is memory of a rank of the job.
 
-    `complete`: names that, with this part, have all been delivered. ValueError if they are not the model's, or a shape or dtype differs."""
+    `complete`: names that, with this part, have all been delivered. ValueError if they are not the model's, or a shape or dtype differs.
+    When it returns, the device has read the memory: SGLang answers for all its ranks after a barrier of their processes, not of
+    their devices, and then the memory is written anew."""
     parameters = dict(model.named_parameters())
     for text, memory in named_tensors:
         part = json.loads(text)
@@ -84,6 +116,7 @@ def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]])
         complete = {_stem(name) for name in part["complete"]}
         if complete and complete != set(parameters):
             raise ValueError(f"parameters that megarl and SGLang do not share: {sorted(complete ^ set(parameters))}")
+        torch.get_device_module(memory.device).synchronize()
 
 
 def _stem(name: str) -> str:

@@ -19,6 +19,7 @@ from megarl.rollout.decode import DecodeLoop, Model, Stopping
 from megarl.rollout.engine import TAGS, Completion, Request, SamplingParams
 from megarl.rollout.kv_cache import ATTENTION, attention
 from megarl.weights.plan import Plan
+from megarl.weights.transfer import Staging
 
 AttentionInterface.register(ATTENTION, attention)
 
@@ -88,7 +89,7 @@ class TransformersEngine:
             )
         return {name: p.data for name, p in self._model.named_parameters()}
 
-    def buckets(self, plan: Plan) -> list[tuple[Plan, dict[str, Tensor]]]:
+    def buckets(self, plan: Plan, memory: Staging) -> list[tuple[Plan, dict[str, Tensor]]]:
         """One: the engine's own tensors are written in place."""
         return [(plan, self.parameters())]
 

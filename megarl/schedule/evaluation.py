@@ -14,7 +14,7 @@ from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.batch import EvaluationResult
-from megarl.schedule.run import load_tokenizer, load_weights, make_delivery, make_engine, make_sampler
+from megarl.schedule.run import load_tokenizer, load_weights, make_delivery, make_engine, make_sampler, start_engine
 from megarl.training.checkpoint import FOLDER, MANIFEST, Checkpoint, find_checkpoint, load_actor, open_checkpoint
 from megarl.weights.hf_io import read_config
 from megarl.weights.megatron_folder import open_model
@@ -73,7 +73,6 @@ class Evaluation:
         self.tokenizer = load_tokenizer(config.model.path)
         self.problems, self.report = self._read_problems()
         self.engine = make_engine(config, self.tokenizer, runtime)
-        self.engine.start()
         self._load()
 
     def _read_problems(self) -> tuple[list[Prompt], ReadReport]:
@@ -88,6 +87,7 @@ class Evaluation:
             load_weights(model, open_model(path), runtime)
         else:
             load_actor(self.weights, model)
+        start_engine(self.engine, runtime)  # beside the actor, which must have room at the delivery
         make_delivery(config, runtime, read_config(path), model, self.engine).run(version=0)
 
     @property

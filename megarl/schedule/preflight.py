@@ -18,7 +18,7 @@ from megarl.config.files import read_json
 from megarl.config.schema import Config, RewardConfig
 from megarl.data.reader import validate_files
 from megarl.model.fp8 import check_sizes
-from megarl.parallel.launch import ranks_here
+from megarl.parallel.launch import expandable_segments, ranks_here
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.plan.checks import check_fits
 from megarl.rewards import VerifierPool
@@ -45,9 +45,9 @@ class Described(NamedTuple):
     config: dict[str, Any]
 
 
-def preflight(config: Config, where: str, world: int | None = None) -> None:
-    """Everything that a training run needs but its folder, which only `claim_run_dir` touches. world: ranks that the job is to have;
-    null: those that were launched, or would be launched here."""
+def preflight(config: Config, where: str, world: int | None = None) -> list[str]:
+    """Everything that a training run needs but its folder, which only `claim_run_dir` touches; gives lines that a user should see. world:
+    ranks that the job is to have; null: those that were launched, or would be launched here."""
     check_config(config, where)
     device = choose_device(config.parallel.device)
     _check_machine(config, device.type, world)
@@ -70,6 +70,10 @@ def preflight(config: Config, where: str, world: int | None = None) -> None:
     if config.recipe != "sft":
         check_verifier(config.reward, answer)
     check_kept(config)
+    if device.type == "cuda" and config.rollout.engine == "sglang":
+        refused = "the engine runs without expandable_segments, which SGLang's memory saver refuses"
+        return [f"{name}: {refused}" for name in expandable_segments()]
+    return []
 
 
 def preflight_evaluation(config: Config, where: str, key: str = "model.path", *, weights: bool = True) -> None:

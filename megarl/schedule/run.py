@@ -19,8 +19,8 @@ from megarl.data.reader import ReadReport, read_pairs, read_prompts
 from megarl.data.sampler import PromptSampler
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
 from megarl.observe.samples import Sample
-from megarl.parallel.comm import gather_objects
-from megarl.parallel.offload import HostPool
+from megarl.parallel.comm import barrier, gather_objects
+from megarl.parallel.offload import HostPool, empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.batch import RolloutBatch
@@ -43,7 +43,7 @@ from megarl.weights.hf_io import ModelFolder, load_into, read_config
 from megarl.weights.layout import megatron_layout
 from megarl.weights.megatron_folder import open_model
 from megarl.weights.publish import Team
-from megarl.weights.transfer import Transfer
+from megarl.weights.transfer import Staging, Transfer
 
 Made = TypeVar("Made", bound=Frozen)
 
@@ -68,6 +68,14 @@ def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngi
     )
 
 
+def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
+    """Begins its start once all ranks have given back what they do not use of the device: SGLang refuses GPUs of which unlike shares are
+    free, and makes its KV cache as large as what is."""
+    empty_cache(runtime.device)
+    barrier(runtime)
+    engine.start()
+
+
 def load_weights(model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False) -> None:
     """This rank's slices of a model's folder into its part of the model. CheckpointError on every rank if one cannot use its slices."""
     shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
@@ -80,11 +88,15 @@ def make_delivery(
     """The delivery of the actor `model` to the engine of every rank. `described`: the model's config.json."""
     plan = engine_plan(config, described, runtime.layout, cpu=runtime.device.type == "cpu")
     sources = table_names(dict(model.named_parameters()))
-    dtype, staging = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
-    transfers = [Transfer(part, runtime.rank, sources, targets, staging, dtype=dtype) for part, targets in engine.buckets(plan)]
-    return Delivery(
-        engine, transfers, lambda value: gather_objects(runtime, value), config.rollout.engine_failures, config.rollout.fingerprint
-    )
+    dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
+    staging, memory = Staging(runtime.device), Staging(runtime.device)
+    transfers = [
+        Transfer(part, runtime.rank, sources, targets, size, dtype=dtype, staging=staging) for part, targets in engine.buckets(plan, memory)
+    ]
+    failures, check = config.rollout.engine_failures, config.rollout.fingerprint
+    made = Delivery(engine, transfers, lambda value: gather_objects(runtime, value), failures, check, (staging, memory))
+    empty_cache(runtime.device)  # what the buckets were laid out in: the engine, which is starting, is to find it free
+    return made
 
 
 def make_sampler(
@@ -175,7 +187,7 @@ class Run:
         self.prompt_sampler = PromptSampler(len(self.prompts), config.seed, config.data.shuffle)
         self.verifiers = VerifierPool(config.reward.verifier, config.reward.workers, config.reward.timeout, config.reward.memory)
         self.engine = make_engine(config, self.tokenizer, runtime)
-        self.engine.start()
+        start_engine(self.engine, runtime)
         self.delivery = make_delivery(config, runtime, self.folder.config, self.actor.model, self.engine)
         sizes = {"weights": self.delivery.nbytes, "kv_cache": 0}
         self.residency.add({f"engine.{tag}": EngineTenant(self.delivery, tag, runtime.device, size) for tag, size in sizes.items()})

@@ -71,6 +71,36 @@ class _Moves:
             scales.quantise(values, hf_name, hf_box, out)
 
 
+class Staging:
+    """Device memory that transfers use one after the other: as much as the neediest of them asks for, taken at the first need. `release`
+    empties the storage in place, so that views of it stay good."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._needed = 0
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes at this moment."""
+        return self._memory.untyped_storage().nbytes()
+
+    def reserve(self, size: int) -> None:
+        """Somebody who shares it will need so many bytes."""
+        self._needed = max(self._needed, size)
+
+    def take(self) -> Tensor:
+        """The memory, uint8 [bytes]; the same tensor from call to call, unless more was reserved in between."""
+        if self._memory.numel() < self._needed:
+            self._memory = torch.empty(self._needed, dtype=torch.uint8, device=self._memory.device)
+        elif self.nbytes < self._needed:
+            self._memory.untyped_storage().resize_(self._needed)
+        return self._memory
+
+    def release(self) -> None:
+        """Gives it back until the next `take`. Nothing may be under way on it."""
+        self._memory.untyped_storage().resize_(0)
+
+
 @dataclass
 class _Bound:
     """A round whose boxes have become views of real tensors; `wire`: (peer, bytes) of whole messages."""
@@ -86,10 +116,11 @@ class Transfer:
 
     `dtype` is the dtype of target tensors without a format of their own, by default that of this rank's (a rank without such targets
     must be told); sources of another dtype are converted, or quantised, before they are sent, so that no more bytes travel than the
-    target needs. `bucket_bytes` bounds the staging memory of a rank, sends and receives together. Every rank of the plan constructs and
-    runs its own Transfer; ranks that the plan does not name may do so too. All tensors of a rank are on one device. If the memory of a
-    tensor moves between runs (offloading), the next run notices. `group` is the process group of the messages, by default the whole
-    job's; on NCCL it must have been used once by all its ranks, and where targets are quantised or checked all its ranks take part.
+    target needs. `bucket_bytes` bounds the staging memory of a rank, sends and receives together; `staging` is that memory where
+    several transfers share one. Every rank of the plan constructs and runs its own Transfer; ranks that the plan does not name may
+    do so too. All tensors of a rank are on one device. If the memory of a tensor moves between runs (offloading), the next run
+    notices. `group` is the process group of the messages, by default the whole job's; on NCCL it must have been used once by all
+    its ranks, and where targets are quantised or checked all its ranks take part.
     ValueError if names, shapes or dtypes of the tensors are not the plan's.
     """
 
@@ -103,6 +134,7 @@ class Transfer:
         *,
         dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
+        staging: Staging | None = None,
     ) -> None:
         if dtype is None:
             plain = [tensor.dtype for name, tensor in target_tensors.items() if name not in plan.formats]
@@ -118,7 +150,9 @@ class Transfer:
         self._local = [copy for copy in plan.copies if copy.src_rank == copy.dst_rank == rank]
         self._rounds = rounds_of(plan, rank, dtype.itemsize, bucket_bytes)
         self._staging_size = max((round_.size for round_ in self._rounds), default=0)
-        self._staging: Tensor | None = None
+        self._staging = staging or Staging(self._device)
+        self._staging.reserve(self._staging_size)
+        self._packed: Tensor | None = None  # the staging memory that the rounds' views are of
         self._addresses: tuple[int, ...] | None = None
         self._bound: list[_Bound] = []
         self._here, self._padding = _Moves(), list[Tensor]()
@@ -161,7 +195,7 @@ class Transfer:
 
     def release(self) -> None:
         """Gives the staging memory back; the next run takes it again."""
-        self._staging, self._addresses, self._bound = None, None, []
+        self._staging.release()
 
     def _make_scales(self) -> BlockScales | None:
         """The scales that the plan's targets need; the same on every rank."""
@@ -213,17 +247,16 @@ class Transfer:
     def _bind(self) -> None:
         """Turns boxes into views of the tensors, unless they still lie where they lay at the last run."""
         addresses = tuple(tensor.data_ptr() for tensors in (self._weights, self._targets) for tensor in tensors.values())
-        if addresses == self._addresses:
+        packed = self._staging.take()
+        if addresses == self._addresses and packed is self._packed:
             return
-        if self._staging is None:
-            self._staging = torch.empty(self._staging_size, dtype=torch.uint8, device=self._device)
         self._here = _Moves()
         for copy in self._local:
             self._move(self._here, copy, view(self._targets[copy.dst_name], copy.dst_box))
         shards = self._plan.targets.get(self._rank, {})
         self._padding = [view(self._targets[name], box) for name, shard in shards.items() for box in shard.padding]
-        self._bound = [self._bind_round(round_, self._staging) for round_ in self._rounds]
-        self._addresses = addresses
+        self._bound = [self._bind_round(round_, packed) for round_ in self._rounds]
+        self._packed, self._addresses = packed, addresses
 
     def _bind_round(self, round_: Round, staging: Tensor) -> _Bound:
         bound = _Bound()

@@ -21,7 +21,7 @@ from megarl.parallel.runtime import Runtime
 from megarl.rollout.delivery import Delivery
 from megarl.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from megarl.schedule.residency import EngineTenant, Residency
-from megarl.schedule.run import make_delivery, make_engine
+from megarl.schedule.run import make_delivery, make_engine, start_engine
 from megarl.training.batches import LocalBatch, distribute
 from megarl.training.columns import logprob_columns
 from megarl.training.learner import Learner, UpdateResult
@@ -129,7 +129,7 @@ class Scene:
     def delivery(self) -> Delivery:
         """Of the actor's weights; starts the engine, with everything else off the device."""
         self.residency.enter("start", ())
-        self.engine.start()
+        start_engine(self.engine, self.runtime)
         made = make_delivery(self.config, self.runtime, self.sizes, self.actor.model, self.engine)
         tags = {"weights": made.nbytes, "kv_cache": 0}
         self.residency.add({f"engine.{tag}": EngineTenant(made, tag, self.runtime.device, size) for tag, size in tags.items()})

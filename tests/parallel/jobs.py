@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megarl.config.schema import (
     AlgorithmConfig,
@@ -21,6 +22,7 @@ from megarl.data.experience import Experience
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.runtime import Runtime
 from megarl.training.micro_batch import make_micro_batches
+from tests.ranks import USED_AT_START
 
 
 def make_config(
@@ -121,6 +123,19 @@ def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, opt
     _gather_shards(learner)
     gathered = _in_hf_names(learner, folder, runtime, which == "critic")
     return {"gradients": gathered, "norm": norm, "sums": sums, "tokens": local.experience.num_tokens}
+
+
+def groups_in_use(runtime: Runtime, **arguments: Any) -> tuple[list[Any], list[Any]]:
+    """(Members, name) of each group that this rank used when it started, and of those whose collectives `gradients` counts."""
+    from torch.distributed.distributed_c10d import _world
+
+    def count() -> dict[Any, int]:
+        return {group: group._get_sequence_number_for_group() for group in _world.pg_map}
+
+    before = count()
+    gradients(runtime, **arguments)
+    used = [group for group, number in count().items() if number > before.get(group, 0) and dist.get_world_size(group) > 1]
+    return USED_AT_START, [(dist.get_process_group_ranks(group), group.group_desc) for group in used]
 
 
 def _gather_shards(learner: Any) -> None:

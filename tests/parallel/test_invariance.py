@@ -85,3 +85,17 @@ def test_gradients_do_not_depend_on_the_layout(term: str, ranks: Callable[[int, 
         assert found["norm"] == pytest.approx(float(exact), rel=1e-5), (layout, "the norm that clips the gradient")
         for name, value in expected["sums"].items():
             assert found["sums"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), (layout, name)
+
+
+@pytest.mark.parametrize("layout", [(2, 2, 1), (1, 2, 2)], ids=str)
+def test_every_group_that_a_run_uses_was_used_by_all_its_members_at_start(
+    layout: tuple[int, int, int], ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+) -> None:
+    """NCCL makes a group's communicator at its first use, which all members must enter; a message between two ranks is none."""
+    folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=VOCAB, layers=2, tied=True)
+    found = ranks(*layout).run(jobs.groups_in_use, folder=folder, batch=make_batch(), which="actor", options={"budget": 48})
+    for rank, (started, used) in enumerate(found):
+        assert ([0, 1, 2, 3], "default_pg") in started
+        for group in started:
+            assert all(group in found[member][0] for member in group[0]) and rank in group[0]
+        assert {tuple(map(str, group)) for group in used} <= {tuple(map(str, group)) for group in started}

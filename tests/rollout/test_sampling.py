@@ -9,11 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.rollout import sampling
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sampling import choose, keep_top, uniform
 from megarl.rollout.seeds import evaluation_seed, response_seed
 
 SEEDS = st.integers(0, 2**63 - 1)
+DRAWN = [777, 793, 105, 347, 195, 353, 104, 742, 16, 831, 250, 300, 740, 702, 444, 127]
+DRAWN += [605, 58, 257, 722, 266, 494, 406, 895, 53, 290, 145, 394, 104, 227, 317, 175]
+NUCLEUS = [777, 793, 92, 342, 201, 389, 224, 741, 16, 831, 613, 459, 740, 677, 427, 200]
+NUCLEUS += [605, 101, 312, 619, 441, 350, 481, 899, 31, 290, 108, 549, 105, 135, 435, 175]
 LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=12)
 
 
@@ -65,6 +70,49 @@ def test_choose_inverts_the_cdf(logits, seed, index, temperature, top_k, top_p):
     below = float(kept[token[0] - 1]) if token[0] > 0 else 0.0
     assert below - 1e-5 <= point <= float(kept[token[0]]) + 1e-5
     assert logprob.item() == pytest.approx(math.log(scaled[token[0]]), abs=1e-5)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 40), st.integers(1, 8), SEEDS, st.sampled_from([1.0, 0.7]), st.sampled_from([0, 5]), st.sampled_from([0.3, 0.9, 1.0]))
+def test_blocks_of_a_large_vocabulary_change_nothing(vocab, block, seed, temperature, top_k, top_p):
+    """Sums of whole blocks and a running sum within one, against one running sum."""
+    g = torch.Generator().manual_seed(seed % 1000)
+    logits = 3 * torch.randn(64, vocab, generator=g)
+    logits[:, ::3] = -torch.inf  # and blocks that no token of is possible
+    logits[:, 0] = 0.0
+    asked = logits, torch.arange(64) + seed // 2, torch.arange(64), SamplingParams(1, temperature, top_p, top_k)
+    whole = choose(*asked)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "BLOCK", block)
+        patch.setattr(sampling, "AT_ONCE", 2)
+        assert all(torch.equal(a, b) for a, b in zip(choose(*asked), whole, strict=True))
+
+
+def test_no_array_of_float64_as_large_as_the_logits():
+    """[256, 152,064] of them would be 300 MB at each token."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    sizes: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(
+                x.numel() for x in (out if isinstance(out, (tuple, list)) else [out]) if getattr(x, "dtype", None) == torch.float64
+            )
+            return out
+
+    with Watch():
+        choose(torch.randn(4, 152_064), torch.arange(4), torch.arange(4), SamplingParams(1, top_p=0.7, top_k=50))
+    assert 4 <= max(sizes) <= 4 * 152_064 / 8
+
+
+def test_draws_are_those_of_the_runs_before():
+    """Fixed numbers, from the code as it was on 2026-11-21: a change would change every run that is repeated or resumed."""
+    g = torch.Generator().manual_seed(5)
+    logits = 2 * torch.randn(32, 900, generator=g)
+    for params, expected in ((SamplingParams(1), DRAWN), (SamplingParams(1, 0.8, 0.6), NUCLEUS)):
+        assert choose(logits, torch.arange(32) * 7919, torch.arange(32), params)[0].tolist() == expected
 
 
 def test_impossible_tokens_are_never_chosen():

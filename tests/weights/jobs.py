@@ -13,7 +13,7 @@ from megarl.weights.export import export_hf
 from megarl.weights.hf_io import HFFolder, load_into
 from megarl.weights.layout import Shards, hf_shards, megatron_layout
 from megarl.weights.planner import make_plan
-from megarl.weights.transfer import Transfer
+from megarl.weights.transfer import Staging, Transfer
 
 
 def read(shards: Shards, folder: HFFolder, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -24,9 +24,10 @@ def read(shards: Shards, folder: HFFolder, dtype: torch.dtype) -> dict[str, torc
 
 def transfer(runtime: Runtime, folder: Path, layouts: list[tuple[Layout, Layout | None]], bucket: int, dtype: torch.dtype) -> list[str]:
     """For each pair: weights in the first layout (fp32) are sent to the second one (None: the whole model on every rank) as `dtype`,
-    changed, moved in memory, and sent again. Returns what was found wrong on this rank."""
+    changed, moved in memory, and sent again, through staging memory that all share. Returns what was found wrong on this rank."""
     hf = HFFolder(folder)
     wrong = []
+    staging = Staging(runtime.device)
     for layout, target_layout in layouts:
         sources = megatron_layout(hf.config, layout)
         whole = [(rank, hf_shards(hf.config)) for rank in range(runtime.world)]
@@ -36,7 +37,7 @@ def transfer(runtime: Runtime, folder: Path, layouts: list[tuple[Layout, Layout 
         held = read(plan.sources.get(runtime.rank, {}), hf, torch.float32)
         mine = plan.targets.get(runtime.rank, {})
         written = {name: torch.full(shard.shape, torch.nan, dtype=dtype) for name, shard in mine.items()}
-        moving = Transfer(plan, runtime.rank, held, written, bucket, dtype=dtype)
+        moving = Transfer(plan, runtime.rank, held, written, bucket, dtype=dtype, staging=staging)
         if moving.staging_bytes > bucket:
             wrong.append(f"{layout}: staging takes {moving.staging_bytes} bytes")
         expected = read(mine, hf, torch.float32)
@@ -44,6 +45,11 @@ def transfer(runtime: Runtime, folder: Path, layouts: list[tuple[Layout, Layout 
             for tensor in held.values():
                 tensor.data = tensor.data * factor  # a new place in memory, as after offloading
             stats = moving.run()
+            if not moving.staging_bytes <= staging.nbytes <= bucket:
+                wrong.append(f"{layout}: {staging.nbytes} bytes of staging are there for {moving.staging_bytes}")
+            staging.release()
+            if staging.nbytes:
+                wrong.append(f"{layout}: staging was not given back")
             for name, tensor in written.items():
                 if not torch.equal(tensor, (expected[name] * factor).to(dtype)):
                     wrong.append(f"{layout} -> {target_layout}: {name} after factor {factor}")

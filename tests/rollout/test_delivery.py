@@ -1,0 +1,249 @@
+"""A delivery of weights to SGLang on GPUs as far as it needs none: memory, messages and handles, from the real plans of 32B models."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megarl.config import load_config
+from megarl.config.schema import Config
+from megarl.parallel import cpu_platform, runtime
+from megarl.parallel.launch import expandable_segments
+from megarl.parallel.layout import Layout
+from megarl.plan.checks import plan_of
+from megarl.rollout.delivery import Delivery
+from megarl.rollout.sglang import Place, SGLangEngine
+from megarl.schedule import evaluation, run
+from megarl.schedule.run import make_delivery
+from megarl.weights.engine_plan import engine_plan
+from megarl.weights.known_models import KNOWN_MODELS
+from megarl.weights.layout import Region, Shard, full_box
+from megarl.weights.plan import Plan
+from megarl.weights.transfer import Staging, Transfer, TransferStats
+
+ROOT = Path(__file__).parents[2]
+HF = {"model_type": "qwen2", "max_position_embeddings": 32768, "tie_word_embeddings": False, **KNOWN_MODELS["Qwen2.5-32B"]}
+META = torch.device("meta")
+# (tp, pp, dp, engine_tp); in the second a quarter of the ranks has no message in the first bucket.
+LAYOUTS = [(8, 4, 4, 8), (4, 2, 16, 4), (8, 1, 16, 8), (4, 2, 1, 4), (2, 2, 2, 4), (2, 1, 4, 2)]
+
+
+@cache
+def planned(tp: int, pp: int, dp: int, engine_tp: int, *overrides: str) -> tuple[Config, Layout, Plan]:
+    sizes = [f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.dp={dp}", f"rollout.engine_tp={engine_tp}"]
+    config = load_config(ROOT / "configs/vapo_32b.yaml", [*sizes, *overrides])
+    layout = Layout(tp=tp, pp=pp, dp=dp)
+    return config, layout, engine_plan(config, HF, layout)
+
+
+def delivery_of(rank: int, *sizes: Any) -> Delivery:
+    """One rank's delivery as a run makes it, of tensors that take no memory."""
+    config, layout, plan = planned(*sizes)
+    place = Place(rank, config.rollout.engine_tp, META)
+    engine = SGLangEngine(config, HF, place, (1,))
+    engine.process = None
+    weights = {
+        name: torch.empty(shard.shape, dtype=torch.bfloat16, device=META)
+        for name, shard in plan.sources[rank].items()
+        if not name.endswith("_scale_inv")
+    }
+    model: Any = SimpleNamespace(named_parameters=lambda: weights.items())
+    made = make_delivery(config, runtime.Runtime(layout, rank, META, 1.0, None), HF, model, engine)  # type: ignore[arg-type]
+    made.gather = lambda value: [value] * layout.world
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights"),
+    [
+        ((2, 2, 2, 1), "model"),
+        ((2, 1, 2, 2), "fp8_block"),
+        pytest.param((8, 4, 4, 8), "model", marks=pytest.mark.slow),
+        pytest.param((4, 2, 16, 4), "fp8_block", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_delivery_takes_what_is_planned_and_gives_it_back(sizes: tuple[int, ...], weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There were 34 staging memories of 3.9 GiB in all, for ever, and a plan of 0.25 GiB."""
+    overrides = (f"rollout.weights_dtype={weights}",)
+    plan = plan_of(planned(*sizes, *overrides)[0], HF)
+    there: list[int] = []
+
+    def note(self: Transfer) -> TransferStats:
+        there.append(sum(memory.nbytes for memory in made.memory))
+        return TransferStats(0, 0, 0, 0.0)
+
+    monkeypatch.setattr(Transfer, "run", note)
+    monkeypatch.setattr(SGLangEngine, "handle", lambda self, bucket: b"")
+    for rank in (0, plan.layout.world - 1):
+        made = delivery_of(rank, *sizes, *overrides)
+        assert len(made.transfers) > 3
+        assert sum(memory.nbytes for memory in made.memory) == 0, "before a delivery nothing is there"
+        there.clear()
+        made.run(0)
+        assert len(there) == len(made.transfers) and len(set(there)) == 1
+        assert 0.45 * plan.transfer_memory <= there[0] <= plan.transfer_memory
+        assert sum(memory.nbytes for memory in made.memory) == 0, "after it nothing is left"
+
+
+@pytest.fixture
+def fake_job() -> Iterator[Any]:
+    """Megarl's start as a rank of a job whose other ranks are not there; gives the members of the groups in which it sums, in order."""
+
+    def start(rank: int, layout: Layout) -> list[list[int]]:
+        cpu_platform.install()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
+        parallel_state.initialize_model_parallel(layout.tp, layout.pp, expert_tensor_parallel_size=1, create_gloo_process_groups=False)
+        used: list[list[int]] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", lambda tensor, group: used.append(dist.get_process_group_ranks(group)))
+            runtime._connect(torch.device("cpu"))
+        end()
+        return used
+
+    def end() -> None:
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+    yield start
+    end()
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_no_transfer_is_the_first_use_of_a_group(sizes: tuple[int, int, int, int], fake_job: Any) -> None:
+    """Messages go through the job's group; NCCL would make its communicator with those ranks alone that have some, and wait for ever."""
+    config, layout, plan = planned(*sizes)
+    (first, _), *_ = SGLangEngine(config, HF, Place(1, config.rollout.engine_tp, META), (1,)).buckets(plan, Staging(META))
+    everyone = list(range(layout.world))
+    talking = {rank for copy in (*first.copies, *first.relays) if copy.src_rank != copy.dst_rank for rank in (copy.src_rank, copy.dst_rank)}
+    silent = set(everyone) - talking
+    assert len(silent) == (32 if sizes == (4, 2, 16, 4) else len(silent))
+    for rank in {min(silent, default=0), min(talking, default=0), layout.world - 1}:
+        used = fake_job(rank, layout)
+        assert used[0] == everyone, "before any message, all ranks use the group of the messages"
+        assert all(rank in members for members in used)
+
+
+def test_a_handle_is_of_memory_that_is_shared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch wraps a shared CUDA storage once more at every sharing and keeps the wrappers as long as the storage: there must be a new one
+    for every handle, of the same bytes."""
+    shared: list[torch.Tensor] = []
+
+    def dumps(value: Any) -> bytes:
+        shared.append(value[0][1])
+        return pickle.dumps(value[0][0])
+
+    monkeypatch.setattr("megarl.rollout.sglang.ForkingPickler.dumps", dumps)
+    config, _, _ = planned(2, 1, 4, 2)
+    engine = SGLangEngine(config, HF, Place(1, 2, torch.device("cuda", 1)), (1,))
+    box = full_box((8, 4))
+    shards = {name: Shard((8, 4), (Region(name, box, box),)) for name in ("a", "b")}
+    memory = Staging(torch.device("cpu"))
+    [(_, tensors)] = engine.buckets(Plan((), {}, {1: shards}), memory)
+    memory.release()
+    memory.take()
+    tensors["b"].fill_(3.0)
+    parts = [json.loads(pickle.loads(engine.handle(0))) for _ in range(3)]
+    storages = {tensor.untyped_storage()._cdata for tensor in (*shared, memory.take())}
+    assert len(storages) == 4 and {tensor.data_ptr() for tensor in shared} == {memory.take().data_ptr()}
+    start, shape, dtype = parts[0]["tensors"]["b"]
+    assert shape == [8, 4] and (shared[0][start : start + 64].view(getattr(torch, dtype)) == 3.0).all()
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_the_engine_runs_without_expandable_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's memory saver refuses them; the allocator's other options stay."""
+    for value, left in (
+        ("expandable_segments:True", None),
+        ("max_split_size_mb:512,expandable_segments:True", "max_split_size_mb:512"),
+        ("expandable_segments: true , roundup_power2_divisions:[256:1,>:8]", "roundup_power2_divisions:[256:1,>:8]"),
+        ("max_split_size_mb:512", "max_split_size_mb:512"),
+    ):
+        monkeypatch.setenv(name, value)
+        engine = SGLangEngine(planned(2, 1, 4, 2)[0], HF, Place(0, 2, torch.device("cuda", 0)), (1,))
+        assert engine.process is not None
+        assert engine.process.environment.get(name) == left
+        assert expandable_segments() == ([name] if left != value else [])
+
+
+class Told:
+    """An engine's process that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def call(self, *what: Any) -> None:
+        self.calls.append(what)
+
+
+def test_the_graphs_of_decoding_sleep_with_the_kv_cache() -> None:
+    """SGLang has their memory in hand only where an environment variable says so before it captures them, and not that of its breakable
+    ones, its default for prefill: it does not start with both."""
+    config = planned(2, 1, 4, 2)[0]
+    for options, sleeps in (
+        ({}, True),
+        ({"cuda_graph_backend_prefill": "breakable"}, False),
+        ({"disable_prefill_cuda_graph": False}, False),
+        ({"cuda_graph_config": '{"decode": {"backend": "breakable"}}'}, False),
+        ({"cuda_graph_backend_prefill": "full"}, True),
+    ):
+        given = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine_options": options})})
+        engine = SGLangEngine(given, HF, Place(0, 2, torch.device("cuda", 0)), (1,))
+        assert engine.process is not None
+        assert engine.process.environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == str(int(sleeps))
+        assert engine.process.arguments["disable_prefill_cuda_graph"] == options.get("disable_prefill_cuda_graph", True)
+    engine.process = told = Told()  # type: ignore[assignment]
+    for move in (engine.sleep, engine.wake):
+        move(("kv_cache",))
+        move(("weights",))
+        move()
+    tags = [["kv_cache", "cuda_graph"], ["weights"], ["weights", "kv_cache", "cuda_graph"]]
+    assert told.calls == [(name, some) for name in ("sleep", "wake") for some in tags]
+
+
+@pytest.mark.parametrize("what", ["run", "evaluation"])
+def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After all models are made and settled: SGLang looks how much of each GPU is free, and refuses unlike ones."""
+    order: list[str] = []
+
+    def says(word: str) -> Any:
+        return lambda *arguments, **options: order.append(word) or MagicMock()
+
+    monkeypatch.setattr(run, "empty_cache", says("empties"))
+    monkeypatch.setattr(run, "barrier", says("waits"))
+    engine = SimpleNamespace(start=says("starts"))
+    config = planned(2, 1, 4, 2)[0]
+    if what == "run":
+        for name in ("load_tokenizer", "open_model", "read_hf_config", "HostPool", "read_prompts", "PromptSampler", "VerifierPool"):
+            monkeypatch.setattr(run, name, MagicMock(return_value=MagicMock()))
+        monkeypatch.setattr(run, "read_prompts", lambda *arguments: ([], MagicMock()))
+        monkeypatch.setattr(run.Run, "_settled", says("settles"))
+        monkeypatch.setattr(run, "make_engine", lambda *arguments: engine)
+        monkeypatch.setattr(run, "make_delivery", says("delivery"))
+        monkeypatch.setattr(run, "EngineTenant", MagicMock())
+        run.Run(config, MagicMock(device=torch.device("cpu")))
+        assert order == ["settles", "settles", "empties", "waits", "starts", "delivery"]
+    else:
+        for name in ("load_tokenizer", "read_hf_config", "read_config", "open_model"):
+            monkeypatch.setattr(evaluation, name, MagicMock())
+        monkeypatch.setattr(evaluation, "gather_objects", lambda runtime, value: [value])
+        monkeypatch.setattr(evaluation, "read_prompts", lambda *arguments: ([], MagicMock()))
+        monkeypatch.setattr(evaluation, "make_engine", lambda *arguments: engine)
+        monkeypatch.setattr(evaluation, "build_actor", says("builds"))
+        monkeypatch.setattr(evaluation, "load_weights", says("loads"))
+        monkeypatch.setattr(evaluation, "make_delivery", says("delivery"))
+        evaluation.Evaluation(config, None, MagicMock(device=torch.device("cpu")))
+        assert order == ["builds", "loads", "empties", "waits", "starts", "delivery"]

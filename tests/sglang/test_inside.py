@@ -1,0 +1,120 @@
+"""What megarl runs inside SGLang's processes, without an engine: how often it copies to the device and waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megarl.rollout import sglang_cpu
+from megarl.rollout.engine import SamplingParams
+from megarl.rollout.sampling import choose
+
+if find_spec("sglang") is not None:  # else conftest.py skips what is here
+    sglang_cpu.install()
+# Anything made from Python numbers, and anything that Python reads of a tensor: on a GPU a copy, and one that waits.
+BLOCKING = {"aten.lift_fresh.default", "aten._local_scalar_dense.default", "aten.nonzero.default", "aten._pin_memory.default"}
+
+
+class Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def make_sampler() -> Any:
+    from megarl.rollout.sglang_inside import SeededSampler
+
+    sampler = SeededSampler.__new__(SeededSampler)  # its constructor asks for a running scheduler
+    torch.nn.Module.__init__(sampler)
+    sampler._sync_token_ids_across_tp = lambda tokens, info: None
+    return sampler
+
+
+def row(seed: int, prompt: int, **changes: Any) -> dict[str, Any]:
+    return {"seed": seed, "prompt": prompt, "temperature": 1.0, "top_p": 1.0, "top_k": 0, **changes}
+
+
+def step(sampler: Any, info: Any, positions: list[int]) -> tuple[list[int], set[str]]:
+    """A token for each row, drawn as it must be, and what was done for it on the device."""
+    logits = torch.randn(len(positions), 300, generator=torch.Generator().manual_seed(sum(positions)))
+    at = torch.tensor(positions)
+    with Watch() as watch:
+        tokens = sampler(SimpleNamespace(next_token_logits=logits), info, True, [], [], at)
+    for i, own in enumerate(info.custom_params):
+        params = SamplingParams(0, own["temperature"], own["top_p"], own["top_k"])
+        expected, _ = choose(logits[i : i + 1], torch.tensor([own["seed"]]), torch.tensor([positions[i] + 1 - own["prompt"]]), params)
+        assert tokens[i] == expected[0]
+    return tokens.tolist(), watch.seen
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=["one kind", "two kinds"])
+def test_nothing_is_copied_from_token_to_token(changes: dict[str, Any]) -> None:
+    """As long as the batch stays as it is; what SGLang does when requests leave and join gives other draws at once."""
+    sampler = make_sampler()
+    info = SimpleNamespace(custom_params=[row(11, 3), row(12, 5), row(13, 4, **changes)])
+    assert step(sampler, info, [2, 4, 3])[1] & BLOCKING
+    for token in range(1, 4):
+        copy = SimpleNamespace(custom_params=info.custom_params)  # SamplingBatchInfo.copy_for_forward
+        assert not step(sampler, copy, [2 + token, 4 + token, 3 + token])[1] & BLOCKING
+    info.custom_params.extend([row(14, 7)])  # merge_batch
+    step(sampler, info, [6, 8, 7, 6])
+    info.custom_params = [info.custom_params[i] for i in (1, 3)]  # filter_batch
+    step(sampler, info, [9, 7])
+    assert not step(sampler, info, [10, 8])[1] & BLOCKING
+
+
+def test_the_device_has_read_a_bucket_when_its_loader_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is written anew as soon as SGLang has answered."""
+    from megarl.rollout.sglang_inside import load_shards
+
+    model = torch.nn.Linear(4, 3, bias=False)
+    values = torch.arange(12.0).view(3, 4)
+    found: list[bool] = []
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda *arguments: found.append(torch.equal(model.weight.data, values)))
+    part = {"tensors": {"weight": (0, [3, 4], "float32")}, "complete": ["weight"]}
+    load_shards(model, [(json.dumps(part), values.view(-1).view(torch.uint8))])
+    assert found == [True]
+
+
+def test_sleep_ends_when_all_ranks_have_freed_their_memory() -> None:
+    """SGLang answers for its first rank; a call that ends in a barrier follows."""
+    from megarl.rollout.sglang_host import Calls
+
+    order: list[Any] = []
+
+    async def flush() -> Any:
+        return SimpleNamespace(success=True)
+
+    async def release(request: Any, _: Any) -> None:
+        order.append(request.tags)
+
+    manager = SimpleNamespace(flush_cache=flush, release_memory_occupation=release)
+    engine: Any = SimpleNamespace(tokenizer_manager=manager, collective_rpc=lambda method: order.append(method))
+    asyncio.run(Calls(engine).sleep(["kv_cache", "cuda_graph"]))
+    assert order == [["kv_cache", "cuda_graph"], "flush_cache"]
+
+
+def test_sglang_knows_all_that_it_is_told_on_a_gpu() -> None:
+    import dataclasses
+
+    from sglang.srt.server_args import ServerArgs
+
+    from megarl.config import load_config
+    from megarl.rollout.sglang import Place, SGLangEngine
+
+    for weights in ("model", "fp8_block"):
+        config = load_config(Path(__file__).parents[2] / "configs/vapo_32b.yaml", [f"rollout.weights_dtype={weights}"])
+        arguments = SGLangEngine(config, {}, Place(0, 8, torch.device("cuda", 0)), (1,))._arguments()
+        assert arguments.keys() <= {field.name for field in dataclasses.fields(ServerArgs)}
