@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata as metadata
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,10 +14,13 @@ from typing import NamedTuple
 
 import psutil
 
+from megarl.config.errors import ConfigError
+
 GIB = 2**30
 PACKAGES = (
     "torch",
     "megatron-core",
+    "triton",
     "transformers",
     "transformer-engine",
     "sglang",
@@ -26,6 +30,10 @@ PACKAGES = (
     "numpy",
     "math-verify",
 )
+# What megarl runs on, as in pyproject.toml: the oldest version, and the first that is too new.
+SUPPORTED = {"torch": ((2, 11), (3,)), "megatron-core": ((0, 16), (0, 20)), "transformers": ((5, 12), (6,))}
+MEGATRON = {False: "0.16.1", True: "0.19.2"}  # the newest one that was tried, by whether Python is 3.12 or later
+IMPORTS_TRITON = (0, 18)  # megatron-core from here on, on any device, without saying so among its requirements
 FP8_FROM = (8, 9)  # compute capability: Ada and Hopper have FP8 matrix units
 
 
@@ -66,12 +74,6 @@ def look() -> Machine:
     """This machine."""
     import torch
 
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     gpus, problem = [], None
     try:
         for index in range(torch.cuda.device_count()):
@@ -85,13 +87,53 @@ def look() -> Machine:
         system=platform.system(),
         cores=len(psutil.Process().cpu_affinity()) if platform.system() == "Linux" else psutil.cpu_count() or 1,
         memory=psutil.virtual_memory().total,
-        versions=versions,
+        versions=installed(),
         imports=frozenset(name for name in ("transformer_engine", "sglang", "nemo_run", "wandb", "tensorboard") if find_spec(name)),
         programs=frozenset(name for name in programs if shutil.which(name)),
         gpus=tuple(gpus),
         cuda=torch.version.cuda,
         problem=problem,
     )
+
+
+def installed() -> dict[str, str]:
+    """The versions of `PACKAGES` that are there, by what pip knows of them: nothing is imported."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if find_spec("triton"):  # some builds of torch bring it under another name
+        versions.setdefault("triton", "with torch")
+    return versions
+
+
+def misfit(versions: Mapping[str, str], python: tuple[int, int]) -> str | None:
+    """The first package that megarl cannot run with, and what to install instead, on one line; None where all fit."""
+    works = {"megatron-core": f"=={MEGATRON[python >= (3, 12)]}"}
+    for name, (oldest, newer) in SUPPORTED.items():
+        bounds = f">={'.'.join(map(str, oldest))},<{'.'.join(map(str, newer))}"
+        install = f"pip install '{name}{works.get(name, bounds)}'"
+        if name not in versions:
+            return f"{name} is not installed ({install})"
+        if not oldest <= _numbers(versions[name]) < newer:
+            return f"{name} {versions[name]}: megarl runs with {name}{bounds} ({install})"
+    if _numbers(versions["megatron-core"]) >= IMPORTS_TRITON and "triton" not in versions:
+        return f"megatron-core {versions['megatron-core']} imports triton, which is not installed (pip install triton)"
+    return None
+
+
+def check_packages() -> None:
+    """ConfigError where an installed package is one that megarl cannot run with. To be called before any of them is imported."""
+    problem = misfit(installed(), sys.version_info[:2])
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(2, 13, 0) of 2.13.0+cpu."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
 def abilities(machine: Machine) -> Iterator[Ability]:
@@ -121,6 +163,9 @@ def abilities(machine: Machine) -> Iterator[Ability]:
 
 def _cpu(machine: Machine) -> Ability:
     name = "the demo on CPUs"
+    if problem := misfit(machine.versions, machine.python):
+        what, _, install = problem.rpartition(" (")
+        return Ability(name, False, what, install.rstrip(")"))
     if machine.system != "Linux":
         return Ability(name, False, f"{machine.system}: gloo and the verifiers' limits are tested on Linux only")
     if machine.cores < 2 or machine.memory < 4 * GIB:
