@@ -16,7 +16,11 @@ BENCH ?=
 # Where the CPU build of torch is. Where this index is out of reach, pip takes what its other sources offer.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# What `make install-gpu` and `make lock-gpu` start from: the lock is for this Python.
+PYTHON_GPU ?= python3.12
+
 VENV := .venv
+GPU := .venv-gpu
 SGLANG := .venv-sglang
 LAUNCH := .venv-launch
 BIN := $(VENV)/bin
@@ -29,7 +33,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu lock-gpu demo test test-slow test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -109,6 +113,22 @@ trl: .venv-trl/installed ## .venv-trl with TRL, the yardstick of `make bench BEN
 bench: $(STAMP) ## every benchmark with its target, 20 minutes: BENCH='step gae', ARGS='--vs trl' (for step)
 	$(BIN)/python benchmarks/run.py --only $(BENCH) $(if $(ARGS),-- $(ARGS))
 
+install-gpu: $(GPU)/installed ## .venv-gpu, exactly as requirements-gpu.txt has it (12 GB; PYTHON_GPU=python3.12; docs/gpu.md)
+
+$(GPU)/installed: requirements-gpu.txt pyproject.toml
+	@$(PYTHON_GPU) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || { echo "Makefile: requirements-gpu.txt is for Python 3.12 (set PYTHON_GPU=/path/of/python3.12)" >&2; exit 2; }
+	$(PYTHON_GPU) -m venv $(GPU)
+	grep -v '^transformer-engine-torch==' requirements-gpu.txt | $(GPU)/bin/python -m pip install --quiet --no-deps -r /dev/stdin
+	@# Against the torch that is there now: not in isolation, where pip would fetch the newest one, nor from pip's cache, where one that was
+	@# built against another may lie.
+	$(GPU)/bin/python -m pip install --no-deps --no-build-isolation --no-cache-dir "$$(grep '^transformer-engine-torch==' requirements-gpu.txt)"
+	$(GPU)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+lock-gpu: ## requirements-gpu.txt from requirements-gpu.in and pyproject.toml, by uv
+	uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_35 --no-annotate --no-header --no-emit-package megarl \
+		--extra sglang --extra track --output-file requirements-gpu.txt pyproject.toml requirements-gpu.in
+
 gpu: gpu-tests gpu-bench ## tests and figures on one GPU, with the Python that is given: PYTHON=python3 (docs/gpu.md)
 
 gpu-tests:
@@ -121,5 +141,5 @@ ci: ## what CI runs
 	bash .ci/run
 
 clean: ## removes all environments and what builds and tests left; runs/ stays
-	rm -rf $(VENV) $(SGLANG) $(LAUNCH) .venv-trl build dist megarl.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(GPU) $(SGLANG) $(LAUNCH) .venv-trl build dist megarl.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -48,6 +48,9 @@ def evaluate(path: Path, overrides: Sequence[str], given: Path | None, out: Path
 
 
 def _check(config: Config, where: str, given: Path | None, out: Path, claim: bool) -> None:
+    from megarl.parallel.machine import require_sound_packages
+
+    require_sound_packages()
     from megarl.schedule.evaluation import find_policy
     from megarl.schedule.preflight import preflight_evaluation
 

@@ -19,6 +19,7 @@ from megarl.config.schema import Config
 from megarl.data.reader import validate_files
 from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here
+from megarl.parallel.machine import unmet
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.plan.checks import check_fits
 from megarl.rewards.registry import get_verifier
@@ -119,13 +120,13 @@ def _check_template(tokenizer: Any) -> None:
 
 def _check_machine(config: Config, device: str, world: int | None = None) -> None:
     """What must be installed or plugged in for the keys that ask for it."""
-    _check_engine(config)
+    _check_engine(config, device)
     if world or is_launched():
         layout_for(config.parallel, world or launched_world())
     if config.model.layers == "te" and (device != "cuda" or not find_spec("transformer_engine")):
-        raise ConfigError("model.layers: te needs a CUDA device and transformer-engine (install megarl[te], or use auto or portable)")
+        raise ConfigError("model.layers: te needs a CUDA device and transformer-engine (make install-gpu, or use auto or portable)")
     if config.model.fp8.format != "none" and (device != "cuda" or not find_spec("transformer_engine")):
-        raise ConfigError("model.fp8.format: needs a CUDA device and transformer-engine (install megarl[te], or set it to none)")
+        raise ConfigError("model.fp8.format: needs a CUDA device and transformer-engine (make install-gpu, or set it to none)")
     for key, wanted, package in (("tensorboard", config.log.tensorboard, "tensorboard"), ("wandb", config.log.wandb, "wandb")):
         if wanted and not find_spec(package):
             raise ConfigError(f"log.{key}: {package} is not installed (pip install 'megarl[track]', or set it to false)")
@@ -137,9 +138,13 @@ def _check_machine(config: Config, device: str, world: int | None = None) -> Non
         )
 
 
-def _check_engine(config: Config) -> None:
-    if config.rollout.engine == "sglang" and not find_spec("sglang"):
-        raise ConfigError("rollout.engine: sglang is not installed (pip install 'megarl[sglang]', or use transformers)")
+def _check_engine(config: Config, device: str) -> None:
+    if config.rollout.engine != "sglang":
+        return
+    if not find_spec("sglang"):
+        raise ConfigError("rollout.engine: sglang is not installed (make install-gpu, or use transformers)")
+    for line in unmet("sglang") if device == "cuda" else ():  # on a CPU it does without most of what it asks for
+        raise ConfigError(f"rollout.engine: {line}")
 
 
 def _check_engine_layout(config: Config, hf_config: Mapping[str, Any], device: torch.device, world: int | None = None) -> None:
