@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata as metadata
 import platform
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -27,6 +29,7 @@ PACKAGES = (
     "math-verify",
 )
 FP8_FROM = (8, 9)  # compute capability: Ada and Hopper have FP8 matrix units
+NEEDS_TE = "needs a CUDA device and transformer-engine"
 
 
 class Gpu(NamedTuple):
@@ -39,7 +42,8 @@ class Gpu(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """versions: package -> version; imports: modules that are there; programs: commands in PATH; problem: why CUDA does not work."""
+    """versions: package -> version; imports: modules that are there; programs: commands in PATH; problem: why CUDA does not work;
+    broken: why the Transformer Engine that is there cannot be imported."""
 
     python: tuple[int, int]
     system: str
@@ -51,6 +55,7 @@ class Machine:
     gpus: tuple[Gpu, ...]
     cuda: str | None
     problem: str | None = None
+    broken: str = ""
 
 
 class Ability(NamedTuple):
@@ -91,15 +96,50 @@ def look() -> Machine:
         gpus=tuple(gpus),
         cuda=torch.version.cuda,
         problem=problem,
+        broken=broken_transformer_engine(),
     )
+
+
+def broken_transformer_engine() -> str:
+    """Says why the Transformer Engine that is here cannot be imported; empty where it can be, or where there is none.
+
+    Megatron imports whatever has its name, and does not survive a package without its compiled half, or a folder that one left."""
+    spec = find_spec("transformer_engine")
+    if spec is None:
+        return ""
+    folder = next(iter(spec.submodule_search_locations or ()), "")
+    if spec.origin is None:
+        return f"{folder}: a folder without a package in the place of Transformer Engine (remove it)"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of what it then raises
+            importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # noqa: BLE001 (what is missing decides about the kind of error)
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        mend = "pip install --no-build-isolation 'megarl[te]', or uninstall it"
+        return f"{folder}: this Transformer Engine cannot be imported: {reason.rstrip('.')} ({mend})"
+    return ""
+
+
+def transformer_engine_problem(device_type: str) -> str:
+    """Says why Transformer Engine's layers cannot run on such a device; empty where they can. Imports it, which takes seconds."""
+    if find_spec("transformer_engine") is None:
+        return NEEDS_TE
+    if broken := broken_transformer_engine():
+        return broken
+    # Its own kernels are CUDA's; those of tests/te are plain torch and say where they run.
+    device_types = getattr(importlib.import_module("transformer_engine_torch"), "device_types", ("cuda",))
+    return "" if device_type in device_types else NEEDS_TE
 
 
 def abilities(machine: Machine) -> Iterator[Ability]:
     """What the machine can run, and for the rest the exact command."""
     yield _cpu(machine)
     yield (gpu := _gpu(machine))
-    te = "transformer_engine" in machine.imports
-    if gpu.ready and te:
+    te = "transformer_engine" in machine.imports and not machine.broken
+    if machine.broken:
+        yield Ability("Transformer Engine layers", False, machine.broken)
+    elif gpu.ready and te:
         yield Ability("Transformer Engine layers", True, f"transformer-engine {machine.versions.get('transformer-engine', '')}")
     else:
         missing = "transformer-engine is not installed" if gpu.ready else "needs a GPU"
@@ -121,6 +161,8 @@ def abilities(machine: Machine) -> Iterator[Ability]:
 
 def _cpu(machine: Machine) -> Ability:
     name = "the demo on CPUs"
+    if machine.broken:
+        return Ability(name, False, "Megatron does not get past the broken Transformer Engine (below)")
     if machine.system != "Linux":
         return Ability(name, False, f"{machine.system}: gloo and the verifiers' limits are tested on Linux only")
     if machine.cores < 2 or machine.memory < 4 * GIB:
