@@ -23,6 +23,7 @@ VENV := .venv
 GPU := .venv-gpu
 SGLANG := .venv-sglang
 LAUNCH := .venv-launch
+TE := .te-cpu
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 SOURCES := megarl tests benchmarks $(wildcard tools)
@@ -33,7 +34,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu lock-gpu demo test test-slow test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu lock-gpu demo test test-slow test-te test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +66,14 @@ test-slow: $(STAMP) ## the tests that take longer, one after the other
 
 chaos: $(STAMP) ## faults from outside in every phase, and a table of how runs survive them: ARGS='rollout SIGTERM'
 	$(BIN)/python -m tests.chaos.run $(ARGS)
+
+test-te: $(STAMP) $(TE)/installed ## the tests of Transformer Engine's layers, which compute on the CPU (tests/te)
+	PYTHONPATH=$(CURDIR)/$(TE):$(CURDIR)/tests/te/compiled $(PYTEST) tests/te $(ARGS)
+
+# Its Python half alone, which tests/te/compiled completes. In a folder of its own: without that, Megatron could not be imported.
+$(TE)/installed:
+	$(PYTHON) -m pip install --quiet --no-deps --target $(TE) transformer_engine==2.20.2
+	@touch $@
 
 test-sglang: $(SGLANG)/installed ## the tests on a real SGLang engine, in an environment of their own (.venv-sglang, 3 GB)
 	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)
@@ -141,5 +150,5 @@ ci: ## what CI runs
 	bash .ci/run
 
 clean: ## removes all environments and what builds and tests left; runs/ stays
-	rm -rf $(VENV) $(GPU) $(SGLANG) $(LAUNCH) .venv-trl build dist megarl.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(GPU) $(SGLANG) $(LAUNCH) $(TE) .venv-trl build dist megarl.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megarl.config import Config, load_config
-from megarl.parallel.machine import SGLANG_IMPORT, TE_IMPORT, allocator_problem, import_problem, require_sound_packages
+from megarl.parallel.machine import SGLANG_IMPORT, allocator_problem, broken_transformer_engine, import_problem, require_known_versions
 from megarl.parallel.nodes import GIB, Needs, Place, check_nodes
 from megarl.plan.checks import plan_of
 from megarl.weights.known_models import planning_config
@@ -19,7 +19,7 @@ from megarl.weights.known_models import planning_config
 
 def preflight(path: Path, overrides: Sequence[str], place: Place, ranks: int, host_gib: float, disk_gib: float, bandwidth: float) -> int:
     """Checks the configuration on the first node and the nodes on all of them. ranks: processes that each node is to run."""
-    require_sound_packages()
+    require_known_versions()
     from megarl.parallel.runtime import choose_device
     from megarl.schedule.preflight import preflight as check_run
 
@@ -35,7 +35,7 @@ def preflight(path: Path, overrides: Sequence[str], place: Place, ranks: int, ho
         disk_bytes=disk_gib * GIB or planned[1],
         bandwidth=bandwidth,
     )
-    verdict = check_nodes(place, needs, _versions(cuda), problems=_broken(config, cuda))
+    verdict = check_nodes(place, needs, _versions(cuda), problems=_broken(config))
     if place.node == 0 or any(line.startswith(f"{place.name}: ") for line in verdict.problems):
         for line in verdict.problems:
             print(f"preflight: {line}", file=sys.stderr, flush=True)
@@ -45,12 +45,10 @@ def preflight(path: Path, overrides: Sequence[str], place: Place, ranks: int, ho
     return 2 if verdict.problems else 0
 
 
-def _broken(config: Config, cuda: bool) -> list[str]:
+def _broken(config: Config) -> list[str]:
     """Packages of this node that are there and cannot be imported, which the ranks would find when they have all started."""
-    wanted = {"sglang": SGLANG_IMPORT} if config.rollout.engine == "sglang" else {}
-    if cuda and config.model.layers != "portable" and find_spec("transformer_engine"):
-        wanted["transformer-engine"] = TE_IMPORT
-    return [line for package, code in wanted.items() if (line := import_problem(package, code))]
+    engine = import_problem("sglang", SGLANG_IMPORT) if config.rollout.engine == "sglang" and find_spec("sglang") else None
+    return [line for line in (engine, broken_transformer_engine()) if line]
 
 
 def planned_needs(config: Config, world: int) -> tuple[float, float]:

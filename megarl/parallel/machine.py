@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata as metadata
 import ipaddress
 import os
@@ -11,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -42,8 +44,8 @@ DRIVERS = {12: "525.60.13", 13: "580.65.06"}  # the oldest that runs programs of
 LOCK = Path(__file__).parents[2] / "requirements-gpu.txt"  # of the checkout
 LOCKED_FIRST = ("torch", "transformer-engine", "transformer-engine-torch", "megatron-core", "sglang", "sglang-kernel", "transformers")
 INSTALL = "make install-gpu"
-# In a process of its own: a compiled part that does not fit may end the interpreter.
-TE_IMPORT = "import transformer_engine.pytorch"
+NEEDS_TE = "needs a CUDA device and transformer-engine"
+# In a process of its own: an import of SGLang changes the process.
 SGLANG_IMPORT = "from megarl.rollout import sglang_cpu; sglang_cpu.install(); import sglang.srt.entrypoints.engine"
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -60,7 +62,8 @@ class Gpu(NamedTuple):
 class Machine:
     """versions: package -> version; imports: modules that are there; programs: commands in PATH; problem: why CUDA does not work.
 
-    driver: of NVIDIA, as its kernel module says; flaws: what is there and does not fit, each with its remedy."""
+    broken: why the Transformer Engine that is there cannot be imported; driver: of NVIDIA, as its kernel module says; flaws: what else is
+    there and does not fit, each with its remedy."""
 
     python: tuple[int, int]
     system: str
@@ -72,6 +75,7 @@ class Machine:
     gpus: tuple[Gpu, ...]
     cuda: str | None
     problem: str | None = None
+    broken: str = ""
     driver: str | None = None
     flaws: tuple[str, ...] = field(default=())
 
@@ -114,6 +118,7 @@ def look() -> Machine:
         gpus=tuple(gpus),
         cuda=torch.version.cuda,
         problem=problem,
+        broken=broken_transformer_engine(),
         driver=driver_version(),
         flaws=tuple(_flaws(torch.version.cuda)),
     )
@@ -126,11 +131,9 @@ def _flaws(cuda: str | None) -> Iterator[str]:
         yield from unmet("sglang")
         if LOCK.exists() and (line := lock_problem(LOCK.read_text(encoding="utf-8"))):
             yield line
-    if find_spec("transformer_engine") and (line := te_problem() or import_problem("transformer-engine", TE_IMPORT)):
-        yield line
     if find_spec("sglang") and (line := import_problem("sglang", SGLANG_IMPORT)):
         yield line
-    for package in ("megatron-core", "sglang"):
+    for package in ("megatron-core", "sglang", "transformer-engine"):
         yield from changed(package)
     yield from (line for line in (allocator_problem(os.environ), hostname_problem()) if line)
 
@@ -186,34 +189,49 @@ def _public(version: str | None) -> str | None:
     return version and version.partition("+")[0]
 
 
-def require_sound_packages() -> None:
-    """ConfigError for what would end in a traceback as soon as Megatron is imported: versions that megarl does not work with, a broken
-    Transformer Engine. Takes milliseconds."""
-    for line in (*unmet("megarl"), te_problem()):
-        if line:
-            raise ConfigError(line)
+def require_known_versions() -> None:
+    """ConfigError for a combination that megarl does not work with: it would end in a traceback, if not in wrong numbers."""
+    for line in unmet("megarl"):
+        raise ConfigError(line)
 
 
-def te_problem() -> str | None:
-    """What is wrong with Transformer Engine where some of it is there: it consists of three packages of one version, and beside a broken
-    one megatron-core 0.19 cannot even be imported."""
+def broken_transformer_engine() -> str:
+    """Says why the Transformer Engine that is here cannot be imported; empty where it can be, or where there is none.
+
+    Megatron imports whatever has its name, and does not survive a package without its compiled half, or a folder that one left."""
     spec = find_spec("transformer_engine")
-    if spec is None or "transformer_engine_torch" in sys.modules:
-        return None
+    if spec is None:
+        return ""
+    folder = next(iter(spec.submodule_search_locations or ()), "")
     if spec.origin is None:
-        folders = ", ".join(spec.submodule_search_locations or ())
-        return f"transformer-engine: {folders} is a leftover without the package (remove it, or {INSTALL})"
+        return f"{folder}: a folder without a package in the place of Transformer Engine (remove it)"
     version = installed("transformer-engine")
-    core = next((name for name in ("transformer-engine-cu13", "transformer-engine-cu12") if installed(name)), "transformer-engine-cu13")
-    parts = {name: installed(name) for name in (core, "transformer-engine-torch")}
+    parts = {name: installed(name) for name in ("transformer-engine-torch", "transformer-engine-cu13", "transformer-engine-cu12")}
     for name, found in parts.items():
-        if found is None:
-            return f"transformer-engine {version} lacks its compiled half: {name} is not installed ({INSTALL})"
-        if found != version:
-            return f"transformer-engine {version} does not go with {name} {found} ({INSTALL})"
+        if found not in (None, version):
+            return f"{folder}: transformer-engine {version} does not go with {name} {found} ({INSTALL})"
     if find_spec("transformer_engine_torch") is None:
-        return f"transformer-engine {version} lacks its compiled half: transformer-engine-torch has lost its files ({INSTALL})"
-    return None
+        return f"{folder}: transformer-engine {version} lacks its compiled half, transformer-engine-torch ({INSTALL}, or uninstall it)"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of what it then raises
+            importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # noqa: BLE001 (what is missing decides about the kind of error)
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        mend = f"{'compiled for another torch? ' if 'undefined symbol' in reason else ''}{INSTALL}, or uninstall it"
+        return f"{folder}: this Transformer Engine cannot be imported: {reason.rstrip('.')} ({mend})"
+    return ""
+
+
+def transformer_engine_problem(device_type: str) -> str:
+    """Says why Transformer Engine's layers cannot run on such a device; empty where they can. Imports it, which takes seconds."""
+    if find_spec("transformer_engine") is None:
+        return NEEDS_TE
+    if broken := broken_transformer_engine():
+        return broken
+    # Its own kernels are CUDA's; those of tests/te are plain torch and say where they run.
+    device_types = getattr(importlib.import_module("transformer_engine_torch"), "device_types", ("cuda",))
+    return "" if device_type in device_types else NEEDS_TE
 
 
 def import_problem(package: str, code: str, limit: float = 300.0) -> str | None:
@@ -308,6 +326,8 @@ def abilities(machine: Machine) -> Iterator[Ability]:
 
 def _cpu(machine: Machine) -> Ability:
     name = "the demo on CPUs"
+    if machine.broken:
+        return Ability(name, False, "Megatron does not get past the broken Transformer Engine (below)")
     if machine.system != "Linux":
         return Ability(name, False, f"{machine.system}: gloo and the verifiers' limits are tested on Linux only")
     if machine.cores < 2 or machine.memory < 4 * GIB:
@@ -333,16 +353,11 @@ def _gpu(machine: Machine) -> Ability:
 
 def _te(machine: Machine, gpu: bool) -> Ability:
     name = "Transformer Engine layers"
-    flaw = _flaw_of(machine, "transformer-engine")
-    if flaw or not gpu:
-        return Ability(name, False, flaw or "needs a GPU")
+    if machine.broken or not gpu:
+        return Ability(name, False, machine.broken or "needs a GPU")
     if "transformer_engine" not in machine.imports:
         return Ability(name, False, "transformer-engine is not installed", INSTALL)
     return Ability(name, True, f"transformer-engine {machine.versions.get('transformer-engine', '')}")
-
-
-def _flaw_of(machine: Machine, package: str) -> str | None:
-    return next((flaw for flaw in machine.flaws if flaw.startswith((f"{package} ", f"{package}:"))), None)
 
 
 def _fp8(machine: Machine, ready: bool) -> Ability:
@@ -354,7 +369,7 @@ def _fp8(machine: Machine, ready: bool) -> Ability:
 
 def _sglang(machine: Machine, gpu: bool) -> Ability:
     name = "the SGLang engine"
-    if flaw := _flaw_of(machine, "sglang"):
+    if flaw := next((flaw for flaw in machine.flaws if flaw.startswith("sglang ")), None):
         return Ability(name, False, flaw)
     if "sglang" in machine.imports:
         return Ability(name, True, f"sglang {machine.versions.get('sglang', '')}{'' if gpu else ', on CPUs'}")

@@ -19,7 +19,7 @@ from megarl.config.schema import Config
 from megarl.data.reader import validate_files
 from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here
-from megarl.parallel.machine import unmet
+from megarl.parallel.machine import broken_transformer_engine, transformer_engine_problem, unmet
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.plan.checks import check_fits
 from megarl.rewards.registry import get_verifier
@@ -123,10 +123,12 @@ def _check_machine(config: Config, device: str, world: int | None = None) -> Non
     _check_engine(config, device)
     if world or is_launched():
         layout_for(config.parallel, world or launched_world())
-    if config.model.layers == "te" and (device != "cuda" or not find_spec("transformer_engine")):
-        raise ConfigError("model.layers: te needs a CUDA device and transformer-engine (make install-gpu, or use auto or portable)")
-    if config.model.fp8.format != "none" and (device != "cuda" or not find_spec("transformer_engine")):
-        raise ConfigError("model.fp8.format: needs a CUDA device and transformer-engine (make install-gpu, or set it to none)")
+    if broken := broken_transformer_engine():
+        raise ConfigError(broken)
+    if config.model.layers == "te" and (problem := transformer_engine_problem(device)):
+        raise ConfigError(f"model.layers: te {problem} (make install-gpu, or use auto or portable)")
+    if config.model.fp8.format != "none" and (problem := transformer_engine_problem(device)):
+        raise ConfigError(f"model.fp8.format: {problem} (make install-gpu, or set it to none)")
     for key, wanted, package in (("tensorboard", config.log.tensorboard, "tensorboard"), ("wandb", config.log.wandb, "wandb")):
         if wanted and not find_spec(package):
             raise ConfigError(f"log.{key}: {package} is not installed (pip install 'megarl[track]', or set it to false)")
