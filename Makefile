@@ -128,9 +128,9 @@ $(GPU)/installed: requirements-gpu.txt pyproject.toml
 	@$(PYTHON_GPU) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || { echo "Makefile: requirements-gpu.txt is for Python 3.12 (set PYTHON_GPU=/path/of/python3.12)" >&2; exit 2; }
 	$(PYTHON_GPU) -m venv $(GPU)
 	grep -v '^transformer-engine-torch==' requirements-gpu.txt | $(GPU)/bin/python -m pip install --quiet --no-deps -r /dev/stdin
-	@# Against the torch that is there now: not in isolation, where pip would fetch the newest one, nor from pip's cache, where one that was
-	@# built against another may lie.
-	$(GPU)/bin/python -m pip install --no-deps --no-build-isolation --no-cache-dir "$$(grep '^transformer-engine-torch==' requirements-gpu.txt)"
+	@# Against the torch that is there now, and with the headers of the lock, not those of a CUDA toolkit that may be there too: not in isolation,
+	@# where pip would fetch the newest torch, nor from pip's cache, where one that was built against another may lie.
+	NVTE_BUILD_USE_NVIDIA_WHEELS=1 $(GPU)/bin/python -m pip install --no-deps --no-build-isolation --no-cache-dir "$$(grep '^transformer-engine-torch==' requirements-gpu.txt)"
 	$(GPU)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
