@@ -48,9 +48,6 @@ def evaluate(path: Path, overrides: Sequence[str], given: Path | None, out: Path
 
 
 def _check(config: Config, where: str, given: Path | None, out: Path, claim: bool) -> None:
-    from megarl.parallel.machine import require_known_versions
-
-    require_known_versions()
     from megarl.schedule.evaluation import find_policy
     from megarl.schedule.preflight import preflight_evaluation
 

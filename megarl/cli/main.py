@@ -209,7 +209,15 @@ def _takes_overrides(sub: argparse.ArgumentParser, example: str) -> None:
     sub.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=f"values that replace the file's, e.g. {example}")
 
 
+def _check_packages() -> None:
+    """For what imports Megatron: one line instead of an ImportError from deep inside it."""
+    from megarl.parallel.machine import check_packages
+
+    check_packages()
+
+
 def _train(given: argparse.Namespace) -> int:
+    _check_packages()
     from megarl.cli.train import train
 
     if given.checked:
@@ -224,6 +232,7 @@ def _train(given: argparse.Namespace) -> int:
 
 
 def _eval(given: argparse.Namespace) -> int:
+    _check_packages()
     from megarl.cli.evaluate import evaluate
 
     if given.checked:
@@ -234,6 +243,7 @@ def _eval(given: argparse.Namespace) -> int:
 
 
 def _replay(given: argparse.Namespace) -> int:
+    _check_packages()
     from megarl.cli.replay import replay
 
     if given.checked:
@@ -286,6 +296,7 @@ def _to_hf(given: argparse.Namespace) -> int:
 
 
 def _preflight(given: argparse.Namespace) -> int:
+    _check_packages()
     from megarl.cli.preflight import preflight
     from megarl.parallel.nodes import Place
 
@@ -317,12 +328,14 @@ def _doctor(given: argparse.Namespace) -> int:
 
 
 def _demo(given: argparse.Namespace) -> int:
+    _check_packages()
     from megarl.cli.demo import demo
 
     return demo(given.recipe, given.seed, given.folder, given.overrides, data_only=given.data_only)
 
 
 def _ablate(given: argparse.Namespace) -> int:
+    _check_packages()
     from megarl.cli.ablate import Settings, ablate
 
     settings = Settings(

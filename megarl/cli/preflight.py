@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megarl.config import Config, load_config
-from megarl.parallel.machine import SGLANG_IMPORT, allocator_problem, broken_transformer_engine, import_problem, require_known_versions
+from megarl.parallel.machine import SGLANG_IMPORT, allocator_problem, broken_transformer_engine, import_problem
 from megarl.parallel.nodes import GIB, Needs, Place, check_nodes
 from megarl.plan.checks import plan_of
 from megarl.weights.known_models import planning_config
@@ -19,7 +19,6 @@ from megarl.weights.known_models import planning_config
 
 def preflight(path: Path, overrides: Sequence[str], place: Place, ranks: int, host_gib: float, disk_gib: float, bandwidth: float) -> int:
     """Checks the configuration on the first node and the nodes on all of them. ranks: processes that each node is to run."""
-    require_known_versions()
     from megarl.parallel.runtime import choose_device
     from megarl.schedule.preflight import preflight as check_run
 

@@ -50,9 +50,6 @@ def replay(run: Path, step: int, tolerance: float | None, overrides: Sequence[st
 
 
 def _check(config: Config, where: str, step: int) -> None:
-    from megarl.parallel.machine import require_known_versions
-
-    require_known_versions()
     from megarl.schedule.preflight import preflight
     from megarl.schedule.replay import check_replay
 

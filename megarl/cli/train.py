@@ -54,9 +54,6 @@ def _launch(config: Config, arguments: list[str]) -> int:
 
 
 def _check(config: Config, where: str, claim: bool, fresh: bool) -> None:
-    from megarl.parallel.machine import require_known_versions
-
-    require_known_versions()
     from megarl.schedule.preflight import claim_run_dir, preflight, write_versions
 
     preflight(config, where)

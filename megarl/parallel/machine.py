@@ -30,6 +30,7 @@ GIB = 2**30
 PACKAGES = (
     "torch",
     "megatron-core",
+    "triton",
     "transformers",
     "transformer-engine",
     "sglang",
@@ -39,6 +40,10 @@ PACKAGES = (
     "numpy",
     "math-verify",
 )
+# What megarl runs on, as in pyproject.toml: the oldest version, and the first that is too new.
+SUPPORTED = {"torch": ((2, 11), (3,)), "megatron-core": ((0, 16), (0, 20)), "transformers": ((5, 12), (6,))}
+MEGATRON = {False: "0.16.1", True: "0.19.2"}  # the newest one that was tried, by whether Python is 3.12 or later
+IMPORTS_TRITON = (0, 18)  # megatron-core from here on, on any device, without saying so among its requirements
 FP8_FROM = (8, 9)  # compute capability: Ada and Hopper have FP8 matrix units
 DRIVERS = {12: "525.60.13", 13: "580.65.06"}  # the oldest that runs programs of this CUDA (CUDA toolkit's release notes)
 LOCK = Path(__file__).parents[2] / "requirements-gpu.txt"  # of the checkout
@@ -93,12 +98,6 @@ def look() -> Machine:
     """This machine."""
     import torch
 
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     gpus, problem = [], None
     try:
         for index in range(torch.cuda.device_count()):
@@ -112,7 +111,7 @@ def look() -> Machine:
         system=platform.system(),
         cores=len(psutil.Process().cpu_affinity()) if platform.system() == "Linux" else psutil.cpu_count() or 1,
         memory=psutil.virtual_memory().total,
-        versions=versions,
+        versions=installed(),
         imports=frozenset(name for name in ("transformer_engine", "sglang", "nemo_run", "wandb", "tensorboard") if find_spec(name)),
         programs=frozenset(name for name in programs if shutil.which(name)),
         gpus=tuple(gpus),
@@ -124,9 +123,48 @@ def look() -> Machine:
     )
 
 
+def installed() -> dict[str, str]:
+    """The versions of `PACKAGES` that are there, by what pip knows of them: nothing is imported."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if find_spec("triton"):  # some builds of torch bring it under another name
+        versions.setdefault("triton", "with torch")
+    return versions
+
+
+def misfit(versions: Mapping[str, str], python: tuple[int, int]) -> str | None:
+    """The first package that megarl cannot run with, and what to install instead, on one line; None where all fit."""
+    works = {"megatron-core": f"=={MEGATRON[python >= (3, 12)]}"}
+    for name, (oldest, newer) in SUPPORTED.items():
+        bounds = f">={'.'.join(map(str, oldest))},<{'.'.join(map(str, newer))}"
+        install = f"pip install '{name}{works.get(name, bounds)}'"
+        if name not in versions:
+            return f"{name} is not installed ({install})"
+        if not oldest <= _numbers(versions[name]) < newer:
+            return f"{name} {versions[name]}: megarl runs with {name}{bounds} ({install})"
+    if _numbers(versions["megatron-core"]) >= IMPORTS_TRITON and "triton" not in versions:
+        return f"megatron-core {versions['megatron-core']} imports triton, which is not installed (pip install triton)"
+    return None
+
+
+def check_packages() -> None:
+    """ConfigError where an installed package is one that megarl cannot run with. To be called before any of them is imported."""
+    problem = misfit(installed(), sys.version_info[:2])
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(2, 13, 0) of 2.13.0+cpu."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
 def _flaws(cuda: str | None) -> Iterator[str]:
     """What a run would stumble over later: packages that do not fit each other, settings, names."""
-    yield from unmet("megarl")
     if cuda:
         yield from unmet("sglang")
         if LOCK.exists() and (line := lock_problem(LOCK.read_text(encoding="utf-8"))):
@@ -152,20 +190,14 @@ def unmet(package: str) -> list[str]:
             continue
         if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
             continue
-        found = installed(wanted.name)
+        found = version_of(wanted.name)
         if found is None or not wanted.specifier.contains(found, prereleases=True):
             there = f"{wanted.name} {found}" if found else f"no {wanted.name}"
-            lines.append(
-                f"{package} {installed(package)} needs {wanted.name}{wanted.specifier}, there is {there} ({_remedy(package, wanted)})"
-            )
+            lines.append(f"{package} {version_of(package)} needs {wanted.name}{wanted.specifier}, there is {there} ({INSTALL})")
     return lines
 
 
-def _remedy(package: str, wanted: Requirement) -> str:
-    return f"pip install '{wanted.name}{wanted.specifier}'" if package == "megarl" else INSTALL
-
-
-def installed(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     """Its version."""
     try:
         return metadata.version(package)
@@ -176,7 +208,7 @@ def installed(package: str) -> str | None:
 def lock_problem(lock: str) -> str | None:
     """How the packages differ from those of requirements-gpu.txt; None where they do not."""
     pins: dict[str, str] = dict(re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE))
-    off = {name: installed(name) for name, version in pins.items() if _public(installed(name)) != version}
+    off = {name: version_of(name) for name, version in pins.items() if _public(version_of(name)) != version}
     if not off:
         return None
     shown = sorted(off, key=lambda name: (canonicalize_name(name) not in LOCKED_FIRST, name))[:4]
@@ -189,12 +221,6 @@ def _public(version: str | None) -> str | None:
     return version and version.partition("+")[0]
 
 
-def require_known_versions() -> None:
-    """ConfigError for a combination that megarl does not work with: it would end in a traceback, if not in wrong numbers."""
-    for line in unmet("megarl"):
-        raise ConfigError(line)
-
-
 def broken_transformer_engine() -> str:
     """Says why the Transformer Engine that is here cannot be imported; empty where it can be, or where there is none.
 
@@ -205,8 +231,8 @@ def broken_transformer_engine() -> str:
     folder = next(iter(spec.submodule_search_locations or ()), "")
     if spec.origin is None:
         return f"{folder}: a folder without a package in the place of Transformer Engine (remove it)"
-    version = installed("transformer-engine")
-    parts = {name: installed(name) for name in ("transformer-engine-torch", "transformer-engine-cu13", "transformer-engine-cu12")}
+    version = version_of("transformer-engine")
+    parts = {name: version_of(name) for name in ("transformer-engine-torch", "transformer-engine-cu13", "transformer-engine-cu12")}
     for name, found in parts.items():
         if found not in (None, version):
             return f"{folder}: transformer-engine {version} does not go with {name} {found} ({INSTALL})"
@@ -245,7 +271,7 @@ def import_problem(package: str, code: str, limit: float = 300.0) -> str | None:
         return None
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     hint = ", compiled for another torch?" if "undefined symbol" in last else ""
-    return f"{package} {installed(package)} cannot be imported: {last[:300]}{hint} ({INSTALL})"
+    return f"{package} {version_of(package)} cannot be imported: {last[:300]}{hint} ({INSTALL})"
 
 
 def allocator_problem(environment: Mapping[str, str]) -> str | None:
@@ -326,6 +352,9 @@ def abilities(machine: Machine) -> Iterator[Ability]:
 
 def _cpu(machine: Machine) -> Ability:
     name = "the demo on CPUs"
+    if problem := misfit(machine.versions, machine.python):
+        what, _, install = problem.rpartition(" (")
+        return Ability(name, False, what, install.rstrip(")"))
     if machine.broken:
         return Ability(name, False, "Megatron does not get past the broken Transformer Engine (below)")
     if machine.system != "Linux":

@@ -1,79 +1,93 @@
 """A learner's checkpoint in three parts: copied to the host by all ranks, written by each rank alone, made whole by rank 0.
 
-Only the first part talks to other ranks and touches the learner, so that the second can run beside the next step's work.
+Only the first part talks to other ranks and touches the learner, so that the second can run beside the next step's work. The folder is
+in Megatron's format torch_dist with a common.pt, which every version from 0.16 to 0.19 reads. Megatron says what the parts are
+(ShardedTensor, ShardedObject); torch.distributed.checkpoint writes them.
 """
 
 from __future__ import annotations
 
+import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, apply_factories, is_main_replica
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _DistWrapper
 
-from megarl.parallel.comm import any_rank
+from megarl.parallel.comm import any_rank, gather_objects
 from megarl.parallel.runtime import Runtime
+from megarl.weights.megatron_io import COMMON, CONFIG, FORMAT
 
 
 class Stager:
-    """Copies one learner after the other's step; it keeps the plan of who writes what, which all ranks must agree on, from save to save."""
+    """Copies one learner after the other's step; it keeps the index of who writes what, which all ranks agree on, from save to save."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self._local: SavePlan | None = None
-        self._agreed: tuple[SavePlan, Metadata | None] | None = None
+        self._plan: SavePlan | None = None
+        self._metadata: Metadata | None = None
 
     def stage(self, state: dict[str, Any]) -> Staged:
         """Host copies of what this rank has to write of megatron-core's sharded `state`; every rank calls this.
 
-        Raises CheckpointException or CheckpointingException on every rank where the ranks' parts do not make a whole."""
-        sharded, common = save_preprocess(state, validate_access_integrity=self._agreed is None)
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        group = _DistWrapper(self.runtime.cpu_group, True, 0)
-        planner.set_up_planner(mcore_to_pyt_state_dict(by_key), None, group.is_coordinator)
-        local = planner.create_local_plan()
-        if any_rank(self.runtime, local != self._local) or self._agreed is None:
-            self._agreed = self._agree(group, planner, local)
-            self._local = local
-        plan, metadata = self._agreed
-        final = planner.finish_plan(plan)
-        return Staged(final, {item.index: _copy(planner.resolve_data(item)) for item in final.items}, metadata, common)
+        Raises RuntimeError on every rank where the ranks' parts do not make a whole."""
+        apply_factories(state)
+        parts, common = extract_matching_values(state, lambda value: isinstance(value, (ShardedBase, LocalNonpersistentObject)))
+        own = [part for part in nested_values(parts) if isinstance(part, ShardedBase) and is_main_replica(part.replica_id)]
+        items, copies = zip(*map(_copied, own), strict=True) if own else ((), ())
+        plan = SavePlan(list(items))
+        if any_rank(self.runtime, plan != self._plan):
+            self._metadata = self._agree(plan)
+            self._plan = plan
+        # torch's writer names a rank's file by its place in this list.
+        named = FileSystemWriter("").prepare_global_plan([plan] * self.runtime.world)[self.runtime.rank]
+        return Staged(named, {item.index: copy for item, copy in zip(items, copies, strict=True)}, self._metadata, common)
 
-    @staticmethod
-    def _agree(group: _DistWrapper, planner: MCoreSavePlanner, local: SavePlan) -> tuple[SavePlan, Metadata | None]:
-        metadata: Metadata | None = None
+    def _agree(self, plan: SavePlan) -> Metadata | None:
+        """The index of all ranks' parts, on rank 0; None on the others."""
+        first = self.runtime.rank == 0
+        plans: list[Any] = [plan] * self.runtime.world
+        if self.runtime.world > 1:
+            dist.gather_object(plan, plans if first else None, group=self.runtime.cpu_group)
+        metadata, failure = None, None
+        if first:
+            try:
+                kept, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+                if any(len(theirs.items) != len(those.items) for theirs, those in zip(plans, kept, strict=True)):
+                    failure = "two ranks would write the same part"
+            except (ValueError, AssertionError) as error:  # parts overlap, or leave something out
+                failure = str(error)
+        failure = gather_objects(self.runtime, failure)[0]
+        if failure is not None:
+            raise RuntimeError(failure)
+        return metadata
 
-        def together(plans: list[SavePlan]) -> list[SavePlan]:
-            nonlocal metadata
-            plans, metadata = planner.create_global_plan(plans)
-            return FileSystemWriter("").prepare_global_plan(plans)
 
-        return group.reduce_scatter("plan", lambda: local, together), metadata
+def _copied(part: Any) -> tuple[WriteItem, torch.Tensor | BytesIO]:
+    """What torch's writer has to know of one of Megatron's parts, and a copy of it: the next step changes the learner's own."""
+    if not isinstance(part, ShardedTensor):
+        buffer = BytesIO()
+        torch.save([part.data], buffer)
+        return WriteItem(MetadataIndex(part.unique_key), WriteItemType.BYTE_IO), buffer
+    offsets, shape = torch.Size(part.global_offset), torch.Size((1,) * part.prepend_axis_num + tuple(part.local_shape))
+    copy = torch.empty(part.data.shape, dtype=part.data.dtype).copy_(part.data.detach()).view(shape)
+    write = TensorWriteData(ChunkStorageMetadata(offsets, shape), TensorProperties(copy.dtype), torch.Size(part.global_shape))
+    return WriteItem(MetadataIndex(part.key, offsets), WriteItemType.SHARD, tensor_data=write), copy
 
 
-def _copy(data: Any) -> Any:
-    """Tensors are the learner's own, which the next step changes; objects were made into bytes for this save."""
-    return data.detach().to("cpu", copy=True) if isinstance(data, torch.Tensor) else data
-
-
-class _Copies(MCoreSavePlanner):
+class _Copies(DefaultSavePlanner):
     """Gives torch's writer the copies."""
 
     def __init__(self, copies: dict[MetadataIndex, Any]) -> None:
-        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
+        super().__init__(flatten_state_dict=False)
         self.copies = copies
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -102,7 +116,7 @@ class Staged:
     def finish(self, folder: Path, results: list[list[WriteResult]]) -> list[Path]:
         """On rank 0, with every rank's `results`: the index of all files, which makes them readable; gives the files. Raises OSError."""
         assert self.metadata is not None
-        TorchCommonSaveStrategy("torch", 1).save_common(self.common, str(folder))
+        torch.save(self.common, folder / COMMON)
         FileSystemWriter(folder, sync_files=True).finish(self.metadata, results)
-        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+        (folder / CONFIG).write_text(json.dumps(FORMAT), encoding="utf-8")
         return [path for path in sorted(folder.iterdir()) if path.suffix != ".distcp"]

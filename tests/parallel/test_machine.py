@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.metadata as metadata
 import socket
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from megarl.cli.main import main
 from megarl.config.errors import ConfigError
@@ -17,6 +19,8 @@ from megarl.parallel.internals import CALLS, INTERNALS, READS, REPLACES, Interna
 from megarl.parallel.machine import (
     GIB,
     LOCK,
+    MEGATRON,
+    SUPPORTED,
     Gpu,
     Machine,
     abilities,
@@ -28,12 +32,14 @@ from megarl.parallel.machine import (
     import_problem,
     lock_problem,
     look,
-    require_known_versions,
     unmet,
 )
 from megarl.parallel.runtime import choose_device
 
-LAPTOP = Machine((3, 11), "Linux", 8, 32 * GIB, {"torch": "2.13.0"}, frozenset(), frozenset(), (), None)
+PYPROJECT, CONSTRAINTS = (Path(__file__).parents[2] / name for name in ("pyproject.toml", "constraints-cpu.txt"))
+
+FITTING = {"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "transformers": "5.19.0"}
+LAPTOP = Machine((3, 11), "Linux", 8, 32 * GIB, FITTING, frozenset(), frozenset(), (), None)
 H100 = Gpu("NVIDIA H100", 79 * GIB, (9, 0))
 NODE = replace(LAPTOP, gpus=(H100,) * 8, cuda="13.0", imports=frozenset({"transformer_engine", "sglang"}))
 
@@ -82,6 +88,51 @@ def test_what_is_missing_is_said_with_its_command(change: dict[str, object], nam
     machine = replace(NODE, **change)
     assert not ready(machine)[name]
     assert command(machine, name) == command_
+
+
+@pytest.mark.parametrize(
+    ("python", "change", "says", "command_"),
+    [
+        ((3, 11), {"megatron-core": "0.15.3"}, "megatron-core 0.15.3: megarl runs with megatron-core>=0.16,<0.20", "megatron-core==0.16.1"),
+        ((3, 12), {"megatron-core": "0.20.0rc1"}, "megatron-core 0.20.0rc1: megarl runs with", "megatron-core==0.19.2"),
+        ((3, 12), {"megatron-core": None}, "megatron-core is not installed", "megatron-core==0.19.2"),
+        ((3, 11), {"torch": "2.9.1+cu128"}, "torch 2.9.1+cu128: megarl runs with torch>=2.11,<3", "torch>=2.11,<3"),
+        ((3, 12), {"torch": "3.0.0a0+git12ab"}, "torch 3.0.0a0+git12ab: megarl runs with torch>=2.11,<3", "torch>=2.11,<3"),
+        ((3, 12), {"megatron-core": "0.18.2"}, "megatron-core 0.18.2 imports triton, which is not installed", "triton"),
+    ],
+)
+def test_a_package_that_does_not_fit_is_one_line_with_the_version_that_does(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    python: tuple[int, int],
+    change: dict[str, str | None],
+    says: str,
+    command_: str,
+) -> None:
+    """Before anything is imported that would fail: from every command that trains, and from doctor."""
+    versions = {name: version for name, version in (FITTING | change).items() if version is not None}
+    monkeypatch.setattr("megarl.parallel.machine.installed", lambda: versions)
+    monkeypatch.setattr("megarl.parallel.machine.sys.version_info", (*python, 0))
+    for arguments in (["train", "no.yaml"], ["eval", "no.yaml"], ["demo"], ["replay", "no", "--step", "1"], ["preflight", "no.yaml"]):
+        assert main(arguments) == 2
+        line = capsys.readouterr().err
+        assert line.startswith(f"megarl: {says}") and line.count("\n") == 1 and command_ in line, line
+    machine = replace(LAPTOP, python=python, versions=versions)
+    ability = next(abilities(machine))
+    assert (
+        not ability.ready and ability.note.startswith(says) and ability.command.startswith("pip install ") and command_ in ability.command
+    )
+
+
+def test_what_fits_is_what_the_package_asks_for() -> None:
+    """The table that is looked at before the first import, and pyproject.toml, which pip goes by."""
+    asked = {found.name: found for found in map(Requirement, tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"])}
+    for name, (oldest, newer) in SUPPORTED.items():
+        assert {str(part) for part in asked[name].specifier} == {f">={'.'.join(map(str, oldest))}", f"<{'.'.join(map(str, newer))}"}
+    pins = [Requirement(line) for line in CONSTRAINTS.read_text().splitlines() if line.startswith("megatron-core==")]
+    for late, version in MEGATRON.items():
+        environment = {"python_version": "3.12" if late else "3.11"}
+        assert [str(pin.specifier) for pin in pins if pin.marker and pin.marker.evaluate(environment)] == [f"=={version}"]
 
 
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,12 +204,6 @@ def test_requirements_that_are_not_met(site: Path) -> None:
         "engine 1.0 needs nothing-of-this-name>=2, there is no nothing-of-this-name (make install-gpu)",
     ]
     assert unmet("nothing-of-this-name") == [] == unmet("megarl")
-
-
-def test_a_combination_that_megarl_does_not_know_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.metadata, "requires", lambda package: ["torch<2.0"] if package == "megarl" else [])
-    with pytest.raises(ConfigError, match=r"megarl .* needs torch<2.0, there is torch 2.* \(pip install 'torch<2.0'\)"):
-        require_known_versions()
 
 
 def test_how_an_environment_differs_from_the_lock() -> None:
