@@ -104,6 +104,9 @@ def start(config: ParallelConfig, seed: int) -> Runtime:
     device = choose_device(config.device)
     # Megatron's column-parallel layers order communication and compute by this (tensor_parallel/layers.py).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Transformer Engine (2.20) refuses to read delayed scaling's history, a pickle, from a checkpoint unless it is told that the file can
+    # be trusted. It is no less trusted than before: Megatron's loading has unpickled other objects of the same file by then.
+    os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
     if device.type == "cpu":
         limit_threads(config.threads)
         cpu_platform.install()
