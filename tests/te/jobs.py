@@ -59,7 +59,7 @@ def measure(
     for name, model in models.items():
         with MISTAKES[(mistakes or {}).get(name, "none")]():
             scene = make_scene(runtime, folder, model)
-            local = scene.local(6, 60)
+            local = scene.local(6, 61)  # with the prompts 390 tokens, which FP8 fills up
             scene.logprobs(local), scene.gradients(local)
             calls = emulation().CALLS
             calls.clear()
@@ -229,8 +229,10 @@ def _packs_not_filled_up() -> Any:
 
 def _other_epsilon() -> Any:
     """RMSNorm with an epsilon of 1e-2 instead of 1e-6."""
-    right = emulation().rmsnorm_fwd
-    return _changed(emulation(), "rmsnorm_fwd", lambda x, w, eps, *rest: right(x, w, 1e-2, *rest))
+    import transformer_engine.pytorch.cpp_extensions as theirs  # which has names of its own for some kernels
+
+    right = theirs.rmsnorm_fwd
+    return _changed(theirs, "rmsnorm_fwd", lambda x, w, eps, *rest: right(x, w, 1e-2, *rest))
 
 
 def _gradients_twice() -> Any:

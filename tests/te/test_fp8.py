@@ -61,7 +61,7 @@ def check(found: list[dict[str, Any]], name: str, recipe: str) -> None:
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 2, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
 def test_recipes_are_near_bf16(layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path) -> None:
-    """60 response tokens and 4 of the prompt: every pack has to be filled up. At TP 2 with sequence parallelism."""
+    """With packs that have to be filled up; at TP 2 with sequence parallelism, where each rank quantises its share of them."""
     recipes = [recipe for recipe in RECIPES if recipe != "mxfp8"]
     models = {"bf16": BF16, "te": {"layers": "te", "dtype": "bf16"}} | {name: fp8(name) for name in recipes}
     if layout == (1, 1, 1):

@@ -19,7 +19,7 @@ PORTABLE = {"layers": "portable", "dtype": "fp32"}
 def test_mistakes_in_float32_are_seen(ranks: Ranks, tmp_path: Path) -> None:
     """Log-probs or gradients leave the bound of 1e-5 by far; without a mistake both keep it."""
     seen = {"merged sequences": (0.1, 0.1), "another epsilon": (1e-3, 1e-3), "weight gradients counted twice": (0.0, 0.1)}
-    models = {"bf16": PORTABLE, "none": FP32} | {name: FP32 for name in seen}
+    models = {"bf16": PORTABLE, "none": FP32} | dict.fromkeys(seen, FP32)
     found = ranks(1, 1, 1).run(jobs.measure, folder=tmp_path, models=models, mistakes={name: name for name in seen})
     assert max(differences(found, "none")) <= 1e-5
     for name, (logprobs, gradients) in seen.items():
