@@ -109,6 +109,9 @@ def layout_for(config: ParallelConfig, world: int) -> Layout:
 def start(config: ParallelConfig, seed: int) -> Runtime:
     """Joins the job: process groups over NCCL or gloo, Megatron's parallel state, seeds. Every rank calls it once."""
     device = choose_device(config.device)
+    # Transformer Engine (2.20) refuses to read delayed scaling's history, a pickle, from a checkpoint unless it is told that the file can
+    # be trusted. It is no less trusted than before: Megatron's loading has unpickled other objects of the same file by then.
+    os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
     if device.type == "cpu":
         limit_threads(config.threads)
         cpu_platform.install()

@@ -187,7 +187,7 @@ def scale_of(amax: Tensor, fp8: torch.dtype, x: torch.dtype, eps: float, power_o
 
     x: the dtype of what is quantised; its largest number stands for a factor that overflows."""
     amax = torch.where(amax < eps, eps, amax)
-    scale = torch.finfo(fp8).max / amax
+    scale = torch.full_like(amax, torch.finfo(fp8).max) / amax  # a number / a tensor is rounded twice
     scale = torch.where(scale.isinf(), torch.finfo(x).max, scale)
     if power_of_2:
         scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)  # the mantissa cut off
@@ -389,7 +389,8 @@ def fused_amax_and_scale_update_after_reduction(
         rolled[0] = 0
         used = newest != 0
         history.copy_(torch.where(used, rolled, history))
-        new = (torch.finfo(_dtype(dtype)).max / 2.0**margin / amax).clamp(max=FLOAT32_MAX)
+        end = torch.full_like(amax, torch.finfo(_dtype(dtype)).max / 2.0**margin)
+        new = (end / amax).clamp(max=FLOAT32_MAX)
         scale.copy_(torch.where(used & amax.isfinite(), new, scale))
 
 
