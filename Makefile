@@ -18,6 +18,9 @@ BENCH ?=
 # Where the CPU build of torch is. Where this index is out of reach, pip takes what its other sources offer.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# What `make install-gpu` and `make lock-gpu` start from: the lock is for this Python.
+PYTHON_GPU ?= python3.12
+
 # .venv is of the first Python that was asked for; where it is there, PYTHON=python3.12 has its own one beside it, .venv-3.12.
 ifeq ($(origin PYTHON),file)
 VENV := .venv
@@ -26,8 +29,10 @@ VENV := $(shell $(PYTHON) -c 'import pathlib, sys; own = "{}.{}".format(*sys.ver
 	print(".venv" if not made.exists() or f"version = {own}." in made.read_text() else f".venv-{own}")')
 $(if $(VENV),,$(error PYTHON=$(PYTHON) does not run (set it to a Python of version 3.11 or later)))
 endif
+GPU := .venv-gpu
 SGLANG := .venv-sglang
 LAUNCH := .venv-launch
+TE := .te-cpu
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 SOURCES := megarl tests benchmarks $(wildcard tools)
@@ -38,7 +43,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-megatron test-slow test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu lock-gpu demo test test-megatron test-slow test-te test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +90,14 @@ test-slow: $(STAMP) ## the tests that take longer, one after the other
 
 chaos: $(STAMP) ## faults from outside in every phase, and a table of how runs survive them: ARGS='rollout SIGTERM'
 	$(BIN)/python -m tests.chaos.run $(ARGS)
+
+test-te: $(STAMP) $(TE)/installed ## the tests of Transformer Engine's layers, which compute on the CPU (tests/te)
+	PYTHONPATH=$(CURDIR)/$(TE):$(CURDIR)/tests/te/compiled $(PYTEST) tests/te $(ARGS)
+
+# Its Python half alone, which tests/te/compiled completes. In a folder of its own: without that, Megatron could not be imported.
+$(TE)/installed:
+	$(PYTHON) -m pip install --quiet --no-deps --target $(TE) transformer_engine==2.20.2
+	@touch $@
 
 test-sglang: $(SGLANG)/installed ## the tests on a real SGLang engine, in an environment of their own (.venv-sglang, 3 GB)
 	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)
@@ -134,6 +147,22 @@ trl: .venv-trl/installed ## .venv-trl with TRL, the yardstick of `make bench BEN
 bench: $(STAMP) ## every benchmark with its target, 20 minutes: BENCH='step gae', ARGS='--vs trl' (for step)
 	$(BIN)/python benchmarks/run.py --only $(BENCH) $(if $(ARGS),-- $(ARGS))
 
+install-gpu: $(GPU)/installed ## .venv-gpu, exactly as requirements-gpu.txt has it (12 GB; PYTHON_GPU=python3.12; docs/gpu.md)
+
+$(GPU)/installed: requirements-gpu.txt pyproject.toml
+	@$(PYTHON_GPU) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || { echo "Makefile: requirements-gpu.txt is for Python 3.12 (set PYTHON_GPU=/path/of/python3.12)" >&2; exit 2; }
+	$(PYTHON_GPU) -m venv $(GPU)
+	grep -v '^transformer-engine-torch==' requirements-gpu.txt | $(GPU)/bin/python -m pip install --quiet --no-deps -r /dev/stdin
+	@# Against the torch that is there now, and with the headers of the lock, not those of a CUDA toolkit that may be there too: not in isolation,
+	@# where pip would fetch the newest torch, nor from pip's cache, where one that was built against another may lie.
+	NVTE_BUILD_USE_NVIDIA_WHEELS=1 $(GPU)/bin/python -m pip install --no-deps --no-build-isolation --no-cache-dir "$$(grep '^transformer-engine-torch==' requirements-gpu.txt)"
+	$(GPU)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+lock-gpu: ## requirements-gpu.txt from requirements-gpu.in and pyproject.toml, by uv
+	uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_35 --no-annotate --no-header --no-emit-package megarl \
+		--extra sglang --extra track --output-file requirements-gpu.txt pyproject.toml requirements-gpu.in
+
 gpu: gpu-tests gpu-bench ## tests and figures on one GPU, with the Python that is given: PYTHON=python3 (docs/gpu.md)
 
 gpu-tests:
@@ -146,5 +175,5 @@ ci: ## what CI runs
 	bash .ci/run
 
 clean: ## removes all environments and what builds and tests left; runs/ stays
-	rm -rf .venv .venv-* build dist megarl.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-* $(TE) build dist megarl.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -5,7 +5,7 @@
 #
 # Settings, all of them environment variables:
 #   MEGARL_HOME          checkout of megarl, on a file system that all nodes share (default: where sbatch was called)
-#   MEGARL_PYTHON        default: $MEGARL_HOME/.venv/bin/python where there is one, else python
+#   MEGARL_PYTHON        default: of $MEGARL_HOME/.venv-gpu (make install-gpu), else of .venv, where there is one, else python
 #   MEGARL_RANKS         processes of a node (default: its GPUs)
 #   MEGARL_CONTAINER     image: a .sif file for apptainer, anything else for pyxis (srun --container-image); default: none
 #   MEGARL_MOUNTS        SOURCE:TARGET,... into the container (default: $MEGARL_HOME:$MEGARL_HOME)
@@ -21,7 +21,9 @@ MEGARL_HOME=${MEGARL_HOME:-$SLURM_SUBMIT_DIR}
 cd "$MEGARL_HOME" || exit 2
 if [ -z "${MEGARL_PYTHON:-}" ]; then
     MEGARL_PYTHON=python
-    [ ! -x .venv/bin/python ] || [ -n "${MEGARL_CONTAINER:-}" ] || MEGARL_PYTHON=$MEGARL_HOME/.venv/bin/python
+    for megarl_venv in .venv .venv-gpu; do # a container has a Python of its own
+        [ ! -x "$megarl_venv/bin/python" ] || [ -n "${MEGARL_CONTAINER:-}" ] || MEGARL_PYTHON=$MEGARL_HOME/$megarl_venv/bin/python
+    done
 fi
 MEGARL_RANKS=${MEGARL_RANKS:-${SLURM_GPUS_ON_NODE:-1}}
 MEGARL_LOGS=${MEGARL_LOGS:-$MEGARL_HOME/slurm_logs/$SLURM_JOB_ID}
@@ -31,8 +33,9 @@ export MEGARL_PYTHON MEGARL_RANKS
 
 megarl_attempt=${SLURM_RESTART_COUNT:-0}
 megarl_first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# A port of the job's own, below those that systems give away by themselves; a requeued job may find its last one still in use.
-megarl_port=$((20000 + (SLURM_JOB_ID * 7 + megarl_attempt * 2) % 10000))
+# A port of the job's own, and the next one for the preflight: below those that systems give away by themselves (32768 and up), and below
+# 22000 to 29999, where each SGLang engine takes one. A requeued job may find its last one still in use.
+megarl_port=$((12000 + (SLURM_JOB_ID * 7 + megarl_attempt * 2) % 3998))
 megarl_started=
 megarl_signal=
 mkdir -p "$MEGARL_LOGS"

@@ -1,4 +1,4 @@
-"""`megarl doctor`: what is installed, what this machine can run, what is missing and the command that gets it."""
+"""`megarl doctor`: what is installed, what this machine can run, what is missing and the command that gets it, what does not fit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ def doctor() -> int:
     machine = look()
     python = ".".join(map(str, machine.python))
     print(f"megarl {__version__}, Python {python}, {machine.system}, {machine.cores} cores, {machine.memory / GIB:.0f} GiB of memory")
+    if machine.driver or machine.cuda:
+        print(f"driver     {machine.driver or 'none'}, torch for CUDA {machine.cuda or 'none'}")
     print("installed  " + ", ".join(f"{name} {machine.versions[name]}" for name in PACKAGES if name in machine.versions))
     print()
     found = list(abilities(machine))
@@ -19,4 +21,6 @@ def doctor() -> int:
         print(f"{'yes' if ability.ready else 'no ':4s} {ability.name}{note}")
         if ability.command:
             print(f"       {ability.command}")
+    for flaw in machine.flaws:
+        print(f"look {flaw}")
     return 0 if found[0].ready else 1

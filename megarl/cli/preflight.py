@@ -6,9 +6,11 @@ import hashlib
 import platform
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from megarl.config import Config, load_config
+from megarl.parallel.machine import SGLANG_IMPORT, broken_transformer_engine, import_problem
 from megarl.parallel.nodes import GIB, Needs, Place, check_nodes
 from megarl.plan.checks import plan_of
 from megarl.weights.known_models import planning_config
@@ -30,13 +32,19 @@ def preflight(path: Path, overrides: Sequence[str], place: Place, ranks: int, ho
         disk_bytes=disk_gib * GIB or planned[1],
         bandwidth=bandwidth,
     )
-    verdict = check_nodes(place, needs, _versions(cuda))
+    verdict = check_nodes(place, needs, _versions(cuda), problems=_broken(config))
     if place.node == 0 or any(line.startswith(f"{place.name}: ") for line in verdict.problems):
         for line in verdict.problems:
             print(f"preflight: {line}", file=sys.stderr, flush=True)
     if place.node == 0 and not verdict.problems:
         print("\n".join(f"preflight: {line}" for line in (*notes, *verdict.notes, "all nodes are fit")), flush=True)
     return 2 if verdict.problems else 0
+
+
+def _broken(config: Config) -> list[str]:
+    """Packages of this node that are there and cannot be imported, which the ranks would find when they have all started."""
+    engine = import_problem("sglang", SGLANG_IMPORT) if config.rollout.engine == "sglang" and find_spec("sglang") else None
+    return [line for line in (engine, broken_transformer_engine()) if line]
 
 
 def planned_needs(config: Config, world: int) -> tuple[float, float]:

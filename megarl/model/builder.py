@@ -35,6 +35,7 @@ from megarl.model.logprob_head import vocab_parallel_logprobs
 from megarl.model.portable import PackedAttention, PackedPlan, RMSNorm
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import padded_vocab
+from megarl.parallel.machine import transformer_engine_problem
 from megarl.parallel.runtime import Runtime
 from megarl.weights.families import Family, family_of
 
@@ -44,20 +45,23 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def choose_layers(model: ModelConfig, device: torch.device) -> str:
     """`te` or `portable`. ConfigError where te or FP8 is asked for and CUDA or Transformer Engine is missing, or the device has no FP8."""
-    available = device.type == "cuda" and _importable("transformer_engine.pytorch")
     fp8 = model.fp8.format != "none"
-    if (model.layers == "te" or fp8) and not available:
+    asked = model.layers == "te" or fp8
+    if not asked and (model.layers == "portable" or device.type != "cuda"):
+        return "portable"
+    problem = transformer_engine_problem(device.type)
+    if problem and asked:
         key = "model.fp8.format: " if fp8 else "model.layers: te "
-        raise ConfigError(f"{key}needs a CUDA device and transformer-engine (install megarl[te], or use portable layers without FP8)")
+        raise ConfigError(f"{key}{problem} (make install-gpu, or use portable layers without FP8)")
     if fp8:
         check_device(model.fp8.recipe, device)
-    return "te" if model.layers != "portable" and available else "portable"
+    return "portable" if problem else "te"
 
 
-def _importable(module: str) -> bool:
-    """Whether a package is there that some machines have (Transformer Engine, apex)."""
+def _has_apex() -> bool:
+    """Whether apex's kernel for gradients is there; most machines lack it."""
     try:
-        importlib.import_module(module)
+        importlib.import_module("fused_weight_gradient_mlp_cuda")
     except ImportError:
         return False
     return True
@@ -181,7 +185,7 @@ def build_actor(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Actor
         model = Actor(
             hf, _transformer_config(config, hf, runtime, layers), runtime, layers, config.rollout.temperature, config.update.logprob_chunk
         )
-    return _mark_shards(model).to(runtime.device)
+    return _prepare(model, runtime)
 
 
 def build_critic(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Critic:
@@ -192,6 +196,16 @@ def build_critic(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Crit
     if model.post_process and config.critic.head_std:
         drawn = torch.randn(model.value_head.weight.shape, generator=torch.Generator().manual_seed(config.seed))  # alike on all ranks
         model.value_head.weight.data.copy_(config.critic.head_std * drawn)
+    return _prepare(model, runtime)
+
+
+def _prepare(model: Model, runtime: Runtime) -> Model:
+    """Shards marked, gradients fused, on its device."""
+    for module in model.modules():
+        # Transformer Engine's linears add a weight's gradient to Megatron's FP32 buffer by themselves. Megatron would have them told by
+        # gradient_accumulation_fusion, but without apex its head then refuses to be built, whose forward is never called.
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
     return _mark_shards(model).to(runtime.device)
 
 
@@ -272,8 +286,8 @@ def _transformer_config(config: Config, hf: PretrainedConfig, runtime: Runtime, 
         calculate_per_token_loss=True,  # neither the schedule nor DDP divides the loss: see training/learner.py
         perform_initialization=False,
         use_cpu_initialization=runtime.device.type == "cpu",
-        # apex's kernel adds a weight's gradient to Megatron's buffer within the matrix product.
-        gradient_accumulation_fusion=runtime.device.type == "cuda" and _importable("fused_weight_gradient_mlp_cuda"),
+        # apex's kernel adds a weight's gradient to Megatron's buffer within the matrix product. (Transformer Engine: `_prepare`.)
+        gradient_accumulation_fusion=runtime.device.type == "cuda" and _has_apex(),
         bias_activation_fusion=layers == "te",
         bias_dropout_fusion=layers == "te",
         apply_rope_fusion=layers == "te",

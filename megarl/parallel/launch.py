@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import time
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from megarl.config.errors import Interrupted
 from megarl.config.schema import ParallelConfig
+from megarl.parallel.machine import ALLOCATOR, EXPANDABLE
 
 _WORD_FILE = "TORCHELASTIC_ERROR_FILE"  # set by the elastic launcher, another file for each rank
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo raises plain RuntimeErrors
@@ -32,7 +32,6 @@ _ASKING = (signal.SIGTERM, signal.SIGUSR1)
 HUNG = 124  # exit code of a rank whose watchdog has fired, as of the command `timeout`
 # Exit codes after which the same ranks may do better: hung, lost a peer, and killed by what comes from outside or from a bug in C.
 LOST = (1, HUNG, *(128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)))
-_EXPANDABLE = re.compile(r"(?:^|,)\s*expandable_segments\s*:\s*\w*", re.IGNORECASE)
 
 
 def ranks_here(config: ParallelConfig) -> int:
@@ -119,16 +118,11 @@ def environment_of_children() -> dict[str, str]:
     segments, which torch_memory_saver refuses (SGLang sleeps by it); the allocator's other options stay."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK")
     kept = {name: value for name, value in os.environ.items() if name not in names and not name.startswith("TORCHELASTIC_")}
-    for name in expandable_segments():
-        rest = _EXPANDABLE.sub("", kept.pop(name)).strip(", ")
+    for name in ALLOCATOR & kept.keys():
+        rest = EXPANDABLE.sub("", kept.pop(name)).strip(", ")
         if rest:
             kept[name] = rest
     return kept
-
-
-def expandable_segments() -> list[str]:
-    """The variables of the environment that set torch's expandable segments."""
-    return [name for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if _EXPANDABLE.search(os.environ.get(name, ""))]
 
 
 def verdict(failures: Mapping[int, tuple[int, Any]], folder: Path, asked: int | None = None) -> tuple[int, str]:

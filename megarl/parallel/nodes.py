@@ -13,7 +13,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -23,8 +23,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from megarl.parallel.machine import driver_problem, driver_version, hostname_problem
+
 GIB = 2**30
 MESSAGE = 64 * 2**20  # bytes of one message in the measurement
+CONTROL = 2**20  # of one where the question is only whether it arrives
 ROUNDS = 3
 CLOCKS = 5.0  # seconds that two nodes' clocks may differ: beyond that logs and time stamps of files mislead
 OUTLIER = 4.0  # a node this many times slower than the middle one would slow down all of them
@@ -63,8 +66,11 @@ class Verdict:
     notes: list[str]
 
 
-def check_nodes(place: Place, needs: Needs, versions: Mapping[str, str], clock: Callable[[], float] = time.time) -> Verdict:
-    """The whole check; every node calls it. Two parts, so that a network is not judged between nodes that are broken anyway."""
+def check_nodes(
+    place: Place, needs: Needs, versions: Mapping[str, str], clock: Callable[[], float] = time.time, problems: Sequence[str] = ()
+) -> Verdict:
+    """The whole check; every node calls it. Two parts, so that a network is not judged between nodes that are broken anyway.
+    `problems`: of this node, found before."""
     store = _join(place)
     if store is None:
         line = f"{place.name}: cannot reach {place.host}:{place.port} within {place.limit:.0f} s (a firewall, or the wrong interface?)"
@@ -75,9 +81,9 @@ def check_nodes(place: Place, needs: Needs, versions: Mapping[str, str], clock: 
         store.set("begin", "")
     try:
         _wait(store, "begin", place.limit)
-        store.set(f"facts/{place.node}", json.dumps(_facts(place, needs, versions, token)))
-        problems = _judge(store, place, clock) if place.node == 0 else _answer_clock(store, place, clock)
-        verdict = _share(store, place, "facts", Verdict(problems, []))
+        store.set(f"facts/{place.node}", json.dumps(_facts(place, needs, versions, token, problems)))
+        found = _judge(store, place, clock) if place.node == 0 else _answer_clock(store, place, clock)
+        verdict = _share(store, place, "facts", Verdict(found, []))
         return verdict if verdict.problems else _network(store, place, needs)
     finally:
         if place.node == 0:
@@ -109,8 +115,10 @@ def _wait(store: dist.Store, key: str, limit: float) -> bool:
     return True
 
 
-def _facts(place: Place, needs: Needs, versions: Mapping[str, str], token: Path) -> dict[str, Any]:
-    problems = [*_device_problems(needs), *_host_problems(needs, token)]
+def _facts(place: Place, needs: Needs, versions: Mapping[str, str], token: Path, before: Sequence[str]) -> dict[str, Any]:
+    problems = [*before, *_device_problems(needs), *_host_problems(needs, token)]
+    if place.nodes > 1 and (problem := hostname_problem()):
+        problems.append(problem)
     return {"name": place.name, "problems": problems, "versions": dict(versions)}
 
 
@@ -120,7 +128,8 @@ def _device_problems(needs: Needs) -> list[str]:
         return []
     found = torch.cuda.device_count()
     if found != needs.devices:
-        return [f"{found} GPUs, {needs.devices} were asked for (nvidia-smi; is the driver loaded?)"]
+        why = driver_problem(driver_version(), torch.version.cuda) if not found else None
+        return [f"{found} GPUs, {needs.devices} were asked for ({why or 'nvidia-smi; is the driver loaded?'})"]
     problems = []
     for index in range(found):
         try:
@@ -217,26 +226,44 @@ def _share(store: dist.Store, place: Place, what: str, found: Verdict) -> Verdic
 
 
 def _network(store: dist.Store, place: Place, needs: Needs) -> Verdict:
-    """An all-reduce over all nodes, then a ring in which each sends to the next: every adapter in both directions."""
+    """Messages between all nodes, over each network that the job uses; the first that does not work ends it."""
     if place.nodes == 1:
         return Verdict([], ["one node: nothing to measure between nodes"])
-    backend = "nccl" if needs.devices else "gloo"
+    notes: list[str] = []
+    for backend, size, bandwidth in networks(needs):
+        found = _messages(dist.PrefixStore(backend, store), place, backend, size, bandwidth)
+        notes += found.notes
+        if found.problems:
+            return Verdict(found.problems, notes)
+    return Verdict([], notes)
+
+
+def networks(needs: Needs) -> list[tuple[str, int, float | None]]:
+    """(backend, bytes of a message, GB/s into a node that it must reach, null for any). Jobs on GPUs send tensors over NCCL and control
+    messages over gloo, which is often another interface: that those arrive is all that is asked of it."""
+    if needs.devices:
+        return [("nccl", MESSAGE, needs.bandwidth), ("gloo", CONTROL, None)]
+    return [("gloo", MESSAGE, needs.bandwidth)]
+
+
+def _messages(store: dist.Store, place: Place, backend: str, size: int, bandwidth: float | None) -> Verdict:
+    """An all-reduce over all nodes, then a ring in which each sends to the next: every adapter in both directions."""
     guard = threading.Timer(place.limit, _gave_up, (store, place, backend))
     guard.daemon = True
     guard.start()
     try:
-        speed = _measure(store, place, backend)
+        speed = _measure(store, place, backend, size)
     except (dist.DistError, RuntimeError) as error:
         speed = None
         store.set(f"broken/{place.node}", f"{place.name}: {backend}: {str(error).splitlines()[0]}")
     guard.cancel()
     if speed is not None:
         store.set(f"speed/{place.node}", json.dumps([place.name, speed]))
-    found = _judge_network(store, place, backend, needs.bandwidth) if place.node == 0 else Verdict([], [])
+    found = _judge_network(store, place, backend, bandwidth) if place.node == 0 else Verdict([], [])
     return _share(store, place, "network", found)
 
 
-def _measure(store: dist.Store, place: Place, backend: str) -> dict[str, float]:
+def _measure(store: dist.Store, place: Place, backend: str, size: int) -> dict[str, float]:
     """GB/s of the all-reduce, as bytes of the message by time, and into this node from the one before it."""
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
@@ -246,7 +273,7 @@ def _measure(store: dist.Store, place: Place, backend: str) -> dict[str, float]:
     dist.init_process_group(backend, store=group_store, rank=place.node, world_size=place.nodes, timeout=limit)
     try:
         store.set(f"stage/{place.node}/joined", "")
-        data, into = (torch.ones(MESSAGE // 4, device=device) for _ in range(2))
+        data, into = (torch.ones(size // 4, device=device) for _ in range(2))
 
         def ring() -> None:
             ahead, behind = (place.node + 1) % place.nodes, (place.node - 1) % place.nodes
@@ -259,7 +286,7 @@ def _measure(store: dist.Store, place: Place, backend: str) -> dict[str, float]:
         passed = _seconds(ring, device)
         if not bool((into == 1).all()):
             raise RuntimeError("a message arrived with other bytes than were sent")
-        return {"all_reduce": MESSAGE / reduce / 1e9, "into": MESSAGE / passed / 1e9}
+        return {"all_reduce": size / reduce / 1e9, "into": size / passed / 1e9}
     finally:
         dist.destroy_process_group()
 
@@ -287,7 +314,7 @@ def _gave_up(store: dist.Store, place: Place, backend: str) -> None:
     os._exit(2)
 
 
-def _judge_network(store: dist.Store, place: Place, backend: str, least: float) -> Verdict:
+def _judge_network(store: dist.Store, place: Place, backend: str, least: float | None) -> Verdict:
     speeds, problems = {}, []
     for node in range(place.nodes):
         deadline = time.monotonic() + place.limit
@@ -300,7 +327,9 @@ def _judge_network(store: dist.Store, place: Place, backend: str, least: float) 
             problems.append(store.get(f"broken/{node}").decode())
         else:
             problems.append(f"node {node} of {place.nodes} was lost during the messages")
-    if speeds:
+    if least is None:
+        least = 0.0
+    elif speeds:
         least = max(least, median(speed["into"] for speed in speeds.values()) / OUTLIER)
     problems += [
         f"{name}: {speed['into']:.2f} GB/s into it over {backend}, at least {least:.2f} are wanted"

@@ -17,6 +17,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import ParallelConfig
 from megarl.parallel import cpu_platform
 from megarl.parallel.layout import Layout
+from megarl.parallel.machine import unseen_gpu
 
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
@@ -58,9 +59,15 @@ class Runtime:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """`auto` is CUDA where there is one; asking for CUDA where there is none is a ConfigError."""
+    """`auto` is CUDA where there is one; asking for CUDA where there is none is a ConfigError, and so is `auto` where there is a driver
+    whose GPUs torch cannot use: 128 ranks would train on CPUs."""
+    # Megarl's first question to CUDA, which reads this then, once. Megatron's column-parallel layers order communication and compute by it
+    # (tensor_parallel/layers.py).
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("parallel.device: cuda was asked for, but torch sees no CUDA device (use auto or cpu)")
+    if wanted == "auto" and not torch.cuda.is_available() and (why := unseen_gpu(os.environ)):
+        raise ConfigError(f"parallel.device: auto finds a GPU driver, but torch sees no GPU: {why} (mend it, or set parallel.device=cpu)")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -102,8 +109,9 @@ def layout_for(config: ParallelConfig, world: int) -> Layout:
 def start(config: ParallelConfig, seed: int) -> Runtime:
     """Joins the job: process groups over NCCL or gloo, Megatron's parallel state, seeds. Every rank calls it once."""
     device = choose_device(config.device)
-    # Megatron's column-parallel layers order communication and compute by this (tensor_parallel/layers.py).
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Transformer Engine (2.20) refuses to read delayed scaling's history, a pickle, from a checkpoint unless it is told that the file can
+    # be trusted. It is no less trusted than before: Megatron's loading has unpickled other objects of the same file by then.
+    os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
     if device.type == "cpu":
         limit_threads(config.threads)
         cpu_platform.install()

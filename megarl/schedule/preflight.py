@@ -18,7 +18,8 @@ from megarl.config.files import read_json
 from megarl.config.schema import Config, RewardConfig
 from megarl.data.reader import validate_files
 from megarl.model.fp8 import check_sizes
-from megarl.parallel.launch import expandable_segments, ranks_here
+from megarl.parallel.launch import ranks_here
+from megarl.parallel.machine import allocator_problem, broken_transformer_engine, transformer_engine_problem, unmet
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.plan.checks import check_fits
 from megarl.rewards import VerifierPool
@@ -71,8 +72,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         check_verifier(config.reward, answer)
     check_kept(config)
     if device.type == "cuda" and config.rollout.engine == "sglang":
-        refused = "the engine runs without expandable_segments, which SGLang's memory saver refuses"
-        return [f"{name}: {refused}" for name in expandable_segments()]
+        return [line for line in (allocator_problem(),) if line]
     return []
 
 
@@ -186,13 +186,15 @@ def _check_template(tokenizer: Any) -> None:
 
 def _check_machine(config: Config, device: str, world: int | None = None) -> None:
     """What must be installed or plugged in for the keys that ask for it."""
-    _check_engine(config)
+    _check_engine(config, device)
     if world or is_launched():
         layout_for(config.parallel, world or launched_world())
-    if config.model.layers == "te" and (device != "cuda" or not find_spec("transformer_engine")):
-        raise ConfigError("model.layers: te needs a CUDA device and transformer-engine (install megarl[te], or use auto or portable)")
-    if config.model.fp8.format != "none" and (device != "cuda" or not find_spec("transformer_engine")):
-        raise ConfigError("model.fp8.format: needs a CUDA device and transformer-engine (install megarl[te], or set it to none)")
+    if broken := broken_transformer_engine():
+        raise ConfigError(broken)
+    if config.model.layers == "te" and (problem := transformer_engine_problem(device)):
+        raise ConfigError(f"model.layers: te {problem} (make install-gpu, or use auto or portable)")
+    if config.model.fp8.format != "none" and (problem := transformer_engine_problem(device)):
+        raise ConfigError(f"model.fp8.format: {problem} (make install-gpu, or set it to none)")
     for key, wanted, package in (("tensorboard", config.log.tensorboard, "tensorboard"), ("wandb", config.log.wandb, "wandb")):
         if wanted and not find_spec(package):
             raise ConfigError(f"log.{key}: {package} is not installed (pip install 'megarl[track]', or set it to false)")
@@ -204,9 +206,13 @@ def _check_machine(config: Config, device: str, world: int | None = None) -> Non
         )
 
 
-def _check_engine(config: Config) -> None:
-    if config.rollout.engine == "sglang" and not find_spec("sglang"):
-        raise ConfigError("rollout.engine: sglang is not installed (pip install 'megarl[sglang]', or use transformers)")
+def _check_engine(config: Config, device: str) -> None:
+    if config.rollout.engine != "sglang":
+        return
+    if not find_spec("sglang"):
+        raise ConfigError("rollout.engine: sglang is not installed (make install-gpu, or use transformers)")
+    for line in unmet("sglang") if device == "cuda" else ():  # on a CPU it does without most of what it asks for
+        raise ConfigError(f"rollout.engine: {line}")
 
 
 def _check_engine_layout(config: Config, hf_config: Mapping[str, Any], device: torch.device, world: int | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,15 @@ def make_config(
     budget: int = 64,
     mini_batch: int = 8,
     overlong: bool = False,
+    model: Mapping[str, Any] | None = None,
     **algorithm: Any,
 ) -> Config:
-    """A configuration for a model folder; `algorithm` as in the schema."""
+    """A configuration for a model folder; `model` and `algorithm` as in the schema."""
     return Config(
         recipe="vapo",
         run_dir=folder,
         steps=4,
-        model=ModelConfig(path=folder, dtype=dtype),
+        model=ModelConfig(path=folder, dtype=dtype, **(model or {})),
         parallel=ParallelConfig(sequence_parallel=sequence_parallel),
         critic=CriticConfig(lr=1e-3),
         reward=RewardConfig(overlong=OverlongConfig(filter=overlong)),
@@ -67,34 +69,41 @@ def logprobs(
     responses: list[list[int]],
     temperature: float = 1.0,
     sequence_parallel: bool | None = None,
+    model: Mapping[str, Any] | None = None,
 ) -> Any:
     """Log-probabilities and entropy of all response tokens, in the order given, on every rank."""
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.training.columns import logprob_columns
     from megarl.training.learner import Frozen
 
-    config = make_config(folder, sequence_parallel=sequence_parallel)
+    config = make_config(folder, sequence_parallel=sequence_parallel, model=model)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": temperature})})
-    model = build_actor(config, read_hf_config(folder), runtime)
-    load(model, folder, runtime)
+    actor = build_actor(config, read_hf_config(folder), runtime)
+    load(actor, folder, runtime)
     experience = Experience.build(prompts, responses)
-    batches = make_micro_batches(experience, range(len(prompts)), 40, model)
-    columns = logprob_columns(Frozen("actor", model, runtime), experience, batches, runtime)
+    batches = make_micro_batches(experience, range(len(prompts)), 40, actor)
+    columns = logprob_columns(Frozen("actor", actor, runtime), experience, batches, runtime)
     mask = experience.response_mask
     return columns["logprobs"][mask], columns["entropy"][mask]
 
 
-def values(runtime: Runtime, folder: Path, prompts: list[list[int]], responses: list[list[int]]) -> Any:
+def values(
+    runtime: Runtime,
+    folder: Path,
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    model: Mapping[str, Any] | None = None,
+) -> Any:
     """Values of the states in which the response tokens were chosen."""
     from megarl.model.builder import build_critic, read_hf_config
     from megarl.training.columns import value_columns
     from megarl.training.learner import Frozen
 
-    model = build_critic(make_config(folder), read_hf_config(folder), runtime)
-    load(model, folder, runtime, critic=True)
+    critic = build_critic(make_config(folder, model=model), read_hf_config(folder), runtime)
+    load(critic, folder, runtime, critic=True)
     experience = Experience.build(prompts, responses)
-    batches = make_micro_batches(experience, range(len(prompts)), 40, model)
-    return value_columns(Frozen("critic", model, runtime), experience, batches, runtime)["values"][experience.response_mask]
+    batches = make_micro_batches(experience, range(len(prompts)), 40, critic)
+    return value_columns(Frozen("critic", critic, runtime), experience, batches, runtime)["values"][experience.response_mask]
 
 
 def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, options: dict[str, Any]) -> Any:
@@ -278,7 +287,9 @@ def learning_rates(runtime: Runtime, folder: Path, steps: int) -> Any:
     return pretraining, rates(steps)
 
 
-def updates_with_moves(runtime: Runtime, folder: Path, which: str, dtype: str, moves: bool) -> dict[str, Any]:
+def updates_with_moves(
+    runtime: Runtime, folder: Path, which: str, dtype: str, moves: bool, model: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Three updates, before each of which everything may have left the device: gradient norms, all tensors, and what was moved."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.offload import HostPool
@@ -287,18 +298,18 @@ def updates_with_moves(runtime: Runtime, folder: Path, which: str, dtype: str, m
     from megarl.training.losses import critic_loss, supervised_loss
     from megarl.training.tenants import tenants_of
 
-    config = make_config(folder, mini_batch=6, dtype=dtype)
-    model = (build_critic if which == "critic" else build_actor)(config, read_hf_config(folder), runtime)
-    load(model, folder, runtime, critic=which == "critic")
-    learner = Learner(which, model, config.critic, config.steps, runtime)
+    config = make_config(folder, mini_batch=6, dtype=dtype, model=model)
+    built = (build_critic if which == "critic" else build_actor)(config, read_hf_config(folder), runtime)
+    load(built, folder, runtime, critic=which == "critic")
+    learner = Learner(which, built, config.critic, config.steps, runtime)
     pool = HostPool(runtime.device, 4096)
     tenants = tenants_of(learner, pool)
     batch = Experience.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
     batch["values"], batch["returns"] = torch.zeros(batch.num_tokens), torch.ones(batch.num_tokens)
-    local = distribute(batch, config, 6, 3, [model], runtime)
+    local = distribute(batch, config, 6, 3, [built], runtime)
     loss = critic_loss(config.algorithm, local.experience) if which == "critic" else supervised_loss(local.experience)
-    norms, away, storages = [], 0, [p.untyped_storage() for p in model.parameters()]
+    norms, away, storages = [], 0, [p.untyped_storage() for p in built.parameters()]
     for _ in range(3):
         for tenant in tenants.values() if moves else ():
             tenant.leave()
@@ -308,7 +319,7 @@ def updates_with_moves(runtime: Runtime, folder: Path, which: str, dtype: str, m
         learner.begin_step()
         norms.append(learner.update(local.mini_batches[0], loss).grad_norm)
     states = [state for part in learner.parts for state in part.state.values()]
-    tensors = {f"weights {name}": p.data.clone() for name, p in model.named_parameters()}
+    tensors = {f"weights {name}": p.data.clone() for name, p in built.named_parameters()}
     tensors |= {
         f"state {i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items() if torch.is_tensor(value)
     }

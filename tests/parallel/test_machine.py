@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata as metadata
+import socket
+import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +13,28 @@ import pytest
 from packaging.requirements import Requirement
 
 from megarl.cli.main import main
-from megarl.parallel.machine import GIB, MEGATRON, SUPPORTED, Gpu, Machine, abilities, look
+from megarl.config.errors import ConfigError
+from megarl.parallel import machine as module
+from megarl.parallel.internals import CALLS, INTERNALS, READS, REPLACES, Internal, changed
+from megarl.parallel.machine import (
+    GIB,
+    LOCK,
+    MEGATRON,
+    SUPPORTED,
+    Gpu,
+    Machine,
+    abilities,
+    allocator_problem,
+    broken_transformer_engine,
+    driver_problem,
+    driver_version,
+    hostname_problem,
+    import_problem,
+    lock_problem,
+    look,
+    unmet,
+)
+from megarl.parallel.runtime import choose_device
 
 PYPROJECT, CONSTRAINTS = (Path(__file__).parents[2] / name for name in ("pyproject.toml", "constraints-cpu.txt"))
 
@@ -42,8 +66,8 @@ def test_a_node_with_everything() -> None:
 @pytest.mark.parametrize(
     ("change", "name", "command_"),
     [
-        ({"imports": frozenset({"sglang"})}, "Transformer Engine layers", "pip install --no-build-isolation 'megarl[te]'"),
-        ({"imports": frozenset({"transformer_engine"})}, "the SGLang engine", "pip install 'megarl[sglang]'"),
+        ({"imports": frozenset({"sglang"})}, "Transformer Engine layers", "make install-gpu"),
+        ({"imports": frozenset({"transformer_engine"})}, "the SGLang engine", "make install-gpu"),
         (
             {"gpus": (), "cuda": None, "programs": frozenset({"nvidia-smi"})},
             "training on GPUs, bf16",
@@ -52,6 +76,10 @@ def test_a_node_with_everything() -> None:
         ({"gpus": (Gpu("A100", 79 * GIB, (8, 0)),)}, "FP8 layers", ""),
         ({"gpus": (Gpu("V100", 32 * GIB, (7, 0)),)}, "training on GPUs, bf16", ""),
         ({"gpus": (), "problem": "driver too old"}, "training on GPUs, bf16", "nvidia-smi"),
+        ({"gpus": (), "driver": "535.54.03"}, "training on GPUs, bf16", "nvidia-smi"),
+        ({"broken": "transformer-engine 2.20.2 lacks its compiled half"}, "Transformer Engine layers", ""),
+        ({"broken": "transformer-engine 2.20.2 lacks its compiled half"}, "FP8 layers", ""),
+        ({"flaws": ("sglang 0.5.23 cannot be imported: No module named 'orjson'",)}, "the SGLang engine", ""),
         ({"system": "Darwin"}, "the demo on CPUs", ""),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -113,3 +141,240 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert "yes  the demo on CPUs" in printed and f"torch {machine.versions['torch']}" in printed
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for packages in front of all others; `install` puts one there."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def install(site: Path, package: str, version: str, *requires: str, module: str = "") -> None:
+    info = site / f"{package.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    lines = [f"Name: {package}", f"Version: {version}", *(f"Requires-Dist: {need}" for need in requires)]
+    (info / "METADATA").write_text("Metadata-Version: 2.1\n" + "\n".join(lines) + "\n")
+    if module:
+        (site / module).mkdir()
+        (site / module / "__init__.py").write_text("")
+
+
+class TestTransformerEngine:
+    """D5: beside a broken one megatron-core 0.19 ends in a FileNotFoundError."""
+
+    def test_none_is_no_problem(self, site: Path) -> None:
+        assert broken_transformer_engine() == ""
+
+    def test_without_its_compiled_half(self, site: Path) -> None:
+        install(site, "transformer_engine", "2.20.2", module="transformer_engine")
+        found = broken_transformer_engine()
+        assert found.endswith(
+            "transformer-engine 2.20.2 lacks its compiled half, transformer-engine-torch (make install-gpu, or uninstall it)"
+        )
+
+    def test_parts_of_different_versions(self, site: Path) -> None:
+        install(site, "transformer_engine", "2.20.2", module="transformer_engine")
+        install(site, "transformer_engine_torch", "2.19.0", module="transformer_engine_torch")
+        install(site, "transformer_engine_cu12", "2.20.2")
+        found = broken_transformer_engine()
+        assert found.endswith("transformer-engine 2.20.2 does not go with transformer-engine-torch 2.19.0 (make install-gpu)")
+
+    def test_a_leftover_folder(self, site: Path) -> None:
+        (site / "transformer_engine").mkdir()
+        assert broken_transformer_engine() == (
+            f"{site / 'transformer_engine'}: a folder without a package in the place of Transformer Engine (remove it)"
+        )
+
+    def test_compiled_for_another_torch(self, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        install(site, "transformer_engine", "2.20.2", module="transformer_engine")
+        install(site, "transformer_engine_torch", "2.20.2", module="transformer_engine_torch")
+        (site / "transformer_engine" / "pytorch.py").write_text("raise ImportError('te.so: undefined symbol: _ZN3c10')")
+        found = broken_transformer_engine()
+        monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+        assert found.endswith("undefined symbol: _ZN3c10 (compiled for another torch? make install-gpu, or uninstall it)")
+
+
+def test_requirements_that_are_not_met(site: Path) -> None:
+    elsewhere = ["absent; extra == 'all'", "absent; python_version < '3'"]
+    install(site, "engine", "1.0", "torch==9.9", "nothing-of-this-name>=2", "numpy>=1", *elsewhere)
+    torch = metadata.version("torch")
+    assert unmet("engine") == [
+        f"engine 1.0 needs torch==9.9, there is torch {torch} (make install-gpu)",
+        "engine 1.0 needs nothing-of-this-name>=2, there is no nothing-of-this-name (make install-gpu)",
+    ]
+    assert unmet("nothing-of-this-name") == [] == unmet("megarl")
+
+
+def test_how_an_environment_differs_from_the_lock() -> None:
+    numpy, torch = metadata.version("numpy"), metadata.version("torch")
+    assert lock_problem(f"numpy=={numpy}\ntorch=={torch.partition('+')[0]}\n# comment\n") is None
+    assert lock_problem(f"aaa==1\nnumpy=={numpy}\ntorch==9.9\n") == (
+        f"2 of 3 packages are not as in requirements-gpu.txt: torch {torch} (there 9.9), aaa missing (there 1) (make install-gpu)"
+    )
+
+
+def test_the_lock_holds_what_megarl_asks_for() -> None:
+    """Every requirement of megarl itself, and one version of each part of Transformer Engine; nothing twice, all of it exact."""
+    from packaging.requirements import Requirement
+
+    lines = [Requirement(line) for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
+    pins = {line.name: next(iter(line.specifier)) for line in lines}
+    assert len(pins) == len(lines) and all(pin.operator == "==" and "*" not in pin.version for pin in pins.values())
+    wanted = [Requirement(text) for text in metadata.requires("megarl") or [] if "extra" not in text]
+    assert [need.name for need in wanted if not need.specifier.contains(pins[need.name].version)] == []
+    engines = {pin.version for name, pin in pins.items() if name.startswith("transformer-engine")}
+    assert len(engines) == 1 and not {"nemo-run", "megarl"} & set(pins)
+
+
+def test_an_import_that_fails_is_one_line() -> None:
+    assert import_problem("engine", "import json") is None
+    assert import_problem("numpy", "import nothing_of_this_name") == (
+        f"numpy {metadata.version('numpy')} cannot be imported: "
+        "ModuleNotFoundError: No module named 'nothing_of_this_name' (make install-gpu)"
+    )
+    line = import_problem("numpy", "raise ImportError('x.so: undefined symbol: _ZN3c10')")
+    assert line is not None and "undefined symbol: _ZN3c10, compiled for another torch? (make install-gpu)" in line
+    assert import_problem("numpy", "import time; time.sleep(60)", limit=0.5) == "numpy: its import takes more than 0 s (a slow disk?)"
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "problem"),
+    [
+        ("580.65.06", "13.0", None),
+        ("595.10", "13.0", None),
+        ("570.86.10", "13.0", "driver 570.86.10 is too old for CUDA 13.0, of which torch is: 580.65.06 or newer"),
+        ("570.86.10", "12.8", None),
+        ("515.1", "12.1", "driver 515.1 is too old for CUDA 12.1, of which torch is: 525.60.13 or newer"),
+        (None, "13.0", None),
+        ("570.86.10", None, None),
+    ],
+)
+def test_drivers(driver: str | None, cuda: str | None, problem: str | None) -> None:
+    assert driver_problem(driver, cuda) == problem
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\nGCC version: 12", "580.95.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build\n", "570.86.10"),
+        ("", None),
+    ],
+)
+def test_the_driver_as_its_module_says(tmp_path: Path, text: str, version: str | None) -> None:
+    (tmp_path / "version").write_text(text)
+    assert driver_version(tmp_path / "version") == version
+    assert driver_version(tmp_path / "none") is None
+
+
+def test_auto_does_not_take_the_cpu_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert choose_device("auto").type == "cpu"
+    monkeypatch.setattr(module, "driver_version", lambda: "515.0")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    with pytest.raises(ConfigError, match=r"torch sees no GPU: driver 515.0 is too old for CUDA 13.0"):
+        choose_device("auto")
+    monkeypatch.setattr("torch.version.cuda", None)
+    with pytest.raises(ConfigError, match=r"torch is a build for CPUs \(mend it, or set parallel.device=cpu\)"):
+        choose_device("auto")
+    assert choose_device("cpu").type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
+    assert choose_device("auto").type == "cpu"
+
+
+def test_what_cuda_reads_at_its_first_question_is_set_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    import torch
+
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    seen: list[str | None] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))))
+    choose_device("auto")
+    assert seen[0] == "1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "refused"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True", True),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments: true", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", False),
+    ],
+)
+def test_allocators_that_sglang_cannot_sleep_with(name: str, value: str, refused: bool) -> None:
+    problem = allocator_problem({name: value})
+    assert (problem is not None) == refused and (problem is None or problem.startswith(f"{name}: SGLang runs without expandable_segments"))
+
+
+@pytest.mark.parametrize(
+    ("addresses", "problem"), [(["127.0.1.1", "10.0.0.5"], "resolves to 127.0.1.1"), (["10.0.0.5"], None), ([], "does not")]
+)
+def test_hostnames(monkeypatch: pytest.MonkeyPatch, addresses: list[str], problem: str | None) -> None:
+    def resolve(*_: object, **__: object) -> list[tuple[object, ...]]:
+        if not addresses:
+            raise socket.gaierror("Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    found = hostname_problem()
+    assert (found is None) if problem is None else (found is not None and problem in found and "GLOO_SOCKET_IFNAME" in found)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert hostname_problem() is None
+
+
+def test_the_table_of_internals_holds_for_what_is_installed() -> None:
+    assert [*changed("megatron-core"), *changed("sglang"), *changed("transformer-engine")] == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        (Internal("lib.api", "gone", READS, "", "x.py"), "is not there"),
+        (Internal("lib.gone", "f", READS, "", "x.py"), "is not there"),
+        (Internal("lib.api", "f", CALLS, "b new", "x.py"), "has no parameter new"),
+        (Internal("lib.api", "f", CALLS, "a b", "x.py"), ""),
+        (Internal("lib.api", "f", REPLACES, "b", "x.py"), "takes a, b and not first b"),
+        (Internal("lib", "f", CALLS, "a", "x.py"), ""),
+        (Internal("lib", "Fields", CALLS, "one two", "x.py"), ""),
+        (Internal("lib", "Fields", CALLS, "three", "x.py"), "has no parameter three"),
+        (Internal("lib", "Made", CALLS, "anything", "x.py"), ""),
+        (Internal("lib", "Made.there", READS, "", "x.py"), ""),
+        (Internal("lib", "Made.inherited", CALLS, "self", "x.py"), ""),
+        (Internal("lib", "Made.gone", READS, "", "x.py"), "is not there"),
+    ],
+)
+def test_the_check_of_the_table(site: Path, monkeypatch: pytest.MonkeyPatch, entry: Internal, problem: str) -> None:
+    """On sources that are parsed and never imported: re-exports, dataclasses and their bases, attributes that a method sets."""
+    install(site, "lib", "3.1", module="lib")
+    (site / "lib" / "__init__.py").write_text("from .api import f, Fields\nfrom lib.api import Made\n")
+    (site / "lib" / "api.py").write_text(
+        "import nothing_of_this_name\ntry:\n    def f(a, b): ...\nexcept ImportError:\n    f = None\n"
+        "class Base:\n    one: int\n    def inherited(self): ...\nclass Fields(Base):\n    two: int = 0\n"
+        "class Made(Base):\n    def __init__(self, **rest): self.there = 1\n"
+    )
+    from megarl.parallel import internals
+
+    internals._tree.cache_clear()
+    monkeypatch.setitem(INTERNALS, "lib", (entry,))
+    monkeypatch.setitem(internals.KNOWN, "lib", "3.0")
+    lines = [f"lib 3.1: {entry.module}.{entry.name}: {problem}, which x.py relies on (run with 3.0)"] if problem else []
+    assert changed("lib") == lines
+
+
+def test_everything_that_megarl_imports_is_in_the_table() -> None:
+    """So that a new import is a line there, which is checked on each version."""
+    import ast
+
+    entries = [entry for listed in INTERNALS.values() for entry in listed]
+    names = {entry.name.partition(".")[0] for entry in entries}
+    modules = tuple(entry.module for entry in entries)
+    missing = []
+    for file in sorted((Path(module.__file__).parents[1]).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("megatron", "sglang", "transformer_engine"):
+                found = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                missing += [path for name, path in found.items() if name not in names and not any(m.startswith(path) for m in modules)]
+    assert missing == []

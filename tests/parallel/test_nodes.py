@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megarl.parallel.nodes import Needs, Place, Verdict, check_nodes
+from megarl.parallel.nodes import Needs, Place, Verdict, check_nodes, networks
 from tests.ranks import FORK
 
 SAME = {"torch": "2.13.0"}
@@ -28,12 +28,19 @@ def job() -> Any:
     """Two nodes: `job(needs of each, versions of each, clock of the second)` gives both verdicts."""
     pool = ProcessPoolExecutor(2, mp_context=FORK)
 
-    def run(needs: list[Needs], versions: list[dict[str, str]], clock: float = 0.0, nodes: int = 2, limit: float = 120.0) -> list[Verdict]:
+    def run(
+        needs: list[Needs],
+        versions: list[dict[str, str]],
+        clock: float = 0.0,
+        nodes: int = 2,
+        limit: float = 120.0,
+        work: Callable[..., Verdict] = node,
+    ) -> list[Verdict]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         places = [Place(i, nodes, "127.0.0.1", port, limit, name=f"node{i + 1}") for i in range(2)]
-        calls = [pool.submit(node, *each, clock * i) for i, each in enumerate(zip(places, needs, versions, strict=True))]
+        calls = [pool.submit(work, *each, clock * i) for i, each in enumerate(zip(places, needs, versions, strict=True))]
         return [call.result(timeout=500) for call in calls]
 
     yield run
@@ -73,6 +80,48 @@ def test_a_bad_node_is_named(
     verdicts = job(needs, [SAME, versions], clock)
     for verdict in verdicts:
         assert len(verdict.problems) == 1 and re.match(expected, verdict.problems[0]), verdict
+
+
+def over_two_networks(place: Place, needs: Needs, versions: dict[str, str], clock_off: float) -> Verdict:
+    """`node` as on GPUs, where NCCL is stood for by gloo: the second network is the one for control messages."""
+    from megarl.parallel import nodes
+
+    original, nodes.networks = nodes.networks, lambda needs: [("gloo", 2**22, 1e-3), ("gloo", nodes.CONTROL, None)]
+    try:
+        return node(place, needs, versions, clock_off)
+    finally:
+        nodes.networks = original
+
+
+def test_jobs_on_gpus_are_measured_on_both_networks(job: Run, tmp_path: Path) -> None:
+    """D12: control messages go over gloo, of which the preflight knew nothing."""
+    assert [(name, least) for name, _, least in networks(Needs(tmp_path, devices=8, bandwidth=5.0))] == [("nccl", 5.0), ("gloo", None)]
+    assert [(name, least) for name, _, least in networks(Needs(tmp_path, bandwidth=5.0))] == [("gloo", 5.0)]
+    verdicts = job([Needs(tmp_path / "run")] * 2, [SAME] * 2, work=over_two_networks)
+    assert verdicts[0].problems == [] and len(verdicts[0].notes) == 2 and verdicts[0] == verdicts[1]
+
+
+def loopback(place: Place, needs: Needs, versions: dict[str, str], clock_off: float) -> Verdict:
+    """A node whose name leads to itself (/etc/hosts on Debian), and no interface named."""
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    original = socket.getaddrinfo
+    socket.getaddrinfo = lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    try:
+        return check_nodes(place, needs, versions, problems=["sglang cannot be imported"] if place.node else [])
+    finally:
+        socket.getaddrinfo = original
+
+
+def test_names_that_lead_nowhere_and_what_was_found_before(job: Run, tmp_path: Path) -> None:
+    """D12: found in the run, when gloo's first message was awaited."""
+    verdicts = job([Needs(tmp_path / "run")] * 2, [SAME] * 2, work=loopback)
+    name = socket.gethostname()
+    found = [line.split(",")[0] for line in verdicts[1].problems]
+    assert found == [
+        f"node1: hostname {name} resolves to 127.0.1.1",
+        "node2: sglang cannot be imported",
+        f"node2: hostname {name} resolves to 127.0.1.1",
+    ]
 
 
 def test_too_slow_a_network_is_named(job: Run, tmp_path: Path) -> None:

@@ -89,7 +89,8 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        # The nodes' names resolve to loopback, which the preflight refuses, unless told that it is meant.
+        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "GLOO_SOCKET_IFNAME": "lo"}
         self.pids: dict[str, psutil.Process] = {}
 
     def __enter__(self) -> Cluster:

@@ -107,3 +107,22 @@ def test_the_large_jobs_have_the_nodes_that_their_layout_needs(recipe: str) -> N
     grace = re.search(r"MEGARL_GRACE:-(\d+)", text)
     assert grace and int(grace[1]) + 30 <= int(options["signal"].split("@")[1])
     assert config.checkpoint.every > 0
+
+
+@pytest.mark.parametrize("job", [1, 7, 123456, 999983])
+@pytest.mark.parametrize("attempt", [0, 1, 9])
+def test_the_jobs_ports_are_nobody_elses(bin_folder: Path, job: int, attempt: int) -> None:
+    """D14: an SGLang engine takes one between 22000 and 29999 (get_free_port_below_ephemeral), the kernel those from 32768 on."""
+    settings = {"SLURM_JOB_ID": str(job), "SLURM_RESTART_COUNT": str(attempt)}
+    code, output, _ = script(bin_folder, 'echo "$megarl_port"', **settings)
+    assert code == 0 and 10000 < int(output) < int(output) + 1 < 22000
+
+
+def test_the_locked_environment_comes_first(bin_folder: Path, tmp_path: Path) -> None:
+    for name in (".venv", ".venv-gpu"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "bin" / "python").symlink_to("/bin/true")
+        _, output, _ = script(bin_folder, 'echo "$MEGARL_PYTHON"', MEGARL_HOME=str(tmp_path))
+        assert output.strip() == f"{tmp_path}/{name}/bin/python"
+    _, output, _ = script(bin_folder, 'echo "$MEGARL_PYTHON"', MEGARL_HOME=str(tmp_path), MEGARL_CONTAINER="image.sif")
+    assert output.strip() == "python"

@@ -1,0 +1,291 @@
+"""Every branch of megarl that only CUDA takes, entered once on a node that is made up (fakecuda.py): what is asked of the device, in which
+order, and that no name in it is wrong. What the device would compute is not tested here."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.cli import preflight as node_preflight
+from megarl.config.errors import ConfigError
+from megarl.config.schema import Config, ParallelConfig
+from megarl.model import builder
+from megarl.parallel import machine, nodes, offload
+from megarl.parallel import runtime as parallel
+from megarl.parallel.nodes import Needs
+from megarl.rollout.sglang import Place, SGLangEngine
+from megarl.rollout.transformers_engine import TransformersEngine
+from megarl.schedule import preflight
+from megarl.schedule.residency import EngineTenant, Residency
+from megarl.weights import transfer
+from megarl.weights.hf_io import read_config
+from megarl.weights.layout import Box, Region, Shard
+from megarl.weights.planner import make_plan
+from tests.gpu.scene import TINY, sizes_of
+from tests.rehearsal.fakecuda import FREE, TOTAL, pretend
+from tests.tiny_models import make_tokenizer
+
+CUDA, GIB = torch.device("cuda", 0), 2**30
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The device calls of a test, on a node of 8 H100."""
+    return pretend(monkeypatch)
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each tensor was asked for in pinned memory, which only CUDA's torch has."""
+    asked: list[bool] = []
+    empty = torch.empty
+
+    def without_pins(*sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        return empty(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", without_pins)
+    return asked
+
+
+def make_config(**changes: Any) -> Config:
+    least = {"recipe": "dapo", "run_dir": Path("x"), "steps": 1, "model": {"path": Path("x")}, "data": {"train": [Path("x")]}}
+    return Config(**{**least, **changes})
+
+
+class TestStart:
+    """parallel/runtime.py"""
+
+    @pytest.fixture
+    def joined(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+        """A job of one rank whose NCCL groups are torch's fake ones; what was asked of init_process_group."""
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        asked: list[Any] = []
+        join, group = dist.init_process_group, dist.new_group
+
+        def joins(backend: str, **options: Any) -> None:
+            asked.append((backend, options))
+            join("fake", store=FakeStore(), rank=0, world_size=1)
+
+        def groups(*ranks: Any, backend: str | None = None, pg_options: Any = None, **options: Any) -> Any:
+            return group(*ranks, backend="fake", **options)
+
+        monkeypatch.setattr(dist, "init_process_group", joins)
+        monkeypatch.setattr(dist, "new_group", groups)
+        for name in parallel.LAUNCHED_BY:
+            monkeypatch.delenv(name, raising=False)
+        yield asked
+        monkeypatch.undo()
+        parallel.stop()
+
+    def test_a_rank_takes_its_device_and_nccl(self, joined: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        from megatron.core.tensor_parallel import random
+
+        calls = pretend(monkeypatch)
+        monkeypatch.setenv("LOCAL_RANK", "3")
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+        monkeypatch.setattr(random, "model_parallel_cuda_manual_seed", lambda *a, **k: None)
+        monkeypatch.setattr("megatron.core.tensor_parallel.model_parallel_cuda_manual_seed", lambda *a, **k: calls.append(("seed", *a)))
+        started = parallel.start(ParallelConfig(device="cuda", timeout=60), seed=7)
+        assert started.device == torch.device("cuda", 3) and started.world == 1
+        assert ("set_device", torch.device("cuda", 3)) in calls and ("seed", 7) in calls
+        assert joined[0][0] == "nccl" and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+        states = parallel.generator_states()
+        assert states["cuda"] == list(range(16))
+        monkeypatch.setattr(random.get_cuda_rng_tracker(), "set_states", lambda states: None)
+        parallel.set_generator_states(states)
+        assert any(call[0] == "set_rng_state" for call in calls)
+
+    def test_cuda_that_is_not_there(self) -> None:
+        with pytest.raises(ConfigError, match="cuda was asked for"):
+            parallel.choose_device("cuda")
+
+
+class TestResidency:
+    """parallel/offload.py, schedule/residency.py"""
+
+    def test_pools_are_pinned_and_bring_back_what_left(self, calls: list[Any], pinned: list[bool]) -> None:
+        pool = offload.HostPool(CUDA, chunk=1024)
+        tensor = torch.arange(5000, dtype=torch.int16)
+        expected = tensor.clone()
+        movable = offload.Movable(lambda: [tensor], torch.device("cpu"), pool)
+        movable.leave()
+        assert pinned.count(True) == 10 and pool.nbytes == 10240 and tensor.untyped_storage().nbytes() == 0
+        movable.enter()
+        assert torch.equal(tensor, expected)
+
+    def test_memory_is_given_back_after_what_still_runs(self, calls: list[Any]) -> None:
+        offload.empty_cache(CUDA)
+        assert [name for name, *_ in calls] == ["synchronize", "empty_cache"]
+        assert offload.free_memory(CUDA) == FREE
+
+    def test_figures_of_a_phase(self, calls: list[Any]) -> None:
+        residency, metrics = Residency(CUDA, ()), dict[str, float]()
+        with residency.measured("rollout", metrics):
+            assert calls == [("reset_peak_memory_stats", CUDA)]
+        assert metrics == {
+            "memory/rollout": 3.0 * GIB,
+            "memory_reserved/rollout": 5.0 * GIB,
+            "memory_device/rollout": float(TOTAL - FREE),
+        }
+
+    def test_a_phase_empties_the_cache_once_somebody_has_left(self, calls: list[Any]) -> None:
+        residency, tensor = Residency(CUDA, ()), torch.ones(4)
+        pool = offload.HostPool(torch.device("cpu"))
+        residency.add({"actor.weights": offload.Movable(lambda: [tensor], torch.device("cpu"), pool)})
+        residency.enter("rollout", ())
+        assert [name for name, *_ in calls] == ["synchronize", "empty_cache"]
+        residency.enter("old_logprobs", {"actor.weights"})
+        assert len(calls) == 2
+
+    def test_an_engines_share_is_what_the_device_has_more_of(self, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        free = [10 * GIB]
+
+        class Engines:
+            def sleep(self, tags: tuple[str, ...]) -> None:
+                assert tags == ("kv_cache",)
+                free[0] += 7 * GIB
+
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free[0], TOTAL))
+        tenant = EngineTenant(Engines(), "kv_cache", CUDA, 0)  # type: ignore[arg-type]
+        tenant.leave()
+        assert tenant.nbytes == 7 * GIB
+
+    def test_a_device_that_is_full(self, calls: list[Any]) -> None:
+        from megarl.config.errors import DeviceMemoryError
+
+        residency = Residency(CUDA, ("engine.weights",))
+        with (
+            pytest.raises(DeviceMemoryError, match=r"phase weight_transfer: CUDA out of memory.*rollout\.transfer_bucket"),
+            residency.explained("weight_transfer"),
+        ):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+class TestEngines:
+    """rollout/sglang.py, rollout/transformers_engine.py"""
+
+    def test_sglang_on_cuda(self, tmp_path: Path, calls: list[Any]) -> None:
+        config = make_config(rollout={"engine": "sglang", "engine_tp": 4, "engine_memory": 0.7}, model={"path": tmp_path, "dtype": "bf16"})
+        engine = SGLangEngine(config, TINY, Place(4, 4, torch.device("cuda", 4)), (1,))
+        assert engine.process is not None
+        given = engine.process.arguments
+        assert given["base_gpu_id"] == 4 and given["mem_fraction_static"] == 0.7 and given["enable_memory_saver"] is True
+        assert "device" not in given and "GLOO_SOCKET_IFNAME" not in engine._environment()
+
+    def test_transformers_gives_its_memory_back(self, tmp_path: Path, calls: list[Any]) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(TINY))
+        make_tokenizer(300).save_pretrained(tmp_path)
+        engine = TransformersEngine(tmp_path, dtype=torch.float32, device=torch.device("cpu"), max_batch=2, eos_ids=(1,), tokenizer=None)
+        engine.start()
+        engine.device = CUDA
+        engine.sleep()
+        engine.stop()
+        assert [name for name, *_ in calls] == ["empty_cache", "empty_cache"]
+
+
+def test_a_transfer_ends_when_the_device_has(calls: list[Any]) -> None:
+    """weights/transfer.py: nobody else may read what is still being written."""
+    box: Box = ((0, 4),)
+    shards = [(0, {"w": Shard((4,), (Region("w", box, box),))})]
+    plan = make_plan(shards, shards, formats={}, gpus_per_node=8)
+    source, target = {"w": torch.arange(4.0)}, {"w": torch.zeros(4)}
+    moved = transfer.Transfer(plan, 0, source, target, 1024)
+    moved.run()  # allocates where the tensors are
+    moved._device = CUDA
+    moved.run()
+    assert torch.equal(target["w"], source["w"]) and [name for name, *_ in calls] == ["synchronize"]
+
+
+class TestLayers:
+    """model/builder.py, model/fp8.py"""
+
+    def test_auto_takes_transformer_engine_where_it_is(self, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(builder, "transformer_engine_problem", lambda device: "" if device == "cuda" else "needs a CUDA device")
+        layers = make_config().model
+        assert builder.choose_layers(layers, CUDA) == "te"
+        assert builder.choose_layers(layers, torch.device("cpu")) == "portable"
+        assert builder.choose_layers(layers.model_copy(update={"layers": "portable"}), CUDA) == "portable"
+
+    @pytest.mark.parametrize(("recipe", "works"), [("tensorwise", True), ("delayed", True), ("blockwise", True), ("mxfp8", False)])
+    def test_recipes_of_the_device(self, recipe: str, works: bool, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(builder, "transformer_engine_problem", lambda device: "")
+        fp8 = {"format": "hybrid", "recipe": recipe, "first_last_layers_bf16": False}
+        model = make_config(model={"path": Path("x"), "dtype": "bf16", "fp8": fp8}).model
+        if works:
+            assert builder.choose_layers(model, CUDA) == "te"
+        else:
+            with pytest.raises(ConfigError, match=r"model\.fp8\.recipe: mxfp8 needs compute capability 10\.0, this device has 9\.0"):
+                builder.choose_layers(model, CUDA)
+
+
+class TestPreflight:
+    """schedule/preflight.py, cli/preflight.py, parallel/nodes.py"""
+
+    def test_gpus_of_a_node(self, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        ones = torch.ones
+        monkeypatch.setattr(torch, "ones", lambda *a, device=None, **k: ones(*a, **k))
+        assert nodes._device_problems(Needs(Path("x"), devices=8)) == []
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (FREE // 2 if device == 5 else FREE, TOTAL))
+        assert nodes._device_problems(Needs(Path("x"), devices=8)) == ["GPU 5: 39.1 of 79.2 GiB are free: another process is on it"]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        monkeypatch.setattr(nodes, "driver_version", lambda: "550.54.14")
+        assert nodes._device_problems(Needs(Path("x"), devices=8)) == [
+            "0 GPUs, 8 were asked for (driver 550.54.14 is too old for CUDA 13.0, of which torch is: 580.65.06 or newer)"
+        ]
+
+    def test_times_are_taken_when_the_device_has_finished(self, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dist, "barrier", lambda: calls.append(("barrier",)))
+        nodes._seconds(lambda: calls.append(("work",)), CUDA)
+        assert [name for name, *_ in calls] == ["barrier", "work", "synchronize"] * (nodes.ROUNDS + 1)
+
+    def test_versions_that_nodes_compare(self, calls: list[Any]) -> None:
+        found = node_preflight._versions(True)
+        assert found["nccl"] == "2.30.7" and found["GPU"] == "NVIDIA H100 80GB HBM3"
+
+    def test_a_large_run_on_one_node_is_refused_before_its_ranks(self, calls: list[Any]) -> None:
+        with pytest.raises(ConfigError, match=r"parallel: tp 8 x pp 4 x dp 1 = 32 devices, but there are 8 here"):
+            preflight._check_machine(make_config(parallel={"tp": 8, "pp": 4}), "cuda")
+
+    def test_an_engine_that_lies_in_two_nodes_is_refused(self, calls: list[Any]) -> None:
+        config = make_config(rollout={"engine": "sglang", "engine_tp": 16})
+        with pytest.raises(ConfigError, match=r"rollout\.engine_tp: 16 does not divide the 8 devices of this node"):
+            preflight._check_engine_layout(config, sizes_of("Qwen2.5-32B"), CUDA, world=128)
+
+    def test_an_engine_whose_packages_do_not_fit(self, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(preflight, "find_spec", lambda name: object())
+        monkeypatch.setattr(
+            preflight, "unmet", lambda name: [f"{name} 0.5.23 needs torch==2.14.1, there is torch 2.13.0 (make install-gpu)"]
+        )
+        with pytest.raises(ConfigError, match=r"rollout\.engine: sglang 0\.5\.23 needs torch==2\.14\.1"):
+            preflight._check_machine(make_config(rollout={"engine": "sglang"}), "cuda")
+
+    def test_what_does_not_fit_the_device_is_refused(self, calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The whole of it, up to the memory of the GPU that is there; the model is described by its config.json."""
+        (tmp_path / "config.json").write_text(json.dumps(sizes_of("Qwen2.5-32B")))
+        folder = preflight.Described(tmp_path, read_config(tmp_path))
+        monkeypatch.setattr(preflight, "check_model", lambda *a, **k: folder)
+        monkeypatch.setattr(preflight, "check_tokenizer", lambda *a, **k: None)
+        monkeypatch.setattr(machine, "find_spec", lambda name: None)
+        changes = {"model": {"path": tmp_path, "dtype": "bf16"}, "parallel": {"tp": 1, "device": "cuda"}}
+        with pytest.raises(ConfigError, match=r"x\.yaml: .*GiB"):
+            preflight.preflight(make_config(**changes), "x.yaml", world=8)
+
+
+def test_doctor_on_such_a_node(calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from megarl.cli.doctor import doctor
+
+    monkeypatch.setattr(machine, "driver_version", lambda: "580.95.05")
+    monkeypatch.setattr(machine, "_flaws", lambda cuda: iter([f"for CUDA {cuda}"]))
+    assert doctor() == 0
+    printed = capsys.readouterr().out
+    assert "driver     580.95.05, torch for CUDA 13.0" in printed
+    assert "yes  training on GPUs, bf16: 8 x NVIDIA H100 80GB HBM3, 79 GiB" in printed and "look for CUDA 13.0" in printed

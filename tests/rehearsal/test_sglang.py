@@ -1,0 +1,170 @@
+"""What an engine on 8 H100 is given, through SGLang's own code: its arguments, its resolution of them, the handles of a weight transfer."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing import reductions
+
+from megarl.config.schema import Config
+from megarl.parallel.internals import changed
+from megarl.rollout.engine import TAGS
+from megarl.rollout.sglang import LOADER, Place, SGLangEngine
+from tests.gpu.scene import sizes_of
+from tests.rehearsal.fakecuda import pretend
+from tests.tiny_models import make_tokenizer
+
+pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed: make rehearse")
+LENGTHS = {"max_response_tokens": 20480}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def node() -> Iterator[None]:
+    """8 H100, before the first import of sglang, which asks what there is. Its kernels are stood for where they are not installed."""
+    from megarl.rollout import sglang_cpu
+
+    sglang_cpu.install()
+    patch = pytest.MonkeyPatch()
+    pretend(patch)
+    yield
+    patch.undo()
+
+
+def engine_on(folder: Path, rank: int = 0, **rollout: Any) -> SGLangEngine:
+    """The engine of a rank on CUDA, tp 8 unless `rollout` says so, not started; Qwen2.5-32B's sizes."""
+    sizes = sizes_of("Qwen2.5-32B")
+    (folder / "config.json").write_text(json.dumps(sizes))
+    make_tokenizer(400).save_pretrained(folder)
+    asked = {"engine": "sglang", "engine_tp": 8, **LENGTHS, **rollout}
+    model = {"path": folder, "dtype": "bf16"}
+    config = Config(recipe="dapo", run_dir=folder, steps=1, model=model, rollout=asked, data={"max_prompt_tokens": 2048})
+    return SGLangEngine(config, sizes, Place(rank, config.rollout.engine_tp, torch.device("cuda", rank % 8)), (1,))
+
+
+@pytest.mark.parametrize(
+    ("weights", "options"),
+    [("model", {}), ("fp8_block", {}), ("model", {"attention_backend": "triton", "disable_cuda_graph": True})],
+    ids=["bf16", "fp8", "options of benchmarks/gpu.py"],
+)
+def test_sglang_takes_the_arguments(tmp_path: Path, weights: str, options: dict[str, Any]) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    engine = engine_on(tmp_path, weights_dtype=weights, engine_options=options)
+    assert engine.process is not None
+    server = ServerArgs(**engine.process.arguments)
+    server.resolve_once()  # as Engine does; it names what contradicts itself, or the model, or the device
+    server.check_server_args()
+    found = server.resolved_dict()
+    wanted = {
+        "device": "cuda",
+        "tp_size": 8,
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "sampling_backend": "pytorch",  # the name under which our sampler is registered
+        "custom_weight_loader": [LOADER],
+        "enable_memory_saver": True,
+        "enable_custom_logit_processor": True,
+        "skip_tokenizer_init": True,
+        "mem_fraction_static": 0.8,
+        "max_running_requests": 256,
+        "disable_overlap_schedule": False,
+        "attention_backend": "fa3",
+        **{key: value for key, value in options.items() if key != "disable_cuda_graph"},
+    }
+    assert {key: found[key] for key in wanted} == wanted
+    override = json.loads(found["json_model_override_args"])
+    assert override.get("quantization_config", {}).get("weight_block_size") == ([128, 128] if weights == "fp8_block" else None)
+    if not options:
+        assert found["cuda_graph_config"]["decode"]["max_bs"] == 256  # every batch that may run has its graph
+
+
+def test_an_engine_of_half_a_node_begins_at_its_own_device(tmp_path: Path) -> None:
+    first, second = (engine_on(tmp_path, rank, engine_tp=4) for rank in (0, 12))
+    assert first.process is not None and second.process is not None
+    assert [engine.process.arguments["base_gpu_id"] for engine in (first, second) if engine.process] == [0, 4]
+
+
+def cuda_reduction(nbytes: int, device: int) -> tuple[Any, tuple[Any, ...]]:
+    """What torch's own reduction makes of a uint8 tensor on a device, whose driver's answers are made up."""
+    storage = SimpleNamespace(
+        _untyped_storage=SimpleNamespace(device=torch.device("cuda", device)),
+        is_sparse=False,
+        _share_cuda_=lambda: (device, b"h" * 64, nbytes, 0, b"r", 0, b"e" * 64, True),
+    )
+    tensor = SimpleNamespace(
+        requires_grad=False,
+        is_leaf=True,
+        is_nested=False,
+        _backward_hooks=None,
+        layout=torch.strided,
+        dtype=torch.uint8,
+        device=torch.device("cuda", device),
+        _typed_storage=lambda: storage,
+        untyped_storage=lambda: storage,
+        storage_offset=lambda: 0,
+        size=lambda: torch.Size([nbytes]),
+        stride=lambda: (1,),
+    )
+    rebuild, arguments = reductions.reduce_tensor(tensor)
+    return rebuild, tuple(torch.Tensor if value is SimpleNamespace else value for value in arguments)
+
+
+class OnDevice:
+    """Pickled as torch pickles a tensor of a device."""
+
+    def __init__(self, nbytes: int, device: int) -> None:
+        self.nbytes, self.device = nbytes, device
+
+    def __reduce__(self) -> Any:
+        rebuild, arguments = cuda_reduction(self.nbytes, self.device)
+        arguments = tuple(torch.storage.TypedStorage if value is SimpleNamespace else value for value in arguments)
+        return rebuild, arguments
+
+
+def test_sglang_unpickles_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the unpickler that refuses every name that it does not know; what torch would open is what the rank has shared."""
+    from sglang.srt.utils.common import MultiprocessingSerializer, SafeUnpickler
+
+    rebuilt: list[tuple[Any, ...]] = []
+
+    def rebuild_cuda_tensor(*arguments: Any) -> torch.Tensor:
+        rebuilt.append(arguments)
+        return torch.zeros(8, dtype=torch.uint8)
+
+    rebuild_cuda_tensor.__module__, rebuild_cuda_tensor.__qualname__ = reductions.__name__, "rebuild_cuda_tensor"
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild_cuda_tensor)
+    engine = engine_on(tmp_path, rank=3)
+    handle = bytes(ForkingPickler.dumps([(json.dumps({"tensors": {}, "complete": []}), OnDevice(8, 3))]))
+    for load in (MultiprocessingSerializer.deserialize, lambda data: SafeUnpickler(io.BytesIO(data)).load()):
+        [(text, memory)] = load(handle)
+        assert json.loads(text) == {"tensors": {}, "complete": []} and memory.numel() == 8
+    assert len(rebuilt) == 2 and engine.place.device.index in rebuilt[0]
+
+
+def test_a_rank_of_an_engine_on_cuda_leaves_its_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    engine = engine_on(tmp_path)
+    assert engine.process is not None
+    environment = engine.process.environment
+    assert "RANK" not in environment and "SGLANG_USE_CPU_ENGINE" not in environment
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+
+
+def test_what_sleeps_has_a_name_in_sglang() -> None:
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+    assert set(TAGS) <= set(GPU_MEMORY_ALL_TYPES)
+
+
+def test_the_table_of_internals() -> None:
+    assert changed("sglang") == []

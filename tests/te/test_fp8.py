@@ -1,0 +1,117 @@
+"""FP8 in Transformer Engine's layers: every recipe against bf16, packs filled up, layers left in bf16, delayed scaling's history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.model.fp8 import RECIPES
+from tests.ranks import RankPool
+from tests.te import jobs
+
+Ranks = Callable[..., RankPool]
+BF16 = {"layers": "portable", "dtype": "bf16"}
+# Mean difference of log-probabilities in nats, and of all gradients together, relative.
+LOGPROBS, GRADIENTS = 0.05, 0.2
+STORAGE = {
+    "delayed": "Float8TensorStorage",
+    "tensorwise": "Float8TensorStorage",
+    "blockwise": "Float8BlockwiseQTensorStorage",
+    "mxfp8": "MXFP8TensorStorage",
+}
+
+
+def fp8(recipe: str, recompute: str = "none", first_last: bool = False, **more: Any) -> dict[str, Any]:
+    kind = "hybrid" if recipe in ("delayed", "tensorwise") else "e4m3"
+    chosen = {"format": kind, "recipe": recipe, "first_last_layers_bf16": first_last}
+    return {"layers": "te", "dtype": "bf16", "recompute": recompute, "fp8": chosen, **more}
+
+
+@pytest.fixture(scope="module")
+def blackwell() -> Iterator[RankPool]:
+    """One rank whose device is played as the generation that has MXFP8."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("MEGARL_TE_CAPABILITY", "10.0")
+        pool = RankPool(1, 1, 1)
+    yield pool
+    pool.close()
+
+
+def differences(found: list[dict[str, Any]], name: str, reference: str = "bf16") -> tuple[float, float]:
+    """(mean of log-probabilities, relative of gradients), the largest of all ranks."""
+    logprobs = max(float((rank[name]["logprobs"] - rank[reference]["logprobs"]).abs().mean()) for rank in found)
+    difference = torch.cat([rank[name]["gradients"] - rank[reference]["gradients"] for rank in found]).double().norm()
+    norm = torch.cat([rank[reference]["gradients"] for rank in found]).double().norm()
+    return logprobs, float(difference / norm)
+
+
+def check(found: list[dict[str, Any]], name: str, recipe: str) -> None:
+    logprobs, gradients = differences(found, name)
+    print(f"{name}: log-probs {logprobs:.1e} of {LOGPROBS}, gradients {gradients:.1e} of {GRADIENTS}")
+    assert 1e-3 < logprobs <= LOGPROBS, name  # below that there would have been no FP8
+    assert 1e-2 < gradients <= GRADIENTS, name
+    for layout in ("TN", "NN", "NT"):
+        products = [key for key in found[0][name]["calls"] if key.startswith(f"gemm {layout}")]
+        assert any(key.endswith(STORAGE[recipe]) for key in products), (name, layout, products)
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 2, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
+def test_recipes_are_near_bf16(layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path) -> None:
+    """With packs that have to be filled up; at TP 2 with sequence parallelism, where each rank quantises its share of them."""
+    recipes = [recipe for recipe in RECIPES if recipe != "mxfp8"]
+    models = {"bf16": BF16, "te": {"layers": "te", "dtype": "bf16"}} | {name: fp8(name) for name in recipes}
+    if layout == (1, 1, 1):
+        models |= {"recomputed": fp8("tensorwise", "full"), "experts": fp8("tensorwise", mixture=True)}
+        models |= {"experts in bf16": {**BF16, "mixture": True}}
+    found = ranks(*layout).run(jobs.measure, folder=tmp_path, models=models)
+    for recipe in recipes:
+        check(found, recipe, recipe)
+    logprobs, gradients = differences(found, "te")
+    assert logprobs <= 4e-3 and gradients <= 2e-2
+    if layout == (1, 1, 1):
+        assert torch.equal(found[0]["recomputed"]["logprobs"], found[0]["tensorwise"]["logprobs"])
+        assert torch.equal(found[0]["recomputed"]["gradients"], found[0]["tensorwise"]["gradients"])
+        logprobs, gradients = differences(found, "experts", "experts in bf16")
+        assert 1e-3 < logprobs <= LOGPROBS and 1e-2 < gradients <= GRADIENTS
+
+
+def test_mxfp8_is_near_bf16(blackwell: RankPool, tmp_path: Path) -> None:
+    """The other recipes, too, on a device whose products take operands in either orientation."""
+    found = blackwell.run(jobs.measure, folder=tmp_path, models={"bf16": BF16} | {name: fp8(name) for name in RECIPES})
+    for recipe in RECIPES:
+        check(found, recipe, recipe)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_first_and_last_layer_stay_in_bf16(recipe: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Of four layers two: half of the products are of bf16 operands, and the result is nearer to bf16's."""
+    models = {"bf16": BF16, "all": fp8(recipe), "inner": fp8(recipe, first_last=True)}
+    found = ranks(1, 1, 1).run(jobs.measure, folder=tmp_path, models=models)
+
+    def products(name: str, operand: str) -> int:
+        return sum(n for key, n in found[0][name]["calls"].items() if key.startswith("gemm TN") and key.endswith(operand))
+
+    assert products("all", " Tensor") == 0
+    assert products("inner", " Tensor") == products("inner", STORAGE[recipe]) == products("all", STORAGE[recipe]) // 2 > 0
+    assert differences(found, "inner")[0] < differences(found, "all")[0]
+    check(found, "inner", recipe)
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
+def test_delayed_scalings_history_is_part_of_a_checkpoint(layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path) -> None:
+    """Loaded, it gives the update that the undisturbed learner makes, bit for bit; without its history it does not."""
+    model = fp8("delayed")
+    for rank in ranks(*layout).run(jobs.through_a_checkpoint, folder=tmp_path / "kept", written=model, read=model):
+        written, read = rank["scales"]
+        assert written.keys() == read.keys() and len(written) == 4 * 16
+        assert all(torch.equal(written[name], read[name]) for name in written)
+        assert any(bool((value != 1).any()) for name, value in written.items() if name.endswith("scale"))
+        assert rank["norms"][0] == rank["norms"][1] > 0
+        assert torch.equal(*rank["logprobs"])
+    if layout == (1, 1, 1):
+        (lost,) = ranks(1, 1, 1).run(jobs.through_a_checkpoint, folder=tmp_path / "lost", written=model, read=model, forget=True)
+        assert lost["norms"][0] != lost["norms"][1]
