@@ -45,7 +45,7 @@ class SeededSampler(Sampler):
     (SamplingBatchInfo): only then is anything copied to the device, and never is the device waited for, so that SGLang prepares a
     step while the one before it runs."""
 
-    _rows: list[dict[str, Any]] | None = None
+    _rows: Any = None
     _count = 0
     _own = False
     _drawn: Drawn
