@@ -54,7 +54,7 @@ demo: $(STAMP) ## a tiny model learns multi-step addition: RECIPE=vapo|dapo SEED
 endif
 
 test: $(STAMP) ## the fast tests: JOBS=2, ARGS='-k name'
-	$(PYTEST) -m 'not slow' -n $(JOBS) --dist loadgroup $(ARGS)
+	$(PYTEST) -m 'not slow' -n $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: $(STAMP) ## the tests that take longer, one after the other
 	$(PYTEST) -m slow --ignore=tests/slurm $(ARGS)
