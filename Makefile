@@ -68,7 +68,7 @@ demo: $(STAMP) ## a tiny model learns multi-step addition: RECIPE=vapo|dapo SEED
 endif
 
 test: $(STAMP) ## the fast tests: JOBS=2, ARGS='-k name'
-	$(PYTEST) -m 'not slow' -n $(JOBS) --dist loadgroup $(ARGS)
+	$(PYTEST) -m 'not slow' -n $(JOBS) --dist loadfile $(ARGS)
 
 # The rooms that call Megatron. What starts commands of its own finds the same megatron-core: it is the environment's.
 test-megatron: $(VENV)-megatron-$(MEGATRON)/installed ## tests of what calls Megatron, on another version: MEGATRON=0.18.2

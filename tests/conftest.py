@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import re
 import signal
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tests.ranks import RankPool
 
 # No test may depend on seconds: hypothesis by default fails an example above 0.2 s, and a strategy that draws slowly.
-settings.register_profile("any machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+if importlib.util.find_spec("hypothesis"):  # `make gpu` does without
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("any machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 
 # A shell that starts the tests in the background has Ctrl-C ignored in them, and in the commands that they start: here it is not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,13 +42,24 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
         started.close()
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests need ranks go to one process of the tests, so that each layout's ranks are started once."""
-    forking = {"ranks", "RankPool", "FORK", "in_a_fork"}
-    with_ranks = {item.path for item in items if forking & {*getattr(item, "fixturenames", ()), *vars(getattr(item, "module", item))}}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ranks" if item.path in with_ranks else item.path.stem))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests go file by file to the processes of the tests, those of all files that need ranks to one, which starts each layout's ranks
+    once. (xdist's own --dist loadgroup cannot: 3.8.0 writes a test's group where pytest 9.2 does not read it.)"""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneForRanks(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return "ranks" if _needs_ranks(config.rootpath / file) else file
+
+    return OneForRanks(config, log)
+
+
+@functools.cache
+def _needs_ranks(file: Path) -> bool:
+    words = r"\bRankPool\b|\btests\.ranks\b|\branks: Any\b|\branks\(\d"
+    return re.search(words, file.read_text(encoding="utf-8")) is not None
 
 
 def pytest_sessionfinish() -> None:

@@ -175,12 +175,13 @@ def make_anew(folder: Path) -> None:
 
 def identity(config: Config) -> dict[str, Any]:
     """Everything that the bits of a run's result depend on. Two runs of which it is equal end in the same weights."""
+    models = [line for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
     return {
         "settings": _settings(config),  # layout and seed among them
         "inputs": inputs(config),
         "code": _code(),
         "versions": {"python": platform.python_version(), **versions()},
-        "processor": torch.backends.cpu.get_cpu_capability(),  # kernels are chosen by it
+        "processor": [torch.backends.cpu.get_cpu_capability(), *models[:1]],  # kernels are chosen by it
     }
 
 

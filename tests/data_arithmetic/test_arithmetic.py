@@ -32,6 +32,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_teacher_statistics(demo: Path) -> None:
     """Lengths at p10/50/90 of 4/28/77 tokens and a quarter of bare answers, as in the recipe that was tried."""
     sft = rows(demo / "sft.jsonl")

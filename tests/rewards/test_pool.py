@@ -83,6 +83,7 @@ def test_order_and_plain_bools(user_module: str) -> None:
     pool.close()
 
 
+@pytest.mark.slow
 def test_each_failure_costs_its_own_answer(user_module: str) -> None:
     bad = {
         "sleep": "timeout after 1.5 s",
@@ -220,6 +221,7 @@ def test_settings_are_checked(arguments: dict[str, float]) -> None:
         VerifierPool("dapo", **arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_symbolic_verifier_in_the_pool_survives_towers_of_powers() -> None:
     items = [
         ("\\boxed{\\frac{1}{2}}", "0.5"),

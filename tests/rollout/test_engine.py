@@ -62,6 +62,7 @@ def test_logprobs_of_sampled_tokens(family, make_engine, reference):
     assert len({tuple(c.tokens) for c in completions}) == len(completions)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_response_in_any_company(make_engine):
     asked, params = requests(10, group=3), SamplingParams(max_tokens=40)
     asked += asked[4:6]  # the same request twice

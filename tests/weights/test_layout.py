@@ -124,6 +124,7 @@ def test_names_and_shapes_are_those_of_megatron() -> None:
         assert {name: list(shard.shape) for name, shard in shards.items()} == parameters
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(hf_configs())
 def test_shards_equal_explicit_loops(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Layout]]) -> None:

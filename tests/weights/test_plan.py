@@ -58,6 +58,7 @@ def fused_engine(config: dict[str, Any], tp: int, tp_rank: int) -> Shards:
     return shards
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(hf_configs())
 def test_into_shards_and_back_is_bitwise(tmp_path_factory: pytest.TempPathFactory, drawn: Drawn) -> None:

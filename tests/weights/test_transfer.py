@@ -58,6 +58,7 @@ def test_pieces_tile_the_copy(extents: list[tuple[int, int]], limit: int, shift:
     assert (counted[tuple(slice(*ends) for ends in box)] == 1).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(hf_configs(), st.integers(120, 12000), st.sampled_from((1, 2, 4)))
 def test_rounds_of_all_ranks_fit_together(drawn: tuple[dict[str, Any], list[Layout]], limit: int, node: int) -> None:
