@@ -408,3 +408,18 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
     back = {name: p.detach().clone() for name, p in again.model.named_parameters()}
     buckets = sum(len(buffer.buckets) for buffer in (*ours.chunk.buffers, *ours.chunk.expert_parallel_buffers))
     return {"norms": norms, "weights": weights, "back": back, "alike": alike, "buckets": buckets}
+
+
+def stage_parts(runtime: Runtime, length: int, offset: int) -> str:
+    """Has each rank write two of a tensor's `length` numbers, those from rank * `offset` on; what is said of it, "" where all is well."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from megarl.training.staging import Stager
+
+    at = (runtime.rank * offset,)
+    part = ShardedTensor("weights", torch.zeros(2), torch.float32, (2,), (length,), at, axis_fragmentations=None)
+    try:
+        Stager(runtime).stage({"model": {"weights": part}, "schedule_steps": 3})
+    except RuntimeError as error:
+        return str(error)
+    return ""
