@@ -11,6 +11,8 @@ TP ?=
 ENGINE ?= transformers
 # Test processes. Tests start ranks of their own, one thread each: two of them keep two cores busy.
 JOBS ?= 2
+# Recipe of `make demo-te`; empty: bf16.
+FP8 ?= tensorwise
 # More arguments for megarl (demo), pytest (test, test-slow) or benchmarks/step.py (bench).
 ARGS ?=
 # Benchmarks of `make bench`; empty: all of them.
@@ -33,6 +35,8 @@ GPU := .venv-gpu
 SGLANG := .venv-sglang
 LAUNCH := .venv-launch
 TE := .te-cpu
+# Transformer Engine's Python half, and the kernels in plain torch that complete it.
+TE_PATH := $(CURDIR)/$(TE):$(CURDIR)/tests/te/compiled
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 SOURCES := megarl tests benchmarks $(wildcard tools)
@@ -43,7 +47,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu lock-gpu demo test test-megatron test-slow test-te test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu lock-gpu demo demo-te test test-megatron test-slow test-te test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +70,10 @@ else
 demo: $(STAMP) ## a tiny model learns multi-step addition: RECIPE=vapo|dapo SEED=0 TP=2 ENGINE=sglang
 	$(BIN)/megarl demo --recipe $(RECIPE) --seed $(SEED) rollout.engine=$(ENGINE) $(if $(TP),parallel.tp=$(TP)) $(ARGS)
 endif
+
+demo-te: $(STAMP) $(TE)/installed ## the DAPO demo on Transformer Engine's layers, kernels emulated: FP8=tensorwise, or FP8= for bf16
+	PYTHONPATH=$(TE_PATH) $(BIN)/megarl demo --recipe dapo --seed $(SEED) --folder runs/demo-te parallel.device=auto parallel.tp=$(or $(TP),1) \
+		model.layers=te model.dtype=bf16 $(if $(FP8),model.fp8.format=hybrid model.fp8.recipe=$(FP8)) $(ARGS)
 
 test: $(STAMP) ## the fast tests: JOBS=2, ARGS='-k name'
 	$(PYTEST) -m 'not slow' -n $(JOBS) --dist loadfile $(ARGS)
@@ -92,11 +100,11 @@ chaos: $(STAMP) ## faults from outside in every phase, and a table of how runs s
 	$(BIN)/python -m tests.chaos.run $(ARGS)
 
 test-te: $(STAMP) $(TE)/installed ## the tests of Transformer Engine's layers, which compute on the CPU (tests/te)
-	PYTHONPATH=$(CURDIR)/$(TE):$(CURDIR)/tests/te/compiled $(PYTEST) tests/te $(ARGS)
+	PYTHONPATH=$(TE_PATH) $(PYTEST) tests/te -n $(JOBS) --dist loadfile $(ARGS)
 
 # Its Python half alone, which tests/te/compiled completes. In a folder of its own: without that, Megatron could not be imported.
-$(TE)/installed:
-	$(PYTHON) -m pip install --quiet --no-deps --target $(TE) transformer_engine==2.20.2
+$(TE)/installed: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(TE) transformer_engine==2.20.2
 	@touch $@
 
 test-sglang: $(SGLANG)/installed ## the tests on a real SGLang engine, in an environment of their own (.venv-sglang, 3 GB)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -43,22 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output (`| head`) has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:
-        problem = _in_megatrons_way(error)
-        if not problem:
-            raise
-        print(f"megarl: {problem}", file=sys.stderr, flush=True)
-        return 2
-
-
-def _in_megatrons_way(error: Exception) -> str:
-    """Says what is wrong with a Transformer Engine that Megatron stumbled over when it was imported; empty where it is another error."""
-    files = {frame.f_code.co_filename.replace(os.sep, "/") for frame, _ in traceback.walk_tb(error.__traceback__)}
-    if not any(f"/{package}/" in file for file in files for package in ("megatron/core", "transformer_engine")):
-        return ""
-    from megarl.parallel.machine import broken_transformer_engine
-
-    return broken_transformer_engine()
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

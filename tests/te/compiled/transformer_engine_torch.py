@@ -83,7 +83,7 @@ for _name in (
     globals()[_name] = __getattr__(_name)
 
 
-# --- Enumerations: pytorch/csrc/extensions/pybind.cpp, common/util/pybind_helper.h ---
+# Enumerations: pytorch/csrc/extensions/pybind.cpp, common/util/pybind_helper.h.
 
 
 def _enum(name: str, members: str) -> Any:
@@ -179,7 +179,7 @@ def _rows(t: Tensor) -> Tensor:
     return t.reshape(-1, t.shape[-1])
 
 
-# --- Quantisation ---
+# Quantisation.
 
 
 def scale_of(amax: Tensor, fp8: torch.dtype, x: torch.dtype, eps: float, power_of_2: bool) -> Tensor:
@@ -394,7 +394,7 @@ def fused_amax_and_scale_update_after_reduction(
         scale.copy_(torch.where(used & amax.isfinite(), new, scale))
 
 
-# --- Products, norms, rotations ---
+# Products, norms, rotations.
 
 
 @kernel("pytorch/csrc/extensions/gemm.cpp: gemm; common/gemm/cublaslt_gemm.cu")
@@ -512,7 +512,7 @@ def fused_rope_backward(
     return _rotate(t.detach(), freqs, cu_seqlens, (start, qkv_format, interleaved, cp_size), -1.0)
 
 
-# --- Attention ---
+# Attention.
 
 
 @kernel("common/fused_attn/fused_attn.cpp: nvte_get_fused_attn_backend")
@@ -615,7 +615,7 @@ def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, tokens: int) -> Tens
     return out
 
 
-# --- Lists of tensors: gradient norm, optimizer ---
+# Lists of tensors: gradient norm, optimizer.
 
 
 @kernel("common/multi_tensor/l2norm.cu")
@@ -666,7 +666,7 @@ def multi_tensor_adam(
             master[0].copy_(p)
 
 
-# --- The Python half on a CPU ---
+# The Python half on a CPU.
 
 
 def _led(function: Callable[..., Any]) -> Callable[..., Any]:

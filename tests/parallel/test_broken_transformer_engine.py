@@ -1,0 +1,71 @@
+"""A Transformer Engine that cannot be imported, on which Megatron's own import fails, is said in one line: by doctor and before a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import Config
+from megarl.parallel.machine import abilities, broken_transformer_engine
+from megarl.schedule.preflight import preflight
+from tests.parallel.test_machine import LAPTOP
+from tests.tiny_models import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+# What the real package does where its compiled half was never built.
+WITHOUT_COMPILED_HALF = 'raise FileNotFoundError("Could not find shared object file for Transformer Engine torch lib.")\n'
+
+
+@pytest.fixture(params=["a package without its compiled half", "a folder that was left"])
+def broken(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Such a package on the path of imports; what is to be said of it."""
+    package = tmp_path / "site" / "transformer_engine"
+    package.mkdir(parents=True)
+    for name in _imported():
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(package.parent)
+    if "folder" in request.param:
+        yield f"{package}: a folder without a package in the place of Transformer Engine (remove it)"
+    else:
+        (package / "__init__.py").write_text("__version__ = '2.20.2'\n")
+        (package / "pytorch.py").write_text(WITHOUT_COMPILED_HALF)
+        reason = "Could not find shared object file for Transformer Engine torch lib"
+        mend = "pip install --no-build-isolation 'megarl[te]', or uninstall it"
+        yield f"{package}: this Transformer Engine cannot be imported: {reason} ({mend})"
+    for name in _imported():
+        del sys.modules[name]
+
+
+def _imported() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]
+
+
+def test_one_line(broken: str, tmp_path: Path) -> None:
+    """Where nobody asked for its layers, too: Megatron imports it all the same."""
+    assert broken_transformer_engine() == broken
+    found = {ability.name: ability for ability in abilities(replace(LAPTOP, broken=broken))}
+    assert found["Transformer Engine layers"].note == broken
+    assert not found["the demo on CPUs"].ready and not found["FP8 layers"].ready
+    model = {"path": tmp_path, "layers": "portable"}
+    with pytest.raises(ConfigError) as raised:
+        preflight(Config(recipe="dapo", run_dir=tmp_path, steps=1, model=model, data={"train": [tmp_path]}), "x.yaml")
+    assert str(raised.value) == broken
+
+
+@pytest.mark.slow
+def test_before_ranks_are_started(broken: str, tmp_path: Path) -> None:
+    """`megarl train` in a process of its own, whose every import meets the package."""
+    folder = make_tiny_model(tmp_path / "model", "qwen2")
+    paths = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
+    command = [sys.executable, "-W", "ignore", "-m", "megarl", "train", "configs/demo_dapo.yaml"]
+    command += [f"model.path={folder}", f"run_dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (2, f"megarl: {broken}\n"), done.stderr[-2000:]
+    assert not (tmp_path / "run").exists()
