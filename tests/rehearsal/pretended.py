@@ -1,0 +1,40 @@
+"""One rank of a large job without the others: its process groups are torch's `fake` ones, whose collectives do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megarl.parallel import cpu_platform
+from megarl.parallel.layout import Layout
+from megarl.parallel.runtime import Runtime
+
+
+@contextmanager
+def rank_of(layout: Layout, rank: int) -> Iterator[Runtime]:
+    """This process as `rank` of a job of that layout, on the CPU; what it builds must not wait for a message's contents."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    cpu_platform.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    group = dist.new_group
+    dist.new_group = lambda *ranks, backend=None, **options: group(*ranks, backend="fake", **options)  # type: ignore[assignment]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=1,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        assert dist.group.WORLD is not None
+        yield Runtime(layout, rank, torch.device("cpu"), 60.0, dist.group.WORLD)
+    finally:
+        dist.new_group = group
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

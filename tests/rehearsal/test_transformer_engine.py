@@ -1,0 +1,149 @@
+"""Transformer Engine's real modules as megarl has Megatron build them: names, shapes, marks, checkpoints, recipes, the optimizer; and ranks
+of the 32B run at their real widths. Their compiled half is that of tests/te/compiled; nothing is computed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import Config
+from megarl.parallel.internals import changed
+from megarl.parallel.layout import Layout
+from megarl.weights.families import table_names
+from megarl.weights.known_models import KNOWN_MODELS
+from megarl.weights.layout import megatron_layout
+from tests.rehearsal.pretended import rank_of
+from tests.tiny_models import make_config
+
+pytestmark = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="transformer-engine is not installed: make rehearse")
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+EXPERTS = {"head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+FAMILIES = {"qwen2": {}, "qwen3": {"head_dim": 64}, "llama": {}, "qwen3_moe": EXPERTS}
+RECIPES = {
+    "tensorwise": "Float8CurrentScaling",
+    "delayed": "DelayedScaling",
+    "blockwise": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+}
+RECOMPUTE = ("none", "selective", "full")
+
+
+def settings(recompute: str = "full", fp8: str | None = None, layers: str = "te", **parallel: Any) -> Config:
+    eight = {"format": "hybrid", "recipe": fp8, "first_last_layers_bf16": fp8 != "delayed"} if fp8 else {}
+    model = {"path": Path("x"), "dtype": "bf16", "recompute": recompute, "layers": layers, "fp8": eight}
+    return Config(recipe="vapo", run_dir=Path("x"), steps=1, model=model, parallel={"device": "cpu", **parallel})
+
+
+def build(kind: str, config: Config, hf: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from megarl.model import builder
+
+    monkeypatch.setattr(builder, "check_device", lambda *_: None)  # of FP8's recipes, tested elsewhere
+    return getattr(builder, f"build_{kind}")(config, hf, runtime)
+
+
+def as_laid_out(model: Any, hf: Any, runtime: Any, kind: str) -> None:
+    """Names and shapes are those of the one table that loading, export and the engine's plan come from."""
+    wanted = megatron_layout(hf.to_dict(), runtime.layout, critic=kind == "critic")[runtime.rank][1]
+    found = {name: tuple(value.shape) for name, value in table_names(dict(model.named_parameters())).items()}
+    assert found == {name: tuple(shard.shape) for name, shard in wanted.items()}
+
+
+def well_marked(model: Any, *, sequence: bool) -> None:
+    """Each parameter says whether tensor-parallel ranks hold different parts of it, and along which side; what each of them has whole,
+    while it sees a part of the tokens, says that its gradients are to be added up."""
+    for name, parameter in model.named_parameters():
+        whole = "norm" in name or "router" in name or "value_head" in name
+        if ".experts." in name:
+            assert parameter.allreduce is False, name
+        elif whole:
+            assert not getattr(parameter, "tensor_model_parallel", False), name
+            heads = "q_layernorm" in name or "k_layernorm" in name  # Megatron knows these by their names
+            assert heads or bool(getattr(parameter, "sequence_parallel", False)) == sequence, name
+        else:
+            row = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            assert (parameter.tensor_model_parallel, parameter.partition_dim) == (True, 1 if row else 0), name
+
+
+def from_transformer_engine(model: Any) -> None:
+    """No layer is another's by mistake: matrix products, norms and attention."""
+    parts = [
+        module for module in model.decoder.modules() if any(word in type(module).__name__ for word in ("Linear", "Norm", "DotProduct"))
+    ]
+    others = {type(part) for part in parts if not any(base.__module__.startswith("transformer_engine") for base in type(part).__mro__)}
+    assert parts and not others
+    assert all(module.fuse_wgrad_accumulation for module in parts if hasattr(module, "fuse_wgrad_accumulation"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_layers(family: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Actor and critic, with each kind of recomputation and FP8 recipe; their checkpoints have the names of the portable layers'."""
+    from megatron.core import fp8_utils
+
+    from megarl.training.sharded import EXTRA, _model_state
+
+    hf = make_config(family, **SIZES, **FAMILIES[family])
+    cases = [(kind, None) for kind in RECOMPUTE] + ([("full", recipe) for recipe in RECIPES] if family in ("qwen2", "qwen3_moe") else [])
+    with rank_of(Layout(tp=tp, pp=1, dp=2 // tp, ep=1), rank=1) as runtime:
+        for kind in ("actor", "critic"):
+            plain = build(kind, settings(layers="portable", tp=tp), hf, runtime, monkeypatch)
+            names = {value.key for value in _model_state(plain).values()}
+            for recompute, recipe in cases:
+                model = build(kind, settings(recompute, recipe, tp=tp), hf, runtime, monkeypatch)
+                as_laid_out(model, hf, runtime, kind)
+                well_marked(model, sequence=tp > 1)
+                from_transformer_engine(model)
+                found = {value.key for value in _model_state(model).values()}
+                assert {name for name in found if EXTRA not in name} == names
+                assert any(EXTRA in name for name in found) == (recipe == "delayed")
+                if recipe:
+                    assert type(fp8_utils.get_fp8_recipe(model.config)).__name__.endswith(RECIPES[recipe])
+
+
+def test_the_optimizer_is_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron takes it where it is, and residency finds its tensors: FP32 weights; moments come with the first step."""
+    from megarl.parallel.offload import HostPool
+    from megarl.training.learner import Learner
+    from megarl.training.tenants import tenants_of
+
+    hf, config = make_config("qwen2", **SIZES), settings()
+    with rank_of(Layout(tp=1, pp=1, dp=1, ep=1), 0) as runtime:
+        model = build("actor", config, hf, runtime, monkeypatch)
+        for parameter in model.parameters():
+            parameter.data.normal_(0, 0.02)
+        learner = Learner("actor", model, config.actor, 10, runtime, config.parallel)
+        [part] = learner.parts
+        assert type(part.optimizer).__name__ == "FusedAdam" and type(part.optimizer).__module__.startswith("transformer_engine")
+        size = sum(parameter.numel() for parameter in model.parameters())
+        held = {name: tenant.nbytes for name, tenant in tenants_of(learner, HostPool(runtime.device)).items()}
+        assert held["actor.weights"] >= 2 * size and held["actor.gradients"] >= 4 * size and held["actor.optimizer"] >= 4 * size
+
+
+@pytest.mark.parametrize("rank", [0, 3, 37, 127])
+def test_ranks_of_the_32b_run(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """configs/vapo_32b.yaml's tp 8, pp 4, dp 4 at its widths, of 64 layers 8, with FP8: the first stage, one between and the last."""
+    known = {key: value for key, value in KNOWN_MODELS["Qwen2.5-32B"].items() if key in SIZES}
+    hf = make_config("qwen2", **{**known, "num_hidden_layers": 8, "max_position_embeddings": 32768})
+    layout = Layout(tp=8, pp=4, dp=4, ep=1)
+    with rank_of(layout, rank) as runtime:
+        for kind in ("actor", "critic"):
+            model = build(kind, settings(fp8="tensorwise", tp=8, pp=4, dp=4), hf, runtime, monkeypatch)
+            as_laid_out(model, hf, runtime, kind)
+            well_marked(model, sequence=True)
+            from_transformer_engine(model)
+            del model
+
+
+def test_the_table_of_internals() -> None:
+    assert [*changed("megatron-core"), *changed("transformer-engine")] == []
