@@ -1,6 +1,8 @@
 # Every target sets itself up from a fresh clone: it needs make and Python >= 3.11 with pip, nothing else.
 
 PYTHON ?= python3
+# megatron-core of `make test-megatron`.
+MEGATRON ?= 0.19.2
 RECIPE ?= vapo
 SEED ?= 0
 # Tensor-parallel size of `make demo`; empty: what the demo's config says.
@@ -16,7 +18,14 @@ BENCH ?=
 # Where the CPU build of torch is. Where this index is out of reach, pip takes what its other sources offer.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# .venv is of the first Python that was asked for; where it is there, PYTHON=python3.12 has its own one beside it, .venv-3.12.
+ifeq ($(origin PYTHON),file)
 VENV := .venv
+else
+VENV := $(shell $(PYTHON) -c 'import pathlib, sys; own = "{}.{}".format(*sys.version_info); made = pathlib.Path(".venv/pyvenv.cfg"); \
+	print(".venv" if not made.exists() or f"version = {own}." in made.read_text() else f".venv-{own}")')
+$(if $(VENV),,$(error PYTHON=$(PYTHON) does not run (set it to a Python of version 3.11 or later)))
+endif
 SGLANG := .venv-sglang
 LAUNCH := .venv-launch
 BIN := $(VENV)/bin
@@ -29,10 +38,10 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
+.PHONY: help install demo test test-megatron test-slow test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## .venv with megarl and its development tools, pinned by constraints-cpu.txt
 
@@ -55,6 +64,21 @@ endif
 
 test: $(STAMP) ## the fast tests: JOBS=2, ARGS='-k name'
 	$(PYTEST) -m 'not slow' -n $(JOBS) --dist loadfile $(ARGS)
+
+# The rooms that call Megatron. What starts commands of its own finds the same megatron-core: it is the environment's.
+test-megatron: $(VENV)-megatron-$(MEGATRON)/installed ## tests of what calls Megatron, on another version: MEGATRON=0.18.2
+	$(<D)/bin/python -m pytest $(or $(ARGS),-m 'not slow' -n $(JOBS) --dist loadfile tests/model tests/parallel tests/training tests/weights)
+	OTHER_PYTHON=$(BIN)/python $(<D)/bin/python -m pytest -m slow tests/parallel/test_megatron_versions.py
+
+# An environment over $(VENV) that has its own megatron-core, and nothing else. (Wheels for Python 3.11 of 0.17 and later are there and
+# work, though these ask for 3.12. From 0.18 on triton is imported, which the CPU build of torch leaves out.)
+$(VENV)-megatron-%/installed: $(STAMP)
+	$(BIN)/python -m venv --without-pip $(@D)
+	$(BIN)/python -c 'import site, sys; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> $$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth
+	$(@D)/bin/python -m pip install --quiet --no-deps --ignore-installed --ignore-requires-python megatron-core==$* \
+		$$($(BIN)/python -c 'import triton' 2>/dev/null || grep -o '^triton==[0-9.]*' constraints-cpu.txt)
+	@touch $@
 
 test-slow: $(STAMP) ## the tests that take longer, one after the other
 	$(PYTEST) -m slow --ignore=tests/slurm $(ARGS)
@@ -121,5 +145,5 @@ ci: ## what CI runs
 	bash .ci/run
 
 clean: ## removes all environments and what builds and tests left; runs/ stays
-	rm -rf $(VENV) $(SGLANG) $(LAUNCH) .venv-trl build dist megarl.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-* build dist megarl.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

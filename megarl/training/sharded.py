@@ -6,6 +6,7 @@ Each rank writes and reads its own part; a checkpoint can be read at another ten
 from __future__ import annotations
 
 import gc
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,10 +105,17 @@ def load_model(model: Actor | Critic, folder: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Around megatron-core's checkpointing, which stands on parts of torch that warn of their end."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
+    """Around megatron-core's checkpointing, which stands on parts of torch that warn of their end. From 0.19 on each rank is also told,
+    at each reading, that a later version will not read common.pt; versions that do not are none that megarl runs with."""
+    common = logging.getLogger("megatron.core.dist_checkpointing.strategies.common")
+    before = common.level
+    common.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        common.setLevel(before)
 
 
 @contextmanager
