@@ -84,6 +84,15 @@ class ParallelConfig(Section):
     cp: int = knob(1, "context-parallel size (only 1 is implemented)", "devices", ge=1, le=1)
     ep: int = knob(1, "ranks of a pipeline stage (tp x dp) that share out the experts of a mixture", "devices", ge=1)
     sequence_parallel: bool | None = knob(None, "Megatron's sequence parallelism; null: on whenever tp > 1")
+    overlap_grad_reduce: bool | None = knob(
+        None, "gradients are reduced over data-parallel ranks while the backward pass still runs; null: where these are more than 4"
+    )
+    overlap_param_gather: bool | None = knob(
+        None, "between two updates of a step, weights are gathered beside the next forward pass; null: where dp is above 4"
+    )
+    overlap_bucket: int | None = knob(
+        None, "weights that travel together in an overlap; null: 40 million, or a million per data-parallel rank if more", "weights", ge=1
+    )
     device: Literal["auto", "cuda", "cpu"] = knob("auto", "auto takes cuda where there is one")
     threads: int = knob(1, "torch threads per process on a CPU", "threads", ge=1)
     timeout: float = knob(600.0, "longest wait in one collective before the run stops", "seconds", gt=0)

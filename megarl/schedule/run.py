@@ -139,7 +139,7 @@ class Run:
     def _actor(self) -> Learner:
         model = build_actor(self.config, self.hf, self.runtime)
         load_weights(model, self.folder, self.runtime)
-        return Learner("actor", model, self.config.actor, self.config.steps, self.runtime)
+        return Learner("actor", model, self.config.actor, self.config.steps, self.runtime, self.config.parallel)
 
     def _critic(self) -> Learner:
         folder = open_model(self.config.critic.path or self.config.model.path, critic=True)
@@ -150,7 +150,7 @@ class Run:
             )
         model = build_critic(self.config, hf, self.runtime)
         load_weights(model, folder, self.runtime, critic=True)
-        return Learner("critic", model, self.config.critic, self.config.steps, self.runtime)
+        return Learner("critic", model, self.config.critic, self.config.steps, self.runtime, self.config.parallel)
 
     def _reference(self) -> Frozen:
         model = build_actor(self.config, self.hf, self.runtime)

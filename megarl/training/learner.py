@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.config.errors import NumericalError
-from megarl.config.schema import OptimizerConfig
+from megarl.config.schema import OptimizerConfig, ParallelConfig
 from megarl.model.builder import Actor, Critic
 from megarl.parallel.comm import any_rank, gather_objects
 from megarl.parallel.cpu_platform import on_cpu
@@ -26,6 +26,9 @@ from megarl.training.micro_batch import MicroBatch
 
 Stats = dict[str, Tensor]
 Loss = Callable[[Any, MicroBatch], tuple[Tensor, Stats]]
+# Data-parallel size above which the overlaps are on unless the config decides: below it, there is little to hide. (Measured was only
+# that they change nothing but rounding.)
+OVERLAP_ABOVE = 4
 
 
 @dataclass
@@ -90,12 +93,33 @@ class Frozen:
 class Learner(Frozen):
     """Actor or critic with its optimizer. The model's weights are loaded before: the optimizer copies them."""
 
-    def __init__(self, name: str, model: Actor | Critic, config: OptimizerConfig, steps: int, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: Actor | Critic,
+        config: OptimizerConfig,
+        steps: int,
+        runtime: Runtime,
+        parallel: ParallelConfig | None = None,
+    ) -> None:
         super().__init__(name, model, runtime)
         bf16 = model.config.params_dtype == torch.bfloat16
+        parallel = parallel or ParallelConfig()
+        reduce, gather = (
+            runtime.layout.dp > OVERLAP_ABOVE if wanted is None else wanted
+            for wanted in (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
+        )
         with on_cpu():
             self.chunk = DistributedDataParallel(
-                model.config, DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True), model
+                model.config,
+                DistributedDataParallelConfig(
+                    use_distributed_optimizer=True,
+                    grad_reduce_in_fp32=True,
+                    overlap_grad_reduce=reduce or gather,  # without which Megatron makes one bucket of all
+                    overlap_param_gather=gather,
+                    bucket_size=parallel.overlap_bucket,
+                ),
+                model,
             )
             self.optimizer = get_megatron_optimizer(
                 MegatronOptimizerConfig(
@@ -110,9 +134,14 @@ class Learner(Frozen):
                     bf16=bf16,
                     params_dtype=model.config.params_dtype,
                     use_distributed_optimizer=True,
+                    overlap_param_gather=gather,
                 ),
                 [self.chunk],
             )
+        self._gathers_later, self._gather_due = gather, False
+        if gather:
+            self.chunk.disable_forward_pre_hook(param_sync=False)
+            model.decoder.register_forward_hook(lambda *_: self._await_weights())
         model.config.no_sync_func = self.chunk.no_sync
         model.config.finalize_model_grads_func = _finalize
         model.config.grad_scale_func = self.optimizer.scale_loss
@@ -154,23 +183,41 @@ class Learner(Frozen):
     def lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
 
-    def update(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:
+    def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, more: bool = False) -> UpdateResult:
         """One optimizer step over one mini-batch. `loss` gives a sum whose global denominators are inside, and statistics as sums.
 
+        more: the next thing that is done with the model is another update. With `parallel.overlap_param_gather` its forward pass then
+        gathers the weights; without `more` they are whole when this returns, to be transferred, saved, or moved off the device.
         Raises NumericalError on every rank, and leaves the weights as they were, where a loss or gradient is not finite.
         """
+        if self._gather_due:
+            self.chunk.enable_forward_pre_hook()
         sums = self.compute_gradients(micro_batches, loss)
         started = time.perf_counter()
         with on_cpu():
             _, grad_norm, _ = self.optimizer.step()
+            if self._gathers_later and more:
+                self._gather_due = True
+            elif self._gathers_later:
+                self.chunk.start_param_sync(force_sync=True)
         self.megatron_seconds += time.perf_counter() - started
         self._require_finite_weights()
         return UpdateResult(sums, float(grad_norm or 0.0), self.lr)
 
+    def _await_weights(self) -> None:
+        """At the end of the decoder, in the first forward pass after an update: every module has waited for its weights but the output
+        layer, whose weight the actor's head reads without calling the layer. Megatron's hooks would begin gathers in any other pass."""
+        if self._gather_due:
+            for group in (*self.chunk.bucket_groups, *self.chunk.expert_parallel_bucket_groups):
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+            self.chunk.disable_forward_pre_hook(param_sync=False)
+            self._gather_due = False
+
     def _require_finite_weights(self) -> None:
-        # The sums stay on the device until one number of them all is looked at.
-        total = torch.stack([parameter.detach().float().sum() for parameter in self.model.parameters()]).sum()
-        if any_rank(self.runtime, not bool(torch.isfinite(total))):
+        # Of this rank's share of them: the others' may still be on their way. The sums stay on the device until one number of them all is
+        # looked at.
+        shares = [parameter.detach().float().sum() for part in self.parts for group in part.param_groups for parameter in group["params"]]
+        if any_rank(self.runtime, bool(shares) and not bool(torch.isfinite(torch.stack(shares).sum()))):
             error = NumericalError(f"{self.name} update: its weights are not finite any more (continue from a checkpoint)")
             error.fatal = True
             raise error

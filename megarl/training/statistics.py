@@ -32,12 +32,12 @@ def update_mini_batches(
     learner.begin_step()
     sums: dict[str, float] = {}
     norms: list[float] = []
-    for _ in range(epochs):
-        for micro_batches in mini_batches:
-            result = learner.update(micro_batches, loss)
-            norms.append(result.grad_norm)
-            for key, value in result.sums.items():
-                sums[key] = sums.get(key, 0.0) + value
+    passes = [micro_batches for _ in range(epochs) for micro_batches in mini_batches]
+    for number, micro_batches in enumerate(passes, start=1):
+        result = learner.update(micro_batches, loss, more=number < len(passes))
+        norms.append(result.grad_norm)
+        for key, value in result.sums.items():
+            sums[key] = sums.get(key, 0.0) + value
     metrics = loss_metrics(sum_stats(runtime, sums), updates=len(norms))
     # Entropy and mean probability are those of the rollout, before any update (policy_statistics).
     metrics = {k: v for k, v in metrics.items() if k not in ("policy/entropy", "policy/mean_prob")}

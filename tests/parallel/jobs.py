@@ -299,3 +299,101 @@ def updates_with_moves(runtime: Runtime, folder: Path, which: str, dtype: str, m
     }
     sizes = {name: tenant.nbytes for name, tenant in tenants.items()}
     return {"norms": norms, "tensors": tensors, "away": away, "bytes": {"host": pool.nbytes, **sizes} if moves else {}, "sizes": sizes}
+
+
+def around_a_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, read: bool) -> dict[str, Any]:
+    """Two updates, of which the first ends in a checkpoint, or is replaced by reading one: all tensors between the two and after them."""
+    import megatron.core
+
+    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.training.batches import distribute
+    from megarl.training.learner import Learner
+    from megarl.training.losses import supervised_loss
+    from megarl.training.sharded import load_learner, save_learner
+
+    config = make_config(folder, mini_batch=6)
+    model = build_actor(config, read_hf_config(folder), runtime)
+    load(model, folder, runtime)
+    learner = Learner("actor", model, config.critic, config.steps, runtime)
+    batch = Experience.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
+    batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
+    local = distribute(batch, config, 6, 3, [model], runtime)
+
+    def update() -> None:
+        learner.begin_step()
+        learner.update(local.mini_batches[0], supervised_loss(local.experience))
+
+    def tensors() -> dict[str, torch.Tensor]:
+        found = {f"weights {name}": p.data.clone() for name, p in model.named_parameters()}
+        states = [state for part in learner.parts for state in part.state.values()]
+        return found | {f"state {i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items()}
+
+    if read:
+        load_learner(learner, checkpoint)
+    else:
+        update()
+        save_learner(learner, checkpoint)
+    between = tensors()
+    update()
+    return {"version": megatron.core.__version__, "between": between, "after": tensors()}
+
+
+def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **parallel: Any) -> dict[str, Any]:
+    """Two mini-batches twice, with everything off the device in between: gradient norms, weights, what a checkpoint gives back, and
+    whether the replicas had the same weights after each update."""
+    from megarl.config.schema import ParallelConfig
+    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.parallel.comm import gather_objects
+    from megarl.parallel.offload import HostPool
+    from megarl.training.batches import distribute
+    from megarl.training.learner import Learner
+    from megarl.training.losses import supervised_loss
+    from megarl.training.sharded import load_learner, save_learner
+    from megarl.training.tenants import tenants_of
+
+    config = make_config(folder, mini_batch=4, budget=16)
+
+    def learner(**parallel: Any) -> Any:
+        model = build_actor(config, read_hf_config(folder), runtime)
+        load(model, folder, runtime)
+        return Learner("actor", model, config.critic, config.steps, runtime, ParallelConfig(**parallel))
+
+    ours = learner(**parallel)
+    batch = Experience.build([[3, 9, 4, 5 + i % 7] for i in range(8)], [[7 + i, 8, 1][: 1 + i % 3] for i in range(8)])
+    batch["correct"], batch["truncated"] = torch.ones(8, dtype=torch.bool), torch.zeros(8, dtype=torch.bool)
+    local = distribute(batch, config, 4, 3, [ours.model], runtime)
+    norms, alike = [], []
+    for _ in range(2):
+        ours.begin_step()
+        for number, micro_batches in enumerate(local.mini_batches, start=1):
+            norms.append(ours.update(micro_batches, supervised_loss(local.experience), more=number < len(local.mini_batches)).grad_norm)
+            sums = gather_objects(runtime, float(sum(p.detach().double().abs().sum() for p in ours.model.parameters())))
+            stage = [sums[rank] for rank in range(runtime.world) if runtime.layout.coords(rank).pp == runtime.pp_rank]
+            alike.append(len(set(stage)) == 1)
+        tenants = tenants_of(ours, HostPool(runtime.device, 4096))
+        for tenant in tenants.values():
+            tenant.leave()
+        for tenant in tenants.values():
+            tenant.enter()
+    weights = {name: p.detach().clone() for name, p in ours.model.named_parameters()}
+    save_learner(ours, checkpoint)
+    again = learner()
+    load_learner(again, checkpoint)
+    back = {name: p.detach().clone() for name, p in again.model.named_parameters()}
+    buckets = sum(len(buffer.buckets) for buffer in (*ours.chunk.buffers, *ours.chunk.expert_parallel_buffers))
+    return {"norms": norms, "weights": weights, "back": back, "alike": alike, "buckets": buckets}
+
+
+def stage_parts(runtime: Runtime, length: int, offset: int) -> str:
+    """Has each rank write two of a tensor's `length` numbers, those from rank * `offset` on; what is said of it, "" where all is well."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from megarl.training.staging import Stager
+
+    at = (runtime.rank * offset,)
+    part = ShardedTensor("weights", torch.zeros(2), torch.float32, (2,), (length,), at, axis_fragmentations=None)
+    try:
+        Stager(runtime).stage({"model": {"weights": part}, "schedule_steps": 3})
+    except RuntimeError as error:
+        return str(error)
+    return ""
