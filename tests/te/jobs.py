@@ -74,6 +74,15 @@ def measure(
     return found
 
 
+def refusal(runtime: Runtime, folder: Path, model: Mapping[str, Any], mistake: str) -> str:
+    """The error with which the layers refuse a mistake; empty where they do not."""
+    try:
+        measure(runtime, folder, {"wrong": model}, {"wrong": mistake})
+    except Exception as error:  # noqa: BLE001 (which one it is is the answer)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def accumulate(runtime: Runtime, folder: Path, dtype: str) -> dict[str, float]:
     """Gradients of several micro-batches with the fused addition and without, relative to the sum of each micro-batch's own."""
     from megarl.training.losses import supervised_loss

@@ -62,7 +62,8 @@ def check(found: list[dict[str, Any]], name: str, recipe: str) -> None:
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 2, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
 def test_recipes_are_near_bf16(layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path) -> None:
     """With packs that have to be filled up; at TP 2 with sequence parallelism, where each rank quantises its share of them."""
-    recipes = [recipe for recipe in RECIPES if recipe != "mxfp8"]
+    # Pipeline stages exchange hidden states in bf16, whatever the recipe.
+    recipes = ["tensorwise"] if layout == (1, 2, 1) else [recipe for recipe in RECIPES if recipe != "mxfp8"]
     models = {"bf16": BF16, "te": {"layers": "te", "dtype": "bf16"}} | {name: fp8(name) for name in recipes}
     if layout == (1, 1, 1):
         models |= {"recomputed": fp8("tensorwise", "full"), "experts": fp8("tensorwise", mixture=True)}
@@ -80,9 +81,10 @@ def test_recipes_are_near_bf16(layout: tuple[int, int, int], ranks: Ranks, tmp_p
 
 
 def test_mxfp8_is_near_bf16(blackwell: RankPool, tmp_path: Path) -> None:
-    """The other recipes, too, on a device whose products take operands in either orientation."""
-    found = blackwell.run(jobs.measure, folder=tmp_path, models={"bf16": BF16} | {name: fp8(name) for name in RECIPES})
-    for recipe in RECIPES:
+    """And a recipe with one scale for a tensor, on a device whose products take operands in either orientation."""
+    recipes = ("mxfp8", "tensorwise")
+    found = blackwell.run(jobs.measure, folder=tmp_path, models={"bf16": BF16} | {name: fp8(name) for name in recipes})
+    for recipe in recipes:
         check(found, recipe, recipe)
 
 
