@@ -52,8 +52,9 @@ class SeededSampler(Sampler):
 
     def forward(self, logits_output: Any, sampling_info: Any, return_logprob: bool, *rest: Any, **options: Any) -> Tensor:
         rows, logits = sampling_info.custom_params, logits_output.next_token_logits
-        if rows and not (rows is self._rows and len(rows) == self._count):
-            self._rows, self._count = rows, len(rows)
+        count = len(rows or ())
+        if rows and (rows is not self._rows or count != self._count):
+            self._rows, self._count = rows, count
             self._own = all(row is not None for row in rows)
             if self._own:
                 self._drawn = _drawn(rows, logits.device)
@@ -65,7 +66,7 @@ class SeededSampler(Sampler):
         if len(kinds) == 1:
             tokens, logprobs = choose(logits, seeds, index, kinds[0][0])
         else:
-            tokens, logprobs = torch.empty_like(index), torch.empty(len(rows), dtype=torch.float32, device=logits.device)
+            tokens, logprobs = torch.empty_like(index), torch.empty(count, dtype=torch.float32, device=logits.device)
             for params, members in kinds:
                 tokens[members], logprobs[members] = choose(logits[members], seeds[members], index[members], params)
         logits_output.next_token_logprobs = logprobs

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megarl.cli import train
 from megarl.config import load_config
 from megarl.config.schema import Config
 from megarl.parallel import cpu_platform, runtime
@@ -25,7 +26,7 @@ from megarl.parallel.machine import allocator_problem
 from megarl.plan.checks import plan_of
 from megarl.rollout.delivery import Delivery
 from megarl.rollout.sglang import Place, SGLangEngine
-from megarl.schedule import evaluation, run
+from megarl.schedule import evaluation, preflight, run
 from megarl.schedule.run import make_delivery
 from megarl.weights.engine_plan import engine_plan
 from megarl.weights.known_models import KNOWN_MODELS
@@ -177,6 +178,20 @@ def test_the_engine_runs_without_expandable_segments(name: str, monkeypatch: pyt
         assert engine.process is not None
         assert engine.process.environment.get(name) == left
         assert (allocator_problem() is not None) == (left != value)
+
+
+def test_a_user_is_told_that_the_engine_runs_without_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    config = planned(2, 1, 4, 2)[0]
+    monkeypatch.setattr(preflight, "choose_device", lambda wanted: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", MagicMock())
+    checks = ("check_config", "_check_machine", "check_model", "check_tokenizer", "_check_positions", "_check_engine_layout")
+    for name in (*checks, "check_fits", "validate_files", "check_kept"):
+        monkeypatch.setattr(preflight, name, MagicMock())
+    train._check(config, "config.yaml", claim=False, fresh=False)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    train._check(config, "config.yaml", claim=False, fresh=False)
+    assert "megarl: PYTORCH_CUDA_ALLOC_CONF: the engine runs without expandable_segments" in capsys.readouterr().err
 
 
 class Told:

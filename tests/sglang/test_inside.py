@@ -107,7 +107,7 @@ def test_sleep_ends_when_all_ranks_have_freed_their_memory() -> None:
 
 
 def test_sglang_knows_all_that_it_is_told_on_a_gpu() -> None:
-    import dataclasses
+    import inspect
 
     from sglang.srt.server_args import ServerArgs
 
@@ -117,4 +117,4 @@ def test_sglang_knows_all_that_it_is_told_on_a_gpu() -> None:
     for weights in ("model", "fp8_block"):
         config = load_config(Path(__file__).parents[2] / "configs/vapo_32b.yaml", [f"rollout.weights_dtype={weights}"])
         arguments = SGLangEngine(config, {}, Place(0, 8, torch.device("cuda", 0)), (1,))._arguments()
-        assert arguments.keys() <= {field.name for field in dataclasses.fields(ServerArgs)}
+        assert not arguments.keys() - inspect.signature(ServerArgs).parameters.keys()
