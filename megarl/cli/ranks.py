@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cli.quiet import quiet_libraries
@@ -25,6 +26,18 @@ def on_rank_0(check: Callable[[], None]) -> bool:
             raise
         return False
     return True
+
+
+def start_ranks(config: Config, arguments: Sequence[str], folder: Path, grace: float = 0.0) -> int:
+    """Runs `megarl ARGUMENTS` on every rank of the layout, see `launch`. What all of them need is imported before: they are forked."""
+    quiet_libraries()
+    import megarl.schedule.evaluation
+    import megarl.schedule.replay
+    import megarl.schedule.watchdog  # noqa: F401
+    from megarl.cli.main import main
+    from megarl.parallel.launch import launch
+
+    return launch(main, config.parallel, arguments, folder, grace)
 
 
 def work(config: Config, job: Callable[[Runtime], None], *, launched: bool) -> int:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.cli.ranks import on_rank_0, work
+from megarl.cli.ranks import on_rank_0, start_ranks, work
 from megarl.config import dump_config, load_config
 from megarl.config.schema import Config
 
@@ -41,15 +41,15 @@ def train(path: Path, overrides: Sequence[str] = (), *, checked: bool = False, f
 
 def _launch(config: Config, arguments: list[str]) -> int:
     """The ranks, and again after one was killed or hung, as often as `parallel.restarts` says."""
-    from megarl.parallel.launch import LOST, launch
+    from megarl.parallel.launch import LOST
 
     grace = config.checkpoint.grace if config.checkpoint.every else 0.0
-    code = launch(config.parallel, arguments, config.run_dir, grace)
+    code = start_ranks(config, arguments, config.run_dir, grace)
     for number in range(1, config.parallel.restarts + 1):
         if code not in LOST:
             break
         print(f"megarl: the ranks are started anew ({number} of at most {config.parallel.restarts} times)", file=sys.stderr, flush=True)
-        code = launch(config.parallel, arguments, config.run_dir, grace)
+        code = start_ranks(config, arguments, config.run_dir, grace)
     return code
 
 

@@ -104,6 +104,8 @@ def start(config: ParallelConfig, seed: int) -> Runtime:
     device = choose_device(config.device)
     # Megatron's column-parallel layers order communication and compute by this (tensor_parallel/layers.py).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # gloo asks the store for the addresses of a group's members in one question, not one by one.
+    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     if device.type == "cpu":
         limit_threads(config.threads)
         cpu_platform.install()
