@@ -20,6 +20,8 @@ from torch.distributed import TCPStore
 
 from megarl.config.schema import ParallelConfig
 
+# By the process that all ranks of this session are forked from. What they have in common is imported once.
+IMPORTED = ["megarl.schedule.replay", "megarl.schedule.evaluation", "megatron.core.dist_checkpointing"]
 LIMIT = 240.0  # seconds that one job may take
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -28,7 +30,8 @@ class RankPool:
     """The ranks of one layout on this machine. A job that fails on any rank raises RuntimeError with that rank's traceback."""
 
     def __init__(self, tp: int, pp: int, dp: int, ep: int = 1) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         config = ParallelConfig(tp=tp, pp=pp, ep=ep, device="cpu", timeout=120)
         # The store is ours and listens before a rank starts: a port that was merely free a moment ago may be anybody's by then.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

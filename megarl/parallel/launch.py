@@ -142,8 +142,13 @@ def _start(main: Main, config: ParallelConfig, arguments: Sequence[str], words: 
 
 
 def _may_fork(config: ParallelConfig) -> bool:
-    """CUDA does not survive a fork, nor do other threads, whose locks nobody would open; off Linux, system libraries start some."""
-    return sys.platform == "linux" and choose_device(config.device).type == "cpu" and len(os.listdir("/proc/self/task")) == 1
+    """CUDA does not survive a fork, nor do other threads, whose locks nobody would open; off Linux, system libraries start some.
+
+    A thread of jemalloc's (of pyarrow's) is none of these: jemalloc takes its locks before a fork and opens them after it."""
+    if sys.platform != "linux" or choose_device(config.device).type != "cpu":
+        return False
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return len([name for name in names if name != "jemalloc_bg_thd"]) == 1
 
 
 def _be_rank(main: Main, arguments: list[str], environment: dict[str, str], handed: int | None) -> NoReturn:
