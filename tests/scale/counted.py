@@ -20,7 +20,6 @@ from typing import Any
 from megarl.cli.main import main
 from megarl.parallel import runtime as parallel
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.wave import WaveRunner
 
 TCP_INFO = 11  # linux/tcp.h; the offsets below are struct tcp_info's
 RECEIVED, SEGMENTS, SENT = 128, 152, 200
@@ -70,23 +69,24 @@ class Count:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.found, self.rank = folder, dict[str, Any](), 0
-        self.idle: Counter[str] = Counter()
-        self.busy: Counter[str] = Counter()
+        self.imported: set[str] = set()
 
     def started(self, runtime: Runtime, seconds: float) -> None:
         self.rank = runtime.rank
+        self.imported = set(sys.modules)
         self.found = {"start_seconds": seconds, "start": dict(traffic()), "threads": len(os.listdir("/proc/self/task"))}
         self.write()
 
     def write(self) -> None:
-        ended = {"idle": dict(self.idle), "busy": dict(self.busy), "end": dict(traffic()), "cpu_seconds": time.process_time()}
+        later = sorted(set(sys.modules) - self.imported)  # each rank pays for these
+        ended = {"end": dict(traffic()), "cpu_seconds": time.process_time(), "imported": later}
         (self.folder / f"rank-{self.rank:05d}.json").write_text(json.dumps(self.found | ended))
 
 
 def install(folder: Path) -> None:
-    """Puts the counting around where a rank joins and leaves the job, and around the ticks of a rollout."""
+    """Puts the counting where a rank joins the job and where it leaves it."""
     count = Count(folder)
-    start, stop, tick = parallel.start, parallel.stop, WaveRunner.tick
+    start, stop = parallel.start, parallel.stop
 
     def counted_start(*arguments: Any) -> Runtime:
         began = time.perf_counter()
@@ -99,15 +99,7 @@ def install(folder: Path) -> None:
             count.write()
         stop()
 
-    def counted_tick(self: WaveRunner) -> None:
-        before, arrived = traffic(), len(self._arrived)
-        tick(self)
-        kind = count.idle if len(self._arrived) == arrived else count.busy
-        kind.update(ticks=1)
-        kind.update(traffic() - before)
-
     parallel.start, parallel.stop = counted_start, counted_stop
-    WaveRunner.tick = counted_tick  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

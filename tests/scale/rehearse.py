@@ -26,6 +26,7 @@ from megarl.config import dump_config
 from megarl.config.schema import Config
 from megarl.parallel.launch import ranks_here
 from megarl.schedule.watchdog import read_beat
+from tests.scale.idle import TICKS
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -159,7 +160,7 @@ def rehearse(ranks: int, folder: Path) -> dict[str, Any]:
     config = config_of(folder, "run", ranks)
     killed = Job(config, "killed").run(victim=ranks // 2 + 1 if ranks > 2 else ranks - 1)
     continued = Job(config, "continued").run()
-    figures = {"killed": killed, "continued": continued, "records": _records(config.run_dir)}
+    figures = {"killed": killed, "continued": continued, "records": _records(config.run_dir), "idle": idle(ranks, folder / "idle")}
     single = config_of(folder, "single", 1)
     Job(single, "alone").run()
     before, big, small = (weights(path) for path in (folder / "model", config.run_dir / "hf", single.run_dir / "hf"))
@@ -181,6 +182,15 @@ def _records(run_dir: Path) -> dict[str, dict[str, float]]:
     return {f"{record['stage']} {record['step']}": record for record in map(json.loads, lines)}
 
 
+def idle(ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """What each rank counts while it starts and while it waits for responses, see tests/scale/idle.py."""
+    folder.mkdir()
+    layout = map(str, LAYOUTS[ranks])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", "tests.scale.idle", folder, *layout], cwd=ROOT, env=environment, check=True, timeout=LIMIT)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
 def row(ranks: int, figures: dict[str, Any]) -> str:
     """Of the table in docs/scale.md."""
     killed, continued = figures["killed"], figures["continued"]
@@ -188,24 +198,24 @@ def row(ranks: int, figures: dict[str, Any]) -> str:
     def until(job: dict[str, Any], phase: str) -> float:
         return next(seconds for where, seconds in job["phases"] if where.endswith(phase))
 
-    def tick(rank: dict[str, Any], what: str) -> float:
-        return float(rank["idle"].get(what, 0) / max(rank["idle"].get("ticks", 0), 1))
+    def each(moment: str, what: str, per: float = 1.0) -> str:
+        """Of rank 0, and of the rank in the middle of all others."""
+        first, *others = [rank[moment].get(what, 0) / per for rank in figures["idle"]]
+        return f"{first:.3g} / {statistics.median(others):.3g}"
 
-    first, *others = continued["ranks"]
-    step = figures["records"]["train 1"]
-    pretraining = figures["records"]["value_pretraining 1"]
-    store = statistics.median(rank["start"]["store_requests"] for rank in continued["ranks"])
-    open_now = statistics.median(rank["end"].get("sockets", 0) for rank in others)
-    resumed = until(continued, "rollout") - max(rank["start_seconds"] for rank in continued["ranks"])
+    step, pretraining = figures["records"]["train 1"], figures["records"]["value_pretraining 1"]
+    ends = [rank["end"] for rank in continued["ranks"]]
     cells = [
         f"{ranks}",
         "tp{} pp{} dp{}".format(*LAYOUTS[ranks]),
         f"{until(killed, 'rollout'):.0f}",
-        f"{resumed:.0f}",
-        f"{store:.0f}",
-        f"{first['end'].get('sockets', 0)} / {open_now:.0f}",
-        f"{tick(first, 'messages'):.0f} / {statistics.median(tick(rank, 'messages') for rank in others):.0f}",
-        f"{tick(first, 'bytes') / 1e3:.1f} / {statistics.median(tick(rank, 'bytes') for rank in others) / 1e3:.1f}",
+        f"{max(rank['start_seconds'] for rank in continued['ranks']):.0f}",
+        f"{until(continued, 'rollout'):.0f}",
+        each("start", "store_requests"),
+        f"{ends[0].get('sockets', 0)} / {statistics.median(end.get('sockets', 0) for end in ends[1:]):.0f}",
+        each("ticks", "messages", TICKS),
+        each("ticks", "bytes", TICKS),
+        f"{sum(end.get('messages', 0) for end in ends) / 2e3:.0f}",
         f"{pretraining['time/step']:.0f}",
         *(f"{step[f'time/{phase}']:.1f}" for phase in ("rollout", "old_logprobs", "critic_update", "actor_update", "weight_transfer")),
         f"{step['time/step']:.0f}",
