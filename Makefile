@@ -17,6 +17,8 @@ FP8 ?= tensorwise
 ARGS ?=
 # Benchmarks of `make bench`; empty: all of them.
 BENCH ?=
+# Ranks of `make rehearse-scale`.
+RANKS ?= 128
 # Where the CPU build of torch is. Where this index is out of reach, pip takes what its other sources offer.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -47,10 +49,10 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu lock-gpu demo demo-te test test-megatron test-slow test-te test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu lock-gpu demo demo-te test test-megatron test-slow test-te test-sglang test-slurm test-launch chaos rehearse-scale lint types format trl bench gpu gpu-tests gpu-bench ci clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## .venv with megarl and its development tools, pinned by constraints-cpu.txt
 
@@ -106,6 +108,9 @@ test-te: $(STAMP) $(TE)/installed ## the tests of Transformer Engine's layers, w
 $(TE)/installed: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(TE) transformer_engine==2.20.2
 	@touch $@
+
+rehearse-scale: $(STAMP) ## a VAPO run at a large layout with real ranks, one killed, continued (docs/scale.md): RANKS=8|32|64|128
+	$(BIN)/python -m tests.scale.rehearse $(RANKS)
 
 test-sglang: $(SGLANG)/installed ## the tests on a real SGLang engine, in an environment of their own (.venv-sglang, 3 GB)
 	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)

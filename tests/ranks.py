@@ -26,7 +26,13 @@ LIMIT = 240.0  # seconds that one job may take
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
-    ["tests.ranks", "megarl.schedule.scheduler", "megatron.core.dist_checkpointing", "transformers.models.qwen3.modeling_qwen3"]
+    [
+        "tests.ranks",
+        "megarl.schedule.replay",
+        "megarl.schedule.evaluation",
+        "megatron.core.dist_checkpointing",
+        "transformers.models.qwen3.modeling_qwen3",
+    ]
 )
 USED_AT_START: list[tuple[list[int], str]] = []  # in a rank's process: members and name of each group in which it summed at start
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.cli.quiet import quiet_libraries
-from megarl.cli.ranks import on_rank_0, work
+from megarl.cli.ranks import on_rank_0, start_ranks, work
 from megarl.config import load_config
 from megarl.config.check import real
 from megarl.config.errors import ConfigError
@@ -34,14 +34,14 @@ def evaluate(path: Path, overrides: Sequence[str], given: Path | None, out: Path
     config = load_config(path, overrides)
     out = out or config.run_dir / "eval"
     quiet_libraries()
-    from megarl.parallel.launch import launch, ranks_here
+    from megarl.parallel.launch import ranks_here
     from megarl.parallel.runtime import is_launched, launched_rank
 
     if not checked and not on_rank_0(lambda: _check(config, str(path), given, out, claim=launched_rank() == 0)):
         return 2
     if not is_launched() and ranks_here(config.parallel) > 1:
         options = ["--out", str(out), *(["--checkpoint", str(given)] if given else [])]
-        return launch(config.parallel, ["eval", "--checked", *options, str(path), *overrides], out)
+        return start_ranks(config, ["eval", "--checked", *options, str(path), *overrides], out)
     from megarl.schedule.evaluation import find_policy
 
     policy, weights = find_policy(config, given)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cli.quiet import quiet_libraries
-from megarl.config.errors import MegarlError
+from megarl.config.errors import Interrupted, MegarlError
 from megarl.config.schema import Config
 
 if TYPE_CHECKING:
     from megarl.parallel.runtime import Runtime
+    from megarl.parallel.signals import StopRequest
 
 
 def on_rank_0(check: Callable[[], None]) -> bool:
@@ -25,6 +27,22 @@ def on_rank_0(check: Callable[[], None]) -> bool:
             raise
         return False
     return True
+
+
+def start_ranks(config: Config, arguments: Sequence[str], folder: Path, grace: float = 0.0, stop: StopRequest | None = None) -> int:
+    """Runs `megarl ARGUMENTS` on every rank of the layout, see `launch`. What all of them need is imported before: they are forked.
+
+    Raises Interrupted where `stop` is wanted by then: the imports take seconds."""
+    quiet_libraries()
+    import megarl.schedule.evaluation
+    import megarl.schedule.replay
+    import megarl.schedule.watchdog  # noqa: F401
+    from megarl.cli.main import main
+    from megarl.parallel.launch import launch
+
+    if stop is not None and stop.wanted():
+        raise Interrupted(f"{stop.reason}: no rank has been started; the same command continues")
+    return launch(main, config.parallel, arguments, folder, grace)
 
 
 def work(config: Config, job: Callable[[Runtime], None], *, launched: bool) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cli.quiet import quiet_libraries
-from megarl.cli.ranks import on_rank_0, work
+from megarl.cli.ranks import on_rank_0, start_ranks, work
 from megarl.config import check_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import set_key
@@ -26,14 +26,14 @@ def replay(run: Path, step: int, tolerance: float | None, overrides: Sequence[st
         raise ConfigError(f"{run}: no config.yaml there (give the folder of a run)")
     config = load_config(run / "config.yaml", [*ENGINE, set_key("run_dir", run), *overrides])
     quiet_libraries()
-    from megarl.parallel.launch import launch, ranks_here
+    from megarl.parallel.launch import ranks_here
     from megarl.parallel.runtime import is_launched
 
     if not checked and not on_rank_0(lambda: _check(config, str(run / "config.yaml"), step)):
         return 2
     if not is_launched() and ranks_here(config.parallel) > 1:
         options = ["--step", str(step), *(["--tolerance", str(tolerance)] if tolerance else [])]
-        return launch(config.parallel, ["replay", "--checked", str(run), *options, *overrides], run)
+        return start_ranks(config, ["replay", "--checked", str(run), *options, *overrides], run)
     different: list[str] = []
 
     def job(runtime: Runtime) -> None:

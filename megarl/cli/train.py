@@ -10,9 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.cli.ranks import on_rank_0, work
+from megarl.cli.ranks import on_rank_0, start_ranks, work
 from megarl.config import dump_config, load_config
-from megarl.config.errors import Interrupted
 from megarl.config.schema import Config
 
 if TYPE_CHECKING:
@@ -52,16 +51,14 @@ def _train_until(stop: StopRequest, config: Config, path: Path, overrides: Seque
 
 def _launch(config: Config, arguments: list[str], stop: StopRequest) -> int:
     """The ranks, and again after one was killed or hung, as often as `parallel.restarts` says."""
-    from megarl.parallel.launch import LOST, launch
+    from megarl.parallel.launch import LOST
 
     grace = config.checkpoint.grace if config.checkpoint.every else 0.0
     for number in range(config.parallel.restarts + 1):
-        if stop.wanted():
-            raise Interrupted(f"{stop.reason}: no rank has been started{' anew' * bool(number)}; the same command continues")
         if number:
             line = f"the ranks are started anew ({number} of at most {config.parallel.restarts} times)"
             print(f"megarl: {line}", file=sys.stderr, flush=True)
-        code = launch(config.parallel, arguments, config.run_dir, grace)
+        code = start_ranks(config, arguments, config.run_dir, grace, stop)
         if code not in LOST:
             break
     return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,14 +12,88 @@ from torch import Tensor
 
 from megarl.parallel.runtime import Runtime
 
+INLINE = 512  # bytes of a message that travel together with its length; most messages are shorter
+_TAG = 7  # of what is longer, apart from the phases' own point-to-point messages
+
 
 def gather_objects(runtime: Runtime, value: Any) -> list[Any]:
-    """Every rank's `value`, by rank, on every rank. For small or compact objects (pickled, over gloo)."""
-    if runtime.world == 1:
-        return [value]
-    gathered: list[Any] = [None] * runtime.world
-    dist.all_gather_object(gathered, value, group=runtime.cpu_group)
-    return gathered
+    """Every rank's `value`, by rank, on every rank. For small or compact objects (pickled, over gloo).
+
+    They go by way of rank 0: two messages a rank, as long as what they say. An all-gather sends as many messages as the square of the
+    ranks, each padded to the longest."""
+    return gather_over(runtime.cpu_group, value)
+
+
+def gather_over(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
+    """The same over a gloo group of all ranks (None: the default one)."""
+    blobs = _collect(group, pickle.dumps(value))
+    seen: dict[bytes, bytes] = {}  # ranks that say the same are told of once: pickle refers to an object that it has met
+    whole = _spread(group, None if blobs is None else pickle.dumps([seen.setdefault(blob, blob) for blob in blobs]))
+    return [pickle.loads(blob) for blob in pickle.loads(whole)]
+
+
+def gather_on_0(runtime: Runtime, value: Any) -> list[Any] | None:
+    """Every rank's `value`, by rank, on rank 0; None on the others."""
+    blobs = _collect(runtime.cpu_group, pickle.dumps(value))
+    return None if blobs is None else [pickle.loads(blob) for blob in blobs]
+
+
+def from_rank_0(runtime: Runtime, value: Any) -> Any:
+    """Rank 0's `value`, on every rank."""
+    return pickle.loads(_spread(runtime.cpu_group, pickle.dumps(value) if runtime.rank == 0 else None))
+
+
+def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None:
+    """Every rank's bytes on rank 0: their beginnings at once, the rest of the long ones after that."""
+    world = dist.get_world_size(group)
+    if world == 1:
+        return [blob]
+    head = _head(blob)
+    heads = [torch.empty_like(head) for _ in range(world)] if dist.get_rank(group) == 0 else None
+    dist.gather(head, heads, dst=0, group=group)
+    if heads is None:
+        if len(blob) > INLINE:
+            dist.send(_tensor(blob[INLINE:]), 0, group=group, tag=_TAG)
+        return None
+    blobs = [blob]
+    for rank, head in enumerate(heads[1:], 1):
+        begin, left = _begin(head)
+        if left:
+            rest = torch.empty(left, dtype=torch.uint8)
+            dist.recv(rest, rank, group=group, tag=_TAG)
+            begin += rest.numpy().tobytes()
+        blobs.append(begin)
+    return blobs
+
+
+def _spread(group: dist.ProcessGroup | None, blob: bytes | None) -> bytes:
+    """Rank 0's bytes on every rank."""
+    if dist.get_world_size(group) == 1:
+        assert blob is not None
+        return blob
+    head = torch.empty(8 + INLINE, dtype=torch.uint8) if blob is None else _head(blob)
+    dist.broadcast(head, 0, group=group)
+    begin, left = _begin(head)
+    if left:
+        rest = torch.empty(left, dtype=torch.uint8) if blob is None else _tensor(blob[INLINE:])
+        dist.broadcast(rest, 0, group=group)
+        begin += rest.numpy().tobytes()
+    return begin
+
+
+def _head(blob: bytes) -> Tensor:
+    return _tensor(len(blob).to_bytes(8, "little") + blob[:INLINE].ljust(INLINE, b"\0"))
+
+
+def _begin(head: Tensor) -> tuple[bytes, int]:
+    """The first bytes of a message, and how many are still to come."""
+    data = head.numpy().tobytes()
+    length = int.from_bytes(data[:8], "little")
+    return data[8 : 8 + min(length, INLINE)], max(0, length - INLINE)
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def sum_stats(runtime: Runtime, sums: Mapping[str, Tensor | float]) -> dict[str, float]:
@@ -62,11 +137,15 @@ def from_last_stage(columns: dict[str, Tensor] | None, names: Sequence[str], ent
 
 
 def any_of(runtime: Runtime, flags: Sequence[bool]) -> list[bool]:
-    """For each flag: True on every rank if it is true on at least one."""
+    """For each flag: True on every rank if it is true on at least one. By way of rank 0, as `gather_objects`."""
     if runtime.world == 1:
         return list(flags)
-    cells = torch.tensor([float(flag) for flag in flags])
-    dist.all_reduce(cells, op=dist.ReduceOp.MAX, group=runtime.cpu_group)
+    cells = torch.tensor(flags, dtype=torch.uint8)
+    gathered = [torch.empty_like(cells) for _ in range(runtime.world)] if runtime.rank == 0 else None
+    dist.gather(cells, gathered, dst=0, group=runtime.cpu_group)
+    if gathered is not None:
+        cells = torch.stack(gathered).amax(0)
+    dist.broadcast(cells, 0, group=runtime.cpu_group)
     return [bool(cell) for cell in cells]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed.distributed_c10d as distributed
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -116,6 +117,31 @@ def _as_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False)
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+LARGE = 64  # ranks of a group
+
+
+def _share_gloo_devices() -> None:
+    """Makes the gloo groups of this process share a device, that is a listening socket and a thread that polls.
+
+    torch makes a device for every group (ProcessGroupGloo's constructor that takes a time limit), and each device's thread wakes a
+    hundred times a second: with Megatron's twenty groups, 128 idle ranks would keep two cores busy. Groups of more than LARGE ranks have
+    one of their own, which connects two ranks when the first message goes between them, not each rank with all others at start; gloo
+    can do that for one group of a device only."""
+    original: Any = distributed.ProcessGroupGloo
+    shared: list[Any] = []
+
+    class OnSharedDevice(original):
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+            options = original._Options()
+            options._timeout = timeout
+            if size <= LARGE and not shared:
+                shared.append(original.create_default_device(lazy_init=False))
+            options._devices = shared if size <= LARGE else [original.create_default_device(lazy_init=True)]
+            super().__init__(store, rank, size, options)
+
+    vars(distributed)["ProcessGroupGloo"] = OnSharedDevice  # where new_group finds it
+
+
 def install() -> None:
     """Puts the CPU in the place of CUDA, once per process, before the first Megatron call."""
     global _installed
@@ -140,6 +166,7 @@ def install() -> None:
     cuda.nvtx.range_pop = lambda: None
     # `tensor.cuda()`: embedding initialisation, data broadcasts.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    _share_gloo_devices()
 
     import megatron.core.pipeline_parallel.schedules as schedules
     import megatron.core.tensor_parallel.random as megatron_random

@@ -1,37 +1,46 @@
-"""Starting the ranks of a job from one process, with torch's elastic launcher (what torchrun uses), on this machine.
+"""Starting the ranks of a job from one process on this machine, and ending them. (On several machines torchrun does it.)
 
 A rank that ends with an error leaves word; the launcher, which outlives them all, says it once.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
-import logging
+import multiprocessing
 import os
 import signal
+import socket
 import sys
+import tempfile
 import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
-import psutil
 import torch.distributed as dist
 
 from megarl.config.errors import Interrupted
 from megarl.config.schema import ParallelConfig
 from megarl.parallel.machine import ALLOCATOR, EXPANDABLE
+from megarl.parallel.runtime import choose_device
 
-_WORD_FILE = "TORCHELASTIC_ERROR_FILE"  # set by the elastic launcher, another file for each rank
+Main = Callable[[Sequence[str]], int]
+_WORD_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun too; another file for each rank
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo raises plain RuntimeErrors
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _ASKING = (signal.SIGTERM, signal.SIGUSR1)
+_HANDLED = (*_ENDING, signal.SIGUSR1, signal.SIGALRM)
+POLL = 0.1  # seconds between two looks at the ranks
+PATIENCE = 30.0  # seconds that ranks have to go after SIGTERM
 HUNG = 124  # exit code of a rank whose watchdog has fired, as of the command `timeout`
 # Exit codes after which the same ranks may do better: hung, lost a peer, and killed by what comes from outside or from a bug in C.
 LOST = (1, HUNG, *(128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)))
+_PR_SET_NAME = 15  # linux/prctl.h
 
 
 def ranks_here(config: ParallelConfig) -> int:
@@ -39,78 +48,159 @@ def ranks_here(config: ParallelConfig) -> int:
     return config.tp * config.pp * config.cp * (config.dp or 1)
 
 
-def launch(config: ParallelConfig, arguments: Sequence[str], folder: Path, grace: float = 0.0) -> int:
-    """Runs `python -m megarl ARGUMENTS` on every rank and waits; gives 0, or the exit code of the rank that failed first, after one line
-    about it (128 + signal for a rank that was killed, as a shell has it). `folder`: where the line sends people to look.
+def launch(main: Main, config: ParallelConfig, arguments: Sequence[str], folder: Path, grace: float = 0.0) -> int:
+    """Runs `megarl ARGUMENTS`, which is `main(arguments)`, on every rank and waits; gives 0, or the exit code of the rank that
+    failed first, after one line about it (128 + signal for a rank that was killed, as a shell has it). `folder`: where the line sends
+    people to look.
 
     When one rank ends with an error, or this process is told to end, the other ranks are ended too. With `grace`, a first SIGTERM or
     SIGUSR1 goes to the ranks as SIGUSR1, and they have so many seconds to end by themselves. Everything binds to loopback. Raises
     KeyboardInterrupt after Ctrl-C.
-    """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The ranks report their own errors; the launcher's tables of tracebacks would bury them. (Some of its loggers set their own level.)
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    On a CPU ranks are forked from this process and have what it has imported, at no cost in time or memory."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks_here(config),
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-        # Not SIGINT, which would be passed on: a rank that is still importing would answer Ctrl-C with a traceback, one that is in a
-        # collective not at all. As a KeyboardInterrupt here it makes the agent end the ranks with SIGTERM.
-        signals_to_handle=",".join(number.name for number in _ENDING if not (grace and number in _ASKING)),
-    )
-    handlers = {number: signal.getsignal(number) for number in (*_ENDING, *_ASKING, signal.SIGALRM)}
-    asked = _ask_ranks_on_signal(grace) if grace else []
-    try:
-        elastic_launch(settings, sys.executable)("-m", "megarl", *arguments)
-    except ChildFailedError as error:
-        ends = {rank: (f.exitcode, f.error_file_data) for rank, f in error.failures.items()}
-        code, line = verdict(ends, folder, asked[0] if asked else None)
-        print(f"megarl: {line}", file=sys.stderr, flush=True)
-        return code
-    except SignalException as error:
-        print(f"megarl: ended by {error.sigval.name}, with all ranks", file=sys.stderr, flush=True)
-        return 128 + error.sigval
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    return 0
-
-
-def _ask_ranks_on_signal(grace: float) -> list[int]:
-    """Installs handlers; gives the list that will hold the signal with which this process was told to end."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-
+    ranks: list[BaseProcess] = []
     asked: list[int] = []
+    store = None
+    handlers = {number: signal.getsignal(number) for number in (_HANDLED if grace else _ENDING)}
+    with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as words:
+        try:
+            for number in handlers:
+                signal.signal(number, _handler(ranks, asked, grace))
+            store = _start(main, config, arguments, Path(words), ranks)
+            while (codes := {rank.exitcode for rank in ranks}) <= {0, None} and None in codes:
+                time.sleep(POLL)
+            return 0 if codes == {0} else _failed(ranks, Path(words), folder, asked)
+        except _ToldToEnd as told:
+            _end(ranks)
+            print(f"megarl: ended by {told.number.name}, with all ranks", file=sys.stderr, flush=True)
+            return 128 + told.number
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            _end(ranks)
+            del store  # its thread would keep the next launch of this process from forking
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
-    def ask(number: int, _frame: FrameType | None) -> None:
-        if asked or number == signal.SIGALRM:  # a second time, or they took too long
-            raise SignalException(f"told to end by signal {number}", signal.Signals(asked[0] if number == signal.SIGALRM else number))
+
+class _ToldToEnd(BaseException):
+    """Raised in the launcher by a signal, wherever it is."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = signal.Signals(number)
+
+
+def _handler(ranks: list[BaseProcess], asked: list[int], grace: float) -> Callable[[int, FrameType | None], None]:
+    """For all signals of the launcher; it enters into `asked` the one that was passed on to the ranks."""
+
+    def told(number: int, _frame: FrameType | None) -> None:
+        if asked or number not in _ASKING or not grace:  # a second time, or they took too long
+            raise _ToldToEnd(asked[0] if number == signal.SIGALRM else number)
         asked.append(number)
         # Not print: a handler may have cut another one short.
         os.write(sys.stderr.fileno(), f"megarl: {signal.Signals(number).name}: the ranks have {grace:g} s to save and leave\n".encode())
         signal.setitimer(signal.ITIMER_REAL, grace)
-        for child in psutil.Process().children():
-            with suppress(psutil.NoSuchProcess):
-                child.send_signal(signal.SIGUSR1)
+        for rank in ranks:
+            if rank.exitcode is None and rank.pid is not None:
+                os.kill(rank.pid, signal.SIGUSR1)
 
-    for number in (*_ASKING, signal.SIGALRM):
-        signal.signal(number, ask)
-    return asked
+    return told
+
+
+def _start(main: Main, config: ParallelConfig, arguments: Sequence[str], words: Path, ranks: list[BaseProcess]) -> dist.TCPStore:
+    """Starts the ranks into `ranks`, and then the store that they find each other by, whose thread no rank is to inherit."""
+    world = ranks_here(config)
+    forks = _may_fork(config)
+    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(world)
+        common = {
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(listener.getsockname()[1]),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: join it, make none
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        handed = listener.fileno() if forks else None
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # until a rank has let go of this process's handlers
+        gc.collect()
+        gc.freeze()  # a collection would write to every object's head, and so copy the memory that forked ranks share
+        try:
+            for rank in range(world):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), _WORD_FILE: str(words / str(rank))}
+                process = context.Process(target=_be_rank, args=(main, list(arguments), common | own, handed), name=f"rank {rank}")
+                process.start()
+                ranks.append(process)
+        finally:
+            gc.unfreeze()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _may_fork(config: ParallelConfig) -> bool:
+    """CUDA does not survive a fork, nor do other threads, whose locks nobody would open; off Linux, system libraries start some.
+
+    A thread of jemalloc's (of pyarrow's) is none of these: jemalloc takes its locks before a fork and opens them after it."""
+    if sys.platform != "linux" or choose_device(config.device).type != "cpu":
+        return False
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return len([name for name in names if name != "jemalloc_bg_thd"]) == 1
+
+
+def _be_rank(main: Main, arguments: list[str], environment: dict[str, str], handed: int | None) -> NoReturn:
+    """In the new process. handed: a file that it has been handed down and is not to hold."""
+    if handed is not None:
+        os.close(handed)
+    os.setsid()  # a terminal's Ctrl-C is the launcher's
+    for number in _HANDLED:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+    os.environ.update(environment)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"megarl rank {environment['RANK']}".encode())
+    sys.exit(main(arguments))
+
+
+def _send(rank: BaseProcess, number: signal.Signals) -> None:
+    """To the rank and whatever it has started."""
+    if rank.exitcode is None and rank.pid is not None:
+        try:
+            os.killpg(rank.pid, number)
+        except ProcessLookupError:  # it has not come to its setsid
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, number)
+
+
+def _end(ranks: Sequence[BaseProcess]) -> set[int]:
+    """Ends the ranks that are there, and gives those that did not go when they were told to."""
+    for rank in ranks:
+        _send(rank, signal.SIGTERM)
+    end = time.monotonic() + PATIENCE
+    while (left := [n for n, rank in enumerate(ranks) if rank.exitcode is None]) and time.monotonic() < end:
+        time.sleep(POLL)
+    for n in left:
+        _send(ranks[n], signal.SIGKILL)
+        ranks[n].join(PATIENCE)
+    return set(left)
+
+
+def _failed(ranks: Sequence[BaseProcess], words: Path, folder: Path, asked: Sequence[int]) -> int:
+    """Ends the ranks that are left when some have failed, and says why; gives the exit code."""
+    killed = _end(ranks)
+    ends = {}
+    for number, rank in enumerate(ranks):
+        code = -signal.SIGTERM if number in killed else rank.exitcode
+        if code:
+            word = words / str(number)
+            ends[number] = code, json.loads(word.read_text(encoding="utf-8")) if word.exists() else None
+    code, line = verdict(ends, folder, asked[0] if asked else None)
+    print(f"megarl: {line}", file=sys.stderr, flush=True)
+    return code
 
 
 def environment_of_children() -> dict[str, str]:

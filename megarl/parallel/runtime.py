@@ -112,6 +112,8 @@ def start(config: ParallelConfig, seed: int) -> Runtime:
     # Transformer Engine (2.20) refuses to read delayed scaling's history, a pickle, from a checkpoint unless it is told that the file can
     # be trusted. It is no less trusted than before: Megatron's loading has unpickled other objects of the same file by then.
     os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
+    # gloo asks the store for the addresses of a group's members in one question, not one by one.
+    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     if device.type == "cpu":
         limit_threads(config.threads)
         cpu_platform.install()

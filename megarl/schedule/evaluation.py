@@ -10,7 +10,7 @@ from megarl.config.schema import Config, OverlongConfig
 from megarl.data.prompts import Prompt
 from megarl.data.reader import ReadReport, read_prompts
 from megarl.model.builder import build_actor, read_hf_config
-from megarl.parallel.comm import gather_objects
+from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.batch import EvaluationResult
@@ -69,7 +69,7 @@ class Evaluation:
         config = config.model_copy(update={"reward": config.reward.model_copy(update={"overlong": OverlongConfig()})})
         self.config, self.runtime = config, runtime
         # A run may be writing there: what rank 0 has found is what all of them read.
-        self.weights = gather_objects(runtime, weights)[0]
+        self.weights = from_rank_0(runtime, weights)
         self.tokenizer = load_tokenizer(config.model.path)
         self.problems, self.report = self._read_problems()
         self.engine = make_engine(config, self.tokenizer, runtime)

@@ -15,7 +15,7 @@ from megarl.config.schema import Config
 from megarl.data.experience import Experience
 from megarl.data.prompts import Prompt
 from megarl.data.stored import read_experience, read_made_from, write_experience
-from megarl.parallel.comm import gather_objects
+from megarl.parallel.comm import from_rank_0, gather_objects
 from megarl.parallel.runtime import Runtime
 from megarl.training.checkpoint import settings_of
 
@@ -39,7 +39,7 @@ class KeptRollouts:
     def __init__(self, config: Config, prompts: Sequence[Prompt], runtime: Runtime) -> None:
         self.runtime, self.folder = runtime, kept_folder(config)
         made_from = settings(config) | hashes(config.model.path, prompts) if runtime.rank == 0 else None
-        self.made_from: dict[str, Any] = gather_objects(runtime, made_from)[0]
+        self.made_from: dict[str, Any] = from_rank_0(runtime, made_from)
 
     def path(self, number: int) -> Path:
         """The file of rollout `number`, from 1."""
@@ -74,7 +74,7 @@ class KeptRollouts:
                 write_experience(self.path(number), experience, state, self.made_from)
             except OSError as error:
                 failure = f"{KEY}: {self.path(number)}: cannot be written: {error} (choose another folder)"
-        failure = gather_objects(self.runtime, failure)[0]
+        failure = from_rank_0(self.runtime, failure)
         if failure is not None:
             raise ConfigError(failure)
 

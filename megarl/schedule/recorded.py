@@ -8,7 +8,7 @@ from typing import Any
 from megarl.config.errors import ConfigError
 from megarl.data.experience import Experience
 from megarl.data.stored import read_experience, write_experience
-from megarl.parallel.comm import gather_objects
+from megarl.parallel.comm import from_rank_0
 from megarl.schedule.run import Step
 
 FOLDER = "rollouts"
@@ -29,7 +29,7 @@ def record_rollout(step: Step) -> None:
             write_experience(path, step.batch, {"stats": step.rollout.stats}, {"step": step.number})
         except OSError as error:
             failure = f"checkpoint.rollouts: {path}: cannot be written: {error} (make room, or set it to false)"
-    failure = gather_objects(runtime, failure)[0]
+    failure = from_rank_0(runtime, failure)
     if failure is not None:
         raise ConfigError(failure)
 

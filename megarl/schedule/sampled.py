@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megarl.observe.samples import Sample
-from megarl.parallel.comm import gather_objects
+from megarl.parallel.comm import gather_on_0
 from megarl.schedule.run import Step
 from megarl.training.token_worth import response_ids, token_worth
 
@@ -29,9 +29,10 @@ def with_tokens(step: Step) -> list[Sample]:
     """The step's samples with their tokens, advantages and values, in their order. Every rank calls this; rank 0 gets them complete."""
     runtime, tokenizer = step.run.runtime, step.run.tokenizer
     mine = token_worth(step.local.experience, step.batch, list(step.samples)) if runtime.speaks else {}
-    found = {row: columns for part in gather_objects(runtime, mine) for row, columns in part.items()}
-    if runtime.rank:
+    told = gather_on_0(runtime, mine)
+    if told is None:
         return list(step.samples.values())
+    found = {row: columns for part in told for row, columns in part.items()}
     return [_complete(sample, response_ids(step.batch, row), found.get(row, {}), tokenizer) for row, sample in step.samples.items()]
 
 

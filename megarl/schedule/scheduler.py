@@ -21,7 +21,7 @@ from megarl.observe.jsonl import JsonlWriter
 from megarl.observe.metrics import MetricsLog
 from megarl.observe.samples import Sample, SampleLog
 from megarl.observe.terminal import RunFacts, TerminalView
-from megarl.parallel.comm import barrier, gather_objects
+from megarl.parallel.comm import barrier, from_rank_0, gather_objects
 from megarl.parallel.runtime import set_generator_states
 from megarl.parallel.signals import StopRequest
 from megarl.schedule.guards import Guards
@@ -310,7 +310,7 @@ class Scheduler:
 
     def _export_anew(self, which: str, out: Path, moved: bool) -> None:
         """A run that was continued may have the folder already: it is the same one, unless steps were done since (`moved`)."""
-        if gather_objects(self.runtime, out.exists())[0]:
+        if from_rank_0(self.runtime, out.exists()):
             if not moved:
                 return
             if self.writes:

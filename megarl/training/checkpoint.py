@@ -207,13 +207,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     """As `find_checkpoint`, but with the content of every file compared with its checksum, shared out over the ranks; the same on every
     rank. It costs one reading of the checkpoint, by all ranks together, before it is loaded."""
-    from megarl.parallel.comm import gather_objects
+    from megarl.parallel.comm import from_rank_0, gather_objects
 
     damaged: list[Path] = []
     lines: list[str] = []
     while True:
         # Rank 0 chooses for all, so that no two ranks can see different ones.
-        found, skipped = gather_objects(runtime, find_checkpoint(run_dir, damaged) if runtime.rank == 0 else None)[0]
+        found, skipped = from_rank_0(runtime, find_checkpoint(run_dir, damaged) if runtime.rank == 0 else None)
         lines += [line for line in skipped if line not in lines]
         if found is None:
             return None, lines

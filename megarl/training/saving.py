@@ -20,7 +20,7 @@ from typing import Any
 from megarl.config.errors import CheckpointError
 from megarl.config.files import fsync
 from megarl.config.schema import Config
-from megarl.parallel.comm import gather_objects
+from megarl.parallel.comm import from_rank_0, gather_on_0
 from megarl.parallel.runtime import Runtime, generator_states
 from megarl.training.checkpoint import FOLDER, FORMAT, MANIFEST, folder_name, needs_nothing, prune, seal, settings_of
 from megarl.training.learner import Learner
@@ -117,7 +117,7 @@ class CheckpointWriter:
         final = self.config.run_dir / FOLDER / folder_name(stage, step)
         layout = {key: size for key, size in asdict(self.runtime.layout).items() if isinstance(size, int)}
         manifest = {"format": FORMAT, "stage": stage, "step": step, "layout": layout, "settings": settings_of(self.config)}
-        generators = gather_objects(self.runtime, generator_states())
+        generators = gather_on_0(self.runtime, generator_states())
 
         def complete() -> Mapping[str, Any]:
             return {**state(), "generators": generators}
@@ -158,15 +158,15 @@ class CheckpointWriter:
         write = self._write
         if write is None:
             return None
-        told = gather_objects(self.runtime, (write.failure, write.files, {name: s.results for name, s in write.parts.items()}))
-        bad = [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(told) if text is not None]
+        told = gather_on_0(self.runtime, (write.failure, write.files, {name: s.results for name, s in write.parts.items()}))
+        bad = from_rank_0(self.runtime, [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(told or []) if text is not None])
         if bad:
             self._write = None
             if self.runtime.rank == 0:
                 shutil.rmtree(write.aside, ignore_errors=True)
             raise CheckpointError(f"{write.final}: {cannot_be_written(bad[0])}")
         if write.parts:
-            if self.runtime.rank == 0:
+            if told is not None:
                 write.start(partial(_unite, write, write.parts, [(files, results) for _, files, results in told], self.config))
             write.parts = {}
             return None
@@ -190,7 +190,7 @@ class CheckpointWriter:
             except (OSError, RuntimeError) as error:
                 failure = f"{write.final}: {cannot_be_written(_first_line(error))}"
                 shutil.rmtree(write.aside, ignore_errors=True)
-        failure = gather_objects(self.runtime, failure)[0]
+        failure = from_rank_0(self.runtime, failure)
         if failure is not None:
             raise CheckpointError(failure)
 

@@ -36,7 +36,10 @@ FAILURES = (CheckpointException, CheckpointingException, OSError, RuntimeError)
 def stage_learner(learner: Learner, stager: Stager) -> Staged:
     """Host copies of what this rank writes of the learner; every rank calls this. CheckpointError on every rank where it is not whole."""
     # megatron-core collects garbage in the midst of it, which takes seconds in a process with so many objects, unless they are set aside.
-    gc.freeze()
+    # In a forked rank what it was forked with is aside for good: to take it back would copy the memory that ranks share.
+    whole = gc.get_freeze_count() == 0
+    if whole:
+        gc.freeze()
     try:
         with _megatron():
             state = _state(learner, is_loading=False)
@@ -45,7 +48,8 @@ def stage_learner(learner: Learner, stager: Stager) -> Staged:
     except FAILURES as error:
         raise CheckpointError(f"cannot be put together: {_reason(error)} (a defect: please report it)") from error
     finally:
-        gc.unfreeze()
+        if whole:
+            gc.unfreeze()
 
 
 def save_learner(learner: Learner, folder: Path) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megarl.config.errors import CheckpointError, MegarlError
 from megarl.config.files import fsync
+from megarl.parallel.comm import gather_over
 
 T = TypeVar("T")
 # Files of a model's folder that belong to any other form of the model as well, beside config.json.
@@ -63,10 +64,7 @@ class Team:
 
     def gather(self, value: T) -> list[T]:
         """Every process's `value`, by rank."""
-        values = [value] * self.world
-        if self.world > 1:
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+        return [value] if self.world == 1 else gather_over(self._group, value)
 
 
 @contextmanager

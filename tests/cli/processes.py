@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,9 +64,9 @@ class Job:
             for child in psutil.Process(self.process.pid).children():
                 self.started.add(child)
                 try:
-                    if "--checked" in child.cmdline():
-                        found[int(child.environ()["RANK"])] = child
-                except (psutil.NoSuchProcess, KeyError):
+                    if (name := re.fullmatch(r"megarl rank (\d+)", child.name())) is not None:
+                        found[int(name[1])] = child
+                except psutil.NoSuchProcess:
                     continue
             return len(found) == wanted
 

@@ -68,7 +68,9 @@ def test_named_functions_and_tests_exist(page: Path) -> None:
     for module, name in re.findall(r"`(megarl(?:\.\w+)+):(\w+)`", text):
         assert hasattr(importlib.import_module(module), name), f"{module}:{name}"
     for file, name in re.findall(r"\b([\w/]+\.py)::(\w+)", text):
-        assert re.search(rf"^(def|class) {name}\b", (ROOT / "tests" / file.removeprefix("tests/")).read_text(), flags=re.M), f"{file}::{name}"
+        assert re.search(rf"^(def|class) {name}\b", (ROOT / "tests" / file.removeprefix("tests/")).read_text(), flags=re.M), (
+            f"{file}::{name}"
+        )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

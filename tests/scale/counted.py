@@ -1,0 +1,107 @@
+"""`megarl ARGUMENTS` whose ranks count what they send: python -m tests.scale.counted FOLDER ARGUMENTS
+
+Each rank writes FOLDER/rank-00000.json. Messages and bytes are the kernel's own count of this process's sockets (TCP_INFO), so that
+gloo's handshakes are in it; requests to the store are what went out on the socket that leads there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megarl.cli.main import main
+from megarl.parallel import runtime as parallel
+from megarl.parallel.runtime import Runtime
+
+TCP_INFO = 11  # linux/tcp.h; the offsets below are struct tcp_info's
+RECEIVED, SEGMENTS, SENT = 128, 152, 200
+
+
+def sockets() -> list[socket.socket]:
+    """Copies of this process's connected TCP sockets, to be closed by the caller."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                one = socket.socket(fileno=os.dup(int(name)))
+                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM and _peer(one):
+                    found.append(one)
+                else:
+                    one.close()
+    return found
+
+
+def _peer(one: socket.socket) -> int:
+    """The port at the other end; 0 where nobody is."""
+    try:
+        return int(one.getpeername()[1])
+    except OSError:
+        return 0
+
+
+def traffic() -> Counter[str]:
+    """sockets, store requests, messages and bytes of this process so far, both directions together."""
+    total: Counter[str] = Counter()
+    port = int(os.environ.get("MASTER_PORT", "0"))
+    for one in sockets():
+        info = one.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 256)
+        (received,), (inward, outward), (sent,) = (
+            struct.unpack_from(kind, info, at) for kind, at in (("<Q", RECEIVED), ("<II", SEGMENTS), ("<Q", SENT))
+        )
+        if _peer(one) == port:
+            total["store_requests"] += outward
+        else:
+            total.update(sockets=1, messages=inward + outward, bytes=received + sent)
+        one.close()
+    return total
+
+
+class Count:
+    """What one rank has counted, written to its file whenever it is worth it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.found, self.rank = folder, dict[str, Any](), 0
+        self.imported: set[str] = set()
+
+    def started(self, runtime: Runtime, seconds: float) -> None:
+        self.rank = runtime.rank
+        self.imported = set(sys.modules)
+        self.found = {"start_seconds": seconds, "start": dict(traffic()), "threads": len(os.listdir("/proc/self/task"))}
+        self.write()
+
+    def write(self) -> None:
+        later = sorted(set(sys.modules) - self.imported)  # each rank pays for these
+        ended = {"end": dict(traffic()), "cpu_seconds": time.process_time(), "imported": later}
+        (self.folder / f"rank-{self.rank:05d}.json").write_text(json.dumps(self.found | ended))
+
+
+def install(folder: Path) -> None:
+    """Puts the counting where a rank joins the job and where it leaves it."""
+    count = Count(folder)
+    start, stop = parallel.start, parallel.stop
+
+    def counted_start(*arguments: Any) -> Runtime:
+        began = time.perf_counter()
+        runtime = start(*arguments)
+        count.started(runtime, time.perf_counter() - began)
+        return runtime
+
+    def counted_stop() -> None:
+        if count.found:
+            count.write()
+        stop()
+
+    parallel.start, parallel.stop = counted_start, counted_stop
+
+
+if __name__ == "__main__":
+    install(Path(sys.argv[1]))
+    sys.exit(main(sys.argv[2:]))
