@@ -44,7 +44,7 @@ class TestKeys:
         "reward.verifier=no_such_module:f": "reward.verifier: no_such_module cannot be imported: ModuleNotFoundError",
         "reward.verifier=math:no_such_function": "reward.verifier: math has no function no_such_function",
         "data.prompt_format=hello": "data.prompt_format: must contain {prompt}",
-        "rollout.engine=sglang": "rollout.engine: sglang is not installed (pip install 'megarl[sglang]', or use transformers)",
+        "rollout.engine=sglang": "rollout.engine: sglang is not installed (make install-gpu, or use transformers)",
         "model.layers=te": "model.layers: te needs a CUDA device and transformer-engine",
         "data.train=[]": "{x}: data.train: must name at least one file",
     }
