@@ -109,9 +109,9 @@ rehearse: $(STAMP) $(TE)/installed $(SGLANG)/installed ## the GPU half without a
 
 # What a GPU machine would have, but for Transformer Engine's compiled half, which needs a device, and for a driver.
 rehearse-gpu: $(GPU)/packages $(GPU)/lib/libcuda.so.1 $(MEGATRONS:%=$(GPU)/megatron-%) ## the same in the locked environment, on each megatron-core
-	PYTHONPATH=$(COMPILED) LD_LIBRARY_PATH=$(GPU)/lib $(GPU)/bin/python -m pytest tests/rehearsal/test_sglang.py $(ARGS)
-	for version in $(MEGATRONS); do PYTHONPATH=$(CURDIR)/$(GPU)/megatron-$$version:$(COMPILED) $(GPU)/bin/python -m pytest \
-		tests/rehearsal/test_transformer_engine.py tests/rehearsal/test_cuda_branches.py $(ARGS) || exit; done
+	PYTHONPATH=$(COMPILED) LD_LIBRARY_PATH=$(CURDIR)/$(GPU)/lib $(GPU)/bin/python -m pytest tests/rehearsal/test_sglang.py $(ARGS)
+	for version in $(MEGATRONS); do PYTHONPATH=$(CURDIR)/$(GPU)/megatron-$$version:$(COMPILED) \
+		LD_LIBRARY_PATH=$(CURDIR)/$(GPU)/lib $(GPU)/bin/python -m pytest tests/rehearsal/test_transformer_engine.py tests/rehearsal/test_cuda_branches.py $(ARGS) || exit; done
 
 $(GPU)/megatron-%: $(GPU)/packages
 	$(GPU)/bin/python -m pip install --quiet --no-deps --target $@ megatron-core==$*
