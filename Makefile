@@ -37,8 +37,11 @@ GPU := .venv-gpu
 SGLANG := .venv-sglang
 LAUNCH := .venv-launch
 TE := .te-cpu
+COMPILED := $(CURDIR)/tests/te/compiled
 # Transformer Engine's Python half, and the kernels in plain torch that complete it.
-TE_PATH := $(CURDIR)/$(TE):$(CURDIR)/tests/te/compiled
+TE_PATH := $(CURDIR)/$(TE):$(COMPILED)
+# Versions of megatron-core that `make rehearse-gpu` goes through: the lock's and the newest.
+MEGATRONS := 0.18.2 0.19.2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 SOURCES := megarl tests benchmarks $(wildcard tools)
@@ -49,7 +52,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu lock-gpu demo demo-te test test-megatron test-slow test-te test-sglang test-slurm test-launch chaos rehearse-scale lint types format trl bench gpu gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu lock-gpu demo demo-te test test-megatron test-slow test-te rehearse rehearse-gpu rehearse-scale test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -112,6 +115,23 @@ $(TE)/installed: | $(STAMP)
 rehearse-scale: $(STAMP) ## a VAPO run at a large layout with real ranks, one killed, continued (docs/scale.md): RANKS=8|32|64|128
 	$(BIN)/python -m tests.scale.rehearse $(RANKS)
 
+rehearse: $(STAMP) $(TE)/installed $(SGLANG)/installed ## the GPU half without a GPU, as far as CPU environments go (tests/rehearsal)
+	$(PYTEST) tests/rehearsal/test_cuda_branches.py $(ARGS)
+	PYTHONPATH=$(TE_PATH) $(PYTEST) tests/rehearsal/test_transformer_engine.py $(ARGS)
+	$(SGLANG)/bin/python -m pytest tests/rehearsal/test_sglang.py $(ARGS)
+
+# What a GPU machine would have, but for Transformer Engine's compiled half, which needs a device, and for a driver.
+rehearse-gpu: $(GPU)/packages $(GPU)/lib/libcuda.so.1 $(MEGATRONS:%=$(GPU)/megatron-%) ## the same in the locked environment, on each megatron-core
+	PYTHONPATH=$(COMPILED) LD_LIBRARY_PATH=$(CURDIR)/$(GPU)/lib $(GPU)/bin/python -m pytest tests/rehearsal/test_sglang.py $(ARGS)
+	for version in $(MEGATRONS); do PYTHONPATH=$(CURDIR)/$(GPU)/megatron-$$version:$(COMPILED) \
+		LD_LIBRARY_PATH=$(CURDIR)/$(GPU)/lib $(GPU)/bin/python -m pytest tests/rehearsal/test_transformer_engine.py tests/rehearsal/test_cuda_branches.py $(ARGS) || exit; done
+
+$(GPU)/megatron-%: $(GPU)/packages
+	$(GPU)/bin/python -m pip install --quiet --no-deps --target $@ megatron-core==$*
+
+$(GPU)/lib/libcuda.so.1: tests/rehearsal/libcuda.c $(GPU)/packages
+	cc -shared -fPIC -o $@ $<
+
 test-sglang: $(SGLANG)/installed ## the tests on a real SGLang engine, in an environment of their own (.venv-sglang, 3 GB)
 	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)
 
@@ -162,13 +182,17 @@ bench: $(STAMP) ## every benchmark with its target, 20 minutes: BENCH='step gae'
 
 install-gpu: $(GPU)/installed ## .venv-gpu, exactly as requirements-gpu.txt has it (12 GB; PYTHON_GPU=python3.12; docs/gpu.md)
 
-$(GPU)/installed: requirements-gpu.txt pyproject.toml
+# Against the torch that is there now, and with the headers of the lock, not those of a CUDA toolkit that may be there too: not in isolation,
+# where pip would fetch the newest torch, nor from pip's cache, where one that was built against another may lie.
+$(GPU)/installed: $(GPU)/packages
+	NVTE_BUILD_USE_NVIDIA_WHEELS=1 $(GPU)/bin/python -m pip install --no-deps --no-build-isolation --no-cache-dir \
+		"$$(grep '^transformer-engine-torch==' requirements-gpu.txt)"
+	@touch $@
+
+$(GPU)/packages: requirements-gpu.txt pyproject.toml
 	@$(PYTHON_GPU) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || { echo "Makefile: requirements-gpu.txt is for Python 3.12 (set PYTHON_GPU=/path/of/python3.12)" >&2; exit 2; }
 	$(PYTHON_GPU) -m venv $(GPU)
 	grep -v '^transformer-engine-torch==' requirements-gpu.txt | $(GPU)/bin/python -m pip install --quiet --no-deps -r /dev/stdin
-	@# Against the torch that is there now, and with the headers of the lock, not those of a CUDA toolkit that may be there too: not in isolation,
-	@# where pip would fetch the newest torch, nor from pip's cache, where one that was built against another may lie.
-	NVTE_BUILD_USE_NVIDIA_WHEELS=1 $(GPU)/bin/python -m pip install --no-deps --no-build-isolation --no-cache-dir "$$(grep '^transformer-engine-torch==' requirements-gpu.txt)"
 	$(GPU)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 

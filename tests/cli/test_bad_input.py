@@ -61,7 +61,7 @@ class TestKeys:
             "timeout after 0.5 s"
         ),
         "data.prompt_format=hello": "data.prompt_format: must contain {prompt}",
-        "rollout.engine=sglang": "rollout.engine: sglang is not installed (pip install 'megarl[sglang]', or use transformers)",
+        "rollout.engine=sglang": "rollout.engine: sglang is not installed (make install-gpu, or use transformers)",
         "model.layers=te": "model.layers: te needs a CUDA device and transformer-engine",
         "data.train=[]": "{x}: data.train: must name at least one file",
         "watchdog.limits.rolout=5": "command line: watchdog.limits: must be 'start', 'choose a checkpoint'",

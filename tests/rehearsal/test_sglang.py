@@ -98,6 +98,7 @@ def cuda_reduction(nbytes: int, device: int) -> tuple[Any, tuple[Any, ...]]:
     storage = SimpleNamespace(
         _untyped_storage=SimpleNamespace(device=torch.device("cuda", device)),
         is_sparse=False,
+        _weak_ref=torch.zeros(1).untyped_storage()._weak_ref,  # torch remembers what it has shared
         _share_cuda_=lambda: (device, b"h" * 64, nbytes, 0, b"r", 0, b"e" * 64, True),
     )
     tensor = SimpleNamespace(
