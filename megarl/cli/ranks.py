@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,10 +38,14 @@ def start_ranks(config: Config, arguments: Sequence[str], folder: Path, grace: f
     quiet_libraries()
     import megarl.schedule.evaluation
     import megarl.schedule.replay
-    import megarl.schedule.watchdog  # noqa: F401
+    import megarl.schedule.scheduler  # noqa: F401
     from megarl.cli.main import main
     from megarl.parallel.launch import launch
+    from megarl.weights.hf_io import read_config
 
+    family = read_config(config.model.path)["model_type"]
+    with suppress(ImportError):  # it is imported when the model is made, if it is called otherwise
+        import_module(f"transformers.models.{family}.modeling_{family}")
     if stop is not None and stop.wanted():
         raise Interrupted(f"{stop.reason}: no rank has been started; the same command continues")
     return launch(main, config.parallel, arguments, folder, grace)
