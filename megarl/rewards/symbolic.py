@@ -212,7 +212,7 @@ def _difference(relation: Relation) -> Expr | None:
     """Left minus right; of an equation the numerator. Decimals are exact, f(x) and derivatives symbols. None if a side is no number."""
     sides = []
     for text in (relation.left, relation.right):
-        parsed = _parse_formula(text)
+        parsed = _parse_formula(f"({text})")  # without brackets math-verify takes the c of \sqrt{2}c for a unit
         if not parsed or not isinstance(parsed[0], Expr) or parsed[0].has(MatrixBase, MatrixExpr):
             return None
         sides.append(parsed[0])

@@ -100,10 +100,17 @@ class TestRefusals:
         assert line == f"{tmp_path}/mine: exists and was not made by megarl demo (choose another run_dir or --folder)"
         assert (tmp_path / "mine" / "thesis.txt").exists() and not (tmp_path / "demo").exists()
 
-    @pytest.mark.parametrize("inside", ["", "/sft", "/sft/hf"])
-    def test_a_run_dir_with_the_warm_start_in_it(self, scene: Scene, tmp_path: Path, inside: str) -> None:
+    @pytest.mark.parametrize(
+        ("inside", "says"),
+        [
+            ("", "run_dir: DEMO: is made anew, and holds DEMO/sft/hf, which the run starts from"),
+            ("/sft", "configs/demo_vapo.yaml: model.path: DEMO/sft/hf is one of "),
+            ("/sft/hf", "configs/demo_vapo.yaml: run_dir: DEMO/sft/hf is in model.path DEMO/sft/hf"),
+        ],
+    )
+    def test_a_run_dir_with_the_warm_start_in_it(self, scene: Scene, tmp_path: Path, inside: str, says: str) -> None:
         line = scene.refused("demo", "--folder", f"{tmp_path}/demo", f"run_dir={tmp_path}/demo{inside}")
-        assert line.startswith(f"run_dir: {tmp_path}/demo{inside}: is made anew, and holds {tmp_path}/demo/sft/hf, which the run starts")
+        assert line.startswith(says.replace("DEMO", f"{tmp_path}/demo"))
         assert not (tmp_path / "demo").exists()
 
     def test_a_model_of_the_run_that_is_to_be_deleted(self, scene: Scene, tmp_path: Path) -> None:
@@ -112,9 +119,8 @@ class TestRefusals:
         (tmp_path / "vapo" / "hf").mkdir(parents=True)
         (tmp_path / "vapo" / MARK_RUN).touch()
         line = scene.refused("demo", "--folder", str(tmp_path), f"model.path={tmp_path}/vapo/hf")
-        assert (
-            line.startswith(f"run_dir: {tmp_path}/vapo: is made anew, and holds {tmp_path}/vapo/hf") and (tmp_path / "vapo" / "hf").is_dir()
-        )
+        assert line.startswith(f"configs/demo_vapo.yaml: model.path: {tmp_path}/vapo/hf is one of ")
+        assert (tmp_path / "vapo" / "hf").is_dir()
 
     def test_two_at_once(self, scene: Scene, tmp_path: Path) -> None:
         with locked(tmp_path / "demo", "megarl demo"):

@@ -215,7 +215,7 @@ def test_one_answer_to_which_python() -> None:
     for file in ("README.md", "CONTRIBUTING.md", "docs/first_run.md", "Makefile"):
         first = re.search(r"Python (?:>= ?)?3\.\d+(?: or newer)?(?:, up to 3\.\d+)?", (ROOT / file).read_text())
         assert first is not None and first[0] == wanted, file
-    check = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "version_info" in line)
+    check = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "sys.version_info <" in line)
     assert f"version_info < (3, {least}))" in check and f"older than Python 3.{least} (set PYTHON=python3.{least})" in check
     assert settings["tool"]["ruff"]["target-version"] == f"py3{least}" and settings["tool"]["mypy"]["python_version"] == f"3.{least}"
 

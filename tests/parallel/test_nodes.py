@@ -98,7 +98,7 @@ def test_jobs_on_gpus_are_measured_on_both_networks(job: Run, tmp_path: Path) ->
     assert [(name, least) for name, _, least in networks(Needs(tmp_path, devices=8, bandwidth=5.0))] == [("nccl", 5.0), ("gloo", None)]
     assert [(name, least) for name, _, least in networks(Needs(tmp_path, bandwidth=5.0))] == [("gloo", 5.0)]
     verdicts = job([Needs(tmp_path / "run")] * 2, [SAME] * 2, work=over_two_networks)
-    assert verdicts[0].problems == [] and len(verdicts[0].notes) == 2 and verdicts[0] == verdicts[1]
+    assert verdicts[0].problems == [] and len(verdicts[0].notes) == 2 and verdicts[1].problems == []  # each rank took its own times
 
 
 def loopback(place: Place, needs: Needs, versions: dict[str, str], clock_off: float) -> Verdict:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megarl.rewards.answer import verify_dapo
@@ -296,6 +296,7 @@ def equation(numbers: list[int], monomials: list[str], right: int) -> str:
     st.integers(0, 3),
     st.integers(-3, 3).filter(bool),
 )
+@example([0, 1, 1], 0, (1, 1), ["a", "b^3", "\\sqrt{2}c"], [False] * 4, 0, 1)  # a last letter that could be a unit
 def test_equations(
     numbers: list[int], right: int, factor: tuple[int, int], monomials: list[str], moved: list[bool], which: int, change: int
 ) -> None:

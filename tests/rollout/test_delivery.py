@@ -191,7 +191,7 @@ def test_a_user_is_told_that_the_engine_runs_without_them(monkeypatch: pytest.Mo
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     train._check(config, "config.yaml", claim=False, fresh=False)
-    assert "megarl: PYTORCH_CUDA_ALLOC_CONF: the engine runs without expandable_segments" in capsys.readouterr().err
+    assert "megarl: PYTORCH_CUDA_ALLOC_CONF: SGLang runs without expandable_segments" in capsys.readouterr().err
 
 
 class Told:
@@ -254,7 +254,7 @@ def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(what: str,
     else:
         for name in ("load_tokenizer", "read_hf_config", "read_config", "open_model"):
             monkeypatch.setattr(evaluation, name, MagicMock())
-        monkeypatch.setattr(evaluation, "gather_objects", lambda runtime, value: [value])
+        monkeypatch.setattr(evaluation, "from_rank_0", lambda runtime, value: value)
         monkeypatch.setattr(evaluation, "read_prompts", lambda *arguments: ([], MagicMock()))
         monkeypatch.setattr(evaluation, "make_engine", lambda *arguments: engine)
         monkeypatch.setattr(evaluation, "build_actor", says("builds"))

@@ -108,7 +108,7 @@ def test_out_of_memory_is_explained(keep: tuple[str, ...], phase: str, knobs: li
 
 
 def make_config(**residency: object) -> Config:
-    return Config(recipe="dapo", run_dir=Path("x"), steps=1, model={"path": Path("x")}, data={"train": [Path("x")]}, residency=residency)
+    return Config(recipe="dapo", run_dir=Path("run"), steps=1, model={"path": Path("x")}, data={"train": [Path("x")]}, residency=residency)
 
 
 def test_who_stays() -> None:

@@ -10,7 +10,6 @@ import torch
 
 from megarl.data.experience import Experience
 from megarl.observe.samples import Sample
-from megarl.parallel.comm import gather_on_0
 from megarl.schedule import sampled
 from megarl.schedule.sampled import has_tokens, token_texts, with_tokens
 from megarl.training.token_worth import response_ids, token_worth
@@ -50,7 +49,7 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
         share["advantages"] = (share.spread(numbers).float() + torch.arange(share.num_tokens) / 1e4) * share.response_mask
     theirs = token_worth(shares[1], batch, [0, 1, 4])
     assert theirs.keys() == {1} and theirs[1].keys() == {"advantages"}
-    monkeypatch.setattr(sampled, "gather_on_0", lambda runtime, value: [*(gather_on_0(runtime, value) or ()), theirs])
+    monkeypatch.setattr(sampled, "gather_on_0", lambda runtime, value: [value, theirs])
     runtime = SimpleNamespace(rank=0, world=1, speaks=True)
     samples = {row: Sample(1, "p", TEXTS[row % 3], 1.0, True, False, 1) for row in (0, 1, 4)}
     step = SimpleNamespace(run=SimpleNamespace(runtime=runtime, tokenizer=tokenizer), local=SimpleNamespace(experience=shares[0]))

@@ -30,7 +30,7 @@ def hf_configs(draw: st.DrawFn, tps: tuple[int, ...] = (1, 2, 4), pps: tuple[int
         "model_type": family,
         "architectures": [f"{PREFIX[family]}ForCausalLM"],
         "num_hidden_layers": max(layout.pp for layout in layouts) * draw(st.integers(1, 2)),
-        "hidden_size": heads * draw(st.integers(1, 3)),
+        "hidden_size": heads * 2 * draw(st.integers(1, 2)),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "intermediate_size": 4 * draw(st.integers(1, 3)),
@@ -38,7 +38,7 @@ def hf_configs(draw: st.DrawFn, tps: tuple[int, ...] = (1, 2, 4), pps: tuple[int
         "tie_word_embeddings": draw(st.booleans()),
     }
     if draw(st.booleans()):
-        config["head_dim"] = draw(st.integers(1, 5))
+        config["head_dim"] = 2 * draw(st.integers(1, 3))  # rotary embeddings turn pairs
     return config, layouts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,9 @@ def test_known_models_have_their_published_sizes(name: str) -> None:
 def test_which_model_is_planned_for(tmp_path: Path) -> None:
     assert planning_config(Path("models/Qwen2.5-7B-Instruct"))[1] is KNOWN_MODELS["Qwen2.5-7B"]
     assert planning_config(Path("models/mine"), "qwen3-30b-a3b")[1] is KNOWN_MODELS["Qwen3-30B-A3B"]
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert planning_config(tmp_path)[1] == {"model_type": "llama"}
+    own = {**KNOWN_MODELS["Qwen2.5-0.5B"], "vocab_size": 77}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    assert planning_config(tmp_path)[1] == own
     with pytest.raises(
         ConfigError, match=r"model.path: models/mine: no config.json there, and 'mine' is not a known model \(known: Qwen2.5-0.5B"
     ):
