@@ -15,8 +15,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -140,6 +140,21 @@ def _start(main: Main, config: ParallelConfig, arguments: Sequence[str], words: 
             gc.unfreeze()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
         return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+@contextmanager
+def without_tokenizer_threads() -> Iterator[None]:
+    """Keep the tokenizers library from starting threads in a process that ranks are to be forked from (`_may_fork`)."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _may_fork(config: ParallelConfig) -> bool:

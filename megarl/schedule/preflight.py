@@ -18,7 +18,7 @@ from megarl.config.files import read_json
 from megarl.config.schema import Config, RewardConfig
 from megarl.data.reader import validate_files
 from megarl.model.fp8 import check_sizes
-from megarl.parallel.launch import ranks_here
+from megarl.parallel.launch import ranks_here, without_tokenizer_threads
 from megarl.parallel.machine import allocator_problem, broken_transformer_engine, transformer_engine_problem, unmet
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.plan.checks import check_fits
@@ -67,7 +67,8 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         there = world or (launched_world() if is_launched() else ranks_here(config.parallel))
         memory = torch.cuda.get_device_properties(device).total_memory
         check_fits(config, where, folder.config, critic.config if critic else None, there, memory)
-    answer = validate_files(config.data, config.supervised.response_key if config.recipe == "sft" else None, tokenizer)
+    with without_tokenizer_threads():
+        answer = validate_files(config.data, config.supervised.response_key if config.recipe == "sft" else None, tokenizer)
     if config.recipe != "sft":
         check_verifier(config.reward, answer)
     check_kept(config)
@@ -89,7 +90,9 @@ def preflight_evaluation(config: Config, where: str, key: str = "model.path", *,
     _check_positions(config, where, folder)
     _check_engine_layout(config, folder.config, choose_device(config.parallel.device))
     get_verifier(config.reward.verifier)
-    check_verifier(config.reward, validate_files(config.data.model_copy(update={"train": ()}), tokenizer=tokenizer))
+    with without_tokenizer_threads():
+        answer = validate_files(config.data.model_copy(update={"train": ()}), tokenizer=tokenizer)
+    check_verifier(config.reward, answer)
 
 
 def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> ModelFolder:

@@ -63,25 +63,50 @@ class TestVerdict:
 
 
 # In a rank: waits for `go` where Python starts (as with a slow file system), or where torch is imported.
-SLOW_START = """
-import os, sys, time
+# As sitecustomize.py of the launcher: its ranks wait where they begin, or once they have their handlers, until there is a file `go`.
+SLOW_RANKS = """
+import os, signal, time
 from pathlib import Path
 
-folder, rank = Path({folder!r}), os.environ.get("RANK", "alone")
+folder, install = Path({folder!r}), signal.signal
 
 def wait():
-    (folder / f"waits-{{rank}}").touch()
+    (folder / f"waits-{{os.getpid()}}").touch()
     while not (folder / "go").exists():
         time.sleep(0.05)
+
+def install_and_wait(number, handler):
+    before = install(number, handler)
+    if number == signal.SIGUSR1 and callable(handler):
+        wait()
+    return before
+
+def begin():
+    if signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        return  # no rank: the launcher forks these with its signals held back
+    if {with_handlers}:
+        signal.signal = install_and_wait
+    else:
+        wait()
+
+os.register_at_fork(after_in_child=begin)
+"""
+# The same where torch is imported, in a process that was not forked.
+SLOW_IMPORT = """
+import sys, time
+from pathlib import Path
+
+folder = Path({folder!r})
 
 class AtTorch:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
             sys.meta_path.remove(self)
-            wait()
+            (folder / "waits-alone").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.05)
 
-if rank in {ranks!r}:
-    wait() if {where!r} == "python" else sys.meta_path.insert(0, AtTorch())
+sys.meta_path.insert(0, AtTorch())
 """
 
 
@@ -138,28 +163,26 @@ class TestRealJob:
             code, errors = job.end(signal.SIGTERM)
         assert (code, errors) == (143, "megarl: ended by SIGTERM, with all ranks\n")
 
-    @pytest.mark.parametrize("where", ["python", "torch"])
-    def test_told_to_end_while_the_ranks_are_importing(self, job_scene: Scene, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    @pytest.mark.parametrize("with_handlers", [False, True])
+    def test_told_to_end_while_the_ranks_are_starting(self, job_scene: Scene, monkeypatch: pytest.MonkeyPatch, with_handlers: bool) -> None:
         """No rank has a handler yet (they die of what the launcher passes on), or all have one and note what they were told."""
-        folder = self.slow_start(job_scene, monkeypatch, where, ("0", "1"))
+        folder = self.slow_start(job_scene, monkeypatch, SLOW_RANKS, with_handlers=with_handlers)
         with Job(job_scene.config, *ENDLESS, "checkpoint.every=1") as job:
-            job.ranks(2)
-            wait_for("the ranks to import", lambda: len(list(folder.glob("waits-*"))) == 2)
+            wait_for("the ranks to start", lambda: len(list(folder.glob("waits-*"))) == 2)
             job.process.send_signal(signal.SIGTERM)
             wait_for("the launcher's word", lambda: "the ranks have 300 s to save and leave" in job.errors.read_text())
-            if where == "torch":
-                (folder / "go").touch()
+            (folder / "go").touch()
             code, errors = job.end()
         assert code == 75 and errors.count("\n") == 2 and "killed" not in errors, errors
-        if where == "python":
+        if with_handlers:
+            assert errors.endswith("megarl: stopped by SIGUSR1: before the first step, nothing is lost; the same command continues\n")
+        else:
             told = r"megarl: stopped by SIGTERM: rank [01] had nothing to save; the same command continues from what is in "
             assert re.match(told + re.escape(f"{job_scene.folder}/run"), errors.splitlines()[1])
-        else:
-            assert errors.endswith("megarl: stopped by SIGUSR1: before the first step, nothing is lost; the same command continues\n")
 
     def test_told_to_end_while_a_rank_without_our_launcher_is_importing(self, job_scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
         """As torchrun's ranks are: they take SIGTERM themselves."""
-        folder = self.slow_start(job_scene, monkeypatch, "torch", ("alone",))
+        folder = self.slow_start(job_scene, monkeypatch, SLOW_IMPORT)
         with Job(job_scene.config, *ENDLESS, "parallel.tp=1", "checkpoint.every=1") as job:
             wait_for("the import", (folder / "waits-alone").exists)
             job.process.send_signal(signal.SIGTERM)
@@ -170,10 +193,10 @@ class TestRealJob:
             "megarl: stopped by SIGTERM: before the first step, nothing is lost; the same command continues\n",
         )
 
-    def slow_start(self, scene: Scene, monkeypatch: pytest.MonkeyPatch, where: str, ranks: tuple[str, ...]) -> Path:
+    def slow_start(self, scene: Scene, monkeypatch: pytest.MonkeyPatch, code: str, **values: bool) -> Path:
         folder = scene.folder / "slow"
         folder.mkdir()
-        (folder / "sitecustomize.py").write_text(SLOW_START.format(folder=str(folder), where=where, ranks=ranks))
+        (folder / "sitecustomize.py").write_text(code.format(folder=str(folder), **values))
         monkeypatch.setenv("PYTHONPATH", str(folder))
         return folder
 

@@ -107,7 +107,7 @@ def test_a_sweep_on_this_machine(tmp_path: Path, data: list[str]) -> None:
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_a_job_on_a_real_slurm(tmp_path: Path, data: list[str]) -> None:
     with Cluster(tmp_path / "slurm") as cluster:
-        settings = [f"MEGARL_PYTHON={sys.executable}", "MEGARL_RANKS=1", f"MEGARL_LOGS={tmp_path}/logs"]
+        settings = [f"MEGARL_PYTHON={sys.executable}", "MEGARL_RANKS=1", f"MEGARL_LOGS={tmp_path}/logs", "GLOO_SOCKET_IFNAME=lo"]
         options = ["--executor", "slurm", "--nodes", "2", "--gpus", "0", "--partition", "batch", "--time", "00:30:00"]
         options += [word for setting in settings for word in ("--env", setting)]
         environment = {"SLURM_CONF": cluster.environment["SLURM_CONF"]}

@@ -36,7 +36,7 @@ def blackwell() -> Iterator[RankPool]:
     """One rank whose device is played as the generation that has MXFP8."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("MEGARL_TE_CAPABILITY", "10.0")
-        pool = RankPool(1, 1, 1)
+        pool = RankPool(1, 1, 1, forked=False)
     yield pool
     pool.close()
 
