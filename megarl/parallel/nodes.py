@@ -230,8 +230,9 @@ def _network(store: dist.Store, place: Place, needs: Needs) -> Verdict:
     if place.nodes == 1:
         return Verdict([], ["one node: nothing to measure between nodes"])
     notes: list[str] = []
-    for backend, size, bandwidth in networks(needs):
-        found = _messages(dist.PrefixStore(backend, store), place, backend, size, bandwidth)
+    for i, (backend, size, bandwidth) in enumerate(networks(needs)):
+        # Words of its own for each: an address that the network before has left would lead to a socket that is closed.
+        found = _messages(dist.PrefixStore(f"network/{i}", store), place, backend, size, bandwidth)
         notes += found.notes
         if found.problems:
             return Verdict(found.problems, notes)
