@@ -201,7 +201,7 @@ def row(ranks: int, figures: dict[str, Any]) -> str:
     def each(moment: str, what: str, per: float = 1.0) -> str:
         """Of rank 0, and of the rank in the middle of all others."""
         first, *others = [rank[moment].get(what, 0) / per for rank in figures["idle"]]
-        return f"{first:.3g} / {statistics.median(others):.3g}"
+        return " / ".join(f"{number:,.0f}" if number > 100 else f"{number:.3g}" for number in (first, statistics.median(others)))
 
     step, pretraining = figures["records"]["train 1"], figures["records"]["value_pretraining 1"]
     ends = [rank["end"] for rank in continued["ranks"]]
