@@ -1,7 +1,8 @@
 """`megarl ARGUMENTS` whose ranks count what they send: python -m tests.scale.counted FOLDER ARGUMENTS
 
-Each rank writes FOLDER/rank-00000.json. Messages and bytes are the kernel's own count of this process's sockets (TCP_INFO), so that
-gloo's handshakes are in it; requests to the store are what went out on the socket that leads there.
+Each rank writes FOLDER/rank-00000.json, and rank 0 FOLDER/phases.txt: when each of its phases began. Messages and bytes are
+the kernel's own count of this process's sockets (TCP_INFO), so that gloo's handshakes are in it; requests to the store are
+what went out on the socket that leads there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from megarl.cli.main import main
 from megarl.parallel import runtime as parallel
 from megarl.parallel.runtime import Runtime
+from megarl.schedule.watchdog import Watchdog
 
 TCP_INFO = 11  # linux/tcp.h; the offsets below are struct tcp_info's
 RECEIVED, SEGMENTS, SENT = 128, 152, 200
@@ -99,7 +101,15 @@ def install(folder: Path) -> None:
             count.write()
         stop()
 
-    parallel.start, parallel.stop = counted_start, counted_stop
+    phase = Watchdog.phase
+
+    def noted_phase(self: Watchdog, name: str, stage: str | None = None, step: int | None = None) -> None:
+        phase(self, name, stage, step)
+        if self.rank == 0:
+            with open(folder / "phases.txt", "a", encoding="utf-8") as file:
+                file.write(f"{time.time()} {name}\n")
+
+    parallel.start, parallel.stop, Watchdog.phase = counted_start, counted_stop, noted_phase  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

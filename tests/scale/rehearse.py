@@ -14,7 +14,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,28 +76,28 @@ class Job:
         for file in (config.run_dir / "heartbeat").glob("rank-*.json"):
             file.unlink()  # of the run before
         command = [sys.executable, "-m", "tests.scale.counted", str(self.counts), "train", str(path)]
-        self.began = time.monotonic()
+        self.began, self.clock = time.monotonic(), time.time()
         self.log = self.counts / "output.txt"
         with open(self.log, "wb") as log:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        self.phases: list[tuple[str, float]] = []  # (stage step phase of rank 0, seconds after the start)
-        self.memory, self._looked = 0, 0.0
+        self.memory, self._ended = 0, threading.Event()
+        # Beside the wait: with a hundred ranks that want the same two cores, one look takes a minute.
+        threading.Thread(target=self._watch_memory, daemon=True).start()
 
     def beat(self, rank: int) -> dict[str, Any]:
         return read_beat(self.config.run_dir / "heartbeat", rank) or {}
 
-    def look(self) -> None:
-        """Notes the phase of rank 0, and now and then the memory."""
-        beat = self.beat(0)
-        if beat:
-            where = f"{beat['stage']} {beat['step']} {beat['phase']}"
-            if not self.phases or self.phases[-1][0] != where:
-                self.phases.append((where, round(time.monotonic() - self.began, 2)))
-        if time.monotonic() - self._looked > EACH:
-            family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-            self.memory = max(self.memory, sum(map(_proportional, family)))
-            self._looked = time.monotonic()
+    def _watch_memory(self) -> None:
+        while not self._ended.wait(EACH):
+            with suppress(psutil.NoSuchProcess):
+                family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+                self.memory = max(self.memory, sum(map(_proportional, family)))
+
+    def _phases(self) -> list[tuple[str, float]]:
+        """(phase of rank 0, seconds from the command to its begin)."""
+        found = [line.split(" ", 1) for line in (self.counts / "phases.txt").read_text().splitlines()]
+        return [(name, round(float(began) - self.clock, 2)) for began, name in found]
 
     def run(self, victim: int | None = None) -> dict[str, Any]:
         """To its end, or until `victim` is killed in the second step's actor update; gives the figures."""
@@ -104,11 +106,11 @@ class Job:
             if time.monotonic() - self.began > LIMIT:
                 self.process.send_signal(signal.SIGTERM)
                 raise SystemExit(f"rehearse: {self.config.run_dir} takes longer than {LIMIT:.0f} s: see {self.log}")
-            self.look()
             if victim is not None and self._in_second_update(beat := self.beat(victim)):
                 os.kill(int(beat["pid"]), signal.SIGKILL)
                 victim, code = None, KILLED
             time.sleep(0.05)
+        self._ended.set()
         used = status[2]
         self.process.returncode = os.waitstatus_to_exitcode(status[1])
         if self.process.returncode != code:
@@ -119,7 +121,7 @@ class Job:
             "seconds": round(seconds, 1),
             "cpu_seconds": round(used.ru_utime + used.ru_stime, 1),
             "memory_gb": round(self.memory / 1e9, 2),
-            "phases": self.phases,
+            "phases": self._phases(),
             "ranks": ranks,
         }
 
@@ -160,7 +162,8 @@ def rehearse(ranks: int, folder: Path) -> dict[str, Any]:
     config = config_of(folder, "run", ranks)
     killed = Job(config, "killed").run(victim=ranks // 2 + 1 if ranks > 2 else ranks - 1)
     continued = Job(config, "continued").run()
-    figures = {"killed": killed, "continued": continued, "records": _records(config.run_dir), "idle": idle(ranks, folder / "idle")}
+    figures: dict[str, Any] = {"killed": killed, "continued": continued, "records": _records(config.run_dir)}
+    figures["idle"] = idle(ranks, folder / "idle")
     single = config_of(folder, "single", 1)
     Job(single, "alone").run()
     before, big, small = (weights(path) for path in (folder / "model", config.run_dir / "hf", single.run_dir / "hf"))
@@ -196,7 +199,7 @@ def row(ranks: int, figures: dict[str, Any]) -> str:
     killed, continued = figures["killed"], figures["continued"]
 
     def until(job: dict[str, Any], phase: str) -> float:
-        return next(seconds for where, seconds in job["phases"] if where.endswith(phase))
+        return next(seconds for name, seconds in job["phases"] if name == phase)
 
     def each(moment: str, what: str, per: float = 1.0) -> str:
         """Of rank 0, and of the rank in the middle of all others."""
