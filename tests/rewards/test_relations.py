@@ -286,6 +286,7 @@ def equation(numbers: list[int], monomials: list[str], right: int) -> str:
     return " ".join(f"{number:+d}{monomial}" for number, monomial in zip(numbers, monomials, strict=True)) + f" = {right}"
 
 
+@pytest.mark.slow  # sympy multiplies out some ten equations an example
 @settings(deadline=None, max_examples=15)
 @given(
     st.lists(coefficients, min_size=3, max_size=3),
