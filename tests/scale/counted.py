@@ -82,7 +82,10 @@ class Count:
     def write(self) -> None:
         later = sorted(set(sys.modules) - self.imported)  # each rank pays for these
         ended = {"end": dict(traffic()), "cpu_seconds": time.process_time(), "imported": later}
-        (self.folder / f"rank-{self.rank:05d}.json").write_text(json.dumps(self.found | ended))
+        whole = self.folder / f"rank-{self.rank:05d}.json"
+        aside = whole.with_suffix(".partial")  # the launcher may end a rank in the midst of it
+        aside.write_text(json.dumps(self.found | ended))
+        aside.replace(whole)
 
 
 def install(folder: Path) -> None:
