@@ -200,12 +200,12 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         Internal(f"{_M}distributed", "finalize_model_grads", CALLS, "", _LEARNER),
         Internal(f"{_M}distributed", "DistributedDataParallel", CALLS, "config ddp_config module", _LEARNER),
         Internal(f"{_M}distributed", "DistributedDataParallelConfig", CALLS, "use_distributed_optimizer grad_reduce_in_fp32", _LEARNER),
-        Internal(f"{_M}distributed", "DistributedDataParallel.buffers", READS, "", "training/tenants.py: what leaves the device"),
-        Internal(f"{_M}distributed", "DistributedDataParallel.expert_parallel_buffers", READS, "", "training/tenants.py: the same"),
+        Internal(f"{_M}distributed", "DistributedDataParallel.buffers", READS, "", "training/tensor_groups.py: what leaves the device"),
+        Internal(f"{_M}distributed", "DistributedDataParallel.expert_parallel_buffers", READS, "", "training/tensor_groups.py: the same"),
         Internal(f"{_M}distributed", "DistributedDataParallel.zero_grad_buffer", CALLS, "", _LEARNER),
         Internal(f"{_M}distributed", "DistributedDataParallel.no_sync", READS, "", _LEARNER),
-        Internal(f"{_M}distributed.param_and_grad_buffer", "_ParamAndGradBuffer.param_data", READS, "", "training/tenants.py"),
-        Internal(f"{_M}distributed.param_and_grad_buffer", "_ParamAndGradBuffer.grad_data", READS, "", "training/tenants.py"),
+        Internal(f"{_M}distributed.param_and_grad_buffer", "_ParamAndGradBuffer.param_data", READS, "", "training/tensor_groups.py"),
+        Internal(f"{_M}distributed.param_and_grad_buffer", "_ParamAndGradBuffer.grad_data", READS, "", "training/tensor_groups.py"),
         Internal(
             f"{_M}optimizer",
             "OptimizerConfig",
@@ -263,7 +263,7 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
     ),
     "transformer-engine": (
         Internal(
-            f"{_T}module.base", "TransformerEngineBaseModule._fp8_workspaces", READS, "", "training/tenants.py: FP8 copies of weights"
+            f"{_T}module.base", "TransformerEngineBaseModule._fp8_workspaces", READS, "", "training/tensor_groups.py: FP8 copies of weights"
         ),
         Internal(f"{_T}module.base", "TransformerEngineBaseModule.get_extra_state", READS, "", f"{_CHECKPOINT}: delayed scaling's history"),
         Internal(f"{_T}optimizers", "FusedAdam", READS, "", f"{_CHECKPOINT}: the optimizer that Megatron takes beside it"),

@@ -57,7 +57,7 @@ def lines(plan: Plan, where: str, lengths: Lengths, made: Estimate) -> Iterator[
 
 
 def table(needs: Sequence[Need], memory: float) -> Iterator[str]:
-    """A row for each phase, a column for each kind of tenant that any of them has."""
+    """A row for each phase, a column for each kind of tensor group that any of them has."""
     used = [(title, names) for title, names in COLUMNS if any(name in need.parts for need in needs for name in names)]
     yield f"{'phase':20s}" + "".join(f"{title:>12s}" for title, _ in used) + f"{'total':>9s}{'free':>9s}"
     for need in needs:

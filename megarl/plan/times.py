@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
 from megarl.plan.memory import Plan
-from megarl.plan.phases import device_phases, resident_sets
 
 TRAINING = 0.50  # of peak FLOP/s, communication not counted
 DECODING = 0.60  # of the memory's speed
@@ -73,21 +72,21 @@ def estimate(plan: Plan, lengths: Lengths) -> Estimate:
     bubble = 1 + (layout.pp - 1) / max(packs / _updates(plan), 1.0)
     speed = device.tflops * 1e12 * TRAINING * layout.world
     square = fmean(length + prompt for length in quantiles)
-    for declared in device_phases(config):
+    for phase in plan.phases:
         passes = {"old_logprobs": 1, "reference_logprobs": 1, "values": 1, "critic_update": 3, "actor_update": 3, "supervised_update": 3}
-        if declared.name not in passes:
+        if phase.name not in passes:
             continue
-        count = passes[declared.name] + (1 if config.model.recompute == "full" and passes[declared.name] == 3 else 0)
-        model = plan.shape("critic" if "critic" in declared.name or declared.name == "values" else "actor")
-        epochs = {"critic_update": config.critic.epochs, "actor_update": config.update.epochs}.get(declared.name, 1)
-        again = count if passes[declared.name] == 3 else 1
+        count = passes[phase.name] + (1 if config.model.recompute == "full" and passes[phase.name] == 3 else 0)
+        model = plan.shape("critic" if "critic" in phase.name or phase.name == "values" else "actor")
+        epochs = {"critic_update": config.critic.epochs, "actor_update": config.update.epochs}.get(phase.name, 1)
+        again = count if passes[phase.name] == 3 else 1
         # Two FLOPs a parameter and token in a forward pass, and causal attention over half of the square.
         flops = tokens * (2 * model.active + 2 * square * model.sizes.layers * model.sizes.q)
         talk = again * tokens / layout.dp * _tensor_parallel(plan)
-        parts[declared.name] = epochs * (count * flops / speed + talk) * bubble
-        if passes[declared.name] == 3:
-            name = "critic" if "critic" in declared.name else "actor"
-            parts[declared.name] += epochs * _updates(plan) * _data_parallel(plan, name)
+        parts[phase.name] = epochs * (count * flops / speed + talk) * bubble
+        if passes[phase.name] == 3:
+            name = "critic" if "critic" in phase.name else "actor"
+            parts[phase.name] += epochs * _updates(plan) * _data_parallel(plan, name)
     if config.recipe != "sft":
         parts["weight_transfer"] = _transfer(plan)
     moved = _moved(plan)
@@ -125,13 +124,13 @@ def _transfer(plan: Plan) -> float:
 
 
 def _moved(plan: Plan) -> float:
-    """Bytes that a GPU's tenants travel in a step, both ways; gradients and engines come back empty."""
-    sets = list(resident_sets(device_phases(plan.config), plan.keep).values())
+    """Bytes that a GPU's tensor groups travel in a step, both ways; gradients and engines come back empty."""
+    sets = [phase.on_gpu | plan.keep for phase in plan.phases]
     total = 0.0
     for before, after in zip([sets[-1], *sets[:-1]], sets, strict=True):
         for name in before ^ after:
             if not name.startswith("engine.") and not name.endswith(".gradients"):
-                total += max(plan.tenant(name, stage) for stage in range(plan.layout.pp))
+                total += max(plan.group(name, stage) for stage in range(plan.layout.pp))
     return total
 
 

@@ -41,7 +41,7 @@ def evaluate_policy(runtime: Runtime, config: Config, given: Path) -> tuple[dict
 def start_training(runtime: Runtime, config: Config) -> list[torch.Tensor]:
     """The weights that a run on this rank begins with: actor's, critic's, and the engine's after a transfer."""
     run = Run(config, runtime)
-    run.transfer_weights(0)
+    run.sync_weights(0)
     assert run.critic is not None
     weights = [*run.actor.model.parameters(), *run.critic.model.parameters(), *run.engine.parameters().values()]
     run.close()

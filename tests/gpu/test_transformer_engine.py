@@ -70,7 +70,7 @@ def test_a_checkpoint_is_for_both(runtime: Runtime, tmp_path: Path) -> None:
     save_learner(scenes[0].actor, tmp_path / "checkpoint")
     load_learner(scenes[1].actor, tmp_path / "checkpoint")
     for scene in scenes:
-        scene.residency.enter("old_logprobs", WEIGHTS)
+        scene.offload.onload("old_logprobs", WEIGHTS)
     ours, theirs = (table_names(dict(scene.actor.model.named_parameters())) for scene in scenes)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

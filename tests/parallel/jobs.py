@@ -296,14 +296,14 @@ def updates_with_moves(
     from megarl.training.batches import distribute
     from megarl.training.learner import Learner
     from megarl.training.losses import critic_loss, supervised_loss
-    from megarl.training.tenants import tenants_of
+    from megarl.training.tensor_groups import tensor_groups
 
     config = make_config(folder, mini_batch=6, dtype=dtype, model=model)
     built = (build_critic if which == "critic" else build_actor)(config, read_hf_config(folder), runtime)
     load(built, folder, runtime, critic=which == "critic")
     learner = Learner(which, built, config.critic, config.steps, runtime)
     pool = HostPool(runtime.device, 4096)
-    tenants = tenants_of(learner, pool)
+    groups = tensor_groups(learner, pool)
     batch = Experience.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
     batch["values"], batch["returns"] = torch.zeros(batch.num_tokens), torch.ones(batch.num_tokens)
@@ -311,11 +311,11 @@ def updates_with_moves(
     loss = critic_loss(config.algorithm, local.experience) if which == "critic" else supervised_loss(local.experience)
     norms, away, storages = [], 0, [p.untyped_storage() for p in built.parameters()]
     for _ in range(3):
-        for tenant in tenants.values() if moves else ():
-            tenant.leave()
+        for group in groups.values() if moves else ():
+            group.offload()
         away += sum(storage.nbytes() for storage in storages) if moves else 0
-        for tenant in tenants.values() if moves else ():
-            tenant.enter()
+        for group in groups.values() if moves else ():
+            group.onload()
         learner.begin_step()
         norms.append(learner.update(local.mini_batches[0], loss).grad_norm)
     states = [state for part in learner.parts for state in part.state.values()]
@@ -323,7 +323,7 @@ def updates_with_moves(
     tensors |= {
         f"state {i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items() if torch.is_tensor(value)
     }
-    sizes = {name: tenant.nbytes for name, tenant in tenants.items()}
+    sizes = {name: group.nbytes for name, group in groups.items()}
     return {"norms": norms, "tensors": tensors, "away": away, "bytes": {"host": pool.nbytes, **sizes} if moves else {}, "sizes": sizes}
 
 
@@ -375,7 +375,7 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
     from megarl.training.learner import Learner
     from megarl.training.losses import supervised_loss
     from megarl.training.sharded import load_learner, save_learner
-    from megarl.training.tenants import tenants_of
+    from megarl.training.tensor_groups import tensor_groups
 
     config = make_config(folder, mini_batch=4, budget=16)
 
@@ -396,11 +396,11 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
             sums = gather_objects(runtime, float(sum(p.detach().double().abs().sum() for p in ours.model.parameters())))
             stage = [sums[rank] for rank in range(runtime.world) if runtime.layout.coords(rank).pp == runtime.pp_rank]
             alike.append(len(set(stage)) == 1)
-        tenants = tenants_of(ours, HostPool(runtime.device, 4096))
-        for tenant in tenants.values():
-            tenant.leave()
-        for tenant in tenants.values():
-            tenant.enter()
+        groups = tensor_groups(ours, HostPool(runtime.device, 4096))
+        for group in groups.values():
+            group.offload()
+        for group in groups.values():
+            group.onload()
     weights = {name: p.detach().clone() for name, p in ours.model.named_parameters()}
     save_learner(ours, checkpoint)
     again = learner()

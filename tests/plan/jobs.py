@@ -71,7 +71,7 @@ def learner_of(runtime: Runtime, family: str, dtype: str, critic: bool, recomput
     return hf, Learner("model", model, OptimizerConfig(), 1, runtime)
 
 
-def tenants(runtime: Runtime, out: Path, family: str, dtype: str, critic: bool = False, **keys: Any) -> dict[str, int]:
+def group_sizes(runtime: Runtime, out: Path, family: str, dtype: str, critic: bool = False, **keys: Any) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer on this rank after a step, by their storages; writes a checkpoint as well."""
     _, learner = learner_of(runtime, family, dtype, critic, **keys)
     learner.update(batches(learner, 1), lambda output, _: ((output if critic else output[0]).sum(), {}))

@@ -115,7 +115,7 @@ def test_the_optimizer_is_transformer_engines(monkeypatch: pytest.MonkeyPatch) -
     """Megatron takes it where it is, and residency finds its tensors: FP32 weights; moments come with the first step."""
     from megarl.parallel.offload import HostPool
     from megarl.training.learner import Learner
-    from megarl.training.tenants import tenants_of
+    from megarl.training.tensor_groups import tensor_groups
 
     hf, config = make_config("qwen2", **SIZES), settings()
     with rank_of(Layout(tp=1, pp=1, dp=1, ep=1), 0) as runtime:
@@ -126,7 +126,7 @@ def test_the_optimizer_is_transformer_engines(monkeypatch: pytest.MonkeyPatch) -
         [part] = learner.parts
         assert type(part.optimizer).__name__ == "FusedAdam" and type(part.optimizer).__module__.startswith("transformer_engine")
         size = sum(parameter.numel() for parameter in model.parameters())
-        held = {name: tenant.nbytes for name, tenant in tenants_of(learner, HostPool(runtime.device)).items()}
+        held = {name: group.nbytes for name, group in tensor_groups(learner, HostPool(runtime.device)).items()}
         assert held["actor.weights"] >= 2 * size and held["actor.gradients"] >= 4 * size and held["actor.optimizer"] >= 4 * size
 
 
