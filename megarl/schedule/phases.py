@@ -10,19 +10,20 @@ import torch
 from megarl.data.experience import Experience
 from megarl.observe.samples import Sample
 from megarl.schedule.run import Run, Step
-from megarl.training.advantages import (
+from megarl.training.batch import distribute
+from megarl.training.checkpoint import PRETRAINING
+from megarl.training.columns import (
     add_gae,
     add_group_advantages,
     add_returns,
+    correct_mismatch,
     lambda_table,
+    mismatch,
+    mismatch_histogram,
+    policy_statistics,
     value_error_table,
 )
-from megarl.training.batches import distribute
-from megarl.training.checkpoint import PRETRAINING
-from megarl.training.columns import logprob_columns, value_columns
 from megarl.training.losses import actor_loss, critic_loss, supervised_loss
-from megarl.training.mismatch import correct_mismatch, mismatch, mismatch_histogram
-from megarl.training.statistics import policy_statistics, update_mini_batches
 
 PhaseFunction = Callable[[Run, Step], None]
 
@@ -70,7 +71,7 @@ def divide(run: Run, step: Step) -> None:
 def old_logprobs(run: Run, step: Step) -> None:
     """Compute the trainer's log-probs before any update, for the ratio and for the mismatch with the engine's."""
     experience, version = step.local.experience, run.engine.weight_version
-    columns = logprob_columns(run.actor, experience, step.local.micro_batches, run.runtime)
+    columns = run.actor.logprob_columns(experience, step.local.micro_batches)
     experience["old_logprobs"], experience["entropy"] = columns["logprobs"], columns["entropy"]
     step.count_tokens(passes=1)
     step.metrics |= policy_statistics(experience, run.runtime) | mismatch(experience, version, run.runtime)
@@ -83,7 +84,7 @@ def reference_logprobs(run: Run, step: Step) -> None:
     assert run.reference is not None
     experience = step.local.experience
     step.count_tokens(passes=1)
-    columns = logprob_columns(run.reference, experience, step.local.micro_batches, run.runtime)
+    columns = run.reference.logprob_columns(experience, step.local.micro_batches)
     experience["ref_logprobs"] = columns["logprobs"]
 
 
@@ -92,9 +93,7 @@ def values(run: Run, step: Step) -> None:
     assert run.critic is not None
     experience = step.local.experience
     step.count_tokens(passes=1)
-    experience["values"] = value_columns(run.critic, experience, step.local.micro_batches, run.runtime)[
-        "values"
-    ]
+    experience["values"] = run.critic.value_columns(experience, step.local.micro_batches)["values"]
 
 
 def gae_advantages(run: Run, step: Step) -> None:
@@ -119,18 +118,14 @@ def critic_update(run: Run, step: Step) -> None:
     loss = critic_loss(run.config.algorithm, step.local.experience)
     step.count_tokens(step.critic_epochs)
     mini_batches = step.local.critic_mini_batches
-    step.metrics |= update_mini_batches(
-        run.critic, mini_batches, loss, step.critic_epochs, "value", run.runtime
-    )
+    step.metrics |= run.critic.update_mini_batches(mini_batches, loss, step.critic_epochs, "value")
 
 
 def actor_update(run: Run, step: Step) -> None:
     """Update the policy over its mini-batches (DAPO eq. 8, VAPO eq. 8 and 10)."""
     loss, epochs = actor_loss(run.config.algorithm, step.local.experience), run.config.update.epochs
     step.count_tokens(epochs)
-    step.metrics |= update_mini_batches(
-        run.actor, step.local.mini_batches, loss, epochs, "policy", run.runtime
-    )
+    step.metrics |= run.actor.update_mini_batches(step.local.mini_batches, loss, epochs, "policy")
 
 
 def weight_transfer(run: Run, step: Step) -> None:
@@ -151,7 +146,7 @@ def supervised_update(run: Run, step: Step) -> None:
     """Maximise the likelihood of the responses."""
     loss = supervised_loss(step.local.experience)
     step.count_tokens(passes=1)
-    step.metrics |= update_mini_batches(run.actor, step.local.mini_batches, loss, 1, "policy", run.runtime)
+    step.metrics |= run.actor.update_mini_batches(step.local.mini_batches, loss, 1, "policy")
 
 
 FUNCTIONS: dict[str, PhaseFunction] = {

@@ -59,7 +59,7 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
         remarks = []
         if checkpoint is not None:
             _check_content(checkpoint, runtime)
-            run.load_state_dict(load_checkpoint(checkpoint, run.learners, run.onload_for_checkpoint)["samplers"])
+            run.load_state_dict(load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)["samplers"])
             if checkpoint.manifest["layout"] != layout:
                 remarks.append(f"the layout is another: {layout}, not {checkpoint.manifest['layout']}")
             if checkpoint.manifest["versions"] != versions():
@@ -137,15 +137,15 @@ def _own(config: Config, number: int) -> Checkpoint | None:
 def _weights(run: Run, name: str) -> list[torch.Tensor]:
     """Copies on the host."""
     run.onload_for_checkpoint(name)
-    return [parameter.detach().to("cpu", copy=True) for parameter in run.learners[name].model.parameters()]
+    return [parameter.detach().to("cpu", copy=True) for parameter in run.models[name].model.parameters()]
 
 
 def _differ(run: Run, checkpoint: Checkpoint, runtime: Runtime) -> float:
-    """The largest difference of a weight of any learner from the checkpoint's, which the learners hold from then on."""
-    ours = {name: _weights(run, name) for name in run.learners}
-    load_checkpoint(checkpoint, run.learners, run.onload_for_checkpoint)
+    """The largest difference of a weight of any model from the checkpoint's, which the models hold from then on."""
+    ours = {name: _weights(run, name) for name in run.models}
+    load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)
     largest = 0.0
-    for name in run.learners:
+    for name in run.models:
         for mine, theirs in zip(ours[name], _weights(run, name), strict=True):
             if not torch.equal(mine, theirs):
                 largest = max(largest, float((mine.float() - theirs.float()).abs().max()))

@@ -34,9 +34,9 @@ from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.wave import give_up
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.rollout_store import RolloutStore, pretraining_rollouts, step_rollouts
-from megarl.training.batches import LocalBatch
+from megarl.training.batch import LocalBatch
 from megarl.training.checkpoint import PRETRAINING
-from megarl.training.learner import Frozen, Learner
+from megarl.training.model import InferenceModel, TrainableModel
 from megarl.training.tensor_groups import tensor_groups
 from megarl.weights.engine_plan import engine_plan
 from megarl.weights.export import export_hf
@@ -47,7 +47,7 @@ from megarl.weights.megatron_folder import open_model
 from megarl.weights.publish import Team
 from megarl.weights.transfer import Staging, Transfer
 
-Model = TypeVar("Model", bound=Frozen)
+Model = TypeVar("Model", bound=InferenceModel)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -176,14 +176,14 @@ class Run:
         self.offload.onload("start", ())
         return model
 
-    def _actor(self) -> Learner:
+    def _actor(self) -> TrainableModel:
         model = build_actor(self.config, self.hf, self.runtime)
         load_weights(model, self.folder, self.runtime)
-        return Learner(
+        return TrainableModel(
             "actor", model, self.config.actor, self.config.steps, self.runtime, self.config.parallel
         )
 
-    def _critic(self) -> Learner:
+    def _critic(self) -> TrainableModel:
         folder = open_model(self.config.critic.path or self.config.model.path, critic=True)
         hf = read_hf_config(folder.path)
         if hf.vocab_size < len(self.tokenizer):
@@ -193,14 +193,14 @@ class Run:
             )
         model = build_critic(self.config, hf, self.runtime)
         load_weights(model, folder, self.runtime, critic=True)
-        return Learner(
+        return TrainableModel(
             "critic", model, self.config.critic, self.config.steps, self.runtime, self.config.parallel
         )
 
-    def _reference(self) -> Frozen:
+    def _reference(self) -> InferenceModel:
         model = build_actor(self.config, self.hf, self.runtime)
         load_weights(model, self.folder, self.runtime)
-        return Frozen("reference", model.requires_grad_(False), self.runtime)
+        return InferenceModel("reference", model.requires_grad_(False), self.runtime)
 
     def _prepare_rollout(self) -> None:
         config, runtime = self.config, self.runtime
@@ -267,7 +267,7 @@ class Run:
         return self.delivery.run(version).metrics()
 
     @property
-    def learners(self) -> dict[str, Learner]:
+    def models(self) -> dict[str, TrainableModel]:
         """The models whose weights and optimizers a checkpoint holds."""
         return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
 
@@ -313,7 +313,7 @@ class Run:
             source if which == "actor" else self.config.critic.path or source,
             self.runtime.layout,
             self.runtime.rank,
-            table_names(dict(self.learners[which].model.named_parameters())),
+            table_names(dict(self.models[which].model.named_parameters())),
             critic=which == "critic",
             dtype=DTYPES[self.config.model.dtype],
             control=self.runtime.cpu_group,

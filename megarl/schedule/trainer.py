@@ -37,8 +37,8 @@ from megarl.schedule.run import Run, Step
 from megarl.schedule.sampled import has_tokens, with_tokens
 from megarl.schedule.watchdog import Watchdog
 from megarl.training.checkpoint import PRETRAINING, choose_checkpoint, load_checkpoint
+from megarl.training.columns import throughput
 from megarl.training.saving import CheckpointWriter
-from megarl.training.statistics import throughput
 
 EVALUATIONS = "evaluations.jsonl"
 PLAIN_LINES = 100  # a log file gets about so many lines of steps
@@ -62,7 +62,7 @@ class Trainer:
         self._enter("choose a checkpoint")
         self.checkpoint, self.skipped_checkpoints = choose_checkpoint(self.runtime, self.folder)
         self.writer = CheckpointWriter(
-            self.runtime, self.config, run.learners, versions(), run.onload_for_checkpoint
+            self.runtime, self.config, run.models, versions(), run.onload_for_checkpoint
         )
         self.preemption = PreemptionHandler(run, self.writer, stop or StopRequest(()))
         if watchdog is not None:
@@ -229,7 +229,7 @@ class Trainer:
             assert self.run.critic is not None
             config = self.config.value_pretraining
             self.run.critic.start_schedule(config.steps, constant_lr=config.lr or self.config.critic.lr)
-        state = load_checkpoint(self.checkpoint, self.run.learners, self.run.onload_for_checkpoint)
+        state = load_checkpoint(self.checkpoint, self.run.models, self.run.onload_for_checkpoint)
         self.run.load_state_dict(state["samplers"])
         self.guards.load_state_dict(state["guards"])
         self.pretraining = state["value_pretraining"]

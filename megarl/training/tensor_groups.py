@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from megarl.parallel.offload import HostPool, Movable
-from megarl.training.learner import Frozen, Learner
+from megarl.training.model import InferenceModel, TrainableModel
 
 
-def tensor_groups(model: Frozen, pool: HostPool) -> dict[str, Movable]:
+def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
     """Return {"actor.weights", "actor.gradients", "actor.optimizer"}; for an inference model its weights alone."""
     device = model.runtime.device
-    if not isinstance(model, Learner):
+    if not isinstance(model, TrainableModel):
         return {f"{model.name}.weights": Movable(model.model.parameters, device, pool, "constant")}
     # Megatron's ParamAndGradBuffers, one for each dtype, and those of experts. All parameters are views of their param_data.
     buffers: list[Any] = [*model.chunk.buffers, *model.chunk.expert_parallel_buffers]
@@ -25,7 +25,7 @@ def tensor_groups(model: Frozen, pool: HostPool) -> dict[str, Movable]:
         others = {
             t.untyped_storage()._cdata for buffer in buffers for t in (buffer.param_data, buffer.grad_data)
         }
-        for part in model.parts:
+        for part in model.optimizers:
             tensors = [p for group in part.param_groups for p in group["params"]]
             tensors += [t for state in part.state.values() for t in state.values() if isinstance(t, Tensor)]
             yield from (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in others)
@@ -43,7 +43,7 @@ class _Weights(Movable):
     """Weights of a trainable model. The FP8 copies that Transformer Engine's modules cache go too; they are made again at
     the next forward pass."""
 
-    def __init__(self, model: Learner, buffers: list[Any], pool: HostPool) -> None:
+    def __init__(self, model: TrainableModel, buffers: list[Any], pool: HostPool) -> None:
         super().__init__(lambda: (buffer.param_data for buffer in buffers), model.runtime.device, pool)
         self._model = model.model
 

@@ -22,10 +22,9 @@ from megarl.rollout.delivery import Delivery
 from megarl.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.run import make_delivery, make_engine, start_engine
-from megarl.training.batches import LocalBatch, distribute
-from megarl.training.columns import logprob_columns
-from megarl.training.learner import Learner, UpdateResult
+from megarl.training.batch import LocalBatch, distribute
 from megarl.training.losses import supervised_loss
+from megarl.training.model import TrainableModel, UpdateResult
 from megarl.training.tensor_groups import tensor_groups
 from megarl.weights.families import table_names
 from megarl.weights.known_models import KNOWN_MODELS
@@ -88,7 +87,7 @@ class Scene:
         self.host, self.offload = HostPool(runtime.device), OffloadManager(runtime.device, keep=())
         built = build_actor(self.config, read_hf_config(folder), runtime)
         fill(built)
-        self.actor = Learner("actor", built, self.config.actor, self.config.steps, runtime)
+        self.actor = TrainableModel("actor", built, self.config.actor, self.config.steps, runtime)
         self.offload.register(tensor_groups(self.actor, self.host))
 
     def local(self, responses: int, tokens: int) -> LocalBatch:
@@ -103,7 +102,7 @@ class Scene:
     def logprobs(self, local: LocalBatch) -> torch.Tensor:
         """Of the response tokens, in order."""
         self.offload.onload("old_logprobs", WEIGHTS)
-        columns = logprob_columns(self.actor, local.experience, local.micro_batches, self.runtime)
+        columns = self.actor.logprob_columns(local.experience, local.micro_batches)
         return columns["logprobs"][local.experience.response_mask]
 
     def gradients(self, local: LocalBatch) -> dict[str, torch.Tensor]:

@@ -18,9 +18,9 @@ from megarl.plan.activations import activations
 from megarl.plan.checks import plan_of
 from megarl.plan.memory import Plan
 from megarl.plan.sizes import Shape
-from megarl.training.learner import Learner
-from megarl.training.micro_batch import make_micro_batches
-from megarl.training.sharded import save_learner
+from megarl.training.batch import make_micro_batches
+from megarl.training.model import TrainableModel
+from tests.checkpoints import save_model
 from tests.parallel.memory import LiveMemory
 from tests.tiny_models import CONFIGS
 
@@ -61,14 +61,14 @@ def plan_for(layout: tuple[int, int, int, int], family: str, dtype: str, critic:
     return plan_of(config_of(dtype, tp=tp, pp=pp, dp=dp, ep=ep), described)
 
 
-def learner_of(runtime: Runtime, family: str, dtype: str, critic: bool, recompute: str = "none", **keys: Any) -> tuple[Any, Learner]:
+def learner_of(runtime: Runtime, family: str, dtype: str, critic: bool, recompute: str = "none", **keys: Any) -> tuple[Any, TrainableModel]:
     """A model with random weights, and its optimizer."""
     config = config_of(dtype, recompute, keys.pop("sequence_parallel", None), keys.pop("chunk", 256))
     hf = hf_of(family, **keys)
     model = (build_critic if critic else build_actor)(config, hf, runtime)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    return hf, Learner("model", model, OptimizerConfig(), 1, runtime)
+    return hf, TrainableModel("model", model, OptimizerConfig(), 1, runtime)
 
 
 def group_sizes(runtime: Runtime, out: Path, family: str, dtype: str, critic: bool = False, **keys: Any) -> dict[str, int]:
@@ -86,7 +86,7 @@ def group_sizes(runtime: Runtime, out: Path, family: str, dtype: str, critic: bo
     if runtime.rank == 0:
         out.mkdir(exist_ok=True)
     barrier(runtime)
-    save_learner(learner, out)
+    save_model(learner, out)
     own = {key: size for key, size in optimizer.items() if key not in weights and key not in gradients}
     return {"weights": sum(weights.values()), "gradients": sum(gradients.values()), "optimizer": sum(own.values())}
 
@@ -96,7 +96,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
 
 
-def batches(learner: Learner, count: int) -> list[Any]:
+def batches(learner: TrainableModel, count: int) -> list[Any]:
     """Micro-batches of PACK sequences of LENGTH tokens."""
     rows = PACK * count
     batch = Experience.build([[1, 2]] * rows, [[3] * (LENGTH - 2)] * rows)

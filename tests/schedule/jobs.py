@@ -16,11 +16,10 @@ from megarl.parallel.runtime import Runtime
 from megarl.schedule.replay import Outcome, replay
 from megarl.schedule.run import Run
 from megarl.schedule.trainer import Trainer
+from megarl.training.batch import MicroBatch
 from megarl.training.checkpoint import find_checkpoint, load_checkpoint
-from megarl.training.learner import Loss
-from megarl.training.micro_batch import MicroBatch
-from megarl.training.saving import save_checkpoint
-from megarl.training.sharded import save_learner
+from megarl.training.model import Loss
+from tests.checkpoints import save_checkpoint, save_model
 
 
 def write_again(runtime: Runtime, config: Config, source: Path, full: Path) -> str:
@@ -29,13 +28,13 @@ def write_again(runtime: Runtime, config: Config, source: Path, full: Path) -> s
     run = Run(config, runtime)
     checkpoint, _ = find_checkpoint(source)
     assert checkpoint is not None
-    state = load_checkpoint(checkpoint, run.learners)
+    state = load_checkpoint(checkpoint, run.models)
     run.load_state_dict(state["samplers"])
     run.export("actor", config.run_dir / "hf")
     written = {**state, "samplers": run.state_dict()}
-    save_checkpoint(runtime, config, checkpoint.step, run.learners, written, checkpoint.manifest["versions"])
+    save_checkpoint(runtime, config, checkpoint.step, run.models, written, checkpoint.manifest["versions"])
     try:
-        save_learner(run.actor, full)
+        save_model(run.actor, full)
     except CheckpointError as error:
         return str(error)
     finally:

@@ -129,8 +129,9 @@ def through_a_checkpoint(
     """Two updates, a checkpoint, and one update more; the same one after the checkpoint was loaded into a model of the kind `read`.
 
     forget: the scales that were loaded are thrown away again, as if they had not been in the checkpoint."""
-    from megarl.training.sharded import load_learner, save_learner
+    from megarl.training.sharded import load_trainable
     from megarl.weights.families import table_names
+    from tests.checkpoints import save_model
 
     first = make_scene(runtime, folder / "first", written)
     for _ in range(2):
@@ -139,9 +140,9 @@ def through_a_checkpoint(
     if runtime.rank == 0:
         checkpoint.mkdir()
     torch.distributed.barrier()
-    save_learner(first.actor, checkpoint)
+    save_model(first.actor, checkpoint)
     second = make_scene(runtime, folder / "second", read)
-    load_learner(second.actor, checkpoint)
+    load_trainable(second.actor, checkpoint)
     if forget:
         for module in second.actor.model.modules():
             for key in ("scaling_fwd", "scaling_bwd"):
@@ -231,7 +232,7 @@ def _short_maximum() -> Any:
 
 def _packs_not_filled_up() -> Any:
     """Packs of any length, where FP8 takes multiples of 16."""
-    import megarl.training.micro_batch as micro_batch
+    import megarl.training.batch as micro_batch
 
     return _changed(micro_batch, "pack_multiple", lambda config: 1)
 
