@@ -219,7 +219,7 @@ class RolloutConfig(Section):
 class ClusterConfig(Section):
     """The machines, for plans and estimates alone. Speeds are one GPU's, in one direction; the defaults are peak figures of data sheets."""
 
-    gpu: str = knob("H100", "H100, H200, H800 or A100, whose figures megarl/plan/devices.py has; or another name, with all figures below")
+    gpu: str = knob("H100", "H100, H200, H800 or A100, whose figures megarl/plan/sizes.py has; or another name, with all figures below")
     gpu_memory: float | None = knob(None, "of one GPU, as nvidia-smi shows it; null: the table's", "GiB", gt=0)
     gpu_tflops: float | None = knob(None, "dense bf16; null: the table's", "TFLOP/s", gt=0)
     gpu_memory_speed: float | None = knob(None, "of its own memory; null: the table's", "GB/s", gt=0)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.phases import Phase, never_offloaded, training_phases
 from megarl.config.schema import Config
 from megarl.parallel.layout import Layout, padded_vocab
-from megarl.plan.activations import Activations, activations
-from megarl.plan.devices import GIB, Device
-from megarl.plan.sizes import Held, Shape
+from megarl.plan.sizes import GIB, Activations, Device, Held, Shape, activations, device_of
+from megarl.weights.layout import check_layout
 
 # Of every rank's GPU, all phases: the CUDA contexts of the rank and of its engine, the communicators' buffers. Our estimate.
 OVERHEAD = 4 * GIB
@@ -163,7 +163,7 @@ class Plan:
             layers=self.layers,
             sequence_parallel=tp > 1 and config.parallel.sequence_parallel is not False,
             critic=model == "critic",
-            words=padded_vocab(shape.sizes.vocab, tp) // tp,
+            vocab_shard_size=padded_vocab(shape.sizes.vocab, tp) // tp,
         )
 
     def work(self, phase: str, stage: int, tokens: float | None = None) -> dict[str, float]:
@@ -176,7 +176,7 @@ class Plan:
             phase, "actor"
         )
         if phase in ("old_logprobs", "reference_logprobs", "values"):
-            return {"activations": self.activations(model).looking(tokens, last) * FRAGMENTATION}
+            return {"activations": self.activations(model).forward_only(tokens, last) * FRAGMENTATION}
         if phase in ("actor_update", "critic_update", "supervised_update"):
             found = self.activations(model)
             layers = self.shape(model).sizes.layers // layout.pp
@@ -313,3 +313,38 @@ def with_layout(plan: Plan, tp: int, pp: int, dp: int, engine_tp: int) -> Plan:
     parallel = config.parallel.model_copy(update={"tp": tp, "pp": pp, "dp": dp})
     rollout = config.rollout.model_copy(update={"engine_tp": engine_tp})
     return replace(plan, config=config.model_copy(update={"parallel": parallel, "rollout": rollout}))
+
+
+def plan_of(
+    config: Config,
+    actor: Mapping[str, Any],
+    critic: Mapping[str, Any] | None = None,
+    *,
+    memory: float | None = None,
+) -> Plan:
+    """The plan of a configuration whose models have these config.json. memory: bytes of a GPU that is there. ConfigError where the model
+    cannot be divided as `parallel` says."""
+    parallel = config.parallel
+    for described in (actor, critic or actor):
+        check_layout(described, parallel.tp, parallel.pp, parallel.ep)
+    dtype = config.model.dtype
+    return make_plan(
+        config, Shape(actor, dtype), Shape(critic or actor, dtype), device_of(config.cluster, memory)
+    )
+
+
+def check_fits(
+    config: Config,
+    where: str,
+    actor: Mapping[str, Any],
+    critic: Mapping[str, Any] | None,
+    world: int,
+    memory: float,
+) -> None:
+    """ConfigError where the plan of this run on `world` GPUs of so many bytes says that it does not fit."""
+    parallel = config.parallel
+    dp = world // (parallel.tp * parallel.pp)
+    config = config.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
+    problem = plan_of(config, actor, critic, memory=memory).problem()
+    if problem:
+        raise ConfigError(f"{where}: {problem}")

@@ -21,7 +21,7 @@ from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here, without_tokenizer_threads
 from megarl.parallel.machine import allocator_problem, broken_transformer_engine, transformer_engine_problem, unmet
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
-from megarl.plan.checks import check_fits
+from megarl.plan.memory import check_fits
 from megarl.rewards import VerifierPool
 from megarl.rewards.registry import get_verifier
 from megarl.schedule.rollout_store import check_pretraining_rollouts

@@ -14,10 +14,8 @@ from megarl.model.builder import build_actor, build_critic
 from megarl.parallel.comm import barrier
 from megarl.parallel.layout import padded_vocab
 from megarl.parallel.runtime import Runtime
-from megarl.plan.activations import activations
-from megarl.plan.checks import plan_of
-from megarl.plan.memory import Plan
-from megarl.plan.sizes import Shape
+from megarl.plan.memory import Plan, plan_of
+from megarl.plan.sizes import Shape, activations
 from megarl.training.batch import make_micro_batches
 from megarl.training.model import TrainableModel
 from tests.checkpoints import save_model
@@ -127,7 +125,7 @@ def measure(
         layers="portable",
         sequence_parallel=sequence_parallel,
         critic=critic,
-        words=words,
+        vocab_shard_size=words,
     )
     in_flight = min(micro_batches, layout.pp - runtime.pp_rank)
     layers = hf.num_hidden_layers // layout.pp

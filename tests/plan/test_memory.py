@@ -10,8 +10,7 @@ import pytest
 
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
-from megarl.plan.checks import check_fits, plan_of
-from megarl.plan.memory import Plan, with_layout
+from megarl.plan.memory import Plan, check_fits, plan_of, with_layout
 from megarl.weights.known_models import KNOWN_MODELS
 from tests.plan.jobs import group_sizes, hf_of, plan_for
 from tests.ranks import RankPool

@@ -23,7 +23,7 @@ from megarl.config.schema import Config
 from megarl.parallel import cpu_platform, runtime
 from megarl.parallel.layout import Layout
 from megarl.parallel.machine import allocator_problem
-from megarl.plan.checks import plan_of
+from megarl.plan.memory import plan_of
 from megarl.rollout.delivery import Delivery
 from megarl.rollout.sglang import Place, SGLangEngine
 from megarl.schedule import evaluation, preflight, run
