@@ -138,12 +138,12 @@ class TestResidency:
         }
 
     def test_a_phase_empties_the_cache_once_somebody_has_left(self, calls: list[Any]) -> None:
-        offload, tensor = OffloadManager(CUDA, ()), torch.ones(4)
+        manager, tensor = OffloadManager(CUDA, ()), torch.ones(4)
         pool = offload.HostPool(torch.device("cpu"))
-        offload.register({"actor.weights": offload.Movable(lambda: [tensor], torch.device("cpu"), pool)})
-        offload.onload("rollout", ())
+        manager.register({"actor.weights": offload.Movable(lambda: [tensor], torch.device("cpu"), pool)})
+        manager.onload("rollout", ())
         assert [name for name, *_ in calls] == ["synchronize", "empty_cache"]
-        offload.onload("old_logprobs", {"actor.weights"})
+        manager.onload("old_logprobs", {"actor.weights"})
         assert len(calls) == 2
 
     def test_an_engines_share_is_what_the_device_has_more_of(self, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
