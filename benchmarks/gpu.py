@@ -114,18 +114,18 @@ def memory(tiny: bool) -> dict[str, Any]:
         local, peaks, tenants = scene.local(responses, tokens), dict[str, float](), dict[str, float]()
         scene.update(local)
         for phase, needs, work in (("old_logprobs", WEIGHTS, scene.logprobs), ("actor_update", UPDATE, scene.update)):
-            scene.residency.enter(phase, needs)
-            tenants[phase] = float(scene.residency.nbytes)
-            with scene.residency.measured(phase, peaks):
+            scene.offload.onload(phase, needs)
+            tenants[phase] = float(scene.offload.nbytes)
+            with scene.offload.measured(phase, peaks):
                 work(local)
 
         def there_and_back() -> None:
-            scene.residency.enter("nothing", ())
-            scene.residency.enter("actor_update", UPDATE)
+            scene.offload.onload("nothing", ())
+            scene.offload.onload("actor_update", UPDATE)
 
         took = seconds(there_and_back)
-        scene.residency.enter("nothing", ("actor.gradients",))  # which come back as zeros and are not copied
-        copied = tenants["actor_update"] - scene.residency.nbytes
+        scene.offload.onload("nothing", ("actor.gradients",))  # which come back as zeros and are not copied
+        copied = tenants["actor_update"] - scene.offload.nbytes
     return {"peaks": peaks, "tenants": tenants, "host": float(scene.host.nbytes), "move_gb": 2 * copied / took / 1e9}
 
 
@@ -139,7 +139,7 @@ def transfer(tiny: bool) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         scene = make_scene(folder, tiny, rollout={"engine": "sglang"})
-        scene.residency.enter("weight_transfer", WEIGHTS)
+        scene.offload.onload("weight_transfer", WEIGHTS)
         device = scene.runtime.device
         plan = engine_plan(scene.config, scene.sizes, scene.runtime.layout, cpu=device.type == "cpu")
         engine = SGLangEngine(scene.config, scene.sizes, Place(0, 1, device), (EOS,))
@@ -177,15 +177,15 @@ def rollout(tiny: bool) -> dict[str, float]:
             moves, steps = [], []
             for version in range(1, 4):
                 began = time.perf_counter()
-                scene.residency.enter("actor_update", UPDATE)
+                scene.offload.onload("actor_update", UPDATE)
                 sync()
                 moved = time.perf_counter() - began
                 scene.update(local)
                 sync()
                 begin = time.perf_counter()
-                scene.residency.enter("weight_transfer", TRANSFER)
+                scene.offload.onload("weight_transfer", TRANSFER)
                 scene.transfer(version)
-                scene.residency.enter("rollout", ENGINE)
+                scene.offload.onload("rollout", ENGINE)
                 sync()
                 moves.append(moved + time.perf_counter() - begin)
                 scene.generate(prompts, tokens)

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config import check_config, load_config
-from megarl.plan.checks import plan_of
-from megarl.plan.search import search
+from megarl.plan.memory import plan_of
 from megarl.plan.text import layouts, lines
-from megarl.plan.times import Lengths, default_lengths, estimate
+from megarl.plan.times import Lengths, default_lengths, estimate, search
 from megarl.weights.known_models import planning_config
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from megarl.config import Config, load_config
 from megarl.parallel.machine import SGLANG_IMPORT, broken_transformer_engine, import_problem
 from megarl.parallel.nodes import GIB, Needs, Place, check_nodes
-from megarl.plan.checks import plan_of
+from megarl.plan.memory import plan_of
 from megarl.weights.known_models import planning_config
 
 

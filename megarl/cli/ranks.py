@@ -38,7 +38,7 @@ def start_ranks(config: Config, arguments: Sequence[str], folder: Path, grace: f
     quiet_libraries()
     import megarl.schedule.evaluation
     import megarl.schedule.replay
-    import megarl.schedule.scheduler  # noqa: F401
+    import megarl.schedule.trainer  # noqa: F401
     from megarl.cli.main import main
     from megarl.parallel.launch import launch
     from megarl.weights.hf_io import read_config
@@ -46,7 +46,7 @@ def start_ranks(config: Config, arguments: Sequence[str], folder: Path, grace: f
     family = read_config(config.model.path)["model_type"]
     with suppress(ImportError):  # it is imported when the model is made, if it is called otherwise
         import_module(f"transformers.models.{family}.modeling_{family}")
-    if stop is not None and stop.wanted():
+    if stop is not None and stop.should_stop():
         raise Interrupted(f"{stop.reason}: no rank has been started; the same command continues")
     return launch(main, config.parallel, arguments, folder, grace)
 

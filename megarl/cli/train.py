@@ -1,4 +1,4 @@
-"""`megarl train`: checks everything, starts the ranks if nobody has, and runs the scheduler on each."""
+"""`megarl train`: checks everything, starts the ranks if nobody has, and trains on each."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _check(config: Config, where: str, claim: bool, fresh: bool) -> None:
 
 def _train(config: Config, runtime: Runtime, stop: StopRequest) -> None:
     from megarl.schedule.run import Run
-    from megarl.schedule.scheduler import Scheduler
+    from megarl.schedule.trainer import Trainer
     from megarl.schedule.watchdog import Watchdog
 
     with Watchdog(config.run_dir, runtime.rank, runtime.world, config.watchdog) as watchdog:
@@ -86,6 +86,6 @@ def _train(config: Config, runtime: Runtime, stop: StopRequest) -> None:
             reports = {name: asdict(report) for name, report in run.data_reports.items()}
             (config.run_dir / "data.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
         try:
-            Scheduler(run, stop, watchdog).execute()
+            Trainer(run, stop, watchdog).train()
         finally:
             run.close()

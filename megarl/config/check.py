@@ -43,9 +43,9 @@ def _problems(c: Config) -> Iterator[str]:
     yield from _fp8_problems(c)
     if c.residency.keep and c.residency.offload is False:
         yield "residency.keep: has no effect with residency.offload false, with which everything stays (leave one of them out)"
-    for tenant in c.residency.keep:
-        if not c.has_tenant(tenant):
-            yield f"residency.keep: {tenant}: this run has none (leave it out)"
+    for group in c.residency.keep:
+        if not c.has_group(group):
+            yield f"residency.keep: {group}: this run has none (leave it out)"
     if c.recipe == "sft":
         if a.nll_weight <= 0:
             yield "algorithm.nll_weight: must be > 0 for recipe sft, which has no other loss"

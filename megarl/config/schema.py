@@ -101,7 +101,7 @@ class ParallelConfig(Section):
     )
 
 
-Tenant = Literal[
+TensorGroup = Literal[
     "actor.weights",
     "actor.gradients",
     "actor.optimizer",
@@ -120,7 +120,9 @@ class ResidencyConfig(Section):
     offload: bool | None = knob(
         None, "before a phase, what it does not need leaves the device for pinned host memory; null: on CUDA, and not on a CPU"
     )
-    keep: tuple[Tenant, ...] = knob((), "tenants that never leave, e.g. [actor.optimizer]: quicker steps, less room for engine.kv_cache")
+    keep: tuple[TensorGroup, ...] = knob(
+        (), "tensor groups that never leave, e.g. [actor.optimizer]: quicker steps, less room for engine.kv_cache"
+    )
 
 
 class OptimizerConfig(Section):
@@ -217,7 +219,7 @@ class RolloutConfig(Section):
 class ClusterConfig(Section):
     """The machines, for plans and estimates alone. Speeds are one GPU's, in one direction; the defaults are peak figures of data sheets."""
 
-    gpu: str = knob("H100", "H100, H200, H800 or A100, whose figures megarl/plan/devices.py has; or another name, with all figures below")
+    gpu: str = knob("H100", "H100, H200, H800 or A100, whose figures megarl/plan/sizes.py has; or another name, with all figures below")
     gpu_memory: float | None = knob(None, "of one GPU, as nvidia-smi shows it; null: the table's", "GiB", gt=0)
     gpu_tflops: float | None = knob(None, "dense bf16; null: the table's", "TFLOP/s", gt=0)
     gpu_memory_speed: float | None = knob(None, "of its own memory; null: the table's", "GB/s", gt=0)
@@ -377,7 +379,7 @@ class GuardConfig(Section):
     clip_fraction: float | None = knob(0.3, "share of tokens clipped at either side, above which is an alarm; null: none", gt=0, le=1)
 
 
-# Everything that a run does, as its heartbeat calls it: the phases of megarl/schedule/phases.py, and what the scheduler does beside them.
+# Everything that a run does, as its heartbeat calls it: the phases of megarl/config/phases.py, and what the trainer does beside them.
 WatchedPhase = Literal[
     "start",
     "choose a checkpoint",
@@ -464,7 +466,7 @@ class Config(Section):
         """Whether this run trains a value model."""
         return self.recipe != "sft" and self.algorithm.advantage == "gae"
 
-    def has_tenant(self, tenant: Tenant) -> bool:
+    def has_group(self, group: TensorGroup) -> bool:
         """Whether this run has such a thing on its devices."""
         present = {
             "actor": True,
@@ -472,7 +474,7 @@ class Config(Section):
             "reference": bool(self.algorithm.kl_weight),
             "engine": self.recipe != "sft",
         }
-        return present[tenant.partition(".")[0]]
+        return present[group.partition(".")[0]]
 
     @property
     def responses(self) -> int:

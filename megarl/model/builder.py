@@ -283,7 +283,7 @@ def _transformer_config(config: Config, hf: PretrainedConfig, runtime: Runtime, 
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=layout.pp > 1,
         moe_token_dispatcher_type="alltoall",  # what variable_seq_lengths insists on, dense models included
-        calculate_per_token_loss=True,  # neither the schedule nor DDP divides the loss: see training/learner.py
+        calculate_per_token_loss=True,  # neither the schedule nor DDP divides the loss: see training/model.py
         perform_initialization=False,
         use_cpu_initialization=runtime.device.type == "cpu",
         # apex's kernel adds a weight's gradient to Megatron's buffer within the matrix product. (Transformer Engine: `_prepare`.)

@@ -33,7 +33,7 @@ class Internal(NamedTuple):
 
 _S, _M, _T = "sglang.srt.", "megatron.core.", "transformer_engine.pytorch."
 _INSIDE, _HOST, _CPU = "rollout/sglang_inside.py", "rollout/sglang_host.py", "parallel/cpu_platform.py"
-_BUILDER, _LEARNER, _CHECKPOINT = "model/builder.py", "training/learner.py", "training/sharded.py, staging.py"
+_BUILDER, _MODEL, _CHECKPOINT = "model/builder.py", "training/model.py", "training/sharded.py, saving.py"
 _IO, _MANAGER = f"{_S}managers.io_struct", f"{_S}managers.tokenizer_manager"
 
 INTERNALS: dict[str, tuple[Internal, ...]] = {
@@ -196,24 +196,24 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         Internal(
             f"{_M}transformer.module", "MegatronModule.sharded_state_dict", CALLS, "", f"{_CHECKPOINT}: a critic's, without an output layer"
         ),
-        Internal(f"{_M}distributed.finalize_model_grads", "finalize_model_grads", REPLACES, "model num_tokens", f"{_LEARNER}: no division"),
-        Internal(f"{_M}distributed", "finalize_model_grads", CALLS, "", _LEARNER),
-        Internal(f"{_M}distributed", "DistributedDataParallel", CALLS, "config ddp_config module", _LEARNER),
-        Internal(f"{_M}distributed", "DistributedDataParallelConfig", CALLS, "use_distributed_optimizer grad_reduce_in_fp32", _LEARNER),
-        Internal(f"{_M}distributed", "DistributedDataParallel.buffers", READS, "", "training/tenants.py: what leaves the device"),
-        Internal(f"{_M}distributed", "DistributedDataParallel.expert_parallel_buffers", READS, "", "training/tenants.py: the same"),
-        Internal(f"{_M}distributed", "DistributedDataParallel.zero_grad_buffer", CALLS, "", _LEARNER),
-        Internal(f"{_M}distributed", "DistributedDataParallel.no_sync", READS, "", _LEARNER),
-        Internal(f"{_M}distributed.param_and_grad_buffer", "_ParamAndGradBuffer.param_data", READS, "", "training/tenants.py"),
-        Internal(f"{_M}distributed.param_and_grad_buffer", "_ParamAndGradBuffer.grad_data", READS, "", "training/tenants.py"),
+        Internal(f"{_M}distributed.finalize_model_grads", "finalize_model_grads", REPLACES, "model num_tokens", f"{_MODEL}: no division"),
+        Internal(f"{_M}distributed", "finalize_model_grads", CALLS, "", _MODEL),
+        Internal(f"{_M}distributed", "DistributedDataParallel", CALLS, "config ddp_config module", _MODEL),
+        Internal(f"{_M}distributed", "DistributedDataParallelConfig", CALLS, "use_distributed_optimizer grad_reduce_in_fp32", _MODEL),
+        Internal(f"{_M}distributed", "DistributedDataParallel.buffers", READS, "", "training/tensor_groups.py: what leaves the device"),
+        Internal(f"{_M}distributed", "DistributedDataParallel.expert_parallel_buffers", READS, "", "training/tensor_groups.py: the same"),
+        Internal(f"{_M}distributed", "DistributedDataParallel.zero_grad_buffer", CALLS, "", _MODEL),
+        Internal(f"{_M}distributed", "DistributedDataParallel.no_sync", READS, "", _MODEL),
+        Internal(f"{_M}distributed.param_and_grad_buffer", "_ParamAndGradBuffer.param_data", READS, "", "training/tensor_groups.py"),
+        Internal(f"{_M}distributed.param_and_grad_buffer", "_ParamAndGradBuffer.grad_data", READS, "", "training/tensor_groups.py"),
         Internal(
             f"{_M}optimizer",
             "OptimizerConfig",
             CALLS,
             "optimizer lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad bf16 params_dtype use_distributed_optimizer",
-            _LEARNER,
+            _MODEL,
         ),
-        Internal(f"{_M}optimizer", "get_megatron_optimizer", CALLS, "config model_chunks", _LEARNER),
+        Internal(f"{_M}optimizer", "get_megatron_optimizer", CALLS, "config model_chunks", _MODEL),
         Internal(f"{_M}optimizer.distrib_optimizer", "DistributedOptimizer.sharded_state_dict", CALLS, "is_loading metadata", _CHECKPOINT),
         Internal(
             f"{_M}optimizer.distrib_optimizer", "DistributedOptimizer.load_parameter_state_from_fully_reshardable", CALLS, "", _CHECKPOINT
@@ -224,15 +224,15 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
             "OptimizerParamScheduler",
             CALLS,
             "optimizer init_lr max_lr min_lr lr_warmup_steps lr_decay_steps lr_decay_style start_wd end_wd wd_incr_steps wd_incr_style",
-            _LEARNER,
+            _MODEL,
         ),
-        Internal(f"{_M}pipeline_parallel", "get_forward_backward_func", CALLS, "", _LEARNER),
+        Internal(f"{_M}pipeline_parallel", "get_forward_backward_func", CALLS, "", _MODEL),
         Internal(
             f"{_M}pipeline_parallel.schedules",
             "forward_backward_pipelining_without_interleaving",
             CALLS,
             "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size forward_only",
-            _LEARNER,
+            _MODEL,
         ),
         Internal(f"{_M}dist_checkpointing", "load", CALLS, "sharded_state_dict checkpoint_dir", _CHECKPOINT),
         Internal(f"{_M}dist_checkpointing.core", "CheckpointingException", READS, "", _CHECKPOINT),
@@ -263,7 +263,7 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
     ),
     "transformer-engine": (
         Internal(
-            f"{_T}module.base", "TransformerEngineBaseModule._fp8_workspaces", READS, "", "training/tenants.py: FP8 copies of weights"
+            f"{_T}module.base", "TransformerEngineBaseModule._fp8_workspaces", READS, "", "training/tensor_groups.py: FP8 copies of weights"
         ),
         Internal(f"{_T}module.base", "TransformerEngineBaseModule.get_extra_state", READS, "", f"{_CHECKPOINT}: delayed scaling's history"),
         Internal(f"{_T}optimizers", "FusedAdam", READS, "", f"{_CHECKPOINT}: the optimizer that Megatron takes beside it"),

@@ -1,5 +1,5 @@
-"""Tensors off the device and back. Their storages are emptied and filled in place, so that every view of them, and whoever holds one,
-stays as it is; what they held goes through pinned host memory that all tenants share.
+"""Offload tensors to host memory and load them back. Their storages are emptied and filled in place, so that every view
+of them stays valid; the contents go through pinned host memory that all tensor groups share.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class HostPool:
         self.nbytes = 0  # of all chunks, in use or not
 
     def take(self, count: int) -> list[Tensor]:
-        """So many chunks, uint8 each, with undefined contents."""
+        """Return `count` chunks, uint8, with undefined contents."""
         while len(self._free) < count:
             self._free.append(torch.empty(self.chunk, dtype=torch.uint8, pin_memory=self._pinned))
             self.nbytes += self.chunk
         return [self._free.pop() for _ in range(count)]
 
     def give(self, chunks: Iterable[Tensor]) -> None:
-        """Takes chunks back."""
+        """Take chunks back."""
         self._free += chunks
 
 
@@ -45,25 +45,37 @@ class _Piece(NamedTuple):
 
 
 class Movable:
-    """The memory behind some tensors of `device`, which leaves it and comes back.
+    """The device memory behind some tensors, which can be offloaded.
 
-    tensors   lists them, anew each time: an optimizer's states exist only after its first step. Those elsewhere are left alone
-    contents  kept: come back as they left; constant: the same, and nobody writes them, so that one copy does; zero: come back as zeros
+    tensors   lists the tensors, again at each call: an optimizer's states exist only after its first step. Tensors on
+              other devices are left alone
+    contents  kept: restored; constant: restored from a copy that is made once, as nobody writes them; zero: filled with 0
     """
 
-    def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device, pool: HostPool, contents: Contents = "kept") -> None:
+    def __init__(
+        self,
+        tensors: Callable[[], Iterable[Tensor]],
+        device: torch.device,
+        pool: HostPool,
+        contents: Contents = "kept",
+    ) -> None:
         self._tensors, self._device, self._pool, self._contents = tensors, device, pool, contents
         self._away: list[tuple[UntypedStorage, int]] | None = None
         self._chunks: list[Tensor] = []
 
     @property
     def nbytes(self) -> int:
-        """What it takes, or would take, on the device."""
+        """Return the bytes that it takes, or would take, on the device."""
         away = self._away
-        return sum(storage.nbytes() for storage in self._storages()) if away is None else sum(size for _, size in away)
+        return (
+            sum(storage.nbytes() for storage in self._storages())
+            if away is None
+            else sum(size for _, size in away)
+        )
 
-    def leave(self) -> None:
-        """Frees the device memory. The copies are on the current stream, on which what wrote the tensors must be."""
+    def offload(self) -> None:
+        """Copy the tensors to host memory and free theirs. The copies run on the current stream: the kernels that wrote the
+        tensors must have been launched on it."""
         away = [(storage, storage.nbytes()) for storage in self._storages()]
         if self._contents != "zero" and not self._chunks:
             self._chunks = self._pool.take(-(-sum(size for _, size in away) // self._pool.chunk))
@@ -73,8 +85,8 @@ class Movable:
             storage.resize_(0)
         self._away = away
 
-    def enter(self) -> None:
-        """Allocates it again and fills it. torch.OutOfMemoryError leaves it off the device, as it was."""
+    def onload(self) -> None:
+        """Allocate the device memory again and fill it. After a torch.OutOfMemoryError it is offloaded as before."""
         assert self._away is not None, "it is on the device"
         away = self._away
         try:
@@ -121,26 +133,26 @@ def _bytes(storage: UntypedStorage) -> Tensor:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Gives what torch holds and does not use back to the device, for the engine's processes; nothing on a CPU."""
+    """Give memory that torch caches back to the device, for the engine's processes; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of the device that no process uses; 0 on a CPU, which is not asked."""
+    """Return the bytes of the device that no process uses; 0 on a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
-def begin_peak(device: torch.device) -> None:
-    """From here on `peak` looks."""
+def reset_device_peak(device: torch.device) -> None:
+    """Reset the peak-memory counter; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak(device: torch.device) -> dict[str, float]:
-    """Since `begin_peak`, in bytes: the most that this process's tensors took ("") and that torch held for them ("reserved"), and what all
-    processes together take of the device now ("device"). Empty on a CPU."""
+def device_peak(device: torch.device) -> dict[str, float]:
+    """Return bytes since `reset_device_peak`: the most that this process's tensors took (""), the most that torch held for
+    them ("reserved"), and what all processes together take of the device now ("device"). Empty on a CPU."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)

@@ -40,7 +40,7 @@ class StopRequest:
     def _told(self, number: int, _frame: FrameType | None) -> None:
         self.reason = f"stopped by {signal.Signals(number).name}"
 
-    def wanted(self, seconds: float = 0.0) -> bool:
+    def should_stop(self, seconds: float = 0.0) -> bool:
         """Whether to leave rather than do something that takes `seconds`."""
         if self.reason is None and self.end is not None and time.time() + seconds > self.end:
             self.reason = "stopped, as the time limit is near"

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from megarl.config.errors import ConfigError
+from megarl.config.phases import Phase, never_offloaded, training_phases
 from megarl.config.schema import Config
 from megarl.parallel.layout import Layout, padded_vocab
-from megarl.plan.activations import Activations, activations
-from megarl.plan.devices import GIB, Device
-from megarl.plan.phases import Declared, columns_of, device_phases, kept, models_of, resident_sets
-from megarl.plan.sizes import Held, Shape
+from megarl.plan.sizes import GIB, Activations, Device, Held, Shape, activations, device_of
+from megarl.weights.layout import check_layout
 
 # Of every rank's GPU, all phases: the CUDA contexts of the rank and of its engine, the communicators' buffers. Our estimate.
 OVERHEAD = 4 * GIB
 FRAGMENTATION = 1.05  # what torch's allocator takes for each byte of activations. Our estimate
-HOST_PROCESS = 4 * GIB  # a rank with torch, Megatron and its engine's processes, without tensors. Our estimate
+HOST_PROCESS = (
+    4 * GIB
+)  # a rank with torch, Megatron and its engine's processes, without tensors. Our estimate
 FLOAT = 4
 
 
@@ -46,8 +48,20 @@ class Plan:
 
     @cached_property
     def keep(self) -> frozenset[str]:
-        """The tenants that never leave the device."""
-        return kept(self.config)
+        """The tensor groups that never leave the GPU."""
+        there = frozenset[str]().union(*(phase.on_gpu for phase in self.phases))
+        return there & never_offloaded(self.config, gpu=True)
+
+    @cached_property
+    def phases(self) -> list[Phase]:
+        """The phases of a step that need something on the GPU, in order. Value pretraining needs nothing more."""
+        return [phase for phase in training_phases(self.config) if phase.on_gpu]
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """actor, critic, reference: those that the run has."""
+        critic, reference = self.config.has_critic, bool(self.config.algorithm.kl_weight)
+        return ("actor", *(["critic"] if critic else []), *(["reference"] if reference else []))
 
     @cached_property
     def layout(self) -> Layout:
@@ -89,12 +103,16 @@ class Plan:
         replicas = layout.tp * layout.dp // layout.ep
         divided = held.shared / layout.dp + held.experts / replicas
         single = held.single / layout.dp
-        return (divided + single) * 2 * FLOAT + (divided * FLOAT if self.shape(model).itemsize < FLOAT else 0.0)
+        return (divided + single) * 2 * FLOAT + (
+            divided * FLOAT if self.shape(model).itemsize < FLOAT else 0.0
+        )
 
     @cached_property
     def engine_weights(self) -> float:
         rollout = self.config.rollout
-        return self.actor.engine_bytes(rollout.engine_tp, rollout.weights_dtype, rollout.engine == "transformers")
+        return self.actor.engine_bytes(
+            rollout.engine_tp, rollout.weights_dtype, rollout.engine == "transformers"
+        )
 
     @cached_property
     def cache(self) -> float:
@@ -118,14 +136,21 @@ class Plan:
         bucket = rollout.transfer_bucket * 2**20
         if rollout.engine == "transformers":
             return bucket
-        return bucket + min(self.engine_weights, max(bucket, self.actor.engine_tensor(rollout.engine_tp, rollout.weights_dtype)))
+        return bucket + min(
+            self.engine_weights,
+            max(bucket, self.actor.engine_tensor(rollout.engine_tp, rollout.weights_dtype)),
+        )
 
-    def tenant(self, name: str, stage: int) -> float:
-        """Bytes of a tenant on a rank of this stage."""
+    def group(self, name: str, stage: int) -> float:
+        """Return the bytes of a tensor group on a rank of this stage."""
         owner, _, part = name.partition(".")
         if owner == "engine":
             return self.engine_weights if part == "weights" else self.cache
-        return float({"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}[part](owner, stage))
+        return float(
+            {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}[part](
+                owner, stage
+            )
+        )
 
     def activations(self, model: str) -> Activations:
         config, tp = self.config, self.layout.tp
@@ -138,35 +163,44 @@ class Plan:
             layers=self.layers,
             sequence_parallel=tp > 1 and config.parallel.sequence_parallel is not False,
             critic=model == "critic",
-            words=padded_vocab(shape.sizes.vocab, tp) // tp,
+            vocab_shard_size=padded_vocab(shape.sizes.vocab, tp) // tp,
         )
 
     def work(self, phase: str, stage: int, tokens: float | None = None) -> dict[str, float]:
-        """What a phase makes on the device besides its tenants. tokens: of a micro-batch; None: `pack`."""
+        """What a phase makes on the device besides its tensor groups. tokens: of a micro-batch; None: `pack`."""
         layout, tokens = self.layout, self.pack if tokens is None else tokens
         last = stage == layout.pp - 1
         if phase == "weight_transfer":
             return {"transfer buckets": self.transfer_memory}
-        model = {"values": "critic", "critic_update": "critic", "reference_logprobs": "reference"}.get(phase, "actor")
+        model = {"values": "critic", "critic_update": "critic", "reference_logprobs": "reference"}.get(
+            phase, "actor"
+        )
         if phase in ("old_logprobs", "reference_logprobs", "values"):
-            return {"activations": self.activations(model).looking(tokens, last) * FRAGMENTATION}
+            return {"activations": self.activations(model).forward_only(tokens, last) * FRAGMENTATION}
         if phase in ("actor_update", "critic_update", "supervised_update"):
             found = self.activations(model)
             layers = self.shape(model).sizes.layers // layout.pp
             whole = found.training(tokens, layers, layout.pp - stage, last)
             without_head = found.training(tokens, layers, layout.pp - stage, False)
-            return {"activations": without_head * FRAGMENTATION, "head": (whole - without_head) * FRAGMENTATION}
+            return {
+                "activations": without_head * FRAGMENTATION,
+                "head": (whole - without_head) * FRAGMENTATION,
+            }
         return {}
 
-    def need(self, declared: Declared, stage: int, tokens: float | None = None) -> Need:
-        present = resident_sets([declared], self.keep)[declared.name]
-        parts = {name: self.tenant(name, stage) for name in sorted(present)}
-        return Need(declared.name, {**parts, **self.work(declared.name, stage, tokens), "contexts": OVERHEAD}, stage)
+    def need(self, phase: Phase, stage: int, tokens: float | None = None) -> Need:
+        parts = {name: self.group(name, stage) for name in sorted(phase.on_gpu | self.keep)}
+        return Need(
+            phase.name, {**parts, **self.work(phase.name, stage, tokens), "contexts": OVERHEAD}, stage
+        )
 
     def needs(self, tokens: float | None = None) -> Iterator[Need]:
         """Each phase's need on the fullest stage."""
-        for declared in device_phases(self.config):
-            yield max((self.need(declared, stage, tokens) for stage in range(self.layout.pp)), key=lambda need: need.total)
+        for phase in self.phases:
+            yield max(
+                (self.need(phase, stage, tokens) for stage in range(self.layout.pp)),
+                key=lambda need: need.total,
+            )
 
     def budget(self) -> int:
         """The largest update.tokens_per_micro_batch that fits, in steps of 1,024; 0 where not even the longest sequence does."""
@@ -183,15 +217,22 @@ class Plan:
         """Bytes of a node's memory: what is off the device at any one time, the step's whole batch on every rank, a checkpoint on its way
         to the disk, and the processes."""
         config, per_node = self.config, min(self.config.cluster.gpus_per_node, self.layout.world)
-        phases = device_phases(config)
         away = 0.0
-        tenants = frozenset[str]().union(*(phase.resident for phase in phases))
-        for present in resident_sets(phases, self.keep).values():
+        groups = frozenset[str]().union(*(phase.on_gpu for phase in self.phases))
+        for phase in self.phases:
             # Gradients come back as zeros, engines' weights from the actor.
-            gone = [name for name in tenants - present if not name.startswith("engine.") and not name.endswith(".gradients")]
-            away = max(away, max(sum(self.tenant(name, stage) for name in gone) for stage in range(self.layout.pp)))
+            gone = [
+                name
+                for name in groups - phase.on_gpu - self.keep
+                if not name.startswith("engine.") and not name.endswith(".gradients")
+            ]
+            away = max(
+                away, max(sum(self.group(name, stage) for name in gone) for stage in range(self.layout.pp))
+            )
         tokens = self.step_tokens(self.longest)
-        columns = len(columns_of(config) - {"tokens"})
+        columns = len(
+            frozenset[str]().union(*(phase.writes for phase in training_phases(config))) - {"tokens"}
+        )
         return {
             "pinned buffers": away * per_node,
             "rollouts": tokens * (8 + 1 + FLOAT * columns) * per_node,
@@ -202,12 +243,14 @@ class Plan:
 
     def step_tokens(self, length: float) -> float:
         """Tokens of a step's batch whose sequences have this length."""
-        return (self.config.supervised.batch if self.config.recipe == "sft" else self.config.responses) * length
+        return (
+            self.config.supervised.batch if self.config.recipe == "sft" else self.config.responses
+        ) * length
 
     def checkpoint(self) -> float:
         """Bytes of one checkpoint: weights, the optimizer's own float32 weights, Adam's moments; without padding."""
         total = 0.0
-        for model in models_of(self.config):
+        for model in self.models:
             shape = self.shape(model)
             elements = shape.held(Layout(), 0, critic=model == "critic").all
             total += elements * (shape.itemsize + 3 * FLOAT) if model != "reference" else 0
@@ -255,7 +298,9 @@ class Plan:
 def make_plan(config: Config, actor: Shape, critic: Shape, device: Device) -> Plan:
     """A plan of `config`. ConfigError where its sizes contradict each other."""
     try:
-        plan = Plan(config, actor, critic, device, layers="portable" if config.model.layers == "portable" else "te")
+        plan = Plan(
+            config, actor, critic, device, layers="portable" if config.model.layers == "portable" else "te"
+        )
         _ = plan.layout
     except ValueError as error:
         raise ConfigError(f"parallel: {error}") from None
@@ -268,3 +313,38 @@ def with_layout(plan: Plan, tp: int, pp: int, dp: int, engine_tp: int) -> Plan:
     parallel = config.parallel.model_copy(update={"tp": tp, "pp": pp, "dp": dp})
     rollout = config.rollout.model_copy(update={"engine_tp": engine_tp})
     return replace(plan, config=config.model_copy(update={"parallel": parallel, "rollout": rollout}))
+
+
+def plan_of(
+    config: Config,
+    actor: Mapping[str, Any],
+    critic: Mapping[str, Any] | None = None,
+    *,
+    memory: float | None = None,
+) -> Plan:
+    """The plan of a configuration whose models have these config.json. memory: bytes of a GPU that is there. ConfigError where the model
+    cannot be divided as `parallel` says."""
+    parallel = config.parallel
+    for described in (actor, critic or actor):
+        check_layout(described, parallel.tp, parallel.pp, parallel.ep)
+    dtype = config.model.dtype
+    return make_plan(
+        config, Shape(actor, dtype), Shape(critic or actor, dtype), device_of(config.cluster, memory)
+    )
+
+
+def check_fits(
+    config: Config,
+    where: str,
+    actor: Mapping[str, Any],
+    critic: Mapping[str, Any] | None,
+    world: int,
+    memory: float,
+) -> None:
+    """ConfigError where the plan of this run on `world` GPUs of so many bytes says that it does not fit."""
+    parallel = config.parallel
+    dp = world // (parallel.tp * parallel.pp)
+    config = config.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
+    problem = plan_of(config, actor, critic, memory=memory).problem()
+    if problem:
+        raise ConfigError(f"{where}: {problem}")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megarl.plan.devices import GIB
 from megarl.plan.memory import Need, Plan
-from megarl.plan.search import Found
-from megarl.plan.times import Estimate, Lengths
+from megarl.plan.sizes import GIB
+from megarl.plan.times import Estimate, Found, Lengths
 
 COLUMNS = (
     ("weights", ("actor.weights", "critic.weights", "reference.weights")),
@@ -38,27 +37,42 @@ def lines(plan: Plan, where: str, lengths: Lengths, made: Estimate) -> Iterator[
     yield from table(list(plan.needs()), device.memory)
     yield ""
     budget = plan.budget()
-    largest = f"{budget:,} tokens" if budget else f"none: the longest sequence has {plan.longest:,} tokens and does not fit"
+    largest = (
+        f"{budget:,} tokens"
+        if budget
+        else f"none: the longest sequence has {plan.longest:,} tokens and does not fit"
+    )
     yield f"largest update.tokens_per_micro_batch  {largest} (now {config.update.tokens_per_micro_batch:,})"
     found = plan.activations("actor")
     head = (found.head * plan.pack + found.head_fixed) / GIB
     yield f"log-prob head at work on a micro-batch  {head:.1f} GiB, at another time than the layers"
     if config.recipe != "sft":
-        longest, mean = (plan.cache_tokens / tokens for tokens in (plan.longest, config.data.max_prompt_tokens + lengths.mean))
+        longest, mean = (
+            plan.cache_tokens / tokens
+            for tokens in (plan.longest, config.data.max_prompt_tokens + lengths.mean)
+        )
         yield f"responses decoded at once by an engine  {longest:,.0f} of full length, {mean:,.0f} of mean length"
         yield f"weights into a GPU at each transfer  {plan.engine_weights / 1e9:.2f} GB"
     host = plan.host()
     listed = ", ".join(f"{name} {size / GIB:.0f}" for name, size in host.items())
     yield f"memory of a node  {sum(host.values()) / GIB:.0f} of {config.cluster.host_memory:.0f} GiB: {listed}"
-    kept = f", {config.checkpoint.keep} kept: {plan.checkpoint() * config.checkpoint.keep / 1e9:,.0f} GB" if config.checkpoint.keep else ""
+    kept = (
+        f", {config.checkpoint.keep} kept: {plan.checkpoint() * config.checkpoint.keep / 1e9:,.0f} GB"
+        if config.checkpoint.keep
+        else ""
+    )
     yield f"a checkpoint on disk  {plan.checkpoint() / 1e9:,.1f} GB{kept}"
     yield ""
     yield from time_lines(made, lengths)
 
 
 def table(needs: Sequence[Need], memory: float) -> Iterator[str]:
-    """A row for each phase, a column for each kind of tenant that any of them has."""
-    used = [(title, names) for title, names in COLUMNS if any(name in need.parts for need in needs for name in names)]
+    """A row for each phase, a column for each kind of tensor group that any of them has."""
+    used = [
+        (title, names)
+        for title, names in COLUMNS
+        if any(name in need.parts for need in needs for name in names)
+    ]
     yield f"{'phase':20s}" + "".join(f"{title:>12s}" for title, _ in used) + f"{'total':>9s}{'free':>9s}"
     for need in needs:
         cells = [sum(need.parts.get(name, 0.0) for name in names) / GIB for _, names in used]
@@ -86,7 +100,11 @@ def layouts(found: Sequence[Found], current: Plan, *, everything: bool = False) 
     for one in good[:limit]:
         layout, made = one.plan.layout, one.estimate
         assert made is not None
-        mark = "  <- the configuration" if (layout, _engine_tp(one.plan)) == (current.layout, _engine_tp(current)) else ""
+        mark = (
+            "  <- the configuration"
+            if (layout, _engine_tp(one.plan)) == (current.layout, _engine_tp(current))
+            else ""
+        )
         yield (
             f"{layout.tp:4d}{layout.pp:4d}{layout.dp:5d}{_engine_tp(one.plan):11d}{clock(made.total):>10s}"
             f"{clock(made.parts.get('rollout', 0.0)):>10s}{one.plan.budget():16,d}{one.plan.cache_tokens:12,.0f}{mark}"
@@ -96,7 +114,9 @@ def layouts(found: Sequence[Found], current: Plan, *, everything: bool = False) 
     reasons: dict[tuple[int, int, int, str], list[int]] = {}
     for one in bad:
         layout = one.plan.layout
-        reasons.setdefault((layout.tp, layout.pp, layout.dp, one.problem or ""), []).append(_engine_tp(one.plan))
+        reasons.setdefault((layout.tp, layout.pp, layout.dp, one.problem or ""), []).append(
+            _engine_tp(one.plan)
+        )
     for (tp, pp, dp, problem), engines in list(reasons.items())[:limit]:
         yield f"    not tp {tp}, pp {pp}, dp {dp}, engine tp {'/'.join(map(str, engines))}: {problem}"
     if len(reasons) > limit:

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
+from typing import NamedTuple
 
-from megarl.plan.memory import Plan
-from megarl.plan.phases import device_phases, resident_sets
+from megarl.config.errors import MegarlError
+from megarl.plan.memory import Plan, with_layout
+from megarl.weights.layout import check_layout
 
 TRAINING = 0.50  # of peak FLOP/s, communication not counted
 DECODING = 0.60  # of the memory's speed
@@ -36,7 +39,11 @@ class Lengths:
         low, high = 0.0, float(self.longest) * 100
         for _ in range(60):  # the scale at which the cut ones have the wanted mean
             middle = (low + high) / 2
-            low, high = (middle, high) if fmean(min(middle * s, self.longest) for s in shape) < self.mean else (low, middle)
+            low, high = (
+                (middle, high)
+                if fmean(min(middle * s, self.longest) for s in shape) < self.mean
+                else (low, middle)
+            )
         return [min(high * s, self.longest) for s in shape]
 
 
@@ -73,21 +80,32 @@ def estimate(plan: Plan, lengths: Lengths) -> Estimate:
     bubble = 1 + (layout.pp - 1) / max(packs / _updates(plan), 1.0)
     speed = device.tflops * 1e12 * TRAINING * layout.world
     square = fmean(length + prompt for length in quantiles)
-    for declared in device_phases(config):
-        passes = {"old_logprobs": 1, "reference_logprobs": 1, "values": 1, "critic_update": 3, "actor_update": 3, "supervised_update": 3}
-        if declared.name not in passes:
+    for phase in plan.phases:
+        passes = {
+            "old_logprobs": 1,
+            "reference_logprobs": 1,
+            "values": 1,
+            "critic_update": 3,
+            "actor_update": 3,
+            "supervised_update": 3,
+        }
+        if phase.name not in passes:
             continue
-        count = passes[declared.name] + (1 if config.model.recompute == "full" and passes[declared.name] == 3 else 0)
-        model = plan.shape("critic" if "critic" in declared.name or declared.name == "values" else "actor")
-        epochs = {"critic_update": config.critic.epochs, "actor_update": config.update.epochs}.get(declared.name, 1)
-        again = count if passes[declared.name] == 3 else 1
+        count = passes[phase.name] + (
+            1 if config.model.recompute == "full" and passes[phase.name] == 3 else 0
+        )
+        model = plan.shape("critic" if "critic" in phase.name or phase.name == "values" else "actor")
+        epochs = {"critic_update": config.critic.epochs, "actor_update": config.update.epochs}.get(
+            phase.name, 1
+        )
+        again = count if passes[phase.name] == 3 else 1
         # Two FLOPs a parameter and token in a forward pass, and causal attention over half of the square.
         flops = tokens * (2 * model.active + 2 * square * model.sizes.layers * model.sizes.q)
         talk = again * tokens / layout.dp * _tensor_parallel(plan)
-        parts[declared.name] = epochs * (count * flops / speed + talk) * bubble
-        if passes[declared.name] == 3:
-            name = "critic" if "critic" in declared.name else "actor"
-            parts[declared.name] += epochs * _updates(plan) * _data_parallel(plan, name)
+        parts[phase.name] = epochs * (count * flops / speed + talk) * bubble
+        if passes[phase.name] == 3:
+            name = "critic" if "critic" in phase.name else "actor"
+            parts[phase.name] += epochs * _updates(plan) * _data_parallel(plan, name)
     if config.recipe != "sft":
         parts["weight_transfer"] = _transfer(plan)
     moved = _moved(plan)
@@ -125,13 +143,13 @@ def _transfer(plan: Plan) -> float:
 
 
 def _moved(plan: Plan) -> float:
-    """Bytes that a GPU's tenants travel in a step, both ways; gradients and engines come back empty."""
-    sets = list(resident_sets(device_phases(plan.config), plan.keep).values())
+    """Bytes that a GPU's tensor groups travel in a step, both ways; gradients and engines come back empty."""
+    sets = [phase.on_gpu | plan.keep for phase in plan.phases]
     total = 0.0
     for before, after in zip([sets[-1], *sets[:-1]], sets, strict=True):
         for name in before ^ after:
             if not name.startswith("engine.") and not name.endswith(".gradients"):
-                total += max(plan.tenant(name, stage) for stage in range(plan.layout.pp))
+                total += max(plan.group(name, stage) for stage in range(plan.layout.pp))
     return total
 
 
@@ -157,7 +175,61 @@ def _rollout(plan: Plan, prompt: float, quantiles: list[float]) -> tuple[float, 
         until = heapq.heappop(running)
         count = len(running) + 1
         read = plan.engine_weights + count * mean * shape.cache_bytes(tp)
-        step = max(read / memory, count * 2 * shape.active / flops) + 2 * shape.sizes.layers * MESSAGE * (tp > 1)
+        step = max(read / memory, count * 2 * shape.active / flops) + 2 * shape.sizes.layers * MESSAGE * (
+            tp > 1
+        )
         seconds += (until - now) * step
         now = until
     return seconds + each * prompt * 2 * shape.active / flops, float(at_once)
+
+
+class Found(NamedTuple):
+    """A layout that was tried: its estimate if it fits, else why not."""
+
+    plan: Plan
+    estimate: Estimate | None
+    problem: str | None
+
+
+def search(plan: Plan, lengths: Lengths) -> list[Found]:
+    """Every TP x PP x DP x engine TP of as many GPUs as the plan has. Those that fit come first, the quickest first; of the others those
+    with the least parallelism first."""
+    found = [_judge(candidate, lengths) for candidate in _candidates(plan)]
+    found.sort(
+        key=lambda one: (one.estimate is None, one.estimate.total if one.estimate else 0.0, _order(one.plan))
+    )
+    return found
+
+
+def _candidates(plan: Plan) -> Iterator[Plan]:
+    world, node = plan.layout.world, min(plan.config.cluster.gpus_per_node, plan.layout.world)
+    engines = (
+        [1] if plan.config.rollout.engine == "transformers" else [n for n in _powers(node) if world % n == 0]
+    )
+    for tp in _powers(node):
+        for pp in (
+            n for n in range(1, world // tp + 1) if world % (tp * n) == 0 and plan.actor.sizes.layers % n == 0
+        ):
+            for engine_tp in engines:
+                yield with_layout(plan, tp, pp, world // (tp * pp), engine_tp)
+
+
+def _powers(limit: int) -> list[int]:
+    return [2**i for i in range(limit.bit_length()) if 2**i <= limit]
+
+
+def _judge(plan: Plan, lengths: Lengths) -> Found:
+    try:
+        for shape in (plan.actor, plan.critic):
+            check_layout(shape.config, plan.layout.tp, plan.layout.pp, plan.layout.ep)
+        problem = plan.problem()
+    except (MegarlError, ValueError) as error:
+        return Found(plan, None, str(error))
+    if problem:
+        return Found(plan, None, problem)
+    return Found(plan, estimate(plan, lengths), None)
+
+
+def _order(plan: Plan) -> tuple[int, int, int]:
+    layout = plan.layout
+    return layout.tp * layout.pp, layout.tp, plan.config.rollout.engine_tp

@@ -1,175 +1,169 @@
-"""The phases of a step. Each says which columns it reads and writes and what must be resident on the device while it runs.
-
-The scheduler checks the declarations at start-up, moves tenants between phases and times them; the planner reads them too.
-"""
+"""The code of each phase: the function of the name under which config/phases.py declares it, called as phase(run, step)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 
+import torch
+
+from megarl.data.experience import Experience
 from megarl.observe.samples import Sample
-from megarl.schedule.recorded import record_rollout
-from megarl.schedule.run import Step
-from megarl.training.advantages import add_gae, add_group_advantages, add_returns, lambda_table, value_error_table
-from megarl.training.batches import distribute
-from megarl.training.columns import logprob_columns, value_columns
+from megarl.schedule.run import Run, Step
+from megarl.training.batch import distribute
+from megarl.training.checkpoint import PRETRAINING
+from megarl.training.columns import (
+    add_gae,
+    add_group_advantages,
+    add_returns,
+    correct_mismatch,
+    lambda_table,
+    mismatch,
+    mismatch_histogram,
+    policy_statistics,
+    value_error_table,
+)
 from megarl.training.losses import actor_loss, critic_loss, supervised_loss
-from megarl.training.mismatch import correct_mismatch, mismatch, mismatch_histogram
-from megarl.training.statistics import policy_statistics, update_mini_batches
+
+PhaseFunction = Callable[[Run, Step], None]
 
 
-@dataclass(frozen=True)
-class Phase:
-    """name: as in time/<name>. reads, writes: columns. resident: tenants that must be on the device."""
+def rollout(run: Run, step: Step) -> None:
+    """Sample groups of responses, verify them, and go on until the batch of effective prompts is full (DAPO eq. 11).
 
-    name: str
-    reads: frozenset[str]
-    writes: frozenset[str]
-    resident: frozenset[str]
-    run: Callable[[Step], None]
-
-
-def phase(reads: str = "", writes: str = "", resident: str = "") -> Callable[[Callable[[Step], None]], Phase]:
-    """Declares a phase; the names are separated by spaces."""
-
-    def declare(run: Callable[[Step], None]) -> Phase:
-        return Phase(run.__name__, frozenset(reads.split()), frozenset(writes.split()), frozenset(resident.split()), run)
-
-    return declare
-
-
-@phase(writes="tokens engine_logprobs policy_version rewards correct truncated group_ids", resident="engine.weights engine.kv_cache")
-def rollout(step: Step) -> None:
-    """Samples groups of responses, verifies them, and keeps sampling until the batch of effective prompts is full (DAPO eq. 11)."""
-    step.rollout = step.run.sampler.collect(step.index)
-    step.batch = step.rollout.to_experience()
-    step.samples = step.rollout.samples(step.run.tokenizer, step.run.config.log.samples)
-    step.metrics |= step.rollout.stats | {f"inside/{part}": seconds for part, seconds in step.rollout.seconds.items()}
-    step.events += step.run.delivery.take_events()
-    if step.stage == "train" and step.run.config.checkpoint.rollouts:
-        record_rollout(step)
+    The policy stands still during value pretraining: its rollouts are kept on disk and read from there the next time."""
+    if step.stage == PRETRAINING:
+        stored, step.events = run.pretraining_rollouts.read(step.number)
+        step.metrics["rollout/reused"] = float(stored is not None)
+        if stored is not None:
+            step.batch, state = stored
+            run.load_state_dict(
+                state["samplers"]
+            )  # as if it had been sampled now: the next draw does not change
+            step.metrics |= state["stats"]
+            step.samples = {int(row): Sample(**sample) for row, sample in state.get("samples", {}).items()}
+            return
+    found = run.sampler.collect(step.index)
+    step.batch, step.verifier_errors = found.to_experience(), found.errors
+    step.samples = found.samples(run.tokenizer, run.config.log.samples)
+    step.metrics |= found.stats | {f"inside/{part}": seconds for part, seconds in found.seconds.items()}
+    step.events += run.delivery.take_events()
+    if step.stage == PRETRAINING:
+        samples = {str(row): asdict(sample) for row, sample in step.samples.items()}
+        state = {"stats": found.stats, "samplers": run.state_dict(), "samples": samples}
+        run.pretraining_rollouts.write(step.number, step.batch, state)
+    elif run.config.checkpoint.rollouts:
+        run.rollouts.write(step.number, step.batch, {"stats": found.stats})
 
 
-def _frozen_rollout(step: Step) -> None:
-    assert step.kept is not None
-    found, step.events = step.kept.read(step.number)
-    step.metrics["rollout/reused"] = float(found is not None)
-    if found is not None:
-        step.batch, state = found
-        step.run.load_state_dict(state["samplers"])  # as if it had been sampled now: what is drawn next does not change
-        step.metrics |= state["stats"]
-        step.samples = {int(row): Sample(**sample) for row, sample in state.get("samples", {}).items()}
-        return
-    rollout.run(step)
-    assert step.rollout is not None
-    samples = {str(row): asdict(sample) for row, sample in step.samples.items()}
-    step.kept.write(step.number, step.batch, {"stats": step.rollout.stats, "samplers": step.run.state_dict(), "samples": samples})
-
-
-# Value pretraining's rollout: from disk where an earlier run has kept it, else sampled and kept.
-frozen_rollout = replace(rollout, run=_frozen_rollout)
-
-
-@phase(reads="rewards group_ids", writes="advantages")
-def group_advantages(step: Step) -> None:
-    """Rewards normalised within their group (DAPO eq. 9)."""
+def group_advantages(run: Run, step: Step) -> None:
+    """Normalise rewards within their group (DAPO eq. 9)."""
     add_group_advantages(step.batch)
 
 
-@phase(reads="tokens correct truncated", writes="policy_weights nll_weights value_weights")
-def divide(step: Step) -> None:
-    """Mini-batches, their global denominators, and this replica's share of the work."""
-    run = step.run
-    learners = [run.critic] if step.stage == "value_pretraining" else [run.actor, run.critic]
-    models = [learner.model for learner in learners if learner is not None]
-    step.local = distribute(step.batch, run.config, step.mini_batch, step.seed, models, run.runtime)
+def divide(run: Run, step: Step) -> None:
+    """Divide the batch into mini-batches with their global denominators, and take this replica's share."""
+    models = [run.critic] if step.stage == PRETRAINING else [run.actor, run.critic]
+    shapes = [model.model for model in models if model is not None]
+    step.local = distribute(step.batch, run.config, step.mini_batch, step.seed, shapes, run.runtime)
 
 
-@phase(reads="tokens engine_logprobs policy_version policy_weights", writes="old_logprobs entropy policy_weights", resident="actor.weights")
-def old_logprobs(step: Step) -> None:
-    """log pi_old of the trainer, before any update: the ratio's denominator, the measure of the engine, and what corrects for it."""
-    run, experience = step.run, step.local.experience
-    columns = logprob_columns(run.actor, experience, step.local.micro_batches, run.runtime)
+def old_logprobs(run: Run, step: Step) -> None:
+    """Compute the trainer's log-probs before any update, for the ratio and for the mismatch with the engine's."""
+    experience, version = step.local.experience, run.engine.weight_version
+    columns = run.actor.logprob_columns(experience, step.local.micro_batches)
     experience["old_logprobs"], experience["entropy"] = columns["logprobs"], columns["entropy"]
     step.count_tokens(passes=1)
-    step.metrics |= policy_statistics(experience, run.runtime) | mismatch(experience, run.engine.weight_version, run.runtime)
-    step.distributions["mismatch"] = mismatch_histogram(experience, run.engine.weight_version, run.runtime)
+    step.metrics |= policy_statistics(experience, run.runtime) | mismatch(experience, version, run.runtime)
+    step.distributions["mismatch"] = mismatch_histogram(experience, version, run.runtime)
     step.metrics |= correct_mismatch(run.config.algorithm.mismatch, experience, run.runtime)
 
 
-@phase(reads="tokens", writes="ref_logprobs", resident="reference.weights")
-def reference_logprobs(step: Step) -> None:
-    """log pi_ref of the initial policy, for the KL term (GRPO)."""
-    run, experience = step.run, step.local.experience
+def reference_logprobs(run: Run, step: Step) -> None:
+    """Compute log pi_ref of the initial policy, for the KL term (GRPO)."""
     assert run.reference is not None
+    experience = step.local.experience
     step.count_tokens(passes=1)
-    experience["ref_logprobs"] = logprob_columns(run.reference, experience, step.local.micro_batches, run.runtime)["logprobs"]
+    columns = run.reference.logprob_columns(experience, step.local.micro_batches)
+    experience["ref_logprobs"] = columns["logprobs"]
 
 
-@phase(reads="tokens", writes="values", resident="critic.weights")
-def values(step: Step) -> None:
-    """V(s_t) before the critic is updated."""
-    run, experience = step.run, step.local.experience
+def values(run: Run, step: Step) -> None:
+    """Compute V(s_t) before the critic is updated."""
     assert run.critic is not None
+    experience = step.local.experience
     step.count_tokens(passes=1)
-    experience["values"] = value_columns(run.critic, experience, step.local.micro_batches, run.runtime)["values"]
+    experience["values"] = run.critic.value_columns(experience, step.local.micro_batches)["values"]
 
 
-@phase(reads="rewards values", writes="advantages returns")
-def gae_advantages(step: Step) -> None:
-    """Decoupled and length-adaptive GAE (VAPO eq. 3 and 5)."""
-    run, experience = step.run, step.local.experience
-    algorithm, longest = run.config.algorithm, run.config.rollout.max_response_tokens
+def gae_advantages(run: Run, step: Step) -> None:
+    """Compute decoupled and length-adaptive GAE (VAPO eq. 3 and 5)."""
+    algorithm, experience = run.config.algorithm, step.local.experience
     step.metrics |= add_gae(algorithm, experience, run.runtime)
+    longest = run.config.rollout.max_response_tokens
     step.distributions["lambda"] = lambda_table(algorithm, experience, longest, run.runtime)
     step.distributions["value_error"] = value_error_table(experience, run.runtime)
 
 
-@phase(reads="rewards values", writes="returns")
-def monte_carlo_returns(step: Step) -> None:
-    """The critic's targets alone, for value pretraining."""
-    run, experience = step.run, step.local.experience
+def monte_carlo_returns(run: Run, step: Step) -> None:
+    """Compute the critic's targets alone, for value pretraining."""
+    experience = step.local.experience
     step.metrics |= add_returns(run.config.algorithm, experience, run.runtime)
     step.distributions["value_error"] = value_error_table(experience, run.runtime)
 
 
-@phase(reads="tokens values returns value_weights", resident="critic.weights critic.gradients critic.optimizer")
-def critic_update(step: Step) -> None:
-    """The value model's optimizer steps over the mini-batches."""
-    run = step.run
+def critic_update(run: Run, step: Step) -> None:
+    """Update the critic over its mini-batches."""
     assert run.critic is not None
     loss = critic_loss(run.config.algorithm, step.local.experience)
     step.count_tokens(step.critic_epochs)
-    step.metrics |= update_mini_batches(run.critic, step.local.critic_mini_batches, loss, step.critic_epochs, "value", run.runtime)
+    mini_batches = step.local.critic_mini_batches
+    step.metrics |= run.critic.update_mini_batches(mini_batches, loss, step.critic_epochs, "value")
 
 
-@phase(reads="tokens old_logprobs advantages policy_weights nll_weights", resident="actor.weights actor.gradients actor.optimizer")
-def actor_update(step: Step) -> None:
-    """The policy's optimizer steps over the mini-batches (DAPO eq. 8, VAPO eq. 8 and 10)."""
-    run = step.run
-    loss = actor_loss(run.config.algorithm, step.local.experience)
-    step.count_tokens(run.config.update.epochs)
-    step.metrics |= update_mini_batches(run.actor, step.local.mini_batches, loss, run.config.update.epochs, "policy", run.runtime)
+def actor_update(run: Run, step: Step) -> None:
+    """Update the policy over its mini-batches (DAPO eq. 8, VAPO eq. 8 and 10)."""
+    loss, epochs = actor_loss(run.config.algorithm, step.local.experience), run.config.update.epochs
+    step.count_tokens(epochs)
+    step.metrics |= run.actor.update_mini_batches(step.local.mini_batches, loss, epochs, "policy")
 
 
-@phase(resident="actor.weights engine.weights")
-def weight_transfer(step: Step) -> None:
-    """The actor's shards into the engine's, in place."""
-    step.metrics |= step.run.transfer_weights(step.number)
-    step.events += step.run.delivery.take_events()
+def weight_transfer(run: Run, step: Step) -> None:
+    """Write the actor's shards into the engine's, in place."""
+    step.metrics |= run.sync_weights(step.number)
+    step.events += run.delivery.take_events()
 
 
-@phase(writes="tokens correct truncated")
-def read_pairs(step: Step) -> None:
-    """The next prompt/response pairs of a supervised warm start, every one of them right."""
-    step.batch = step.run.pairs_batch()
+def read_pairs(run: Run, step: Step) -> None:
+    """Take the next prompt/response pairs of a supervised warm start; every response counts as right."""
+    chosen = [run.pairs[i] for i in run.pair_sampler.take(run.config.supervised.batch)]
+    step.batch = Experience.build([prompt for prompt, _ in chosen], [response for _, response in chosen])
+    step.batch["correct"] = torch.ones(len(chosen), dtype=torch.bool)
+    step.batch["truncated"] = torch.zeros(len(chosen), dtype=torch.bool)
 
 
-@phase(reads="tokens nll_weights", resident="actor.weights actor.gradients actor.optimizer")
-def supervised_update(step: Step) -> None:
-    """Maximum likelihood of the responses."""
-    run = step.run
+def supervised_update(run: Run, step: Step) -> None:
+    """Maximise the likelihood of the responses."""
     loss = supervised_loss(step.local.experience)
     step.count_tokens(passes=1)
-    step.metrics |= update_mini_batches(run.actor, step.local.mini_batches, loss, 1, "policy", run.runtime)
+    step.metrics |= run.actor.update_mini_batches(step.local.mini_batches, loss, 1, "policy")
+
+
+FUNCTIONS: dict[str, PhaseFunction] = {
+    function.__name__: function
+    for function in (
+        rollout,
+        group_advantages,
+        divide,
+        old_logprobs,
+        reference_logprobs,
+        values,
+        gae_advantages,
+        monte_carlo_returns,
+        critic_update,
+        actor_update,
+        weight_transfer,
+        read_pairs,
+        supervised_update,
+    )
+}

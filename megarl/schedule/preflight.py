@@ -21,10 +21,10 @@ from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here, without_tokenizer_threads
 from megarl.parallel.machine import allocator_problem, broken_transformer_engine, transformer_engine_problem, unmet
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
-from megarl.plan.checks import check_fits
+from megarl.plan.memory import check_fits
 from megarl.rewards import VerifierPool
 from megarl.rewards.registry import get_verifier
-from megarl.schedule.kept_rollouts import check_kept
+from megarl.schedule.rollout_store import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.engine_plan import engine_targets
 from megarl.weights.hf_io import ModelFolder, read_config
@@ -71,7 +71,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         answer = validate_files(config.data, config.supervised.response_key if config.recipe == "sft" else None, tokenizer)
     if config.recipe != "sft":
         check_verifier(config.reward, answer)
-    check_kept(config)
+    check_pretraining_rollouts(config)
     if device.type == "cuda" and config.rollout.engine == "sglang":
         return [line for line in (allocator_problem(),) if line]
     return []

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megarl.config.errors import CheckpointError, ConfigError, DataError
+from megarl.config.phases import ROLLOUT, WEIGHT_TRANSFER, training_phases
 from megarl.config.schema import Config
 from megarl.observe.metrics import plain, read_metrics
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Runtime
-from megarl.schedule import phases as p
+from megarl.schedule.phases import FUNCTIONS
 from megarl.schedule.preflight import versions
-from megarl.schedule.recipes import training_phases
-from megarl.schedule.recorded import read_rollout
+from megarl.schedule.rollout_store import read_step_rollout
 from megarl.schedule.run import Run, Step
 from megarl.training.checkpoint import FOLDER, PRETRAINING, Checkpoint, find_checkpoint, folder_name, load_checkpoint, open_checkpoint
 
@@ -61,21 +59,25 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
         remarks = []
         if checkpoint is not None:
             _check_content(checkpoint, runtime)
-            run.load_state_dict(load_checkpoint(checkpoint, run.learners, partial(_bring, run))["samplers"])
+            run.load_state_dict(load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)["samplers"])
             if checkpoint.manifest["layout"] != layout:
                 remarks.append(f"the layout is another: {layout}, not {checkpoint.manifest['layout']}")
             if checkpoint.manifest["versions"] != versions():
                 remarks.append("versions have changed since (manifest.json)")
         if run.critic is not None and number == 1:
             run.critic.start_schedule(config.steps)
-        step = Step(run, stage, number, number)
+        step = Step(config, stage, number)
         if stage == "train":
-            run.make_resident("weight_transfer", {"actor.weights", "engine.weights"})
-            run.transfer_weights(number - 1)
-        for phase in replayed_phases(config):
-            if phase.resident and phase.name != p.rollout.name:
-                run.make_resident(phase.name, phase.resident)
-            phase.run(step)
+            run.onload("weight_transfer", {"actor.weights", "engine.weights"})
+            run.sync_weights(number - 1)
+        for phase in training_phases(config):
+            if phase.name == ROLLOUT.name:
+                step.batch, statistics = read_step_rollout(config.run_dir, number)
+                step.metrics |= statistics
+            elif phase.name != WEIGHT_TRANSFER.name:  # nobody asks the engine any more
+                if phase.on_gpu:
+                    run.onload(phase.name, phase.on_gpu)
+                FUNCTIONS[phase.name](run, step)
         found = {name: plain(value, name, []) for name, value in step.metrics.items()}
         missing = sorted(recorded.keys() - found.keys())
         if missing:
@@ -117,17 +119,6 @@ def before(config: Config, number: int) -> Checkpoint | None:
     return checkpoint
 
 
-def replayed_phases(config: Config) -> Sequence[Any]:
-    """The step's, with the rollout from disk, and without the transfer to the engine, which nobody asks any more."""
-    given = {p.rollout.name: replace(p.rollout, run=_recorded_rollout), p.weight_transfer.name: None}
-    return [phase for phase in (given.get(phase.name, phase) for phase in training_phases(config)) if phase is not None]
-
-
-def _recorded_rollout(step: Step) -> None:
-    step.batch, stats = read_rollout(step.run.config.run_dir, step.number)
-    step.metrics |= stats
-
-
 def _check_content(checkpoint: Checkpoint, runtime: Runtime) -> None:
     wrong = [line for theirs in gather_objects(runtime, checkpoint.damage(runtime.rank, runtime.world)) for line in theirs]
     if wrong:
@@ -143,22 +134,18 @@ def _own(config: Config, number: int) -> Checkpoint | None:
         return None
 
 
-def _bring(run: Run, name: str) -> None:
-    run.make_resident("checkpoint", {f"{name}.weights", f"{name}.optimizer"})
-
-
 def _weights(run: Run, name: str) -> list[torch.Tensor]:
     """Copies on the host."""
-    _bring(run, name)
-    return [parameter.detach().to("cpu", copy=True) for parameter in run.learners[name].model.parameters()]
+    run.onload_for_checkpoint(name)
+    return [parameter.detach().to("cpu", copy=True) for parameter in run.models[name].model.parameters()]
 
 
 def _differ(run: Run, checkpoint: Checkpoint, runtime: Runtime) -> float:
-    """The largest difference of a weight of any learner from the checkpoint's, which the learners hold from then on."""
-    ours = {name: _weights(run, name) for name in run.learners}
-    load_checkpoint(checkpoint, run.learners, partial(_bring, run))
+    """The largest difference of a weight of any model from the checkpoint's, which the models hold from then on."""
+    ours = {name: _weights(run, name) for name in run.models}
+    load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)
     largest = 0.0
-    for name in run.learners:
+    for name in run.models:
         for mine, theirs in zip(ours[name], _weights(run, name), strict=True):
             if not torch.equal(mine, theirs):
                 largest = max(largest, float((mine.float() - theirs.float()).abs().max()))
@@ -172,7 +159,7 @@ def check_replay(config: Config, number: int) -> None:
     recorded_numbers(config, number)
     before(config, number)
     if main_stage(config) == "train":
-        read_rollout(config.run_dir, number)
+        read_step_rollout(config.run_dir, number)
 
 
 def lines(outcome: Outcome) -> list[str]:

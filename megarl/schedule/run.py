@@ -1,17 +1,19 @@
-"""A run on one rank: the parts that the phases work with, and the step that they fill."""
+"""What the phases of a run work with on one rank (`Run`), and the step that they fill (`Step`)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, assert_never
 
 import torch
 from transformers import AutoTokenizer
 
 from megarl.config.errors import ConfigError
+from megarl.config.phases import never_offloaded
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
 from megarl.data.prompts import Prompt
@@ -23,7 +25,6 @@ from megarl.parallel.comm import barrier, gather_objects
 from megarl.parallel.offload import HostPool, empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.batch import RolloutBatch
 from megarl.rollout.delivery import Delivery, Failures
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampler import RolloutSampler
@@ -31,11 +32,12 @@ from megarl.rollout.seeds import shuffle_seed
 from megarl.rollout.sglang import Place, SGLangEngine
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.wave import give_up
-from megarl.schedule.kept_rollouts import KeptRollouts
-from megarl.schedule.residency import EngineTenant, Residency, kept
-from megarl.training.batches import LocalBatch
-from megarl.training.learner import Frozen, Learner
-from megarl.training.tenants import tenants_of
+from megarl.schedule.offload import EngineMemory, OffloadManager
+from megarl.schedule.rollout_store import RolloutStore, pretraining_rollouts, step_rollouts
+from megarl.training.batch import LocalBatch
+from megarl.training.checkpoint import PRETRAINING
+from megarl.training.model import InferenceModel, TrainableModel
+from megarl.training.tensor_groups import tensor_groups
 from megarl.weights.engine_plan import engine_plan
 from megarl.weights.export import export_hf
 from megarl.weights.families import table_names
@@ -45,58 +47,76 @@ from megarl.weights.megatron_folder import open_model
 from megarl.weights.publish import Team
 from megarl.weights.transfer import Staging, Transfer
 
-Made = TypeVar("Made", bound=Frozen)
+Model = TypeVar("Model", bound=InferenceModel)
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The model's tokenizer; its end-of-sequence token ends responses."""
+    """Load the model's tokenizer; its end-of-sequence token ends responses."""
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
-    """The rollout engine that `rollout.engine` names, not started."""
-    if config.rollout.engine == "sglang":
-        place = Place(runtime.rank, config.rollout.engine_tp, runtime.device)
-        return SGLangEngine(config, read_config(config.model.path), place, (tokenizer.eos_token_id,))
-    return TransformersEngine(
-        config.model.path,
-        dtype=DTYPES[config.model.dtype],
-        device=runtime.device,
-        max_batch=config.rollout.max_batch,
-        eos_ids=(tokenizer.eos_token_id,),
-        tokenizer=tokenizer,
-    )
+    """Make the rollout engine that `rollout.engine` names, not started."""
+    stop_ids = (tokenizer.eos_token_id,)
+    match config.rollout.engine:
+        case "sglang":
+            place = Place(runtime.rank, config.rollout.engine_tp, runtime.device)
+            return SGLangEngine(config, read_config(config.model.path), place, stop_ids)
+        case "transformers":
+            return TransformersEngine(
+                config.model.path,
+                dtype=DTYPES[config.model.dtype],
+                device=runtime.device,
+                max_batch=config.rollout.max_batch,
+                eos_ids=stop_ids,
+                tokenizer=tokenizer,
+            )
+        case other:
+            assert_never(other)
 
 
 def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
-    """Begins its start once all ranks have given back what they do not use of the device: SGLang refuses GPUs of which unlike shares are
-    free, and makes its KV cache as large as what is."""
+    """Begin the engine's start once all ranks have given back what they do not use of the device: SGLang refuses GPUs of
+    which unlike shares are free, and makes its KV cache as large as what is free."""
     empty_cache(runtime.device)
     barrier(runtime)
     engine.start()
 
 
-def load_weights(model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False) -> None:
-    """This rank's slices of a model's folder into its part of the model. CheckpointError on every rank if one cannot use its slices."""
+def load_weights(
+    model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False
+) -> None:
+    """Load this rank's slices of a model's folder into its part of the model. Raises CheckpointError on every rank if one
+    cannot use its slices."""
     shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
-    Team(runtime.cpu_group).run(lambda: load_into(table_names(dict(model.named_parameters())), shards, folder))
+    Team(runtime.cpu_group).run(
+        lambda: load_into(table_names(dict(model.named_parameters())), shards, folder)
+    )
 
 
 def make_delivery(
-    config: Config, runtime: Runtime, described: Mapping[str, Any], model: torch.nn.Module, engine: RolloutEngine
+    config: Config,
+    runtime: Runtime,
+    described: Mapping[str, Any],
+    model: torch.nn.Module,
+    engine: RolloutEngine,
 ) -> Delivery:
-    """The delivery of the actor `model` to the engine of every rank. `described`: the model's config.json."""
+    """Make the weight sync from the actor `model` to the engine of every rank. `described`: the model's config.json."""
     plan = engine_plan(config, described, runtime.layout, cpu=runtime.device.type == "cpu")
     sources = table_names(dict(model.named_parameters()))
     dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
     staging, memory = Staging(runtime.device), Staging(runtime.device)
     transfers = [
-        Transfer(part, runtime.rank, sources, targets, size, dtype=dtype, staging=staging) for part, targets in engine.buckets(plan, memory)
+        Transfer(part, runtime.rank, sources, targets, size, dtype=dtype, staging=staging)
+        for part, targets in engine.buckets(plan, memory)
     ]
     failures, check = config.rollout.engine_failures, config.rollout.fingerprint
-    made = Delivery(engine, transfers, lambda value: gather_objects(runtime, value), failures, check, (staging, memory))
-    empty_cache(runtime.device)  # what the buckets were laid out in: the engine, which is starting, is to find it free
-    return made
+    gather = lambda value: gather_objects(runtime, value)  # noqa: E731
+    delivery = Delivery(engine, transfers, gather, failures, check, (staging, memory))
+    empty_cache(
+        runtime.device
+    )  # the engine is starting, and is to find free what the buckets were laid out in
+    return delivery
 
 
 def make_sampler(
@@ -108,7 +128,8 @@ def make_sampler(
     draw: Callable[[int], Sequence[Prompt]] = lambda n: [],
     recover: Callable[[Failures], None] = give_up,
 ) -> RolloutSampler:
-    """A sampler whose work is shared by all ranks. `draw` and `recover`: see RolloutSampler; an evaluation needs none."""
+    """Make a sampler whose work is shared by all ranks. `draw` and `recover`: see RolloutSampler; an evaluation needs
+    neither."""
     return RolloutSampler(
         config,
         engine,
@@ -124,58 +145,62 @@ def make_sampler(
 
 
 class Run:
-    """Everything that lives for the whole run on one rank."""
+    """Everything that lives for the whole run on one rank: models with their optimizers, data, engine, verifiers."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         self.config, self.runtime = config, runtime
         self.tokenizer = load_tokenizer(config.model.path)
         self.folder = open_model(config.model.path)
         self.hf = read_hf_config(config.model.path)
-        self.residency = Residency(runtime.device, kept(config, runtime.device))
+        self.offload = OffloadManager(
+            runtime.device, never_offloaded(config, gpu=runtime.device.type == "cuda")
+        )
         self.host = HostPool(runtime.device)
-        # One after the other, each off the device before the next is made.
+        # One after the other, each offloaded before the next is made.
         self.actor = self._settled(self._actor)
         self.critic = self._settled(self._critic) if config.has_critic else None
         self.reference = self._settled(self._reference) if config.algorithm.kl_weight else None
         if config.recipe == "sft":
-            self._prepare_pairs()
+            report = ReadReport()
+            self.data_reports = {"train": report}
+            key = config.supervised.response_key
+            self.pairs = read_pairs(config.data.train, config.data, key, self.tokenizer, report)
+            self.pair_sampler = PromptSampler(len(self.pairs), config.seed, config.data.shuffle)
         else:
             self._prepare_rollout()
 
-    def _settled(self, make: Callable[[], Made]) -> Made:
-        with self.residency.explained("start"):
+    def _settled(self, make: Callable[[], Model]) -> Model:
+        with self.offload.explained("start"):
             model = make()
-        self.residency.add(tenants_of(model, self.host))
-        self.residency.enter("start", ())
+        self.offload.register(tensor_groups(model, self.host))
+        self.offload.onload("start", ())
         return model
 
-    def _actor(self) -> Learner:
+    def _actor(self) -> TrainableModel:
         model = build_actor(self.config, self.hf, self.runtime)
         load_weights(model, self.folder, self.runtime)
-        return Learner("actor", model, self.config.actor, self.config.steps, self.runtime, self.config.parallel)
+        return TrainableModel(
+            "actor", model, self.config.actor, self.config.steps, self.runtime, self.config.parallel
+        )
 
-    def _critic(self) -> Learner:
+    def _critic(self) -> TrainableModel:
         folder = open_model(self.config.critic.path or self.config.model.path, critic=True)
         hf = read_hf_config(folder.path)
         if hf.vocab_size < len(self.tokenizer):
             raise ConfigError(
-                f"critic.path: {folder.path}: its vocabulary of {hf.vocab_size} does not hold the {len(self.tokenizer)} tokens of the actor"
+                f"critic.path: {folder.path}: its vocabulary of {hf.vocab_size} does not hold the {len(self.tokenizer)} "
+                "tokens of the actor"
             )
         model = build_critic(self.config, hf, self.runtime)
         load_weights(model, folder, self.runtime, critic=True)
-        return Learner("critic", model, self.config.critic, self.config.steps, self.runtime, self.config.parallel)
+        return TrainableModel(
+            "critic", model, self.config.critic, self.config.steps, self.runtime, self.config.parallel
+        )
 
-    def _reference(self) -> Frozen:
+    def _reference(self) -> InferenceModel:
         model = build_actor(self.config, self.hf, self.runtime)
         load_weights(model, self.folder, self.runtime)
-        return Frozen("reference", model.requires_grad_(False), self.runtime)
-
-    def _prepare_pairs(self) -> None:
-        config = self.config
-        report = ReadReport()
-        self.data_reports = {"train": report}
-        self.pairs = read_pairs(config.data.train, config.data, config.supervised.response_key, self.tokenizer, report)
-        self.pair_sampler = PromptSampler(len(self.pairs), config.seed, config.data.shuffle)
+        return InferenceModel("reference", model.requires_grad_(False), self.runtime)
 
     def _prepare_rollout(self) -> None:
         config, runtime = self.config, self.runtime
@@ -185,12 +210,18 @@ class Run:
             problems, self.data_reports["eval"] = read_prompts(config.data.eval, config.data, self.tokenizer)
             self.problems = problems[: config.evaluation.max_problems or None]
         self.prompt_sampler = PromptSampler(len(self.prompts), config.seed, config.data.shuffle)
-        self.verifiers = VerifierPool(config.reward.verifier, config.reward.workers, config.reward.timeout, config.reward.memory)
+        reward = config.reward
+        self.verifiers = VerifierPool(reward.verifier, reward.workers, reward.timeout, reward.memory)
         self.engine = make_engine(config, self.tokenizer, runtime)
         start_engine(self.engine, runtime)
         self.delivery = make_delivery(config, runtime, self.folder.config, self.actor.model, self.engine)
         sizes = {"weights": self.delivery.nbytes, "kv_cache": 0}
-        self.residency.add({f"engine.{tag}": EngineTenant(self.delivery, tag, runtime.device, size) for tag, size in sizes.items()})
+        self.offload.register(
+            {
+                f"engine.{tag}": EngineMemory(self.delivery, tag, runtime.device, size)
+                for tag, size in sizes.items()
+            }
+        )
         self.sampler = make_sampler(
             config,
             runtime,
@@ -202,86 +233,94 @@ class Run:
         )
 
     def _recover(self, failures: Failures) -> None:
-        with self.residency.also("rollout", {"actor.weights"}):
+        with self.offload.also("rollout", {"actor.weights"}):
             self.delivery.recover(failures)
 
-    def make_resident(self, phase: str, wanted: Collection[str]) -> None:
-        """Moves tenants so that `wanted` are on the device. Engines whose weights left it get the actor's again, unless `wanted` says that
-        the phase itself has them delivered."""
-        needs_weights = "engine.weights" in wanted and "actor.weights" not in wanted
-        if needs_weights and not self.delivery.delivered:
-            self.residency.enter(phase, {"actor.weights", "engine.weights"})
+    @cached_property
+    def rollouts(self) -> RolloutStore:
+        """Every step's rollout on disk (checkpoint.rollouts)."""
+        return step_rollouts(self.config, self.runtime)
+
+    @cached_property
+    def pretraining_rollouts(self) -> RolloutStore:
+        """Value pretraining's rollouts on disk. The first access is collective."""
+        return pretraining_rollouts(self.config, self.prompts, self.runtime)
+
+    def onload(self, phase: str, groups: Collection[str]) -> None:
+        """Have the tensor groups on the device, and nothing else. Engines whose weights were lost get the actor's again,
+        unless the phase has both on the device: then it syncs them itself."""
+        needs_engine = "engine.weights" in groups and "actor.weights" not in groups
+        if needs_engine and not self.delivery.delivered:
+            self.offload.onload(phase, {"actor.weights", "engine.weights"})
             self.delivery.run(self.delivery.version)
-        self.residency.enter(phase, wanted)
-        if needs_weights and not self.delivery.delivered:  # an engine failed when it was to wake up
-            with self.residency.also(phase, {"actor.weights"}):
+        self.offload.onload(phase, groups)
+        if needs_engine and not self.delivery.delivered:  # an engine failed when it was to wake up
+            with self.offload.also(phase, {"actor.weights"}):
                 self.delivery.run(self.delivery.version)
 
-    def transfer_weights(self, version: int) -> dict[str, float]:
-        """The actor's present weights into the engine, which then carries `version`."""
+    def onload_for_checkpoint(self, name: str) -> None:
+        """Have a model and its optimizer on the device, to be saved or loaded."""
+        self.onload("checkpoint", {f"{name}.weights", f"{name}.optimizer"})
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Write the actor's present weights into the engine, which then carries `version`; return transfer/*."""
         return self.delivery.run(version).metrics()
 
-    def pairs_batch(self) -> Experience:
-        """The next batch of supervised pairs, all counted as right."""
-        chosen = [self.pairs[i] for i in self.pair_sampler.take(self.config.supervised.batch)]
-        batch = Experience.build([prompt for prompt, _ in chosen], [response for _, response in chosen])
-        batch["correct"] = torch.ones(len(chosen), dtype=torch.bool)
-        batch["truncated"] = torch.zeros(len(chosen), dtype=torch.bool)
-        return batch
-
-    def megatron_seconds(self) -> float:
-        """Time that this rank has spent in Megatron's forward and backward passes and optimizers."""
-        return sum(model.megatron_seconds for model in (self.actor, self.critic, self.reference) if model is not None)
-
-    def export(self, which: str, out: Path) -> None:
-        """Writes `actor` or `critic` as a Hugging Face folder; every rank takes part."""
-        learner = self.actor if which == "actor" else self.critic
-        assert learner is not None
-        source = self.config.model.path
-        export_hf(
-            out,
-            source if which == "actor" else self.config.critic.path or source,
-            self.runtime.layout,
-            self.runtime.rank,
-            table_names(dict(learner.model.named_parameters())),
-            critic=which == "critic",
-            dtype=DTYPES[self.config.model.dtype],
-            control=self.runtime.cpu_group,
-        )
-
     @property
-    def learners(self) -> dict[str, Learner]:
-        """What a checkpoint holds weights and optimizers of."""
+    def models(self) -> dict[str, TrainableModel]:
+        """The models whose weights and optimizers a checkpoint holds."""
         return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step needs besides the learners: where the samplers stand. The same on every rank, as JSON holds it."""
+        """Return what the next step needs besides the models, as JSON holds it: where the samplers stand. The same on
+        every rank."""
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """The present `state_dict`, put together when it is called, at any later time and in any thread."""
+        """Return a function that puts the present `state_dict` together, at any later time and in any thread."""
         if self.config.recipe == "sft":
             pairs = self.pair_sampler.state()
             return lambda: {"pairs": pairs}
         prompts, rollout = self.prompt_sampler.state(), self.sampler.snapshot()
         return lambda: {"prompts": prompts, "rollout": rollout()}
 
-    def depths(self) -> dict[str, Callable[[], int]]:
-        """What waits in this rank's queues, for the report of a hang."""
-        if self.config.recipe == "sft":
-            return {}
-        return {"responses in the engine": lambda: self.engine.running, "answers at the verifiers": lambda: self.verifiers.waiting}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undoes `state_dict`. Raises CheckpointError where the data files have changed."""
+        """Undo `state_dict`. Raises CheckpointError where the data files have changed."""
         if self.config.recipe == "sft":
             self.pair_sampler.load_state(state["pairs"])
         else:
             self.prompt_sampler.load_state(state["prompts"])
             self.sampler.load_state_dict(state["rollout"])
 
+    def depths(self) -> dict[str, Callable[[], int]]:
+        """Return what waits in this rank's queues, for the report of a hang."""
+        if self.config.recipe == "sft":
+            return {}
+        return {
+            "responses in the engine": lambda: self.engine.running,
+            "answers at the verifiers": lambda: self.verifiers.waiting,
+        }
+
+    def megatron_seconds(self) -> float:
+        """Return this rank's seconds in Megatron's forward and backward passes and optimizers so far."""
+        return sum(m.megatron_seconds for m in (self.actor, self.critic, self.reference) if m is not None)
+
+    def export(self, which: str, out: Path) -> None:
+        """Write `actor` or `critic` as a Hugging Face folder; every rank takes part."""
+        source = self.config.model.path
+        export_hf(
+            out,
+            source if which == "actor" else self.config.critic.path or source,
+            self.runtime.layout,
+            self.runtime.rank,
+            table_names(dict(self.models[which].model.named_parameters())),
+            critic=which == "critic",
+            dtype=DTYPES[self.config.model.dtype],
+            control=self.runtime.cpu_group,
+        )
+
     def close(self) -> None:
-        """Ends the engine and the verifiers."""
+        """End the engine and the verifiers."""
         if self.config.recipe != "sft":
             self.engine.stop()
             self.verifiers.close()
@@ -289,65 +328,50 @@ class Run:
 
 @dataclass
 class Step:
-    """One rollout step: what the phases read and write.
+    """One step: what its phases read and write.
 
-    index   what seeds derive from: 1, 2, ... in the main stage, -1, -2, ... in value pretraining
-    kept    value pretraining's rollouts on disk
-    events  lines to be shown
-    batch   the whole step's Experience, the same on every rank
-    local   this replica's share of it
-    samples        responses to be shown to people, by their row of the batch
-    distributions  tables for distributions.jsonl
+    stage            "train", "value_pretraining" or "sft"
+    events           lines to be shown
+    verifier_errors  error -> how often a verifier failed with it
+    samples          responses to be shown to people, by their row of the batch
+    distributions    tables for distributions.jsonl
+    batch            the whole step's Experience, the same on every rank
+    local            this replica's share of it
     """
 
-    run: Run
+    config: Config
     stage: str
     number: int
-    index: int
     metrics: dict[str, float] = field(default_factory=dict)
-    rollout: RolloutBatch | None = None
-    kept: KeptRollouts | None = None
     events: list[str] = field(default_factory=list)
+    verifier_errors: dict[str, int] = field(default_factory=dict)
     samples: dict[int, Sample] = field(default_factory=dict)
     distributions: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
-    _batch: Experience | None = None
-    _local: LocalBatch | None = None
+    batch: Experience = field(init=False, repr=False)
+    local: LocalBatch = field(init=False, repr=False)
 
     @property
-    def batch(self) -> Experience:
-        assert self._batch is not None, "no phase has made the batch yet"
-        return self._batch
-
-    @batch.setter
-    def batch(self, batch: Experience) -> None:
-        self._batch = batch
-
-    @property
-    def local(self) -> LocalBatch:
-        assert self._local is not None, "no phase has divided the batch yet"
-        return self._local
-
-    @local.setter
-    def local(self, local: LocalBatch) -> None:
-        self._local = local
-
-    def count_tokens(self, passes: int) -> None:
-        """Adds a phase's tokens to train/tokens: those of the batch as often as they go through a model."""
-        self.metrics["train/tokens"] = self.metrics.get("train/tokens", 0.0) + passes * self.batch.num_tokens
+    def index(self) -> int:
+        """What seeds derive from: 1, 2, ... in the main stage, -1, -2, ... in value pretraining."""
+        return -self.number if self.stage == PRETRAINING else self.number
 
     @property
     def seed(self) -> int:
-        """Of everything random in this step outside sampling."""
-        return shuffle_seed(self.run.config.seed, self.index)
+        """The seed of everything random in this step outside sampling."""
+        return shuffle_seed(self.config.seed, self.index)
 
     @property
     def mini_batch(self) -> int:
         """Sequences per optimizer step."""
-        config = self.run.config
-        return config.supervised.batch if self.stage == "sft" else config.update.mini_batch
+        return self.config.supervised.batch if self.stage == "sft" else self.config.update.mini_batch
 
     @property
     def critic_epochs(self) -> int:
-        config = self.run.config
-        return config.value_pretraining.epochs if self.stage == "value_pretraining" else config.critic.epochs
+        """Passes of the critic over its mini-batches."""
+        pretraining = self.stage == PRETRAINING
+        return self.config.value_pretraining.epochs if pretraining else self.config.critic.epochs
+
+    def count_tokens(self, passes: int) -> None:
+        """Add a phase's tokens to train/tokens: those of the batch as often as they go through a model."""
+        self.metrics["train/tokens"] = self.metrics.get("train/tokens", 0.0) + passes * self.batch.num_tokens

@@ -1,8 +1,8 @@
-"""Checkpoints on disk: a folder per step that is complete or not there, which of them a run continues from, and whether it may.
+"""Checkpoints on disk: which are complete, from which one a run continues, and whether it may.
 
-run_dir/checkpoints/step-000012/ holds actor/ and critic/ (see training/sharded.py), state.json and state.safetensors (samplers,
-generators, counters) and manifest.json, which is written last: it lists every other file with its size and SHA-256. A checkpoint of
-value pretraining is pretraining-000012/ and has no actor, which stands still. No torch is needed to find and judge one.
+run_dir/checkpoints/step-000012/ holds actor/ and critic/ (training/sharded.py), state.json and state.safetensors (samplers,
+generators, counters) and manifest.json, which is written last: it lists every other file with its size and SHA-256. A
+checkpoint of value pretraining is pretraining-000012/ and has no actor, which stands still. training/saving.py writes them.
 """
 
 from __future__ import annotations
@@ -14,24 +14,35 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import read_json
 from megarl.config.schema import CheckpointConfig, Config
-
-if TYPE_CHECKING:
-    from megarl.model.builder import Actor
-    from megarl.parallel.runtime import Runtime
-    from megarl.training.learner import Learner
+from megarl.model.builder import Actor
+from megarl.parallel.comm import from_rank_0, gather_objects
+from megarl.parallel.runtime import Runtime
+from megarl.training.model import TrainableModel
+from megarl.training.sharded import load_model, load_trainable
 
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
 FORMAT = 2
-NAME = re.compile(r"(\.?)(pretraining|step)-(\d{6,})(\.partial)?")  # finished, and being written: .NAME.partial
+NAME = re.compile(
+    r"(\.?)(pretraining|step)-(\d{6,})(\.partial)?"
+)  # finished, and being written: .NAME.partial
 PRETRAINING = "value_pretraining"  # the stage; any other is the main one
 SEAL = "sha256"  # of the manifest without this key
+STATE, NUMBERS = "state.json", "state.safetensors"
+LONG = 32  # numbers, from which a list is stored as a tensor
+MARK = "$numbers"  # {MARK: name of the tensor}
 
-# Keys that may differ when a run continues: how far it goes, what is shown, and how the work is laid out. All others decide the result.
+# Keys that may differ when a run continues: how far it goes, what is shown, how the work is laid out. All others decide
+# the result.
 FREE = (
     "run_dir",
     "steps",
@@ -61,7 +72,8 @@ FREE = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete one, by the sizes of its files. manifest: as it was written, with `settings`, `versions`, `layout` and `files`."""
+    """A complete checkpoint, by the sizes of its files. manifest: as it was written, with `settings`, `versions`, `layout` and
+    `files`."""
 
     path: Path
     manifest: dict[str, Any]
@@ -72,7 +84,7 @@ class Checkpoint:
 
     @property
     def pretraining(self) -> bool:
-        """Whether it is one of value pretraining."""
+        """Whether value pretraining wrote it."""
         return self.stage == PRETRAINING
 
     @property
@@ -81,7 +93,7 @@ class Checkpoint:
 
     @property
     def done(self) -> int:
-        """Steps of the main stage that it stands after."""
+        """Steps of the main stage that were done."""
         return 0 if self.pretraining else self.step
 
     @property
@@ -89,13 +101,11 @@ class Checkpoint:
         return dict(self.manifest["settings"])
 
     def state(self) -> dict[str, Any]:
-        """What is not tensors: the `state` that `CheckpointWriter.save` was given."""
-        from megarl.training.state_file import read_state
-
+        """Read what is not a model's: the `state` that `CheckpointWriter.save` was given."""
         return read_state(self.path)
 
     def damage(self, part: int = 0, parts: int = 1) -> list[str]:
-        """A line for each file, of this share of them, whose content is not what was written. Reads each of them once."""
+        """Return a line for each file, of this share of them, whose content is not what was written. Reads each file once."""
         lines = []
         for name in sorted(self.manifest["files"])[part::parts]:
             try:
@@ -110,12 +120,12 @@ class Checkpoint:
 
 
 def folder_name(stage: str, step: int) -> str:
-    """Of a finished checkpoint."""
+    """Return the name of a finished checkpoint's folder."""
     return f"{'pretraining' if stage == PRETRAINING else 'step'}-{step:06d}"
 
 
 def seal(manifest: Mapping[str, Any]) -> str:
-    """The text of a manifest, with a checksum of its own."""
+    """Return the text of a manifest, with a checksum of its own."""
     return json.dumps({**manifest, SEAL: _checksum(manifest)}, indent=1) + "\n"
 
 
@@ -125,8 +135,13 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """What a run must share with the one that it continues: every key that is not FREE, dotted, and a hash of the models' config.json."""
-    found = {key: value for key, value in _leaves(config.model_dump(), "") if not any(f"{key}.".startswith(f"{free}.") for free in FREE)}
+    """Return what a run must share with the one that it continues: every dotted key that is not FREE, and a hash of the
+    models' config.json."""
+    found = {
+        key: value
+        for key, value in _leaves(config.model_dump(), "")
+        if not any(f"{key}.".startswith(f"{free}.") for free in FREE)
+    }
     for key, folder in (("model.path", config.model.path), ("critic.path", config.critic.path)):
         if folder is not None:
             found[f"{key}/config.json"] = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
@@ -142,27 +157,35 @@ def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
 
 
 def _plain(value: Any) -> Any:
-    """As JSON gives it back; a path does not depend on the folder in which megarl was started."""
+    """Return a value as JSON gives it back, and a path as it is from any folder."""
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     return str(value.absolute()) if isinstance(value, Path) else value
 
 
 def check_continues(config: Config, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError naming the first key whose value is not the one that the checkpoint was written with.
-
-    Keys that only one of the two knows (another version of megarl) are not compared."""
+    """Raise ConfigError for the first key whose value is not the one that the checkpoint was written with. Keys that only one
+    of the two has (from another version of megarl) are not compared."""
     now = settings_of(config)
     for key, then in checkpoint.settings.items():
         if key in now and now[key] != then:
-            what = "has changed since the run began" if key.endswith("/config.json") else f"is {now[key]!r}, the run there has {then!r}"
-            raise ConfigError(f"{key}: {what}, so it cannot continue from {checkpoint.path} (set it back, or choose another run_dir)")
+            what = (
+                "has changed since the run began"
+                if key.endswith("/config.json")
+                else f"is {now[key]!r}, the run there has {then!r}"
+            )
+            raise ConfigError(
+                f"{key}: {what}, so it cannot continue from {checkpoint.path} (set it back, or choose another run_dir)"
+            )
     if config.steps < checkpoint.done:
-        raise ConfigError(f"steps: {config.steps}, but {checkpoint.path} has done {checkpoint.done} already (raise it)")
+        raise ConfigError(
+            f"steps: {config.steps}, but {checkpoint.path} has done {checkpoint.done} already (raise it)"
+        )
 
 
 def find_checkpoint(run_dir: Path, but: Collection[Path] = ()) -> tuple[Checkpoint | None, list[str]]:
-    """The newest complete checkpoint of a run's folder, those of `but` left out, and one line for each newer one that is incomplete."""
+    """Return the newest complete checkpoint of a run's folder, those in `but` left out, and a line for each newer one that is
+    incomplete."""
     skipped: list[str] = []
     for _, path in sorted(_all(run_dir), reverse=True):
         if path in but:
@@ -175,24 +198,30 @@ def find_checkpoint(run_dir: Path, but: Collection[Path] = ()) -> tuple[Checkpoi
 
 
 def _all(run_dir: Path) -> list[tuple[tuple[bool, int], Path]]:
-    """((main stage?, step), folder) of each, finished or not."""
+    """Return ((is main stage, step), folder) of each checkpoint, finished or not."""
     folder = run_dir / FOLDER
     found = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
-    return [((match[2] == "step", int(match[3])), path) for match, path in found if match and bool(match[1]) == bool(match[4])]
+    return [
+        ((match[2] == "step", int(match[3])), path)
+        for match, path in found
+        if match and bool(match[1]) == bool(match[4])
+    ]
 
 
 def has_finished(run_dir: Path) -> bool:
-    """Whether a checkpoint was ever finished there, be it damaged by now."""
+    """Whether a checkpoint was ever finished there, even if it is damaged by now."""
     return any(not path.name.startswith(".") for _, path in _all(run_dir))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint's folder. Raises CheckpointError saying what is missing."""
+    """Open a checkpoint's folder. Raises CheckpointError saying what is missing."""
     if path.name.startswith("."):
         raise CheckpointError(f"{path}: its writing was interrupted")
     manifest = read_json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path / MANIFEST}: format {manifest.get('format')}, this megarl reads {FORMAT}")
+        raise CheckpointError(
+            f"{path / MANIFEST}: format {manifest.get('format')}, this megarl reads {FORMAT}"
+        )
     if manifest.get(SEAL) != _checksum(manifest):
         raise CheckpointError(f"{path / MANIFEST}: its content is not what was written (SHA-256)")
     for name, (size, _) in manifest["files"].items():
@@ -205,52 +234,51 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """As `find_checkpoint`, but with the content of every file compared with its checksum, shared out over the ranks; the same on every
-    rank. It costs one reading of the checkpoint, by all ranks together, before it is loaded."""
-    from megarl.parallel.comm import from_rank_0, gather_objects
-
+    """Return what `find_checkpoint` does, the same on every rank, with the content of every file compared with its checksum:
+    the ranks share the files, and read the checkpoint once together before it is loaded."""
     damaged: list[Path] = []
     lines: list[str] = []
     while True:
         # Rank 0 chooses for all, so that no two ranks can see different ones.
-        found, skipped = from_rank_0(runtime, find_checkpoint(run_dir, damaged) if runtime.rank == 0 else None)
+        found, skipped = from_rank_0(
+            runtime, find_checkpoint(run_dir, damaged) if runtime.rank == 0 else None
+        )
         lines += [line for line in skipped if line not in lines]
         if found is None:
             return None, lines
-        wrong = [line for theirs in gather_objects(runtime, found.damage(runtime.rank, runtime.world)) for line in theirs]
+        wrong = [
+            line
+            for theirs in gather_objects(runtime, found.damage(runtime.rank, runtime.world))
+            for line in theirs
+        ]
         if not wrong:
             return found, lines
         damaged.append(found.path)
         lines.append(f"{wrong[0]}{f', and {len(wrong) - 1} files more' if wrong[1:] else ''} (skipped)")
 
 
-def needs_nothing(_: str) -> None:
-    """What need not be brought onto the device is there."""
-
-
 def load_checkpoint(
-    checkpoint: Checkpoint, learners: Mapping[str, Learner], prepare: Callable[[str], None] = needs_nothing
+    checkpoint: Checkpoint,
+    models: Mapping[str, TrainableModel],
+    prepare: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Any]:
-    """Fills the learners that it holds, whatever layout wrote it, and gives the `state`; every rank calls this. `prepare` is told the name
-    of each before its weights and optimizer are needed. CheckpointError where it is damaged."""
-    from megarl.training.sharded import load_learner
-
-    for name, learner in learners.items():
+    """Fill the models that the checkpoint holds, whatever layout wrote it, and return its `state`; every rank calls this.
+    `prepare` is called with a model's name before its weights and optimizer are needed. Raises CheckpointError where the
+    checkpoint is damaged."""
+    for name, model in models.items():
         if checkpoint.pretraining and name == "actor":
             continue
         prepare(name)
         try:
-            load_learner(learner, checkpoint.path / name)
+            load_trainable(model, checkpoint.path / name)
         except CheckpointError as error:
             raise CheckpointError(f"{checkpoint.path / name}: {error}") from None
     return checkpoint.state()
 
 
 def load_actor(folder: Path, model: Actor) -> None:
-    """Fills a bare actor, without an optimizer, from a distributed checkpoint of it (a checkpoint's actor/), whatever layout wrote it;
-    every rank calls this. CheckpointError where it is damaged."""
-    from megarl.training.sharded import load_model
-
+    """Fill an actor without an optimizer from a distributed checkpoint of it (a checkpoint's actor/), whatever layout wrote
+    it; every rank calls this. Raises CheckpointError where it is damaged."""
     try:
         load_model(model, folder)
     except CheckpointError as error:
@@ -258,8 +286,8 @@ def load_actor(folder: Path, model: Actor) -> None:
 
 
 def prune(run_dir: Path, keep: CheckpointConfig) -> None:
-    """Removes finished and half-written ones that are older than the `keep` newest complete ones (0: all are kept), but for those of every
-    `keep_every`-th step."""
+    """Remove checkpoints, finished or half-written, that are older than the `keep` newest complete ones (0: all are kept),
+    except those of every `keep_every`-th step."""
     complete = []
     for order, path in sorted(_all(run_dir), reverse=True):
         try:
@@ -271,5 +299,59 @@ def prune(run_dir: Path, keep: CheckpointConfig) -> None:
     for (main, step), path in _all(run_dir):
         kept = main and keep.keep_every and step % keep.keep_every == 0 and not path.name.startswith(".")
         if (main, step) < oldest and not kept:
-            (path / MANIFEST).unlink(missing_ok=True)  # first, so that a removal that is interrupted leaves nothing that looks complete
+            (path / MANIFEST).unlink(
+                missing_ok=True
+            )  # first, so that a removal that is interrupted leaves nothing that looks complete
             shutil.rmtree(path)
+
+
+def write_state(folder: Path, state: Mapping[str, Any]) -> list[Path]:
+    """Write dicts, lists, numbers and texts into `folder`, exactly: JSON, with long lists of numbers as safetensors beside
+    it. Returns the files. Raises OSError.
+
+    A prompt's extra columns may have types that JSON does not know; they become texts, nothing depends on them."""
+    tensors: dict[str, Tensor] = {}
+    tree = _split(state, tensors)
+    (folder / STATE).write_text(json.dumps(tree, default=str), encoding="utf-8")
+    save_file(tensors, folder / NUMBERS)
+    return [folder / STATE, folder / NUMBERS]
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Undo `write_state`. Raises CheckpointError where a file is missing or damaged."""
+    tree = read_json(folder / STATE)
+    try:
+        tensors = load_file(folder / NUMBERS)
+        state: dict[str, Any] = _join(tree, tensors)
+    except (OSError, SafetensorError, KeyError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder / NUMBERS}: cannot be read: {error}") from None
+    return state
+
+
+def _split(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _split(item, tensors) for key, item in value.items()}
+    if not isinstance(value, list | tuple):
+        return value
+    kinds = {type(item) for item in value} if len(value) >= LONG else set()
+    if kinds not in ({int}, {float}):
+        return [_split(item, tensors) for item in value]
+    name = str(len(tensors))
+    tensors[name] = _smallest(torch.tensor(value, dtype=torch.int64 if kinds == {int} else torch.float64))
+    return {MARK: name}
+
+
+def _smallest(numbers: Tensor) -> Tensor:
+    """Return the numbers in 32 bits where that loses nothing."""
+    narrow = numbers.to(torch.float32 if numbers.dtype == torch.float64 else torch.int32)
+    return narrow if torch.equal(narrow.to(numbers.dtype), numbers) else numbers
+
+
+def _join(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(tree, dict):
+        return (
+            tensors[tree[MARK]].tolist()
+            if MARK in tree
+            else {key: _join(item, tensors) for key, item in tree.items()}
+        )
+    return [_join(item, tensors) for item in tree] if isinstance(tree, list) else tree

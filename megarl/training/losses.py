@@ -10,8 +10,8 @@ from torch import Tensor
 from megarl.algorithms.losses import kl_loss, nll_loss, policy_loss, value_loss
 from megarl.config.schema import AlgorithmConfig
 from megarl.data.experience import Experience
-from megarl.training.learner import Loss, Stats
-from megarl.training.micro_batch import MicroBatch
+from megarl.training.batch import MicroBatch
+from megarl.training.model import Loss, Stats
 
 
 def actor_loss(config: AlgorithmConfig, experience: Experience) -> Loss:

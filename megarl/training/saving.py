@@ -1,137 +1,140 @@
-"""Writes the checkpoints of a run: copies are made between two steps, each rank writes its own beside the next step, rank 0 makes them one.
+"""Writes the checkpoints of a run, beside its steps. Between two steps every rank copies its part to the host; then each
+rank writes its own file in a thread; rank 0 adds the index and the manifest, and gives the folder its name.
 
-Whoever dies while a checkpoint is written leaves a folder that is not one: its manifest, with the size and the SHA-256 of every file,
-is written last, and only then does the folder get its name.
+A run that dies meanwhile leaves a folder that is no checkpoint: the manifest, with the size and the SHA-256 of every file, is
+written last, and only then is the folder renamed. The files of a model are in Megatron's format torch_dist with a
+common.pt, which every version from 0.16 to 0.19 reads: Megatron says what the parts are, torch.distributed.checkpoint writes
+them.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import json
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, apply_factories, is_main_replica
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.config.errors import CheckpointError
 from megarl.config.files import fsync
 from megarl.config.schema import Config
-from megarl.parallel.comm import from_rank_0, gather_on_0
+from megarl.parallel.comm import any_rank, from_rank_0, gather_objects, gather_on_0
 from megarl.parallel.runtime import Runtime, generator_states
-from megarl.training.checkpoint import FOLDER, FORMAT, MANIFEST, folder_name, needs_nothing, prune, seal, settings_of
-from megarl.training.learner import Learner
-from megarl.training.sharded import cannot_be_written, stage_learner
-from megarl.training.staging import Staged, Stager
-from megarl.training.state_file import write_state
+from megarl.training.checkpoint import (
+    FOLDER,
+    FORMAT,
+    MANIFEST,
+    folder_name,
+    prune,
+    seal,
+    settings_of,
+    write_state,
+)
+from megarl.training.model import TrainableModel
+from megarl.training.sharded import FAILURES, megatron_state, quiet_warnings, reason
+from megarl.weights.megatron_io import COMMON, CONFIG
+from megarl.weights.megatron_io import FORMAT as MODEL_FORMAT
 
-# Seconds after which the writing thread gives the interpreter back to the step, which loses it with every operation of torch: by
-# Python's own rule, 5 ms, a step of many small operations all but stands still.
-TURN = 2e-4
+# Seconds after which Python takes the interpreter from the step and gives it to the writing thread. With the default of
+# 5 ms the two starve each other: torch gives the interpreter up in every operation.
+SWITCH_INTERVAL = 2e-4
 PATIENCE = 0.8  # of parallel.timeout, for which the other ranks wait
 Entries = dict[str, tuple[int, str]]  # file -> (bytes, SHA-256)
 
 
-@dataclass
-class _Write:
-    """One checkpoint on its way to the disk, as one rank sees it."""
-
-    final: Path
-    parts: dict[str, Staged]
-    state: Callable[[], Mapping[str, Any]] | None
-    manifest: dict[str, Any]
-    files: Entries = field(default_factory=dict)
-    failure: str | None = None
-    thread: threading.Thread | None = None
-
-    @property
-    def aside(self) -> Path:
-        return self.final.with_name(f".{self.final.name}.partial")
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Begins `work` in a thread. Its failure is kept: nobody could catch it there."""
-
-        def run() -> None:
-            usual = sys.getswitchinterval()
-            sys.setswitchinterval(TURN)
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001 (whatever it is, `advance` raises it on every rank)
-                self.failure = _first_line(error)
-            finally:
-                sys.setswitchinterval(usual)
-
-        self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
-        self.thread.start()
-
-    def join(self, limit: float) -> None:
-        """Waits for the thread; one that takes longer has failed."""
-        if self.thread is not None:
-            self.thread.join(limit)
-            if self.thread.is_alive():
-                self.failure = f"writing took longer than checkpoint.timeout, {limit:g} s"
-
-    def own(self) -> None:
-        """This rank's files."""
-        for name, staged in self.parts.items():
-            self.add(staged.write(self.aside / name))
-        if self.state is not None:
-            self.add(write_state(self.aside, self.state()))
-
-    def add(self, paths: list[Path]) -> None:
-        """Enters files into the manifest, once they are on disk."""
-        for path in paths:
-            fsync(path)
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            self.files[str(path.relative_to(self.aside))] = path.stat().st_size, digest
-
-
 class CheckpointWriter:
-    """Every rank has one and calls it alike. `seconds`: the longest that a save has kept the run from its work so far."""
+    """Writes the checkpoints of a run. Every rank has one and calls it alike.
+
+    prepare: called with a model's name before its weights and optimizer are read. `seconds`: the longest time that a save
+    has kept the run from its work so far."""
 
     def __init__(
         self,
         runtime: Runtime,
         config: Config,
-        learners: Mapping[str, Learner],
+        models: Mapping[str, TrainableModel],
         versions: Mapping[str, str],
-        prepare: Callable[[str], None] = needs_nothing,
+        prepare: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """prepare: see load_checkpoint."""
-        self.runtime, self.config, self.learners, self.versions, self.prepare = runtime, config, learners, dict(versions), prepare
-        self.seconds = 0.0
-        self._stagers = {name: Stager(runtime) for name in learners}
-        self._write: _Write | None = None
+        self.runtime, self.config, self.models, self.versions = runtime, config, models, dict(versions)
+        self.prepare, self.seconds = prepare, 0.0
+        self._copiers = {name: HostCopier(runtime) for name in models}
+        self._writing: _Writing | None = None
 
-    def save(self, stage: str, step: int, parts: tuple[str, ...], state: Callable[[], Mapping[str, Any]], *, now: bool = False) -> None:
-        """Begins the checkpoint of `step`, after the one before is whole; with `now`, or without `checkpoint.background`, finishes it.
+    def save(
+        self,
+        stage: str,
+        step: int,
+        parts: tuple[str, ...],
+        state: Callable[[], Mapping[str, Any]],
+        *,
+        now: bool = False,
+    ) -> None:
+        """Begin the checkpoint of `step`, once the one before is whole; with `now`, or without `checkpoint.background`,
+        finish it.
 
-        parts: the learners that belong to it; state: what the next step needs besides them, the same on every rank; called at any time
-        until the checkpoint is whole. Raises CheckpointError on every rank where it, or the one before, cannot be written."""
+        parts: the models that belong to it; state: gives what the next step needs besides them, the same on every rank,
+        called at any time until the checkpoint is whole. Raises CheckpointError on every rank where this checkpoint, or
+        the one before, cannot be written."""
         started = time.perf_counter()
         self.finish()
         final = self.config.run_dir / FOLDER / folder_name(stage, step)
         layout = {key: size for key, size in asdict(self.runtime.layout).items() if isinstance(size, int)}
-        manifest = {"format": FORMAT, "stage": stage, "step": step, "layout": layout, "settings": settings_of(self.config)}
+        manifest = {
+            "format": FORMAT,
+            "stage": stage,
+            "step": step,
+            "layout": layout,
+            "settings": settings_of(self.config),
+            "versions": self.versions,
+        }
         generators = gather_on_0(self.runtime, generator_states())
-
-        def complete() -> Mapping[str, Any]:
-            return {**state(), "generators": generators}
-
-        write = _Write(final, {}, complete if self.runtime.rank == 0 else None, {**manifest, "versions": self.versions})
-        self._on_rank_0(write, lambda: _begin(write.aside, parts))
+        is_first = self.runtime.rank == 0
+        writing = _Writing(
+            final, manifest, (lambda: {**state(), "generators": generators}) if is_first else None
+        )
+        failure = None
+        if is_first:
+            try:
+                shutil.rmtree(writing.partial, ignore_errors=True)  # of a save that was interrupted
+                for part in parts:
+                    (writing.partial / part).mkdir(parents=True)
+            except OSError as error:
+                failure = f"{final}: {cannot_be_written(_first_line(error))}"
+                shutil.rmtree(writing.partial, ignore_errors=True)
+        failure = from_rank_0(self.runtime, failure)
+        if failure is not None:
+            raise CheckpointError(failure)
         try:
             for name in parts:
                 self.prepare(name)
-                write.parts[name] = stage_learner(self.learners[name], self._stagers[name])
+                writing.copies[name] = self._copiers[name].copy_model(self.models[name])
         except CheckpointError as error:
             raise CheckpointError(f"{final}: {error}") from None
-        self._write = write
-        write.start(write.own)
+        self._writing = writing
+        writing.in_thread(writing.write_own)
         if now or not self.config.checkpoint.background:
             self.finish()
         self.seconds = max(self.seconds, time.perf_counter() - started)
@@ -139,91 +142,262 @@ class CheckpointWriter:
     @property
     def pending(self) -> int:
         """Bytes of copies that wait to be written."""
-        return sum(staged.bytes for staged in self._write.parts.values()) if self._write is not None else 0
+        return sum(copy.nbytes for copy in self._writing.copies.values()) if self._writing is not None else 0
 
     @property
     def busy(self) -> bool:
-        """Whether this rank still writes at a checkpoint that is not whole."""
-        return self._write is not None and self._write.thread is not None and self._write.thread.is_alive()
+        """Whether this rank's thread still writes."""
+        writing = self._writing
+        return writing is not None and writing.thread is not None and writing.thread.is_alive()
 
     @property
     def unfinished(self) -> bool:
         """Whether a checkpoint has been begun and is not whole; the same on every rank."""
-        return self._write is not None
+        return self._writing is not None
 
     def advance(self) -> Path | None:
-        """To be called once no rank is busy: has rank 0 make the parts one; a second time: gives the checkpoint, which is then whole.
+        """Take the next step of the checkpoint; to be called when no rank is busy. The first call has rank 0 complete what
+        all ranks have written; the second returns the checkpoint, which is then whole.
 
-        Raises CheckpointError on every rank where one could not write; nothing but what was there before is left then."""
-        write = self._write
-        if write is None:
+        Raises CheckpointError on every rank where one could not write; what was written is removed."""
+        writing = self._writing
+        if writing is None:
             return None
-        told = gather_on_0(self.runtime, (write.failure, write.files, {name: s.results for name, s in write.parts.items()}))
-        bad = from_rank_0(self.runtime, [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(told or []) if text is not None])
-        if bad:
-            self._write = None
+        results = {name: copy.results for name, copy in writing.copies.items()}
+        ranks = gather_on_0(self.runtime, (writing.failure, writing.files, results))
+        failures = [
+            f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(ranks or []) if text is not None
+        ]
+        failures = from_rank_0(self.runtime, failures)
+        if failures:
+            self._writing = None
             if self.runtime.rank == 0:
-                shutil.rmtree(write.aside, ignore_errors=True)
-            raise CheckpointError(f"{write.final}: {cannot_be_written(bad[0])}")
-        if write.parts:
-            if told is not None:
-                write.start(partial(_unite, write, write.parts, [(files, results) for _, files, results in told], self.config))
-            write.parts = {}
+                shutil.rmtree(writing.partial, ignore_errors=True)
+            raise CheckpointError(f"{writing.final}: {cannot_be_written(failures[0])}")
+        if writing.copies:
+            if ranks is not None:
+                copies, reports = writing.copies, [(files, results) for _, files, results in ranks]
+                writing.in_thread(lambda: self._complete(writing, copies, reports))
+            writing.copies = {}
             return None
-        self._write = None
-        return write.final
+        self._writing = None
+        return writing.final
 
     def finish(self) -> Path | None:
-        """As `advance` to the end, waiting for each rank at most `checkpoint.timeout`; None where there is nothing to be finished."""
+        """Advance to the end, waiting for each rank at most `checkpoint.timeout`; None where nothing is unfinished."""
         final = None
-        while self._write is not None:
-            self._write.join(min(self.config.checkpoint.timeout, PATIENCE * self.runtime.timeout))
+        while self._writing is not None:
+            self._writing.join(min(self.config.checkpoint.timeout, PATIENCE * self.runtime.timeout))
             final = self.advance()
         return final
 
-    def _on_rank_0(self, write: _Write, action: Callable[[], None]) -> None:
-        """Runs `action` on rank 0 while the others wait; its failure is a CheckpointError everywhere, and removes what was written."""
-        failure = None
-        if self.runtime.rank == 0:
+    def _complete(
+        self, writing: _Writing, copies: Mapping[str, HostCopy], reports: list[tuple[Entries, dict[str, Any]]]
+    ) -> None:
+        """On rank 0: add the index of each model and the manifest, then name the folder."""
+        partial, final = writing.partial, writing.final
+        for name, copy in copies.items():
+            writing.add_files(copy.write_index(partial / name, [results[name] for _, results in reports]))
+        for files, _ in reports:
+            writing.files |= files
+        text = seal({**writing.manifest, "files": dict(sorted(writing.files.items()))})
+        (partial / MANIFEST).write_text(text, encoding="utf-8")
+        for path in (
+            partial / MANIFEST,
+            *(folder for folder in partial.iterdir() if folder.is_dir()),
+            partial,
+        ):
+            fsync(path)
+        if final.exists():  # damaged, or the run would have continued from it
+            shutil.rmtree(final)
+        partial.rename(final)
+        fsync(final.parent)
+        prune(self.config.run_dir, self.config.checkpoint)
+
+
+@dataclass
+class _Writing:
+    """A checkpoint on its way to the disk, as one rank sees it. state: on rank 0 alone."""
+
+    final: Path
+    manifest: dict[str, Any]
+    state: Callable[[], Mapping[str, Any]] | None
+    copies: dict[str, HostCopy] = field(default_factory=dict)
+    files: Entries = field(default_factory=dict)
+    failure: str | None = None
+    thread: threading.Thread | None = None
+
+    @property
+    def partial(self) -> Path:
+        return self.final.with_name(f".{self.final.name}.partial")
+
+    def in_thread(self, work: Callable[[], None]) -> None:
+        """Begin `work` in a thread and keep its failure, which nobody could catch there."""
+
+        def run() -> None:
+            default = sys.getswitchinterval()
+            sys.setswitchinterval(SWITCH_INTERVAL)
             try:
-                action()
-            except (OSError, RuntimeError) as error:
-                failure = f"{write.final}: {cannot_be_written(_first_line(error))}"
-                shutil.rmtree(write.aside, ignore_errors=True)
-        failure = from_rank_0(self.runtime, failure)
+                work()
+            except Exception as error:  # noqa: BLE001 (whatever it is, `advance` raises it on every rank)
+                self.failure = _first_line(error)
+            finally:
+                sys.setswitchinterval(default)
+
+        self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self.thread.start()
+
+    def join(self, limit: float) -> None:
+        """Wait for the thread; one that takes longer has failed."""
+        if self.thread is not None:
+            self.thread.join(limit)
+            if self.thread.is_alive():
+                self.failure = f"writing took longer than checkpoint.timeout, {limit:g} s"
+
+    def write_own(self) -> None:
+        """Write this rank's files."""
+        for name, copy in self.copies.items():
+            self.add_files(copy.write(self.partial / name))
+        if self.state is not None:
+            self.add_files(write_state(self.partial, self.state()))
+
+    def add_files(self, paths: list[Path]) -> None:
+        """Enter files into the manifest, once they are on disk."""
+        for path in paths:
+            fsync(path)
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            self.files[str(path.relative_to(self.partial))] = path.stat().st_size, digest
+
+
+class HostCopier:
+    """Copies what this rank writes of one model to the host. It keeps the index of who writes what, on which all ranks agree,
+    from save to save."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._plan: SavePlan | None = None
+        self._index: Metadata | None = None
+
+    def copy_model(self, model: TrainableModel) -> HostCopy:
+        """Copy a model with its optimizer; every rank calls this. Raises CheckpointError on every rank where the ranks'
+        parts do not make a whole."""
+        # megatron-core collects garbage on the way, which takes seconds in a process with so many objects, unless they
+        # are frozen. A forked rank must not unfreeze what it was forked with: that would copy the memory that ranks share.
+        freezes = gc.get_freeze_count() == 0
+        if freezes:
+            gc.freeze()
+        try:
+            state = megatron_state(model, is_loading=False)
+            with quiet_warnings():
+                return self.copy_state(state)
+        except FAILURES as error:
+            raise CheckpointError(
+                f"cannot be put together: {reason(error)} (a defect: please report it)"
+            ) from error
+        finally:
+            if freezes:
+                gc.unfreeze()
+
+    def copy_state(self, state: dict[str, Any]) -> HostCopy:
+        """Copy this rank's parts of megatron-core's sharded `state`. Raises RuntimeError on every rank where the ranks'
+        parts do not make a whole."""
+        apply_factories(state)
+        parts, common = extract_matching_values(
+            state, lambda value: isinstance(value, (ShardedBase, LocalNonpersistentObject))
+        )
+        own = [
+            p for p in nested_values(parts) if isinstance(p, ShardedBase) and is_main_replica(p.replica_id)
+        ]
+        items, copies = zip(*map(_copied, own), strict=True) if own else ((), ())
+        plan = SavePlan(list(items))
+        if any_rank(self.runtime, plan != self._plan):
+            self._index, self._plan = self._agree(plan), plan
+        # torch's writer names a rank's file by the rank's place in this list.
+        named = FileSystemWriter("").prepare_global_plan([plan] * self.runtime.world)[self.runtime.rank]
+        by_index = {item.index: copy for item, copy in zip(items, copies, strict=True)}
+        return HostCopy(named, by_index, self._index, common)
+
+    def _agree(self, plan: SavePlan) -> Metadata | None:
+        """Return the index of all ranks' parts, on rank 0; None on the others."""
+        is_first = self.runtime.rank == 0
+        plans: list[Any] = [plan] * self.runtime.world
+        if self.runtime.world > 1:
+            dist.gather_object(plan, plans if is_first else None, group=self.runtime.cpu_group)
+        index, failure = None, None
+        if is_first:
+            try:
+                kept, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+                if any(
+                    len(theirs.items) != len(those.items) for theirs, those in zip(plans, kept, strict=True)
+                ):
+                    failure = "two ranks would write the same part"
+            except (ValueError, AssertionError) as error:  # parts overlap, or leave something out
+                failure = str(error)
+        failure = gather_objects(self.runtime, failure)[0]
         if failure is not None:
-            raise CheckpointError(failure)
+            raise RuntimeError(failure)
+        return index
 
 
-def save_checkpoint(
-    runtime: Runtime, config: Config, step: int, learners: Mapping[str, Learner], state: Mapping[str, Any], versions: Mapping[str, str]
-) -> Path:
-    """Writes one checkpoint of the main stage and waits for it; every rank calls this. Errors as CheckpointWriter."""
-    writer = CheckpointWriter(runtime, config, learners, versions)
-    writer.save("train", step, tuple(learners), lambda: state, now=True)
-    return config.run_dir / FOLDER / folder_name("train", step)
+def _copied(part: Any) -> tuple[WriteItem, torch.Tensor | BytesIO]:
+    """Describe one of Megatron's parts to torch's writer, and copy it: the next step changes the model's own."""
+    if not isinstance(part, ShardedTensor):
+        buffer = BytesIO()
+        torch.save([part.data], buffer)
+        return WriteItem(MetadataIndex(part.unique_key), WriteItemType.BYTE_IO), buffer
+    offsets = torch.Size(part.global_offset)
+    shape = torch.Size((1,) * part.prepend_axis_num + tuple(part.local_shape))
+    copy = torch.empty(part.data.shape, dtype=part.data.dtype).copy_(part.data.detach()).view(shape)
+    chunk, properties = ChunkStorageMetadata(offsets, shape), TensorProperties(copy.dtype)
+    write = TensorWriteData(chunk, properties, torch.Size(part.global_shape))
+    return WriteItem(MetadataIndex(part.key, offsets), WriteItemType.SHARD, tensor_data=write), copy
 
 
-def _begin(aside: Path, parts: tuple[str, ...]) -> None:
-    if aside.exists():  # a save that was interrupted
-        shutil.rmtree(aside)
-    for part in parts:
-        (aside / part).mkdir(parents=True)
+class HostCopy:
+    """One model's copies on this rank. index: of all ranks' parts, on rank 0 alone; common: Megatron's unsharded part, the
+    same on every rank; results: what torch's writer says of the written files."""
+
+    def __init__(
+        self, plan: SavePlan, copies: dict[MetadataIndex, Any], index: Metadata | None, common: dict[str, Any]
+    ) -> None:
+        self.plan, self.copies, self.index, self.common = plan, copies, index, common
+        self.results: list[WriteResult] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(
+            c.nbytes if isinstance(c, torch.Tensor) else c.getbuffer().nbytes for c in self.copies.values()
+        )
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write this rank's file into `folder`, on disk when this returns, and let go of the copies. Raises OSError."""
+        copies = self.copies
+
+        class Planner(DefaultSavePlanner):
+            def resolve_data(self, write_item: WriteItem) -> Any:
+                return copies[write_item.index]
+
+        planner = Planner(flatten_state_dict=False)
+        written = FileSystemWriter(folder, sync_files=True).write_data(self.plan, planner)
+        written.wait()
+        self.results, self.copies = written.value(), {}
+        return sorted({folder / result.storage_data.relative_path for result in self.results})
+
+    def write_index(self, folder: Path, results: list[list[WriteResult]]) -> list[Path]:
+        """On rank 0, with every rank's `results`: write the index of all files, which makes them readable, and return the
+        files that were added. Raises OSError."""
+        assert self.index is not None
+        torch.save(self.common, folder / COMMON)
+        FileSystemWriter(folder, sync_files=True).finish(self.index, results)
+        (folder / CONFIG).write_text(json.dumps(MODEL_FORMAT), encoding="utf-8")
+        return [path for path in sorted(folder.iterdir()) if path.suffix != ".distcp"]
 
 
-def _unite(write: _Write, parts: dict[str, Staged], told: list[tuple[Entries, dict[str, Any]]], config: Config) -> None:
-    """Rank 0's part, with what all ranks have written."""
-    for name, staged in parts.items():
-        write.add(staged.finish(write.aside / name, [results[name] for _, results in told]))
-    files = dict(sorted({**write.files, **{name: entry for theirs, _ in told for name, entry in theirs.items()}}.items()))
-    (write.aside / MANIFEST).write_text(seal({**write.manifest, "files": files}), encoding="utf-8")
-    for path in (write.aside / MANIFEST, *(folder for folder in write.aside.iterdir() if folder.is_dir()), write.aside):
-        fsync(path)
-    if write.final.exists():  # damaged, or the run would have continued from it
-        shutil.rmtree(write.final)
-    write.aside.rename(write.final)
-    fsync(write.final.parent)
-    prune(config.run_dir, config.checkpoint)
+def cannot_be_written(why: str) -> str:
+    """Return the message for a disk that is full, or gone."""
+    return f"cannot be written: {why} (make room, or set checkpoint.every to 0)"
 
 
 def _first_line(error: BaseException) -> str:

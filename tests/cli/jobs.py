@@ -11,8 +11,8 @@ from megarl.config.schema import Config
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.evaluation import Evaluation, find_policy
 from megarl.schedule.run import Run
-from megarl.training.saving import save_checkpoint
-from megarl.training.sharded import _allocate, _optimizers
+from megarl.training.sharded import allocate_moments
+from tests.checkpoints import save_checkpoint
 
 
 def write_perturbed(runtime: Runtime, config: Config) -> None:
@@ -21,10 +21,10 @@ def write_perturbed(runtime: Runtime, config: Config) -> None:
     with torch.no_grad():
         for parameter in run.actor.model.parameters():
             parameter.mul_(1.25)  # alike on every rank, so that what is replicated stays equal
-    for part in _optimizers(run.actor).values():
-        _allocate(part.optimizer)  # as its first step would
+    for part in run.actor.optimizers:
+        allocate_moments(part.optimizer)  # as its first step would
     run.actor.optimizer.reload_model_params()
-    save_checkpoint(runtime, config, 3, run.learners, {"samplers": run.state_dict()}, {})
+    save_checkpoint(runtime, config, 3, run.models, {"samplers": run.state_dict()}, {})
     run.export("actor", config.run_dir / "hf")
     run.close()
 
@@ -41,7 +41,7 @@ def evaluate_policy(runtime: Runtime, config: Config, given: Path) -> tuple[dict
 def start_training(runtime: Runtime, config: Config) -> list[torch.Tensor]:
     """The weights that a run on this rank begins with: actor's, critic's, and the engine's after a transfer."""
     run = Run(config, runtime)
-    run.transfer_weights(0)
+    run.sync_weights(0)
     assert run.critic is not None
     weights = [*run.actor.model.parameters(), *run.critic.model.parameters(), *run.engine.parameters().values()]
     run.close()

@@ -28,8 +28,7 @@ from megarl.rewards import get_verifier
 from megarl.rewards.verdict import Verdict
 from megarl.rewards.worker import judge
 from megarl.schedule.preflight import Described, check_tokenizer
-from megarl.training.checkpoint import find_checkpoint, open_checkpoint
-from megarl.training.state_file import read_state, write_state
+from megarl.training.checkpoint import find_checkpoint, open_checkpoint, read_state, write_state
 from megarl.weights.families import ROPE_NEEDS, ROPE_NUMBERS, VALUES
 from megarl.weights.hf_io import HFFolder
 from tests.tiny_models import make_tiny_model

@@ -20,13 +20,12 @@ from megarl.parallel.offload import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.delivery import Delivery
 from megarl.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
-from megarl.schedule.residency import EngineTenant, Residency
+from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.run import make_delivery, make_engine, start_engine
-from megarl.training.batches import LocalBatch, distribute
-from megarl.training.columns import logprob_columns
-from megarl.training.learner import Learner, UpdateResult
+from megarl.training.batch import LocalBatch, distribute
 from megarl.training.losses import supervised_loss
-from megarl.training.tenants import tenants_of
+from megarl.training.model import TrainableModel, UpdateResult
+from megarl.training.tensor_groups import tensor_groups
 from megarl.weights.families import table_names
 from megarl.weights.known_models import KNOWN_MODELS
 
@@ -85,11 +84,11 @@ class Scene:
             settings[key] = {**settings.get(key, {}), **value}
         self.runtime, self.sizes = runtime, dict(sizes)
         self.config = Config(recipe="dapo", run_dir=folder, steps=10, model=model, **settings)
-        self.host, self.residency = HostPool(runtime.device), Residency(runtime.device, keep=())
+        self.host, self.offload = HostPool(runtime.device), OffloadManager(runtime.device, keep=())
         built = build_actor(self.config, read_hf_config(folder), runtime)
         fill(built)
-        self.actor = Learner("actor", built, self.config.actor, self.config.steps, runtime)
-        self.residency.add(tenants_of(self.actor, self.host))
+        self.actor = TrainableModel("actor", built, self.config.actor, self.config.steps, runtime)
+        self.offload.register(tensor_groups(self.actor, self.host))
 
     def local(self, responses: int, tokens: int) -> LocalBatch:
         """Prompts of 4 tokens, random responses of `tokens` each, all of them right, in one mini-batch."""
@@ -102,13 +101,13 @@ class Scene:
 
     def logprobs(self, local: LocalBatch) -> torch.Tensor:
         """Of the response tokens, in order."""
-        self.residency.enter("old_logprobs", WEIGHTS)
-        columns = logprob_columns(self.actor, local.experience, local.micro_batches, self.runtime)
+        self.offload.onload("old_logprobs", WEIGHTS)
+        columns = self.actor.logprob_columns(local.experience, local.micro_batches)
         return columns["logprobs"][local.experience.response_mask]
 
     def gradients(self, local: LocalBatch) -> dict[str, torch.Tensor]:
         """Of the responses' likelihood, on the host, by the table's names."""
-        self.residency.enter("actor_update", UPDATE)
+        self.offload.onload("actor_update", UPDATE)
         self.actor.compute_gradients(local.mini_batches[0], supervised_loss(local.experience))
         named = table_names(dict(self.actor.model.named_parameters()))
         # Copies, for the buffer that these are views of is emptied when it leaves the device.
@@ -116,7 +115,7 @@ class Scene:
 
     def update(self, local: LocalBatch) -> UpdateResult:
         """One optimizer step."""
-        self.residency.enter("actor_update", UPDATE)
+        self.offload.onload("actor_update", UPDATE)
         self.actor.begin_step()
         return self.actor.update(local.mini_batches[0], supervised_loss(local.experience))
 
@@ -128,23 +127,23 @@ class Scene:
     @cached_property
     def delivery(self) -> Delivery:
         """Of the actor's weights; starts the engine, with everything else off the device."""
-        self.residency.enter("start", ())
+        self.offload.onload("start", ())
         start_engine(self.engine, self.runtime)
         made = make_delivery(self.config, self.runtime, self.sizes, self.actor.model, self.engine)
         tags = {"weights": made.nbytes, "kv_cache": 0}
-        self.residency.add({f"engine.{tag}": EngineTenant(made, tag, self.runtime.device, size) for tag, size in tags.items()})
+        self.offload.register({f"engine.{tag}": EngineMemory(made, tag, self.runtime.device, size) for tag, size in tags.items()})
         return made
 
     def transfer(self, version: int) -> float:
         """The actor's weights into the engine; gives GB/s of what arrived, most of it copied within the device."""
         delivery = self.delivery
-        self.residency.enter("weight_transfer", TRANSFER)
+        self.offload.onload("weight_transfer", TRANSFER)
         stats = delivery.run(version)
         return (stats.bytes_local + stats.bytes_received) / stats.seconds / 1e9
 
     def generate(self, prompts: list[list[int]], tokens: int, temperature: float = 1.0) -> list[Completion]:
         """Of the engine, whose weights were delivered."""
-        self.residency.enter("rollout", ENGINE)
+        self.offload.onload("rollout", ENGINE)
         requests = [Request(tuple(prompt), seed) for seed, prompt in enumerate(prompts)]
         return self.engine.generate(requests, SamplingParams(tokens, temperature))
 
@@ -166,11 +165,11 @@ def colocated(scene: Scene) -> dict[str, Any]:
     for version in range(2):
         scene.transfer(version)
         completions = scene.generate(prompts, 16, temperature=1.0)
-        found["present"].append(set(scene.residency.present))
+        found["present"].append(set(scene.offload.present))
         found["answers"].append([completion.tokens for completion in completions])
         drawn = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
         found["differences"].append((scene.trainers_logprobs(prompts, completions) - drawn).abs())
         scene.update(local)
-        found["present"].append(set(scene.residency.present))
+        found["present"].append(set(scene.offload.present))
     found["host"] = scene.host.nbytes
     return found

@@ -1,4 +1,4 @@
-"""(a) Portable layers in bf16 on the GPU: a step of a model of Qwen2.5-0.5B's shape, whose tenants leave the device and come back."""
+"""(a) Portable layers in bf16 on the GPU: a step of a model of Qwen2.5-0.5B's shape, whose tensor groups are offloaded and loaded again."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def test_a_step_learns(scene: Scene) -> None:
     assert scene.logprobs(local).mean() > before
 
 
-def test_tenants_free_the_device_and_come_back_to_the_bit(scene: Scene) -> None:
-    scene.residency.enter("actor_update", UPDATE)
+def test_groups_free_the_device_and_come_back_to_the_bit(scene: Scene) -> None:
+    scene.offload.onload("actor_update", UPDATE)
     parameters = dict(scene.actor.model.named_parameters())
     before = {name: parameter.data.cpu() for name, parameter in parameters.items()}
-    size, torch_size = scene.residency.nbytes, torch.cuda.memory_allocated()
+    size, torch_size = scene.offload.nbytes, torch.cuda.memory_allocated()
     host = 0
     for _ in range(2):
-        scene.residency.enter("nothing", ())
+        scene.offload.onload("nothing", ())
         freed = torch_size - torch.cuda.memory_allocated()
         assert size <= freed <= 1.02 * size + 2**24, "torch rounds each block up to 512 bytes"
-        scene.residency.enter("actor_update", UPDATE)
+        scene.offload.onload("actor_update", UPDATE)
         assert host in (0, scene.host.nbytes), "pinned memory is used again"
         host = scene.host.nbytes
     torch.cuda.synchronize()
@@ -41,8 +41,8 @@ def test_tenants_free_the_device_and_come_back_to_the_bit(scene: Scene) -> None:
 
 def test_the_peak_of_a_phase_is_recorded(scene: Scene) -> None:
     local, metrics = scene.local(8, 512), dict[str, float]()
-    scene.residency.enter("actor_update", UPDATE)
-    with scene.residency.measured("actor_update", metrics):
+    scene.offload.onload("actor_update", UPDATE)
+    with scene.offload.measured("actor_update", metrics):
         scene.update(local)
-    assert scene.residency.nbytes < metrics["memory/actor_update"] <= metrics["memory_reserved/actor_update"]
+    assert scene.offload.nbytes < metrics["memory/actor_update"] <= metrics["memory_reserved/actor_update"]
     assert metrics["memory_reserved/actor_update"] <= metrics["memory_device/actor_update"]

@@ -22,9 +22,9 @@ def test_colocated(weights_dtype: str, runtime: Runtime, tmp_path: Path) -> None
     scene = Scene(runtime, tmp_path, sizes_of("Qwen2.5-7B", num_hidden_layers=2, vocab_size=16000), rollout=rollout)
     try:
         found = colocated(scene)
-        scene.residency.enter("nothing", ())
+        scene.offload.onload("nothing", ())
         free = torch.cuda.mem_get_info()[0]
-        scene.residency.enter("rollout", ENGINE)
+        scene.offload.onload("rollout", ENGINE)
         assert free - torch.cuda.mem_get_info()[0] > 0.2 * torch.cuda.get_device_properties(0).total_memory, "the KV cache came back"
     finally:
         scene.engine.stop()

@@ -61,16 +61,17 @@ def test_fp8(recipe: str, runtime: Runtime, portable: tuple[torch.Tensor, torch.
 
 def test_a_checkpoint_is_for_both(runtime: Runtime, tmp_path: Path) -> None:
     """Written with Transformer Engine's layers, optimizer included, and read with portable ones."""
-    from megarl.training.sharded import load_learner, save_learner
+    from megarl.training.sharded import load_trainable
     from megarl.weights.families import table_names
+    from tests.checkpoints import save_model
 
     scenes = [Scene(runtime, tmp_path / kind, sizes_of("tiny", hidden_size=64), model={"layers": kind}) for kind in ("te", "portable")]
     scenes[0].update(scenes[0].local(4, 32))
     (tmp_path / "checkpoint").mkdir()
-    save_learner(scenes[0].actor, tmp_path / "checkpoint")
-    load_learner(scenes[1].actor, tmp_path / "checkpoint")
+    save_model(scenes[0].actor, tmp_path / "checkpoint")
+    load_trainable(scenes[1].actor, tmp_path / "checkpoint")
     for scene in scenes:
-        scene.residency.enter("old_logprobs", WEIGHTS)
+        scene.offload.onload("old_logprobs", WEIGHTS)
     ours, theirs = (table_names(dict(scene.actor.model.named_parameters())) for scene in scenes)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

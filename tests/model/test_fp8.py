@@ -17,7 +17,7 @@ from megarl.data.experience import Experience
 from megarl.model.builder import choose_layers
 from megarl.model.fp8 import RECIPES, check_sizes, device_problem, fp8_options, pack_multiple
 from megarl.schedule.preflight import preflight
-from megarl.training.micro_batch import make_micro_batches
+from megarl.training.batch import make_micro_batches
 from megarl.weights.known_models import KNOWN_MODELS
 from tests.tiny_models import make_tiny_model
 
@@ -139,5 +139,5 @@ def test_packs_are_filled_up(fp8: str | None, recipe: str, tp: int, sequence_par
     for batch, cu_seqlens in zip(batches, seen, strict=True):
         assert batch.tokens.shape[1] % expected == 0
         assert int(cu_seqlens[-1]) == batch.tokens.shape[1]
-        assert torch.equal(batch.tokens[0, batch.at + 1], experience.tokens[batch.slots])
+        assert torch.equal(batch.tokens[0, batch.logit_indices + 1], experience.tokens[batch.token_indices])
     assert sum(batch.tokens.shape[1] for batch in batches) < 61 + expected * len(batches)

@@ -22,7 +22,7 @@ from megarl.config.schema import (
 from megarl.data.experience import Experience
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.runtime import Runtime
-from megarl.training.micro_batch import make_micro_batches
+from megarl.training.batch import make_micro_batches
 from tests.ranks import USED_AT_START
 
 
@@ -73,8 +73,7 @@ def logprobs(
 ) -> Any:
     """Log-probabilities and entropy of all response tokens, in the order given, on every rank."""
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.training.columns import logprob_columns
-    from megarl.training.learner import Frozen
+    from megarl.training.model import InferenceModel
 
     config = make_config(folder, sequence_parallel=sequence_parallel, model=model)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": temperature})})
@@ -82,7 +81,7 @@ def logprobs(
     load(actor, folder, runtime)
     experience = Experience.build(prompts, responses)
     batches = make_micro_batches(experience, range(len(prompts)), 40, actor)
-    columns = logprob_columns(Frozen("actor", actor, runtime), experience, batches, runtime)
+    columns = InferenceModel("actor", actor, runtime).logprob_columns(experience, batches)
     mask = experience.response_mask
     return columns["logprobs"][mask], columns["entropy"][mask]
 
@@ -96,30 +95,29 @@ def values(
 ) -> Any:
     """Values of the states in which the response tokens were chosen."""
     from megarl.model.builder import build_critic, read_hf_config
-    from megarl.training.columns import value_columns
-    from megarl.training.learner import Frozen
+    from megarl.training.model import InferenceModel
 
     critic = build_critic(make_config(folder, model=model), read_hf_config(folder), runtime)
     load(critic, folder, runtime, critic=True)
     experience = Experience.build(prompts, responses)
     batches = make_micro_batches(experience, range(len(prompts)), 40, critic)
-    return value_columns(Frozen("critic", critic, runtime), experience, batches, runtime)["values"][experience.response_mask]
+    return InferenceModel("critic", critic, runtime).value_columns(experience, batches)["values"][experience.response_mask]
 
 
 def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, options: dict[str, Any]) -> Any:
     """Gradients of one mini-batch in Hugging Face names and shapes (on rank 0; {} elsewhere), and the statistics' sums."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.comm import sum_stats
-    from megarl.training.batches import distribute
-    from megarl.training.learner import Learner
+    from megarl.training.batch import distribute
+    from megarl.training.columns import correct_mismatch
     from megarl.training.losses import actor_loss, critic_loss
-    from megarl.training.mismatch import correct_mismatch
+    from megarl.training.model import TrainableModel
 
     config = make_config(folder, mini_batch=batch.num_sequences, **options)
     build = build_critic if which == "critic" else build_actor
     model = build(config, read_hf_config(folder), runtime)
     load(model, folder, runtime, critic=which == "critic")
-    learner = Learner(which, model, config.critic if which == "critic" else config.actor, config.steps, runtime)
+    learner = TrainableModel(which, model, config.critic if which == "critic" else config.actor, config.steps, runtime)
     copy = batch.select(range(batch.num_sequences))
     local = distribute(copy, config, config.update.mini_batch, 3, [model], runtime)
     correct_mismatch(config.algorithm.mismatch, local.experience, runtime)
@@ -181,10 +179,9 @@ def rollout_after_update(runtime: Runtime, folder: Path, out: Path, prompts: lis
     from megarl.model.builder import DTYPES, build_actor, read_hf_config
     from megarl.rollout.engine import Request, SamplingParams
     from megarl.rollout.transformers_engine import TransformersEngine
-    from megarl.training.batches import distribute
-    from megarl.training.columns import logprob_columns
-    from megarl.training.learner import Learner
+    from megarl.training.batch import distribute
     from megarl.training.losses import supervised_loss
+    from megarl.training.model import TrainableModel
     from megarl.weights.export import export_hf
     from megarl.weights.families import table_names
     from megarl.weights.hf_io import HFFolder
@@ -195,7 +192,7 @@ def rollout_after_update(runtime: Runtime, folder: Path, out: Path, prompts: lis
     config = make_config(folder, dtype=dtype, nll_weight=1.0)
     model = build_actor(config, read_hf_config(folder), runtime)
     load(model, folder, runtime)
-    learner = Learner("actor", model, config.critic, config.steps, runtime)  # the critic's rate: large enough to be seen
+    learner = TrainableModel("actor", model, config.critic, config.steps, runtime)  # the critic's rate: large enough to be seen
     batch = Experience.build([[3, 4]] * 4, [[5, 6, 7], [8, 9], [10], [11, 12]])
     batch["correct"], batch["truncated"] = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)
     local = distribute(batch, config, 4, 0, [model], runtime)
@@ -217,7 +214,7 @@ def rollout_after_update(runtime: Runtime, folder: Path, out: Path, prompts: lis
 
     experience = Experience.build(prompts, [c.tokens for c in sampled])
     batches = make_micro_batches(experience, range(len(prompts)), 40, model)
-    ours = logprob_columns(learner, experience, batches, runtime)["logprobs"][experience.response_mask]
+    ours = learner.logprob_columns(experience, batches)["logprobs"][experience.response_mask]
     return {
         "parameters": {name: tensor.clone() for name, tensor in engine.parameters().items()},
         "engine": torch.tensor([x for c in sampled for x in c.logprobs]),
@@ -231,12 +228,12 @@ def update_with_bad_loss(runtime: Runtime, folder: Path, bad_rank: int, what: st
     """An update whose loss or gradient is not finite on one rank. Gives the error's text and whether the weights stayed."""
     from megarl.config.errors import NumericalError
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.training.learner import Learner
+    from megarl.training.model import TrainableModel
 
     config = make_config(folder)
     model = build_actor(config, read_hf_config(folder), runtime)
     load(model, folder, runtime)
-    learner = Learner("actor", model, config.critic, config.steps, runtime)
+    learner = TrainableModel("actor", model, config.critic, config.steps, runtime)
     batches = make_micro_batches(Experience.build([[3, 4]], [[5, 6, 7]]), [0], 40, model)
     learner.begin_step()
     before = [p.detach().clone() for p in model.parameters()]
@@ -268,11 +265,11 @@ def learning_rates(runtime: Runtime, folder: Path, steps: int) -> Any:
     """The critic's rate at each step of value pretraining at a rate of its own, then at each step of its main schedule."""
     from megarl.config.schema import CriticConfig
     from megarl.model.builder import build_critic, read_hf_config
-    from megarl.training.learner import Learner
+    from megarl.training.model import TrainableModel
 
     model = build_critic(make_config(folder), read_hf_config(folder), runtime)
     config = CriticConfig(lr=1e-2, schedule="linear", warmup_steps=2, min_lr_ratio=0.1)
-    learner = Learner("critic", model, config, steps, runtime)
+    learner = TrainableModel("critic", model, config, steps, runtime)
 
     def rates(count: int) -> list[float]:
         found = []
@@ -293,17 +290,17 @@ def updates_with_moves(
     """Three updates, before each of which everything may have left the device: gradient norms, all tensors, and what was moved."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.offload import HostPool
-    from megarl.training.batches import distribute
-    from megarl.training.learner import Learner
+    from megarl.training.batch import distribute
     from megarl.training.losses import critic_loss, supervised_loss
-    from megarl.training.tenants import tenants_of
+    from megarl.training.model import TrainableModel
+    from megarl.training.tensor_groups import tensor_groups
 
     config = make_config(folder, mini_batch=6, dtype=dtype, model=model)
     built = (build_critic if which == "critic" else build_actor)(config, read_hf_config(folder), runtime)
     load(built, folder, runtime, critic=which == "critic")
-    learner = Learner(which, built, config.critic, config.steps, runtime)
+    learner = TrainableModel(which, built, config.critic, config.steps, runtime)
     pool = HostPool(runtime.device, 4096)
-    tenants = tenants_of(learner, pool)
+    groups = tensor_groups(learner, pool)
     batch = Experience.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
     batch["values"], batch["returns"] = torch.zeros(batch.num_tokens), torch.ones(batch.num_tokens)
@@ -311,19 +308,19 @@ def updates_with_moves(
     loss = critic_loss(config.algorithm, local.experience) if which == "critic" else supervised_loss(local.experience)
     norms, away, storages = [], 0, [p.untyped_storage() for p in built.parameters()]
     for _ in range(3):
-        for tenant in tenants.values() if moves else ():
-            tenant.leave()
+        for group in groups.values() if moves else ():
+            group.offload()
         away += sum(storage.nbytes() for storage in storages) if moves else 0
-        for tenant in tenants.values() if moves else ():
-            tenant.enter()
+        for group in groups.values() if moves else ():
+            group.onload()
         learner.begin_step()
         norms.append(learner.update(local.mini_batches[0], loss).grad_norm)
-    states = [state for part in learner.parts for state in part.state.values()]
+    states = [state for part in learner.optimizers for state in part.state.values()]
     tensors = {f"weights {name}": p.data.clone() for name, p in built.named_parameters()}
     tensors |= {
         f"state {i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items() if torch.is_tensor(value)
     }
-    sizes = {name: tenant.nbytes for name, tenant in tenants.items()}
+    sizes = {name: group.nbytes for name, group in groups.items()}
     return {"norms": norms, "tensors": tensors, "away": away, "bytes": {"host": pool.nbytes, **sizes} if moves else {}, "sizes": sizes}
 
 
@@ -332,15 +329,16 @@ def around_a_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, read: 
     import megatron.core
 
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.training.batches import distribute
-    from megarl.training.learner import Learner
+    from megarl.training.batch import distribute
     from megarl.training.losses import supervised_loss
-    from megarl.training.sharded import load_learner, save_learner
+    from megarl.training.model import TrainableModel
+    from megarl.training.sharded import load_trainable
+    from tests.checkpoints import save_model
 
     config = make_config(folder, mini_batch=6)
     model = build_actor(config, read_hf_config(folder), runtime)
     load(model, folder, runtime)
-    learner = Learner("actor", model, config.critic, config.steps, runtime)
+    learner = TrainableModel("actor", model, config.critic, config.steps, runtime)
     batch = Experience.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
     local = distribute(batch, config, 6, 3, [model], runtime)
@@ -351,14 +349,14 @@ def around_a_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, read: 
 
     def tensors() -> dict[str, torch.Tensor]:
         found = {f"weights {name}": p.data.clone() for name, p in model.named_parameters()}
-        states = [state for part in learner.parts for state in part.state.values()]
+        states = [state for part in learner.optimizers for state in part.state.values()]
         return found | {f"state {i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items()}
 
     if read:
-        load_learner(learner, checkpoint)
+        load_trainable(learner, checkpoint)
     else:
         update()
-        save_learner(learner, checkpoint)
+        save_model(learner, checkpoint)
     between = tensors()
     update()
     return {"version": megatron.core.__version__, "between": between, "after": tensors()}
@@ -371,18 +369,19 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.parallel.comm import gather_objects
     from megarl.parallel.offload import HostPool
-    from megarl.training.batches import distribute
-    from megarl.training.learner import Learner
+    from megarl.training.batch import distribute
     from megarl.training.losses import supervised_loss
-    from megarl.training.sharded import load_learner, save_learner
-    from megarl.training.tenants import tenants_of
+    from megarl.training.model import TrainableModel
+    from megarl.training.sharded import load_trainable
+    from megarl.training.tensor_groups import tensor_groups
+    from tests.checkpoints import save_model
 
     config = make_config(folder, mini_batch=4, budget=16)
 
     def learner(**parallel: Any) -> Any:
         model = build_actor(config, read_hf_config(folder), runtime)
         load(model, folder, runtime)
-        return Learner("actor", model, config.critic, config.steps, runtime, ParallelConfig(**parallel))
+        return TrainableModel("actor", model, config.critic, config.steps, runtime, ParallelConfig(**parallel))
 
     ours = learner(**parallel)
     batch = Experience.build([[3, 9, 4, 5 + i % 7] for i in range(8)], [[7 + i, 8, 1][: 1 + i % 3] for i in range(8)])
@@ -396,15 +395,15 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
             sums = gather_objects(runtime, float(sum(p.detach().double().abs().sum() for p in ours.model.parameters())))
             stage = [sums[rank] for rank in range(runtime.world) if runtime.layout.coords(rank).pp == runtime.pp_rank]
             alike.append(len(set(stage)) == 1)
-        tenants = tenants_of(ours, HostPool(runtime.device, 4096))
-        for tenant in tenants.values():
-            tenant.leave()
-        for tenant in tenants.values():
-            tenant.enter()
+        groups = tensor_groups(ours, HostPool(runtime.device, 4096))
+        for group in groups.values():
+            group.offload()
+        for group in groups.values():
+            group.onload()
     weights = {name: p.detach().clone() for name, p in ours.model.named_parameters()}
-    save_learner(ours, checkpoint)
+    save_model(ours, checkpoint)
     again = learner()
-    load_learner(again, checkpoint)
+    load_trainable(again, checkpoint)
     back = {name: p.detach().clone() for name, p in again.model.named_parameters()}
     buckets = sum(len(buffer.buckets) for buffer in (*ours.chunk.buffers, *ours.chunk.expert_parallel_buffers))
     return {"norms": norms, "weights": weights, "back": back, "alike": alike, "buckets": buckets}
@@ -414,12 +413,12 @@ def stage_parts(runtime: Runtime, length: int, offset: int) -> str:
     """Has each rank write two of a tensor's `length` numbers, those from rank * `offset` on; what is said of it, "" where all is well."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    from megarl.training.staging import Stager
+    from megarl.training.saving import HostCopier
 
     at = (runtime.rank * offset,)
     part = ShardedTensor("weights", torch.zeros(2), torch.float32, (2,), (length,), at, axis_fragmentations=None)
     try:
-        Stager(runtime).stage({"model": {"weights": part}, "schedule_steps": 3})
+        HostCopier(runtime).copy_state({"model": {"weights": part}, "schedule_steps": 3})
     except RuntimeError as error:
         return str(error)
     return ""

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from megarl.data.experience import Experience
 from megarl.parallel.runtime import Runtime
-from megarl.training.batches import matrix_shape
+from megarl.training.batch import matrix_shape
 from tests.parallel.jobs import make_config
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
@@ -44,7 +44,7 @@ def make_batch() -> Experience:
 def divide(runtime: Runtime, folders: tuple[Path, Path], mini_batch: int, critic_mini_batch: int | None) -> dict[str, Any]:
     """The shapes of actor and critic, and this rank's responses of each mini-batch of either."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
-    from megarl.training.batches import distribute
+    from megarl.training.batch import distribute
 
     actor, critic = folders
     config = make_config(actor, mini_batch=mini_batch, overlong=True)
@@ -55,14 +55,14 @@ def divide(runtime: Runtime, folders: tuple[Path, Path], mini_batch: int, critic
     numbers = local.experience.spread(local.experience["number"])
 
     def members(mini_batches: Any) -> list[list[int]]:
-        return [sorted({int(n) for micro in own for n in numbers[micro.slots]}) for own in mini_batches]
+        return [sorted({int(n) for micro in own for n in numbers[micro.token_indices]}) for own in mini_batches]
 
     return {
         "shapes": [matrix_shape(model) for model in models],
         "actor": members(local.mini_batches),
         "critic": members(local.critic_mini_batches),
         "weights": {name: batch[f"{name}_weights"] for name in ("policy", "nll", "value")},
-        "forward": sum(micro.slots.numel() for micro in local.micro_batches),
+        "forward": sum(micro.token_indices.numel() for micro in local.micro_batches),
         "local": int(local.experience.response_mask.sum()),
     }
 

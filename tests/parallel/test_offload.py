@@ -29,7 +29,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     rounds=st.integers(1, 3),
 )
 def test_comes_back_as_it_left(sizes: list[tuple[int, torch.dtype]], chunk: int, rounds: int) -> None:
-    """Views share their storage and stay views of it; the second tenant gets the first one's host memory while that is back."""
+    """Views share their storage and stay views of it; the second group gets the first one's host memory while that is back."""
     pool = HostPool(CPU, chunk)
     whole = [torch.randint(0, 256, (n * dtype.itemsize,), dtype=torch.uint8).view(dtype) for n, dtype in sizes]
     views = [tensor[1:] for tensor in whole if len(tensor) > 1]
@@ -37,10 +37,10 @@ def test_comes_back_as_it_left(sizes: list[tuple[int, torch.dtype]], chunk: int,
     before, size = [bits(tensor) for tensor in whole], sum(tensor.nbytes for tensor in whole)
     for _ in range(rounds):
         assert movable.nbytes == size
-        movable.leave()
+        movable.offload()
         assert movable.nbytes == size
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in whole)
-        movable.enter()
+        movable.onload()
         assert [bits(tensor) for tensor in whole] == before
         assert all(view.data_ptr() == base[1:].data_ptr() for view, base in zip(views, (t for t in whole if len(t) > 1), strict=True))
     assert pool.nbytes == -(-size // chunk) * chunk
@@ -50,13 +50,13 @@ def test_zeros_and_constants() -> None:
     pool = HostPool(CPU, 32)
     gradients, weights = torch.full((9,), torch.nan), torch.arange(20.0)
     zero, constant = Movable(lambda: [gradients], CPU, pool, "zero"), Movable(lambda: [weights], CPU, pool, "constant")
-    zero.leave()
+    zero.offload()
     assert pool.nbytes == 0
-    zero.enter()
+    zero.onload()
     assert torch.equal(gradients, torch.zeros(9))
     for _ in range(2):
-        constant.leave()
-        constant.enter()
+        constant.offload()
+        constant.onload()
         assert torch.equal(weights, torch.arange(20.0))
         assert pool.nbytes == 96
 
@@ -65,15 +65,15 @@ def test_what_is_elsewhere_stays() -> None:
     here, there = torch.ones(4), torch.ones(4, device="meta")
     movable = Movable(lambda: [here, there], CPU, HostPool(CPU, 16))
     assert movable.nbytes == here.nbytes
-    movable.leave()
-    movable.enter()
+    movable.offload()
+    movable.onload()
     assert torch.equal(here, torch.ones(4))
 
 
 def test_no_room_leaves_everything_off_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.arange(4.0), torch.arange(8.0)]
     movable = Movable(lambda: tensors, CPU, HostPool(CPU, 16))
-    movable.leave()
+    movable.offload()
     resize = torch.UntypedStorage.resize_
 
     def full(storage: torch.UntypedStorage, size: int) -> None:
@@ -83,9 +83,9 @@ def test_no_room_leaves_everything_off_the_device(monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
         patched.setattr(torch.UntypedStorage, "resize_", full)
-        movable.enter()
+        movable.onload()
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
-    movable.enter()
+    movable.onload()
     assert torch.equal(tensors[1], torch.arange(8.0))
 
 

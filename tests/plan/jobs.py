@@ -14,13 +14,11 @@ from megarl.model.builder import build_actor, build_critic
 from megarl.parallel.comm import barrier
 from megarl.parallel.layout import padded_vocab
 from megarl.parallel.runtime import Runtime
-from megarl.plan.activations import activations
-from megarl.plan.checks import plan_of
-from megarl.plan.memory import Plan
-from megarl.plan.sizes import Shape
-from megarl.training.learner import Learner
-from megarl.training.micro_batch import make_micro_batches
-from megarl.training.sharded import save_learner
+from megarl.plan.memory import Plan, plan_of
+from megarl.plan.sizes import Shape, activations
+from megarl.training.batch import make_micro_batches
+from megarl.training.model import TrainableModel
+from tests.checkpoints import save_model
 from tests.parallel.memory import LiveMemory
 from tests.tiny_models import CONFIGS
 
@@ -61,17 +59,17 @@ def plan_for(layout: tuple[int, int, int, int], family: str, dtype: str, critic:
     return plan_of(config_of(dtype, tp=tp, pp=pp, dp=dp, ep=ep), described)
 
 
-def learner_of(runtime: Runtime, family: str, dtype: str, critic: bool, recompute: str = "none", **keys: Any) -> tuple[Any, Learner]:
+def learner_of(runtime: Runtime, family: str, dtype: str, critic: bool, recompute: str = "none", **keys: Any) -> tuple[Any, TrainableModel]:
     """A model with random weights, and its optimizer."""
     config = config_of(dtype, recompute, keys.pop("sequence_parallel", None), keys.pop("chunk", 256))
     hf = hf_of(family, **keys)
     model = (build_critic if critic else build_actor)(config, hf, runtime)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    return hf, Learner("model", model, OptimizerConfig(), 1, runtime)
+    return hf, TrainableModel("model", model, OptimizerConfig(), 1, runtime)
 
 
-def tenants(runtime: Runtime, out: Path, family: str, dtype: str, critic: bool = False, **keys: Any) -> dict[str, int]:
+def group_sizes(runtime: Runtime, out: Path, family: str, dtype: str, critic: bool = False, **keys: Any) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer on this rank after a step, by their storages; writes a checkpoint as well."""
     _, learner = learner_of(runtime, family, dtype, critic, **keys)
     learner.update(batches(learner, 1), lambda output, _: ((output if critic else output[0]).sum(), {}))
@@ -86,7 +84,7 @@ def tenants(runtime: Runtime, out: Path, family: str, dtype: str, critic: bool =
     if runtime.rank == 0:
         out.mkdir(exist_ok=True)
     barrier(runtime)
-    save_learner(learner, out)
+    save_model(learner, out)
     own = {key: size for key, size in optimizer.items() if key not in weights and key not in gradients}
     return {"weights": sum(weights.values()), "gradients": sum(gradients.values()), "optimizer": sum(own.values())}
 
@@ -96,7 +94,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
 
 
-def batches(learner: Learner, count: int) -> list[Any]:
+def batches(learner: TrainableModel, count: int) -> list[Any]:
     """Micro-batches of PACK sequences of LENGTH tokens."""
     rows = PACK * count
     batch = Experience.build([[1, 2]] * rows, [[3] * (LENGTH - 2)] * rows)
@@ -127,7 +125,7 @@ def measure(
         layers="portable",
         sequence_parallel=sequence_parallel,
         critic=critic,
-        words=words,
+        vocab_shard_size=words,
     )
     in_flight = min(micro_batches, layout.pp - runtime.pp_rank)
     layers = hf.num_hidden_layers // layout.pp

@@ -10,12 +10,9 @@ import pytest
 
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
-from megarl.plan.checks import check_fits, plan_of
-from megarl.plan.memory import Plan, with_layout
-from megarl.plan.phases import columns_of, device_phases
-from megarl.schedule.recipes import training_phases
+from megarl.plan.memory import Plan, check_fits, plan_of, with_layout
 from megarl.weights.known_models import KNOWN_MODELS
-from tests.plan.jobs import hf_of, plan_for, tenants
+from tests.plan.jobs import group_sizes, hf_of, plan_for
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -35,16 +32,16 @@ def name(case: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("case", MODELS, ids=name)
-def test_tenants_are_as_large_as_planned(
+def test_tensor_groups_are_as_large_as_planned(
     ranks: Callable[..., RankPool], tmp_path: Path, layout: tuple[int, int, int, int], case: dict[str, Any]
 ) -> None:
     """On every rank; Adam's moments exist, as there has been a step. The checkpoint is on disk."""
     plan = plan_for(layout, **case)
     model = "critic" if case.get("critic") else "actor"
-    for rank, found in enumerate(ranks(*layout).run(tenants, out=tmp_path / "checkpoint", **case)):
+    for rank, found in enumerate(ranks(*layout).run(group_sizes, out=tmp_path / "checkpoint", **case)):
         stage = plan.layout.coords(rank).pp
         for part, measured in found.items():
-            planned = plan.tenant(f"{model}.{part}", stage)
+            planned = plan.group(f"{model}.{part}", stage)
             assert abs(planned / measured - 1) < 0.01, f"rank {rank}: {part}: planned {planned:,.0f}, there are {measured:,.0f} bytes"
     on_disk = sum(file.stat().st_size for file in (tmp_path / "checkpoint").rglob("*.distcp"))
     planned = plan.checkpoint() - other_checkpoint(plan, model)
@@ -62,9 +59,9 @@ def other_checkpoint(plan: Plan, model: str) -> float:
 def test_experts_are_as_large_as_planned(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
     case = {"family": "qwen3_moe", "dtype": "bf16", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     plan = plan_for((2, 1, 1, 2), **case)
-    for found in ranks(2, 1, 1, 2).run(tenants, out=tmp_path / "checkpoint", **case):
+    for found in ranks(2, 1, 1, 2).run(group_sizes, out=tmp_path / "checkpoint", **case):
         for part, measured in found.items():
-            assert abs(plan.tenant(f"actor.{part}", 0) / measured - 1) < 0.01, part
+            assert abs(plan.group(f"actor.{part}", 0) / measured - 1) < 0.01, part
 
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
@@ -76,17 +73,6 @@ def test_parameters_of_public_models(name: str) -> None:
     from megarl.weights.layout import hf_shapes
 
     assert Shape(KNOWN_MODELS[name], "bf16").parameters == sum(map(prod, hf_shapes(KNOWN_MODELS[name]).values()))
-
-
-@pytest.mark.parametrize("recipe", ["vapo_32b", "dapo_32b", "demo_vapo", "demo_dapo", "demo_sft"])
-@pytest.mark.parametrize("kl", [0.0, 0.1])
-def test_phases_are_those_of_the_schedule(recipe: str, kl: float) -> None:
-    if recipe == "demo_sft" and kl:
-        pytest.skip("a supervised run has no KL term")
-    config = load_config(ROOT / "configs" / f"{recipe}.yaml", [f"algorithm.kl_weight={kl}"] if kl else [])
-    real = training_phases(config)
-    assert [(p.name, p.resident) for p in real if p.resident] == [(d.name, d.resident) for d in device_phases(config)]
-    assert columns_of(config) == frozenset[str]().union(*(phase.writes for phase in real))
 
 
 def plan_32b(*overrides: str) -> Plan:
@@ -172,25 +158,12 @@ def test_another_gpu_needs_all_its_figures() -> None:
     assert plan_of(load_config(ROOT / "configs/vapo_32b.yaml", overrides), KNOWN_MODELS["Qwen2.5-32B"]).device.memory == 100 * GIB
 
 
-def test_kept_tenants_are_in_every_phase() -> None:
+def test_kept_groups_are_in_every_phase() -> None:
     free, keeping = plan_32b(), plan_32b("residency.keep=[actor.optimizer]")
     for before, after in zip(free.needs(), keeping.needs(), strict=True):
         extra = 0.0 if "actor.optimizer" in before.parts else keeping.optimizer("actor", after.stage)
         assert after.total == pytest.approx(before.total + extra, abs=GIB)
     assert keeping.host()["pinned buffers"] < free.host()["pinned buffers"]
-
-
-def test_residency_is_the_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What never leaves, against the function that the scheduler moves by."""
-    import torch
-
-    from megarl.plan.phases import kept
-    from megarl.schedule.residency import kept as kept_on
-
-    for overrides in ([], ["residency.offload=false"], ["residency.keep=[actor.optimizer]"]):
-        config = load_config(ROOT / "configs/vapo_32b.yaml", overrides)
-        needed = frozenset[str]().union(*(declared.resident for declared in device_phases(config)))
-        assert kept(config) == kept_on(config, torch.device("cuda")) & needed
 
 
 def test_models_used_in_tests_are_what_they_say() -> None:

@@ -23,7 +23,7 @@ from megarl.parallel.nodes import Needs
 from megarl.rollout.sglang import Place, SGLangEngine
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.schedule import preflight
-from megarl.schedule.residency import EngineTenant, Residency
+from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.weights import transfer
 from megarl.weights.hf_io import read_config
 from megarl.weights.layout import Box, Region, Shard
@@ -110,16 +110,16 @@ class TestStart:
 
 
 class TestResidency:
-    """parallel/offload.py, schedule/residency.py"""
+    """parallel/offload.py, schedule/offload.py"""
 
     def test_pools_are_pinned_and_bring_back_what_left(self, calls: list[Any], pinned: list[bool]) -> None:
         pool = offload.HostPool(CUDA, chunk=1024)
         tensor = torch.arange(5000, dtype=torch.int16)
         expected = tensor.clone()
         movable = offload.Movable(lambda: [tensor], torch.device("cpu"), pool)
-        movable.leave()
+        movable.offload()
         assert pinned.count(True) == 10 and pool.nbytes == 10240 and tensor.untyped_storage().nbytes() == 0
-        movable.enter()
+        movable.onload()
         assert torch.equal(tensor, expected)
 
     def test_memory_is_given_back_after_what_still_runs(self, calls: list[Any]) -> None:
@@ -128,8 +128,8 @@ class TestResidency:
         assert offload.free_memory(CUDA) == FREE
 
     def test_figures_of_a_phase(self, calls: list[Any]) -> None:
-        residency, metrics = Residency(CUDA, ()), dict[str, float]()
-        with residency.measured("rollout", metrics):
+        offload, metrics = OffloadManager(CUDA, ()), dict[str, float]()
+        with offload.measured("rollout", metrics):
             assert calls == [("reset_peak_memory_stats", CUDA)]
         assert metrics == {
             "memory/rollout": 3.0 * GIB,
@@ -138,12 +138,12 @@ class TestResidency:
         }
 
     def test_a_phase_empties_the_cache_once_somebody_has_left(self, calls: list[Any]) -> None:
-        residency, tensor = Residency(CUDA, ()), torch.ones(4)
+        manager, tensor = OffloadManager(CUDA, ()), torch.ones(4)
         pool = offload.HostPool(torch.device("cpu"))
-        residency.add({"actor.weights": offload.Movable(lambda: [tensor], torch.device("cpu"), pool)})
-        residency.enter("rollout", ())
+        manager.register({"actor.weights": offload.Movable(lambda: [tensor], torch.device("cpu"), pool)})
+        manager.onload("rollout", ())
         assert [name for name, *_ in calls] == ["synchronize", "empty_cache"]
-        residency.enter("old_logprobs", {"actor.weights"})
+        manager.onload("old_logprobs", {"actor.weights"})
         assert len(calls) == 2
 
     def test_an_engines_share_is_what_the_device_has_more_of(self, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,17 +155,17 @@ class TestResidency:
                 free[0] += 7 * GIB
 
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free[0], TOTAL))
-        tenant = EngineTenant(Engines(), "kv_cache", CUDA, 0)  # type: ignore[arg-type]
-        tenant.leave()
-        assert tenant.nbytes == 7 * GIB
+        group = EngineMemory(Engines(), "kv_cache", CUDA, 0)  # type: ignore[arg-type]
+        group.offload()
+        assert group.nbytes == 7 * GIB
 
     def test_a_device_that_is_full(self, calls: list[Any]) -> None:
         from megarl.config.errors import DeviceMemoryError
 
-        residency = Residency(CUDA, ("engine.weights",))
+        offload = OffloadManager(CUDA, ("engine.weights",))
         with (
             pytest.raises(DeviceMemoryError, match=r"phase weight_transfer: CUDA out of memory.*rollout\.transfer_bucket"),
-            residency.explained("weight_transfer"),
+            offload.explained("weight_transfer"),
         ):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

@@ -91,20 +91,20 @@ def test_layers(family: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Actor and critic, with each kind of recomputation and FP8 recipe; their checkpoints have the names of the portable layers'."""
     from megatron.core import fp8_utils
 
-    from megarl.training.sharded import EXTRA, _model_state
+    from megarl.training.sharded import EXTRA, model_state
 
     hf = make_config(family, **SIZES, **FAMILIES[family])
     cases = [(kind, None) for kind in RECOMPUTE] + ([("full", recipe) for recipe in RECIPES] if family in ("qwen2", "qwen3_moe") else [])
     with rank_of(Layout(tp=tp, pp=1, dp=2 // tp, ep=1), rank=1) as runtime:
         for kind in ("actor", "critic"):
             plain = build(kind, settings(layers="portable", tp=tp), hf, runtime, monkeypatch)
-            names = {value.key for value in _model_state(plain).values()}
+            names = {value.key for value in model_state(plain).values()}
             for recompute, recipe in cases:
                 model = build(kind, settings(recompute, recipe, tp=tp), hf, runtime, monkeypatch)
                 as_laid_out(model, hf, runtime, kind)
                 well_marked(model, sequence=tp > 1)
                 from_transformer_engine(model)
-                found = {value.key for value in _model_state(model).values()}
+                found = {value.key for value in model_state(model).values()}
                 assert {name for name in found if EXTRA not in name} == names
                 assert any(EXTRA in name for name in found) == (recipe == "delayed")
                 if recipe:
@@ -114,19 +114,19 @@ def test_layers(family: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_optimizer_is_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron takes it where it is, and residency finds its tensors: FP32 weights; moments come with the first step."""
     from megarl.parallel.offload import HostPool
-    from megarl.training.learner import Learner
-    from megarl.training.tenants import tenants_of
+    from megarl.training.model import TrainableModel
+    from megarl.training.tensor_groups import tensor_groups
 
     hf, config = make_config("qwen2", **SIZES), settings()
     with rank_of(Layout(tp=1, pp=1, dp=1, ep=1), 0) as runtime:
         model = build("actor", config, hf, runtime, monkeypatch)
         for parameter in model.parameters():
             parameter.data.normal_(0, 0.02)
-        learner = Learner("actor", model, config.actor, 10, runtime, config.parallel)
-        [part] = learner.parts
+        learner = TrainableModel("actor", model, config.actor, 10, runtime, config.parallel)
+        [part] = learner.optimizers
         assert type(part.optimizer).__name__ == "FusedAdam" and type(part.optimizer).__module__.startswith("transformer_engine")
         size = sum(parameter.numel() for parameter in model.parameters())
-        held = {name: tenant.nbytes for name, tenant in tenants_of(learner, HostPool(runtime.device)).items()}
+        held = {name: group.nbytes for name, group in tensor_groups(learner, HostPool(runtime.device)).items()}
         assert held["actor.weights"] >= 2 * size and held["actor.gradients"] >= 4 * size and held["actor.optimizer"] >= 4 * size
 
 

@@ -23,7 +23,7 @@ from megarl.config.schema import Config
 from megarl.parallel import cpu_platform, runtime
 from megarl.parallel.layout import Layout
 from megarl.parallel.machine import allocator_problem
-from megarl.plan.checks import plan_of
+from megarl.plan.memory import plan_of
 from megarl.rollout.delivery import Delivery
 from megarl.rollout.sglang import Place, SGLangEngine
 from megarl.schedule import evaluation, preflight, run
@@ -185,7 +185,7 @@ def test_a_user_is_told_that_the_engine_runs_without_them(monkeypatch: pytest.Mo
     monkeypatch.setattr(preflight, "choose_device", lambda wanted: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", MagicMock())
     checks = ("check_config", "_check_machine", "check_model", "check_tokenizer", "_check_positions", "_check_engine_layout")
-    for name in (*checks, "check_fits", "validate_files", "check_kept"):
+    for name in (*checks, "check_fits", "validate_files", "check_pretraining_rollouts"):
         monkeypatch.setattr(preflight, name, MagicMock())
     train._check(config, "config.yaml", claim=False, fresh=False)
     assert capsys.readouterr().err == ""
@@ -248,7 +248,7 @@ def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(what: str,
         monkeypatch.setattr(run.Run, "_settled", says("settles"))
         monkeypatch.setattr(run, "make_engine", lambda *arguments: engine)
         monkeypatch.setattr(run, "make_delivery", says("delivery"))
-        monkeypatch.setattr(run, "EngineTenant", MagicMock())
+        monkeypatch.setattr(run, "EngineMemory", MagicMock())
         run.Run(config, MagicMock(device=torch.device("cpu")))
         assert order == ["settles", "settles", "empties", "waits", "starts", "delivery"]
     else:

@@ -15,12 +15,11 @@ from megarl.config.schema import Config
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.replay import Outcome, replay
 from megarl.schedule.run import Run
-from megarl.schedule.scheduler import Scheduler
+from megarl.schedule.trainer import Trainer
+from megarl.training.batch import MicroBatch
 from megarl.training.checkpoint import find_checkpoint, load_checkpoint
-from megarl.training.learner import Loss
-from megarl.training.micro_batch import MicroBatch
-from megarl.training.saving import save_checkpoint
-from megarl.training.sharded import save_learner
+from megarl.training.model import Loss
+from tests.checkpoints import save_checkpoint, save_model
 
 
 def write_again(runtime: Runtime, config: Config, source: Path, full: Path) -> str:
@@ -29,13 +28,13 @@ def write_again(runtime: Runtime, config: Config, source: Path, full: Path) -> s
     run = Run(config, runtime)
     checkpoint, _ = find_checkpoint(source)
     assert checkpoint is not None
-    state = load_checkpoint(checkpoint, run.learners)
+    state = load_checkpoint(checkpoint, run.models)
     run.load_state_dict(state["samplers"])
     run.export("actor", config.run_dir / "hf")
     written = {**state, "samplers": run.state_dict()}
-    save_checkpoint(runtime, config, checkpoint.step, run.learners, written, checkpoint.manifest["versions"])
+    save_checkpoint(runtime, config, checkpoint.step, run.models, written, checkpoint.manifest["versions"])
     try:
-        save_learner(run.actor, full)
+        save_model(run.actor, full)
     except CheckpointError as error:
         return str(error)
     finally:
@@ -47,7 +46,7 @@ def generators_moved(runtime: Runtime, config: Config) -> list[str]:
     """Runs `config` and gives the global random generators that it has drawn from or seeded."""
     run = Run(config, runtime)
     before = _generators()
-    Scheduler(run).execute()
+    Trainer(run).train()
     run.close()
     return [name for name, state in _generators().items() if state != before[name]]
 
@@ -64,7 +63,7 @@ def train_and_replay(runtime: Runtime, config: Config, numbers: tuple[int, ...])
     """Runs `config`, unless it has been run, and replays steps of it."""
     if not (config.run_dir / "hf").exists():
         run = Run(config, runtime)
-        Scheduler(run).execute()
+        Trainer(run).train()
         run.close()
     return [replay(config, number, runtime) for number in numbers]
 
@@ -92,7 +91,7 @@ def train_with_bad_losses(runtime: Runtime, config: Config, bad: tuple[int, ...]
 
     actor.begin_step, actor.compute_gradients = begin_step, compute_gradients  # type: ignore[method-assign]
     try:
-        Scheduler(run).execute()
+        Trainer(run).train()
     except NumericalError as error:
         return str(error), changed
     finally:

@@ -23,7 +23,7 @@ from megarl.data.experience import Experience
 from megarl.data.stored import read_experience, read_made_from, write_experience
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.run import Run
-from megarl.schedule.scheduler import Scheduler
+from megarl.schedule.trainer import Trainer
 from tests.ranks import RankPool
 from tests.schedule.test_resume import assert_same_export, assert_same_tensors, make_config, records
 from tests.tiny_models import make_tiny_model
@@ -68,7 +68,7 @@ def execute(runtime: Runtime, config: Config) -> int:
 
     run.engine.generate = counted  # type: ignore[method-assign]
     try:
-        Scheduler(run).execute()
+        Trainer(run).train()
     finally:
         run.close()
     return asked[0]

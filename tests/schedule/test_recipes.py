@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+import megarl.config.phases as config_phases
+from megarl.config.phases import Phase, check_phases, declare
+from megarl.data.experience import Experience
 from megarl.observe.distributions import read_distributions
 from megarl.observe.samples import read_samples
-from megarl.schedule import phases, recipes
+from megarl.schedule.phases import FUNCTIONS
+from megarl.schedule.run import Step
+from megarl.schedule.trainer import enforced
 from tests.schedule.demo import make_warm_model, train
+from tests.schedule.test_offload import ORDERS, make_config
 
 UNREPEATABLE = ("time/", "inside/", "throughput/")
 OF_A_RANK = ("mismatch/", "transfer/", "memory/")  # depends on how the work is laid out
@@ -21,16 +29,50 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_warm_model(tmp_path_factory.mktemp("demo"))
 
 
-@pytest.mark.parametrize(
-    "order",
-    [recipes.GROUP_POLICY, recipes.GROUP_POLICY_WITH_KL, recipes.ACTOR_CRITIC, recipes.ACTOR_CRITIC_WITH_KL, recipes.VALUE_PRETRAINING],
-)
-def test_a_column_is_written_before_it_is_read(order: tuple[phases.Phase, ...]) -> None:
-    recipes.check_columns(order)
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_a_column_is_written_before_it_is_read(order: tuple[Phase, ...]) -> None:
+    check_phases(order)
     for first in range(len(order)):
         if order[first].writes:
             with pytest.raises(ValueError, match="which no earlier phase writes"):
-                recipes.check_columns(order[:first] + order[first + 1 :])
+                check_phases(order[:first] + order[first + 1 :])
+
+
+def test_every_declared_phase_has_its_function() -> None:
+    declared = {phase.name for phase in vars(config_phases).values() if isinstance(phase, Phase)}
+    assert declared == set(FUNCTIONS)
+
+
+def test_a_phase_is_held_to_its_declaration() -> None:
+    """What it reads and writes without saying so is refused, and what it says and does not write."""
+    phase = declare("values", reads="tokens rewards", writes="values")
+    step = Step(make_config(), "train", 1)
+    step.batch = Experience.build([[1], [2]], [[3], [4]])
+    step.batch["rewards"], step.batch["correct"] = torch.ones(2), torch.ones(2, dtype=torch.bool)
+
+    def run(work: Callable[[], object]) -> None:
+        with enforced(phase, step):
+            work()
+
+    def add(name: str) -> None:
+        step.batch[name] = step.batch["rewards"] * 2
+
+    def add_to_a_new_batch() -> None:
+        add("values")
+        step.batch = step.batch.select([1, 0])
+        step.batch["returns"] = step.batch["values"]
+
+    run(lambda: add("values"))
+    assert type(step.batch.columns) is dict and step.batch["values"].tolist() == [2.0, 2.0]
+    with pytest.raises(ValueError, match="phase values reads column correct, which it does not declare"):
+        run(lambda: step.batch["correct"])
+    assert type(step.batch.columns) is dict
+    for work in (lambda: add("returns"), add_to_a_new_batch):
+        with pytest.raises(ValueError, match=r"phase values writes (column )?returns, which it does not declare"):
+            run(work)
+    step.batch = Experience.build([[1], [2]], [[3], [4]])
+    with pytest.raises(ValueError, match="phase values has not written values, which it declares"):
+        run(lambda: None)
 
 
 @pytest.mark.slow

@@ -28,8 +28,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
 from megarl.observe.events import read_events
 from megarl.schedule.preflight import claim_run_dir
-from megarl.training.checkpoint import FREE, Checkpoint, check_continues, find_checkpoint, seal, settings_of
-from megarl.training.state_file import read_state, write_state
+from megarl.training.checkpoint import FREE, Checkpoint, check_continues, find_checkpoint, read_state, seal, settings_of, write_state
 from tests.ranks import RankPool
 from tests.schedule.jobs import generators_moved, write_again
 from tests.tiny_models import make_tiny_model

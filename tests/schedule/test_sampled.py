@@ -11,8 +11,7 @@ import torch
 from megarl.data.experience import Experience
 from megarl.observe.samples import Sample
 from megarl.schedule import sampled
-from megarl.schedule.sampled import has_tokens, token_texts, with_tokens
-from megarl.training.token_worth import response_ids, token_worth
+from megarl.schedule.sampled import has_tokens, response_ids, token_texts, token_worth, with_tokens
 from tests.tiny_models import make_tokenizer
 
 TEXTS = ("1+1=2", "Größe 👍!", "")
@@ -52,9 +51,10 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
     monkeypatch.setattr(sampled, "gather_on_0", lambda runtime, value: [value, theirs])
     runtime = SimpleNamespace(rank=0, world=1, speaks=True)
     samples = {row: Sample(1, "p", TEXTS[row % 3], 1.0, True, False, 1) for row in (0, 1, 4)}
-    step = SimpleNamespace(run=SimpleNamespace(runtime=runtime, tokenizer=tokenizer), local=SimpleNamespace(experience=shares[0]))
+    run: Any = SimpleNamespace(runtime=runtime, tokenizer=tokenizer)
+    step: Any = SimpleNamespace(local=SimpleNamespace(experience=shares[0]))
     step.batch, step.samples = batch, samples
-    for (row, sample), found in zip(samples.items(), with_tokens(step), strict=True):
+    for (row, sample), found in zip(samples.items(), with_tokens(run, step), strict=True):
         number = row // 3 * 100 + row % 3 * 10
         assert found.response == sample.response and found.values is None
         assert found.tokens is not None and found.advantages is not None and len(found.tokens) == len(found.advantages)

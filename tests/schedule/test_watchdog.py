@@ -15,11 +15,12 @@ from typing import get_args
 import psutil
 import pytest
 
+from megarl.config import phases
+from megarl.config.phases import Phase
 from megarl.config.schema import WatchedPhase
 from megarl.parallel.launch import HUNG
-from megarl.schedule import phases, scheduler
+from megarl.schedule import trainer
 from megarl.schedule.hang import Report, culprit
-from megarl.schedule.phases import Phase
 from megarl.schedule.watchdog import read_beat
 
 ROOT = Path(__file__).parents[2]
@@ -134,9 +135,9 @@ def test_reports_survive_json() -> None:
 
 
 def test_limits_can_be_set_for_all_that_a_run_does_and_for_nothing_else() -> None:
-    """The schema, which knows no phases, names them once more; here is what the scheduler and its phases call themselves."""
+    """The schema, which knows no phases, names them once more; here is what the trainer and its phases call themselves."""
     names = {phase.name for phase in vars(phases).values() if isinstance(phase, Phase)} | {"start"}
-    calls = [node for node in ast.walk(ast.parse(Path(scheduler.__file__).read_text())) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(ast.parse(Path(trainer.__file__).read_text())) if isinstance(node, ast.Call)]
     for call in calls:
         if isinstance(call.func, ast.Attribute) and call.func.attr in ("_enter", "_timed"):
             names |= {part.value for part in call.args[:2] if isinstance(part, ast.Constant) and isinstance(part.value, str)}

@@ -36,7 +36,7 @@ class Scene:
 
         from megarl.model.builder import build_actor, read_hf_config
         from megarl.schedule.run import make_delivery, make_engine
-        from megarl.training.learner import Learner
+        from megarl.training.model import TrainableModel
         from megarl.weights.hf_io import read_config
 
         inside = {"custom_weight_loader": ["megarl.rollout.sglang_inside.load_shards", DUMP]}
@@ -54,7 +54,7 @@ class Scene:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         model = build_actor(self.config, read_hf_config(folder), runtime)
         parallel_jobs.load(model, folder, runtime)
-        self.actor = Learner("actor", model, self.config.critic, self.config.steps, runtime)  # the critic's rate: a change to be seen
+        self.actor = TrainableModel("actor", model, self.config.critic, self.config.steps, runtime)
         self.engine = make_engine(self.config, self.tokenizer, runtime)
         assert isinstance(self.engine, SGLangEngine)
         if self.engine.process is not None:
@@ -97,7 +97,7 @@ def deliver(runtime: Runtime, name: str, version: int, dump: Path) -> dict[str, 
 
 def update(runtime: Runtime, name: str) -> float:
     """One optimizer step of the actor; gives the gradient's norm."""
-    from megarl.training.batches import distribute
+    from megarl.training.batch import distribute
     from megarl.training.losses import supervised_loss
 
     scene = SCENES[name]
@@ -111,15 +111,14 @@ def update(runtime: Runtime, name: str) -> float:
 
 def sample(runtime: Runtime, name: str, params: SamplingParams, count: int = 3) -> tuple[list[Completion], Any]:
     """`count` responses to each prompt, and the trainer's log-probabilities of their tokens."""
-    from megarl.training.columns import logprob_columns
-    from megarl.training.micro_batch import make_micro_batches
+    from megarl.training.batch import make_micro_batches
 
     scene = SCENES[name]
     prompts = [prompt for prompt in PROMPTS for _ in range(count)]
     completions = scene.generate([Request(prompt, seed) for seed, prompt in enumerate(prompts)], params)
     experience = Experience.build([list(p) for p in prompts], [c.tokens for c in completions])
     batches = make_micro_batches(experience, range(len(prompts)), 200, scene.actor.model)
-    ours = logprob_columns(scene.actor, experience, batches, runtime)["logprobs"][experience.response_mask]
+    ours = scene.actor.logprob_columns(experience, batches)["logprobs"][experience.response_mask]
     return completions, ours
 
 

@@ -91,7 +91,7 @@ def accumulate(runtime: Runtime, folder: Path, dtype: str) -> dict[str, float]:
     local = scene.local(6, 60)
     (batches,) = local.mini_batches
     assert len(batches) > 2
-    scene.residency.enter("actor_update", UPDATE)
+    scene.offload.onload("actor_update", UPDATE)
     linears = [module for module in scene.actor.model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
     weights = [module.weight for module in linears]
     assert len(linears) == 16 and all(module.fuse_wgrad_accumulation for module in linears)
@@ -129,8 +129,9 @@ def through_a_checkpoint(
     """Two updates, a checkpoint, and one update more; the same one after the checkpoint was loaded into a model of the kind `read`.
 
     forget: the scales that were loaded are thrown away again, as if they had not been in the checkpoint."""
-    from megarl.training.sharded import load_learner, save_learner
+    from megarl.training.sharded import load_trainable
     from megarl.weights.families import table_names
+    from tests.checkpoints import save_model
 
     first = make_scene(runtime, folder / "first", written)
     for _ in range(2):
@@ -139,9 +140,9 @@ def through_a_checkpoint(
     if runtime.rank == 0:
         checkpoint.mkdir()
     torch.distributed.barrier()
-    save_learner(first.actor, checkpoint)
+    save_model(first.actor, checkpoint)
     second = make_scene(runtime, folder / "second", read)
-    load_learner(second.actor, checkpoint)
+    load_trainable(second.actor, checkpoint)
     if forget:
         for module in second.actor.model.modules():
             for key in ("scaling_fwd", "scaling_bwd"):
@@ -149,7 +150,7 @@ def through_a_checkpoint(
                     state.amax_history.zero_(), state.scale.fill_(1.0)
     out: dict[str, Any] = {"scales": [scales(scene) for scene in (first, second)], "weights": [], "norms": [], "logprobs": []}
     for scene in (first, second):
-        scene.residency.enter("old_logprobs", WEIGHTS)
+        scene.offload.onload("old_logprobs", WEIGHTS)
         named = table_names(dict(scene.actor.model.named_parameters()))
         out["weights"].append({name: parameter.detach().clone() for name, parameter in named.items()})
         out["norms"].append(scene.update(scene.local(4, 32)).grad_norm)
@@ -166,7 +167,7 @@ def updates(runtime: Runtime, folder: Path, model: Mapping[str, Any], moves: boo
         scene.logprobs(local)
         found["norms"].append(scene.update(local).grad_norm)
         if moves:
-            scene.residency.enter("rollout", ())
+            scene.offload.onload("rollout", ())
             modules = scene.actor.model.modules()
             found["copies"] += sum(len(getattr(module, "_fp8_workspaces", {})) for module in modules)
     found["logprobs"] = scene.logprobs(local)
@@ -176,11 +177,11 @@ def updates(runtime: Runtime, folder: Path, model: Mapping[str, Any], moves: boo
 def train(runtime: Runtime, config: Config) -> None:
     """The whole run that `config` describes."""
     from megarl.schedule.run import Run
-    from megarl.schedule.scheduler import Scheduler
+    from megarl.schedule.trainer import Trainer
 
     run = Run(config, runtime)
     try:
-        Scheduler(run).execute()
+        Trainer(run).train()
     finally:
         run.close()
 
@@ -231,7 +232,7 @@ def _short_maximum() -> Any:
 
 def _packs_not_filled_up() -> Any:
     """Packs of any length, where FP8 takes multiples of 16."""
-    import megarl.training.micro_batch as micro_batch
+    import megarl.training.batch as micro_batch
 
     return _changed(micro_batch, "pack_multiple", lambda config: 1)
 

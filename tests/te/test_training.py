@@ -87,7 +87,7 @@ BF16 = {"layers": "te", "dtype": "bf16"}
 
 @pytest.mark.parametrize("recipe", ["dapo", "vapo"])
 def test_runs_equal_those_of_portable_layers(recipe: str, ranks: Ranks, folder: Path, tmp_path: Path) -> None:
-    """Two steps at TP 2 in float32, tenants moving, checkpoints written: the same responses, the same statistics."""
+    """Two steps at TP 2 in float32, groups moving, checkpoints written: the same responses, the same statistics."""
     records = []
     for layers in ("portable", "te"):
         keys = VAPO if recipe == "vapo" else {}

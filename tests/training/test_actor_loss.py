@@ -11,9 +11,9 @@ from megarl.algorithms.weights import token_weights
 from megarl.config.schema import AlgorithmConfig
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
+from megarl.training.batch import MicroBatch
+from megarl.training.columns import correct_mismatch
 from megarl.training.losses import actor_loss
-from megarl.training.micro_batch import MicroBatch
-from megarl.training.mismatch import correct_mismatch
 from tests.algorithms.loops import Batch, batches, loop_kl, loop_nll, loop_policy, loop_weights
 from tests.algorithms.test_mismatch import loop_factors
 
@@ -29,7 +29,7 @@ def whole(batch: Batch) -> MicroBatch:
 
 def loss_of(config: AlgorithmConfig, batch: Batch) -> float:
     e, micro = batch.experience, whole(batch)
-    loss, _ = actor_loss(config, e)((e["logprobs"][micro.slots], e["entropy"][micro.slots]), micro)
+    loss, _ = actor_loss(config, e)((e["logprobs"][micro.token_indices], e["entropy"][micro.token_indices]), micro)
     return float(loss)
 
 

@@ -61,16 +61,17 @@ def _outputs(model: Any, sequence: list[int], critic: bool) -> torch.Tensor:
 
 def save_checkpoint(runtime: Runtime, folder: Path, out: Path, critic: bool) -> None:
     """A learner's checkpoint as a run writes it."""
-    from megarl.training import sharded
-    from megarl.training.learner import Learner
+    from megarl.training.model import TrainableModel
+    from megarl.training.sharded import allocate_moments
+    from tests.checkpoints import save_model
 
     model = build(folder, runtime, critic)
     load(model, folder, runtime, critic)
     config = make_config(folder)
-    learner = Learner("critic" if critic else "actor", model, config.critic, config.steps, runtime)
-    for part in sharded._optimizers(learner).values():
-        sharded._allocate(part.optimizer)  # as after a first step, without which it cannot be saved
-    sharded.save_learner(learner, out)
+    learner = TrainableModel("critic" if critic else "actor", model, config.critic, config.steps, runtime)
+    for part in learner.optimizers:
+        allocate_moments(part.optimizer)  # as after a first step, without which it cannot be saved
+    save_model(learner, out)
 
 
 def keys(checkpoint: Path) -> dict[str, Any]:

@@ -24,13 +24,13 @@ def names(runtime: Runtime, folder: Path, critic: bool) -> dict[str, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from megarl.model.builder import build_actor, build_critic, read_hf_config
-    from megarl.training.sharded import _model_state
+    from megarl.training.sharded import model_state
 
     model = (build_critic if critic else build_actor)(jobs.make_config(folder), read_hf_config(folder), runtime)
     fused = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
     return {
         "portable": [name for name, _ in model.named_parameters()],
-        "checkpoint": {value.key for value in _model_state(model).values()},
+        "checkpoint": {value.key for value in model_state(model).values()},
         "fused": dict(fused),
     }
 

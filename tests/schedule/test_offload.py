@@ -1,4 +1,4 @@
-"""What is on the device in which phase: by declaration, in the books, and in a run whose tenants really leave."""
+"""What is on the device in which phase: by declaration, in the books, and in a run that really offloads."""
 
 from __future__ import annotations
 
@@ -10,21 +10,36 @@ import pytest
 import torch
 
 from megarl.config.errors import ConfigError, DeviceMemoryError
+from megarl.config.phases import (
+    ACTOR_UPDATE,
+    GROUPS,
+    ROLLOUT,
+    VALUE_PRETRAINING,
+    Phase,
+    check_phases,
+    never_offloaded,
+    training_phases,
+)
 from megarl.config.schema import Config
 from megarl.parallel.offload import HostPool, Movable
-from megarl.schedule import phases, recipes
-from megarl.schedule.phases import Phase
-from megarl.schedule.residency import TENANTS, Residency, check_residency, kept, resident_sets
+from megarl.schedule.offload import OffloadManager
 from tests.schedule.demo import make_warm_model, train
 
 CPU = torch.device("cpu")
+
+
+def make_config(**keys: object) -> Config:
+    given = {"recipe": "dapo", "run_dir": Path("run"), "steps": 1, "model": {"path": Path("x")}, "data": {"train": [Path("x")]}}
+    return Config.model_validate(given | keys)
+
+
 ORDERS = {
-    "grpo": recipes.GROUP_POLICY,
-    "grpo with kl": recipes.GROUP_POLICY_WITH_KL,
-    "vapo": recipes.ACTOR_CRITIC,
-    "vapo with kl": recipes.ACTOR_CRITIC_WITH_KL,
-    "value pretraining": recipes.VALUE_PRETRAINING,
-    "sft": recipes.SUPERVISED,
+    "grpo": training_phases(make_config(recipe="grpo")),
+    "grpo with kl": training_phases(make_config(recipe="grpo", algorithm={"kl_weight": 0.1})),
+    "vapo": training_phases(make_config(recipe="vapo", algorithm={"advantage": "gae"})),
+    "vapo with kl": training_phases(make_config(recipe="vapo", algorithm={"advantage": "gae", "kl_weight": 0.1})),
+    "value pretraining": VALUE_PRETRAINING,
+    "sft": training_phases(make_config(recipe="sft")),
 }
 
 
@@ -34,55 +49,52 @@ def both(present: frozenset[str]) -> bool:
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_kv_cache_and_optimizer_share_the_device_only_where_the_config_says_so(order: tuple[Phase, ...]) -> None:
-    check_residency(order)
-    for phase, present in zip(order, resident_sets(order, ()), strict=True):
-        assert phase.resident <= present
-        assert not both(present), phase.name
-        assert not phase.resident or present == phase.resident
+    check_phases(order)
+    assert not any(both(phase.on_gpu) for phase in order)
     if "rollout" in {phase.name for phase in order}:
-        assert any(both(present) for present in resident_sets(order, {"actor.optimizer"}))
+        assert any(both(phase.on_gpu | {"actor.optimizer"}) for phase in order)
 
 
 def test_declarations_that_contradict_are_found() -> None:
-    greedy = replace(phases.actor_update, resident=phases.actor_update.resident | {"engine.kv_cache"})
+    greedy = replace(ACTOR_UPDATE, reads=frozenset(), on_gpu=ACTOR_UPDATE.on_gpu | {"engine.kv_cache"})
     with pytest.raises(ValueError, match=r"phase actor_update needs engine\.kv_cache and an optimizer on the device together"):
-        check_residency((phases.rollout, greedy))
-    with pytest.raises(ValueError, match=r"phase rollout needs engine\.cache, which is no tenant"):
-        check_residency((replace(phases.rollout, resident=frozenset({"engine.cache"})),))
+        check_phases((ROLLOUT, greedy))
+    with pytest.raises(ValueError, match=r"phase rollout needs engine\.cache, which is no tensor group"):
+        check_phases((replace(ROLLOUT, on_gpu=frozenset({"engine.cache"})),))
 
 
-def make_residency(keep: frozenset[str] = frozenset()) -> tuple[Residency, dict[str, torch.Tensor]]:
-    tensors = {name: torch.full((64 * (i + 1),), float(i)) for i, name in enumerate(TENANTS)}
-    residency, pool = Residency(CPU, keep), HostPool(CPU, 1024)
-    residency.add({name: Movable(lambda tensor=tensor: [tensor], CPU, pool) for name, tensor in tensors.items()})
-    return residency, tensors
+def make_manager(keep: frozenset[str] = frozenset()) -> tuple[OffloadManager, dict[str, torch.Tensor]]:
+    tensors = {name: torch.full((64 * (i + 1),), float(i)) for i, name in enumerate(GROUPS)}
+    offload, pool = OffloadManager(CPU, keep), HostPool(CPU, 1024)
+    offload.register({name: Movable(lambda tensor=tensor: [tensor], CPU, pool) for name, tensor in tensors.items()})
+    return offload, tensors
 
 
 @pytest.mark.parametrize("keep", [(), ("actor.optimizer",), ("engine.weights", "reference.weights")])
 def test_what_leaves_leaves_before_anything_comes(keep: tuple[str, ...]) -> None:
-    residency, tensors = make_residency(frozenset(keep))
+    offload, tensors = make_manager(frozenset(keep))
     for _ in range(2):
-        for phase in recipes.ACTOR_CRITIC_WITH_KL:
-            if phase.resident:
-                residency.enter(phase.name, phase.resident)
+        for phase in ORDERS["vapo with kl"]:
+            if phase.on_gpu:
+                offload.onload(phase.name, phase.on_gpu)
             there = {name for name, tensor in tensors.items() if tensor.untyped_storage().nbytes()}
-            assert there == residency.present
-            assert not phase.resident or there == phase.resident | set(keep)
-            assert residency.nbytes == sum(tensors[name].nbytes for name in there)
-    directions = [move.enters for move in residency.moves if move.phase == "critic_update"]
+            assert there == offload.present
+            assert not phase.on_gpu or there == phase.on_gpu | set(keep)
+            assert offload.nbytes == sum(tensors[name].nbytes for name in there)
+    directions = [move.onload for move in offload.moves if move.phase == "critic_update"]
     assert directions == sorted(directions)
-    assert {move.tenant for move in residency.moves}.isdisjoint(keep)
+    assert {move.group for move in offload.moves}.isdisjoint(keep)
     for i, (name, tensor) in enumerate(tensors.items()):
-        if name in residency.present:
+        if name in offload.present:
             assert torch.equal(tensor, torch.full((64 * (i + 1),), float(i))), name
 
 
 def test_guests_leave_again() -> None:
-    residency, tensors = make_residency()
-    residency.enter("rollout", {"engine.weights", "engine.kv_cache"})
-    with residency.also("rollout", {"actor.weights", "engine.weights"}):
-        assert residency.present == {"engine.weights", "engine.kv_cache", "actor.weights"}
-    assert residency.present == {"engine.weights", "engine.kv_cache"}
+    offload, tensors = make_manager()
+    offload.onload("rollout", {"engine.weights", "engine.kv_cache"})
+    with offload.also("rollout", {"actor.weights", "engine.weights"}):
+        assert offload.present == {"engine.weights", "engine.kv_cache", "actor.weights"}
+    assert offload.present == {"engine.weights", "engine.kv_cache"}
     assert not tensors["actor.weights"].untyped_storage().nbytes()
 
 
@@ -90,34 +102,32 @@ def test_guests_leave_again() -> None:
     ("keep", "phase", "knobs"),
     [
         ((), "actor_update", ["update.tokens_per_micro_batch", "model.recompute=full"]),
-        (TENANTS, "old_logprobs", ["update.logprob_chunk", "residency.offload=true"]),
+        (GROUPS, "old_logprobs", ["update.logprob_chunk", "residency.offload=true"]),
         (("actor.optimizer",), "rollout", ["rollout.engine_memory", "actor.optimizer out of residency.keep"]),
     ],
 )
 def test_out_of_memory_is_explained(keep: tuple[str, ...], phase: str, knobs: list[str]) -> None:
-    residency, _ = make_residency(frozenset(keep))
-    residency.enter(phase, {"actor.weights"})
-    with pytest.raises(DeviceMemoryError) as caught, residency.explained(phase):
+    offload, _ = make_manager(frozenset(keep))
+    offload.onload(phase, {"actor.weights"})
+    with pytest.raises(DeviceMemoryError) as caught, offload.explained(phase):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB")
     message = str(caught.value)
     assert message.startswith(f"phase {phase}: CUDA out of memory, Tried to allocate 2.00 GiB; on the device are ")
-    for name in residency.present:
+    for name in offload.present:
         assert f"{name} 0.00 GiB" in message
     for knob in knobs:
         assert knob in message
 
 
-def make_config(**residency: object) -> Config:
-    return Config(recipe="dapo", run_dir=Path("run"), steps=1, model={"path": Path("x")}, data={"train": [Path("x")]}, residency=residency)
-
-
 def test_who_stays() -> None:
-    cuda = torch.device("cuda", 0)
-    assert kept(make_config(), CPU) == frozenset(TENANTS)
-    assert kept(make_config(), cuda) == frozenset()
-    assert kept(make_config(keep=["engine.weights"]), cuda) == {"engine.weights"}
-    assert kept(make_config(offload=True), CPU) == frozenset()
-    assert kept(make_config(offload=False), cuda) == frozenset(TENANTS)
+    def kept(gpu: bool, **residency: object) -> frozenset[str]:
+        return never_offloaded(make_config(residency=residency), gpu=gpu)
+
+    assert kept(gpu=False) == frozenset(GROUPS)
+    assert kept(gpu=True) == frozenset()
+    assert kept(gpu=True, keep=["engine.weights"]) == {"engine.weights"}
+    assert kept(gpu=False, offload=True) == frozenset()
+    assert kept(gpu=True, offload=False) == frozenset(GROUPS)
 
 
 @pytest.mark.parametrize(
@@ -131,13 +141,13 @@ def test_contradictions(residency: dict, complaint: str) -> None:
     from megarl.config.check import check_config
 
     with pytest.raises(ConfigError, match=complaint):
-        check_config(make_config(**residency), "x.yaml")
+        check_config(make_config(residency=residency), "x.yaml")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)  # four runs, each with a limit of its own
-def test_a_run_whose_tenants_leave_ends_in_the_same_bits(tmp_path: Path) -> None:
-    """All recipes' tenants: actor, critic, reference, engine; value pretraining, whose engine must get its weights again; checkpoints."""
+def test_a_run_that_offloads_ends_in_the_same_bits(tmp_path: Path) -> None:
+    """All tensor groups: actor, critic, reference, engine; value pretraining, whose engine must get its weights again; checkpoints."""
     warm = make_warm_model(tmp_path, 40)
     options = ["value_pretraining.steps=2", "algorithm.kl_weight=0.01", "checkpoint.every=1", "parallel.tp=1", "steps=2"]
     stays, moves = (train(warm, "vapo", tmp_path / name, f"residency.offload={name}", *options) for name in ("false", "true"))

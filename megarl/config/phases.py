@@ -1,0 +1,128 @@
+"""The phases of a step, declared: what each reads and writes, what it needs on the GPU, and in which order a recipe runs them.
+
+The code of a phase is the function of the same name in megarl/schedule/phases.py. The trainer enforces the declarations
+while it runs a phase, the planner computes memory and time from them, `megarl replay` follows the same lists. To add a
+phase: declare it here, put it into the lists of its recipes, write its function there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from megarl.config.schema import Config, TensorGroup
+
+GROUPS: tuple[str, ...] = get_args(TensorGroup)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a step.
+
+    name    as in the metric time/<name>
+    reads   columns of the batch that must have been written before
+    writes  columns that it adds or changes
+    on_gpu  tensor groups that must be on the GPU; what is not named is offloaded before. Empty: nothing moves.
+    """
+
+    name: str
+    reads: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset()
+    on_gpu: frozenset[str] = frozenset()
+
+
+def declare(name: str, *, reads: str = "", writes: str = "", on_gpu: str = "") -> Phase:
+    """Declare a phase; the names are separated by spaces."""
+    return Phase(name, frozenset(reads.split()), frozenset(writes.split()), frozenset(on_gpu.split()))
+
+
+ROLLOUT = declare(
+    "rollout",
+    writes="tokens engine_logprobs policy_version rewards correct truncated group_ids response_index",
+    on_gpu="engine.weights engine.kv_cache",
+)
+GROUP_ADVANTAGES = declare("group_advantages", reads="rewards group_ids", writes="advantages")
+DIVIDE = declare(
+    "divide", reads="tokens correct truncated", writes="policy_weights nll_weights value_weights"
+)
+OLD_LOGPROBS = declare(
+    "old_logprobs",
+    reads="tokens engine_logprobs policy_version policy_weights",
+    writes="old_logprobs entropy policy_weights",
+    on_gpu="actor.weights",
+)
+REFERENCE_LOGPROBS = declare(
+    "reference_logprobs", reads="tokens", writes="ref_logprobs", on_gpu="reference.weights"
+)
+VALUES = declare("values", reads="tokens", writes="values", on_gpu="critic.weights")
+GAE_ADVANTAGES = declare("gae_advantages", reads="rewards values", writes="advantages returns")
+MONTE_CARLO_RETURNS = declare("monte_carlo_returns", reads="rewards values", writes="returns")
+CRITIC_UPDATE = declare(
+    "critic_update",
+    reads="tokens values returns value_weights",
+    on_gpu="critic.weights critic.gradients critic.optimizer",
+)
+ACTOR_UPDATE = declare(
+    "actor_update",
+    reads="tokens old_logprobs advantages policy_weights nll_weights",
+    on_gpu="actor.weights actor.gradients actor.optimizer",
+)
+WEIGHT_TRANSFER = declare("weight_transfer", on_gpu="actor.weights engine.weights")
+READ_PAIRS = declare("read_pairs", writes="tokens correct truncated")
+SUPERVISED_UPDATE = declare(
+    "supervised_update", reads="tokens nll_weights", on_gpu="actor.weights actor.gradients actor.optimizer"
+)
+
+# VAPO section 4.1: the policy stands still, the critic is fitted to Monte-Carlo returns.
+VALUE_PRETRAINING = (ROLLOUT, DIVIDE, VALUES, MONTE_CARLO_RETURNS, CRITIC_UPDATE)
+
+
+def training_phases(config: Config) -> tuple[Phase, ...]:
+    """Return the phases of one step of the run's main stage, in order."""
+    if config.recipe == "sft":
+        return (READ_PAIRS, DIVIDE, SUPERVISED_UPDATE)
+    reference: tuple[Phase, ...] = ()
+    actor_update = ACTOR_UPDATE
+    if config.algorithm.kl_weight:  # GRPO's KL to the initial policy
+        reference = (REFERENCE_LOGPROBS,)
+        actor_update = replace(ACTOR_UPDATE, reads=ACTOR_UPDATE.reads | {"ref_logprobs"})
+    if config.has_critic:  # PPO and VAPO: advantages from a critic, which is updated first
+        return (
+            ROLLOUT,
+            DIVIDE,
+            OLD_LOGPROBS,
+            *reference,
+            VALUES,
+            GAE_ADVANTAGES,
+            CRITIC_UPDATE,
+            actor_update,
+            WEIGHT_TRANSFER,
+        )
+    # GRPO and DAPO: advantages within the group, no critic
+    return (ROLLOUT, GROUP_ADVANTAGES, DIVIDE, OLD_LOGPROBS, *reference, actor_update, WEIGHT_TRANSFER)
+
+
+def check_phases(phases: Sequence[Phase]) -> None:
+    """Raise ValueError for an order that cannot work: a column read before it is written, an unknown tensor group, or the
+    KV cache and an optimizer on the GPU together (only `residency.keep` may have both there)."""
+    written: set[str] = set()
+    for phase in phases:
+        if missing := phase.reads - written:
+            columns = ", ".join(sorted(missing))
+            raise ValueError(f"phase {phase.name} reads {columns}, which no earlier phase writes")
+        written |= phase.writes
+        if unknown := phase.on_gpu - frozenset(GROUPS):
+            raise ValueError(
+                f"phase {phase.name} needs {', '.join(sorted(unknown))}, which is no tensor group"
+            )
+        if "engine.kv_cache" in phase.on_gpu and any(name.endswith(".optimizer") for name in phase.on_gpu):
+            raise ValueError(
+                f"phase {phase.name} needs engine.kv_cache and an optimizer on the device together"
+            )
+
+
+def never_offloaded(config: Config, *, gpu: bool) -> frozenset[str]:
+    """Return the tensor groups that stay on the device for the whole run: all of them where nothing is offloaded."""
+    offloads = gpu if config.residency.offload is None else config.residency.offload
+    return frozenset(config.residency.keep if offloads else GROUPS)

@@ -1,0 +1,186 @@
+"""From a step's whole batch to this replica's share: mini-batches, global denominators, balanced sequences, micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages import response_lengths
+from megarl.algorithms.weights import token_weights
+from megarl.config.schema import Config
+from megarl.data.experience import Experience
+from megarl.data.packing import balance, cost, even_length, pack
+from megarl.model.builder import Actor, Critic
+from megarl.model.fp8 import pack_multiple
+from megarl.parallel.runtime import Runtime
+
+
+@dataclass
+class MicroBatch:
+    """One pack of t tokens, r of them response tokens.
+
+    tokens, positions  int64 [1, t] on the device; t is a multiple of what sequence parallelism and FP8 ask for
+    packed             what attention needs to know of the sequences
+    logit_indices      int64 [r], the positions in the pack that predict the response tokens (the ones before them)
+    labels             int64 [r], the response tokens
+    token_indices      int64 [r] on the host, where these tokens stand in the Experience, whose columns are [T]
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    packed: Any
+    logit_indices: Tensor
+    labels: Tensor
+    token_indices: Tensor
+
+    def column(self, experience: Experience, name: str) -> Tensor:
+        """Return column `name` at this micro-batch's response tokens, [r] on the device."""
+        return experience[name][self.token_indices].to(self.tokens.device)
+
+
+@dataclass
+class LocalBatch:
+    """The sequences that this data-parallel replica trains on, and its micro-batches of each mini-batch of the actor and of
+    the critic, in update order. Both cover all of the sequences; they are the same lists unless `critic.mini_batch` is set."""
+
+    experience: Experience
+    mini_batches: list[list[MicroBatch]]
+    critic_mini_batches: list[list[MicroBatch]]
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """Those of all mini-batches: what a forward pass over the whole share takes."""
+        return [batch for mini_batch in self.mini_batches for batch in mini_batch]
+
+
+def distribute(
+    batch: Experience,
+    config: Config,
+    mini_batch: int,
+    seed: int,
+    models: Sequence[Actor | Critic],
+    runtime: Runtime,
+) -> LocalBatch:
+    """Return this replica's share of `batch`, which every rank holds whole; every rank computes the same assignment.
+
+    models: those that the share goes through, by whose shapes its cost is estimated."""
+    critic_mini_batch = config.critic.mini_batch or mini_batch
+    finest = min(
+        mini_batch, critic_mini_batch
+    )  # one divides the other (config/check.py): balanced parts, balanced unions
+    sizes = (mini_batch, critic_mini_batch, finest)
+    ids, critic_ids, finest_ids = (mini_batch_ids(batch.num_sequences, size, seed) for size in sizes)
+    add_weights(batch, ids, critic_ids, config)
+    costs = cost(batch.lengths.tolist(), even_length(*map(matrix_shape, models)))
+    shares_of: list[list[list[int]]] = []  # by mini-batch and replica
+    for number in range(int(finest_ids.max()) + 1):
+        members = (finest_ids == number).nonzero().squeeze(-1).tolist()
+        shares = balance([costs[i] for i in members], runtime.layout.dp)
+        shares_of.append([[members[i] for i in share] for share in shares])
+    mine = [shares[runtime.dp_rank] for shares in shares_of]
+    local = batch.select([i for share in mine for i in share])
+    stops = torch.tensor([0, *map(len, mine)]).cumsum(0).tolist()
+
+    def divided(size: int) -> list[list[MicroBatch]]:
+        parts = range(0, len(mine), size // finest)
+        ranges = [range(stops[i], stops[min(i + size // finest, len(mine))]) for i in parts]
+        budget, least = config.update.tokens_per_micro_batch, [1] * len(ranges)
+        if (
+            runtime.layout.tp % runtime.layout.ep
+        ):  # experts lie on other replicas too: all replicas do as many passes
+            lengths = batch.lengths.tolist()
+            for number, i in enumerate(parts):
+                parts_of = shares_of[i : i + size // finest]
+                theirs = [
+                    [lengths[j] for shares in parts_of for j in shares[replica]]
+                    for replica in range(runtime.layout.dp)
+                ]
+                least[number] = max(len(pack(share, budget)) for share in theirs)
+        return [
+            make_micro_batches(local, own, budget, models[0], at_least=n)
+            for own, n in zip(ranges, least, strict=True)
+        ]
+
+    mini_batches = divided(mini_batch)
+    same = critic_mini_batch == mini_batch
+    return LocalBatch(local, mini_batches, mini_batches if same else divided(critic_mini_batch))
+
+
+def mini_batch_ids(sequences: int, mini_batch: int, seed: int) -> Tensor:
+    """Return the mini-batch of each sequence, int64 [n]: a shuffle that depends on the seed alone, not on the layout. The
+    mini-batches of one size are unions of those of a size that divides it."""
+    order = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))
+    ids = torch.empty(sequences, dtype=torch.int64)
+    ids[order] = torch.arange(sequences) // mini_batch
+    return ids
+
+
+def add_weights(experience: Experience, ids: Tensor, critic_ids: Tensor, config: Config) -> None:
+    """Write policy_weights, nll_weights and value_weights, float32 [T]: the denominators of every loss term, global over
+    each mini-batch (docs/design.md, "Numbers that must hold everywhere"). Reads correct and truncated.
+
+    ids, critic_ids: int64 [n], the actor's and the critic's mini-batch of each sequence."""
+    truncated = experience["truncated"]
+    kept = ~truncated if config.reward.overlong.filter else torch.ones_like(truncated)
+    lengths = response_lengths(experience.response_mask, experience.cu_seqlens)
+    aggregation = config.algorithm.aggregation
+    experience["policy_weights"] = experience.spread(token_weights(lengths, aggregation, ids, kept))
+    experience["nll_weights"] = experience.spread(
+        token_weights(lengths, "token", ids, kept & experience["correct"])
+    )
+    experience["value_weights"] = experience.spread(token_weights(lengths, "token", critic_ids, kept))
+
+
+def matrix_shape(model: Actor | Critic) -> tuple[int, int]:
+    """Return (matrix parameters that a token goes through, query width) of a model's layers on all ranks, as `even_length`
+    takes them."""
+    c = model.config
+    assert c.kv_channels is not None and c.num_query_groups is not None and c.ffn_hidden_size is not None
+    queries, keys = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
+    mlp = 3 * c.ffn_hidden_size
+    if c.num_moe_experts is not None:  # the router, and the experts that it chooses
+        assert c.moe_ffn_hidden_size is not None
+        mlp = c.num_moe_experts + 3 * c.moe_ffn_hidden_size * c.moe_router_topk
+    return c.num_layers * c.hidden_size * (2 * queries + 2 * keys + mlp), c.num_layers * queries
+
+
+def make_micro_batches(
+    experience: Experience, indices: Sequence[int], max_tokens: int, model: Actor | Critic, at_least: int = 1
+) -> list[MicroBatch]:
+    """Pack the sequences `indices` by token budget. Returns at least so many micro-batches, if only of one token that counts
+    nowhere: every data-parallel replica must take part in an update, with or without sequences."""
+    lengths = experience.lengths[torch.as_tensor(indices, dtype=torch.int64)].tolist()
+    groups = [[indices[i] for i in group] for group in pack(lengths, max_tokens)]
+    groups += [[]] * (at_least - len(groups))
+    return [_micro_batch(experience, group, pack_multiple(model.config), model) for group in groups]
+
+
+def _micro_batch(
+    experience: Experience, group: Sequence[int], multiple: int, model: Actor | Critic
+) -> MicroBatch:
+    index = torch.as_tensor(group, dtype=torch.int64)
+    lengths = experience.lengths[index]
+    total = int(lengths.sum())
+    # One more sequence fills the pack up to a multiple; its tokens are nobody's response.
+    filler = -total % multiple or (multiple if total == 0 else 0)
+    sizes = torch.cat([lengths, lengths.new_tensor([filler])]) if filler else lengths
+    cu_seqlens = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    starts_in_experience = torch.repeat_interleave(experience.cu_seqlens[:-1][index], lengths)
+    positions = torch.arange(total + filler) - torch.repeat_interleave(cu_seqlens[:-1], sizes)
+    token_indices = starts_in_experience + positions[:total]
+    tokens = torch.cat([experience.tokens[token_indices], torch.zeros(filler, dtype=torch.int64)])
+    is_response = experience.response_mask[token_indices]
+    logit_indices = is_response.nonzero().squeeze(-1) - 1
+    device = model.rotary_pos_emb.inv_freq.device
+    return MicroBatch(
+        tokens=tokens[None].to(device),
+        positions=positions[None].to(device),
+        packed=model.pack(cu_seqlens),
+        logit_indices=logit_indices.to(device),
+        labels=tokens[logit_indices + 1].to(device),
+        token_indices=token_indices[is_response],
+    )

@@ -1,0 +1,330 @@
+"""Actor, critic and reference model in training: forward passes into columns of a batch, and the optimizer loop over
+mini-batches, on Megatron's DDP, distributed optimizer, learning-rate schedule and pipeline schedule.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import finalize_model_grads as megatron_finalize
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megarl.algorithms.losses import loss_metrics
+from megarl.config.errors import NumericalError
+from megarl.config.schema import OptimizerConfig, ParallelConfig
+from megarl.data.experience import Experience
+from megarl.model.builder import Actor, Critic
+from megarl.parallel.comm import any_rank, from_last_stage, gather_objects, sum_stats
+from megarl.parallel.cpu_platform import on_cpu
+from megarl.parallel.runtime import Runtime
+from megarl.training.batch import MicroBatch
+
+Stats = dict[str, Tensor]
+# loss(output of the head, micro-batch) -> (sum whose global denominators are inside, statistics as sums)
+Loss = Callable[[Any, MicroBatch], tuple[Tensor, Stats]]
+# Data-parallel size above which communication overlaps with computation unless the config decides: below it, there is
+# little to hide. (What was measured is only that overlap changes nothing but rounding.)
+OVERLAP_ABOVE = 4
+
+
+def _finalize(model: Any, num_tokens: Any = None, **groups: Any) -> None:
+    # Our losses carry their global denominators already (algorithms/weights.py). With calculate_per_token_loss neither
+    # the schedule nor DDP divides; Megatron would divide the gradients by num_tokens here, so it is not passed on.
+    megatron_finalize(model, None, **groups)
+
+
+class InferenceModel:
+    """A forward-only model (the reference policy)."""
+
+    def __init__(self, name: str, model: Actor | Critic, runtime: Runtime) -> None:
+        self.name, self.model, self.runtime = name, model, runtime
+        self.chunk: Any = model  # what Megatron's schedule calls: the model, or DDP around it
+        self.megatron_seconds = (
+            0.0  # in Megatron's schedules and optimizer so far, our loss functions excluded
+        )
+
+    def logprob_columns(
+        self, experience: Experience, micro_batches: Sequence[MicroBatch]
+    ) -> dict[str, Tensor]:
+        """Compute {"logprobs", "entropy"}: float32 [T], 0 outside the responses, on every rank of the replica. Raises
+        NumericalError on every rank of the job where a number is not finite."""
+        return self._columns(("logprobs", "entropy"), experience, micro_batches)
+
+    def value_columns(self, experience: Experience, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+        """Compute {"values"}: float32 [T], 0 outside the responses. As `logprob_columns`."""
+        return self._columns(("values",), experience, micro_batches)
+
+    def _columns(
+        self, names: tuple[str, ...], experience: Experience, micro_batches: Sequence[MicroBatch]
+    ) -> dict[str, Tensor]:
+        outputs = self.forward(micro_batches)
+        columns: dict[str, Tensor] | None = None
+        if self.runtime.is_last_stage:
+            columns = {name: torch.zeros(experience.num_tokens) for name in names}
+            for batch, output in zip(micro_batches, outputs, strict=True):
+                for name, values in zip(
+                    names, output if isinstance(output, tuple) else (output,), strict=True
+                ):
+                    columns[name][batch.token_indices] = values.float().cpu()
+        found = from_last_stage(columns, names, experience.num_tokens, self.runtime)
+        bad = [
+            f"{name} of {int((~torch.isfinite(column)).sum())} tokens"
+            for name, column in found.items()
+            if not column.isfinite().all()
+        ]
+        if any_rank(self.runtime, bool(bad)):
+            first = next(text for texts in gather_objects(self.runtime, bad) for text in texts)
+            raise NumericalError(f"{self.name}: {first} are not finite; nothing was updated with them")
+        return found
+
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Any]:
+        """Return the head's outputs, one entry per micro-batch, on the last pipeline stage; [] elsewhere."""
+
+        def collect(output: Any, _batch: MicroBatch) -> tuple[Tensor, Any]:
+            return torch.zeros(()), output
+
+        with torch.no_grad():
+            return self._run(micro_batches, collect, forward_only=True)
+
+    def _run(self, micro_batches: Sequence[MicroBatch], loss: Loss, forward_only: bool) -> list[Any]:
+        """Run Megatron's pipeline schedule over the micro-batches."""
+
+        def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
+            batch = next(batches)
+            output = chunk(batch.tokens, batch.positions, batch.packed, batch.logit_indices, batch.labels)
+
+            def loss_func(output: Any) -> tuple[Tensor, Tensor, Any]:
+                started = time.perf_counter()
+                value, stats = loss(output, batch)
+                self.megatron_seconds -= time.perf_counter() - started
+                return value, torch.zeros((), dtype=torch.int, device=value.device), stats
+
+            return output, loss_func
+
+        started = time.perf_counter()
+        outputs = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=[self.chunk],
+            num_microbatches=len(micro_batches),
+            seq_length=max(b.tokens.shape[1] for b in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        self.megatron_seconds += time.perf_counter() - started
+        return outputs
+
+
+@dataclass
+class UpdateResult:
+    """One optimizer step: this rank's statistics as sums (empty but on the last pipeline stage), the global gradient norm
+    before clipping, the learning rate."""
+
+    sums: dict[str, float]
+    grad_norm: float
+    lr: float
+
+
+class TrainableModel(InferenceModel):
+    """Actor or critic with its optimizer, which copies the model's weights: they must be loaded before."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Actor | Critic,
+        config: OptimizerConfig,
+        steps: int,
+        runtime: Runtime,
+        parallel: ParallelConfig | None = None,
+    ) -> None:
+        super().__init__(name, model, runtime)
+        self.config = config
+        parallel = parallel or ParallelConfig()
+        reduce, gather = (
+            runtime.layout.dp > OVERLAP_ABOVE if wanted is None else wanted
+            for wanted in (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
+        )
+        with on_cpu():
+            self.chunk = DistributedDataParallel(
+                model.config,
+                DistributedDataParallelConfig(
+                    use_distributed_optimizer=True,
+                    grad_reduce_in_fp32=True,
+                    overlap_grad_reduce=reduce or gather,  # without it Megatron makes one bucket of all
+                    overlap_param_gather=gather,
+                    bucket_size=parallel.overlap_bucket,
+                ),
+                model,
+            )
+            self.optimizer = get_megatron_optimizer(
+                MegatronOptimizerConfig(
+                    optimizer="adam",
+                    lr=config.lr,
+                    min_lr=config.lr * config.min_lr_ratio,
+                    weight_decay=config.weight_decay,
+                    adam_beta1=config.betas[0],
+                    adam_beta2=config.betas[1],
+                    adam_eps=config.eps,
+                    clip_grad=config.clip_grad,
+                    bf16=model.config.params_dtype == torch.bfloat16,
+                    params_dtype=model.config.params_dtype,
+                    use_distributed_optimizer=True,
+                    overlap_param_gather=gather,
+                ),
+                [self.chunk],
+            )
+        # With overlapped gathers the next update's forward pass gathers the weights, and only that one: hooks are on
+        # from one update to the end of the decoder in the next.
+        self._overlaps_gather, self._gather_due = gather, False
+        if gather:
+            self.chunk.disable_forward_pre_hook(param_sync=False)
+            model.decoder.register_forward_hook(lambda *_: self._finish_gather())
+        model.config.no_sync_func = self.chunk.no_sync
+        model.config.finalize_model_grads_func = _finalize
+        model.config.grad_scale_func = self.optimizer.scale_loss
+        self.start_schedule(steps)
+
+    def start_schedule(self, steps: int, constant_lr: float | None = None) -> None:
+        """Begin a learning-rate schedule: warm-up, then constant, linear or cosine over `steps` rollout steps; or one
+        constant rate."""
+        c = self.config
+        peak = constant_lr or c.lr
+        lowest = peak if constant_lr else c.lr * c.min_lr_ratio
+        warmup = 0 if constant_lr else c.warmup_steps
+        for group in self.optimizer.param_groups:  # Megatron's schedule prefers these to its own arguments
+            group["max_lr"], group["min_lr"] = peak, lowest
+        self.schedule = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=peak,
+            min_lr=lowest,
+            lr_warmup_steps=warmup,
+            lr_decay_steps=max(steps, warmup + 1),
+            lr_decay_style="constant" if constant_lr else c.schedule,
+            start_wd=c.weight_decay,
+            end_wd=c.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    @property
+    def lr(self) -> float:
+        """The present learning rate."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Megatron's distributed optimizers: one for dense models."""
+        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
+
+    def update_mini_batches(
+        self, mini_batches: Sequence[Sequence[MicroBatch]], loss: Loss, epochs: int, prefix: str
+    ) -> dict[str, float]:
+        """Take `epochs` passes of optimizer steps over the mini-batches, one rollout step further in the learning-rate
+        schedule. Return the metrics of the loss, and grad_norm and lr under `prefix` ("policy" or "value")."""
+        self.begin_step()
+        sums: dict[str, float] = {}
+        norms: list[float] = []
+        passes = [micro_batches for _ in range(epochs) for micro_batches in mini_batches]
+        for number, micro_batches in enumerate(passes, start=1):
+            result = self.update(micro_batches, loss, more=number < len(passes))
+            norms.append(result.grad_norm)
+            for key, value in result.sums.items():
+                sums[key] = sums.get(key, 0.0) + value
+        metrics = loss_metrics(sum_stats(self.runtime, sums), updates=len(norms))
+        # The metrics of entropy and mean probability are those of the rollout, before any update (policy_statistics).
+        metrics = {k: v for k, v in metrics.items() if k not in ("policy/entropy", "policy/mean_prob")}
+        return metrics | {f"{prefix}/grad_norm": sum(norms) / len(norms), f"{prefix}/lr": self.lr}
+
+    def begin_step(self) -> None:
+        """Go one rollout step further in the learning-rate schedule, before its updates."""
+        self.schedule.step(increment=1)
+
+    def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, more: bool = False) -> UpdateResult:
+        """Take one optimizer step over one mini-batch.
+
+        more: another update follows directly. With `parallel.overlap_param_gather` its forward pass then gathers the
+        weights; without `more` they are whole when this returns, to be transferred, saved or offloaded. Raises
+        NumericalError on every rank, and leaves the weights as they were, where a loss or gradient is not finite.
+        """
+        if self._gather_due:
+            self.chunk.enable_forward_pre_hook()
+        sums = self.compute_gradients(micro_batches, loss)
+        started = time.perf_counter()
+        with on_cpu():
+            _, grad_norm, _ = self.optimizer.step()
+            if self._overlaps_gather and more:
+                self._gather_due = True
+            elif self._overlaps_gather:
+                self.chunk.start_param_sync(force_sync=True)
+        self.megatron_seconds += time.perf_counter() - started
+        self._require_finite_weights()
+        return UpdateResult(sums, float(grad_norm or 0.0), self.lr)
+
+    def compute_gradients(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
+        """Run forward and backward of one mini-batch into Megatron's gradient buffers; return this rank's statistics as
+        sums. Raises as `update`."""
+        self.chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def with_loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
+            value, stats = loss(output, batch)
+            return value, {**stats, "_loss": value.detach().clone()}
+
+        collected = self._run(micro_batches, with_loss, forward_only=False)
+        losses = [float(stats.pop("_loss")) for stats in collected]
+        bad = [
+            f"loss of micro-batch {i} is {value}"
+            for i, value in enumerate(losses)
+            if not math.isfinite(value)
+        ]
+        buffers = [*self.chunk.buffers, *self.chunk.expert_parallel_buffers]
+        if not all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in buffers):
+            bad.append("gradient is not finite")
+        if any_rank(self.runtime, bool(bad)):
+            reports = gather_objects(self.runtime, bad)
+            # A bad loss makes bad gradients on every rank: name the loss, the cause, if there is one.
+            found = [(text, rank) for rank, report in enumerate(reports) for text in report]
+            first, rank = min(found, key=lambda pair: not pair[0].startswith("loss"))
+            raise NumericalError(f"{self.name} update, rank {rank}: {first}; the update was not applied")
+        sums: dict[str, float] = {}
+        for stats in collected:
+            for key, number in stats.items():
+                sums[key] = sums.get(key, 0.0) + float(number)
+        return sums
+
+    def _finish_gather(self) -> None:
+        """Wait for the weights at the end of the decoder, in the first forward pass after an update: Megatron's hooks have
+        waited for every module's but the output layer's, whose weight the actor's head reads without calling the layer.
+        Left on, the hooks would begin gathers in any other pass."""
+        if self._gather_due:
+            for group in (*self.chunk.bucket_groups, *self.chunk.expert_parallel_bucket_groups):
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+            self.chunk.disable_forward_pre_hook(param_sync=False)
+            self._gather_due = False
+
+    def _require_finite_weights(self) -> None:
+        # This rank's share of the weights: the others' may still be on their way. The sums stay on the device until one
+        # number of them all is read.
+        sums = [
+            parameter.detach().float().sum()
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        if any_rank(self.runtime, bool(sums) and not bool(torch.isfinite(torch.stack(sums).sum()))):
+            error = NumericalError(
+                f"{self.name} update: its weights are not finite any more (continue from a checkpoint)"
+            )
+            error.fatal = True
+            raise error

@@ -1,0 +1,44 @@
+"""Checkpoints as tests write them: of one model, or of a whole run, and waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.config.errors import CheckpointError
+from megarl.config.schema import Config
+from megarl.parallel.comm import gather_objects
+from megarl.parallel.runtime import Runtime
+from megarl.training.checkpoint import FOLDER, folder_name
+from megarl.training.model import TrainableModel
+from megarl.training.saving import CheckpointWriter, HostCopier, cannot_be_written
+from megarl.training.sharded import FAILURES, reason
+
+
+def save_model(model: TrainableModel, folder: Path) -> None:
+    """Write into the empty `folder`; every rank calls this. Raises CheckpointError on every rank where one cannot write."""
+    copy = HostCopier(model.runtime).copy_model(model)
+    failure = None
+    try:
+        copy.write(folder)
+    except FAILURES as error:
+        failure = reason(error)
+    failures, results = zip(*gather_objects(model.runtime, (failure, copy.results)), strict=True)
+    if model.runtime.rank == 0 and not any(failures):
+        copy.write_index(folder, list(results))
+    if any(failures):
+        raise CheckpointError(cannot_be_written(next(text for text in failures if text)))
+
+
+def save_checkpoint(
+    runtime: Runtime,
+    config: Config,
+    step: int,
+    models: Mapping[str, TrainableModel],
+    state: Mapping[str, Any],
+    versions: Mapping[str, str],
+) -> Path:
+    """Write one checkpoint of the main stage and wait for it; every rank calls this. Raises as CheckpointWriter."""
+    CheckpointWriter(runtime, config, models, versions).save("train", step, tuple(models), lambda: state, now=True)
+    return config.run_dir / FOLDER / folder_name("train", step)
