@@ -11,7 +11,7 @@ from megarl.plan.checks import plan_of
 from megarl.plan.search import search
 from megarl.plan.text import layouts, lines
 from megarl.plan.times import Lengths, default_lengths, estimate
-from megarl.weights.known_models import planning_config
+from megarl.weights.cost import planning_config
 
 
 def plan(path: Path, overrides: Sequence[str], *, model: str | None, mean_length: float | None, everything: bool) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import EMBEDDING, FINAL_NORM, OUTPUT, Pair, Sizes, family_of, is_tied
-from megarl.weights.sglang_layout import sglang_shards
+from megarl.weights.layout import sglang_shards
 
 BYTES = {"bf16": 2, "fp32": 4}
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, assert_never
 
 import torch
 from transformers import AutoTokenizer
@@ -36,13 +36,12 @@ from megarl.schedule.residency import EngineTenant, Residency, kept
 from megarl.training.batches import LocalBatch
 from megarl.training.learner import Frozen, Learner
 from megarl.training.tenants import tenants_of
-from megarl.weights.engine_plan import engine_plan
-from megarl.weights.export import export_hf
-from megarl.weights.families import table_names
-from megarl.weights.hf_io import ModelFolder, load_into, read_config
+from megarl.weights.families import read_config, table_names
+from megarl.weights.files import Processes
+from megarl.weights.hf import ModelFolder, export_hf, load_into
 from megarl.weights.layout import megatron_layout
-from megarl.weights.megatron_folder import open_model
-from megarl.weights.publish import Team
+from megarl.weights.megatron import open_model
+from megarl.weights.plan import engine_plan
 from megarl.weights.transfer import Staging, Transfer
 
 Made = TypeVar("Made", bound=Frozen)
@@ -55,17 +54,21 @@ def load_tokenizer(folder: Path) -> Any:
 
 def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
     """The rollout engine that `rollout.engine` names, not started."""
-    if config.rollout.engine == "sglang":
-        place = Place(runtime.rank, config.rollout.engine_tp, runtime.device)
-        return SGLangEngine(config, read_config(config.model.path), place, (tokenizer.eos_token_id,))
-    return TransformersEngine(
-        config.model.path,
-        dtype=DTYPES[config.model.dtype],
-        device=runtime.device,
-        max_batch=config.rollout.max_batch,
-        eos_ids=(tokenizer.eos_token_id,),
-        tokenizer=tokenizer,
-    )
+    match config.rollout.engine:
+        case "sglang":
+            place = Place(runtime.rank, config.rollout.engine_tp, runtime.device)
+            return SGLangEngine(config, read_config(config.model.path), place, (tokenizer.eos_token_id,))
+        case "transformers":
+            return TransformersEngine(
+                config.model.path,
+                dtype=DTYPES[config.model.dtype],
+                device=runtime.device,
+                max_batch=config.rollout.max_batch,
+                eos_ids=(tokenizer.eos_token_id,),
+                tokenizer=tokenizer,
+            )
+        case unknown:
+            assert_never(unknown)
 
 
 def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
@@ -79,7 +82,7 @@ def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
 def load_weights(model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False) -> None:
     """This rank's slices of a model's folder into its part of the model. CheckpointError on every rank if one cannot use its slices."""
     shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
-    Team(runtime.cpu_group).run(lambda: load_into(table_names(dict(model.named_parameters())), shards, folder))
+    Processes(runtime.cpu_group).run(lambda: load_into(table_names(dict(model.named_parameters())), shards, folder))
 
 
 def make_delivery(

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.parallel.comm import any_rank, gather_objects
 from megarl.parallel.runtime import Runtime
-from megarl.weights.megatron_io import COMMON, CONFIG, FORMAT
+from megarl.weights.megatron import COMMON, CONFIG, FORMAT
 
 
 class Stager:

@@ -175,7 +175,7 @@ class Family:
         return any(pair.per_expert for pair in self.layer)
 
 
-# Names of dtypes in config.json. What the tensors have is in their files; those that can be read are in megarl/weights/hf_io.py.
+# Names of dtypes in config.json. What the tensors have is in their files; those that can be read are in megarl/weights/hf.py.
 KINDS = ("float32", "bfloat16", "float16", "float64", "auto")
 # Every rope_type of these families with what it cannot do without (which of them can be built: megarl/model/hf_config.py), and what must
 # be a number in any.

@@ -27,8 +27,8 @@ from megarl.training.columns import logprob_columns
 from megarl.training.learner import Learner, UpdateResult
 from megarl.training.losses import supervised_loss
 from megarl.training.tenants import tenants_of
+from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.families import table_names
-from megarl.weights.known_models import KNOWN_MODELS
 
 EOS = 1
 WEIGHTS, UPDATE = ("actor.weights",), ("actor.weights", "actor.gradients", "actor.optimizer")

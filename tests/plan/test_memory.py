@@ -14,7 +14,7 @@ from megarl.plan.checks import check_fits, plan_of
 from megarl.plan.memory import Plan, with_layout
 from megarl.plan.phases import columns_of, device_phases
 from megarl.schedule.recipes import training_phases
-from megarl.weights.known_models import KNOWN_MODELS
+from megarl.weights.cost import KNOWN_MODELS
 from tests.plan.jobs import hf_of, plan_for, tenants
 from tests.ranks import RankPool
 
