@@ -1,7 +1,7 @@
-"""Converting a model's folder: Hugging Face safetensors to a Megatron distributed checkpoint and back, bit for bit.
+"""Conversion of a model's folder: Hugging Face safetensors to a Megatron checkpoint and back, bit for bit.
 
-By one process or many. A process has one chunk of a checkpoint, or a block of a tensor, in memory. The folder appears
-under its name only when it is whole, on disk, and (if asked) compared with its source.
+By one process or many. A process has one chunk of a checkpoint, or a block of a tensor, in memory. The folder
+appears under its name only when it is whole, on disk, and (if asked) compared with its source.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def unwatched(_what: str, _size: int) -> Iterator[Advance]:
 class Conversion:
     """What was done: bytes of tensors, files, seconds until they were on disk.
 
-    `left_out`: tensors of the source that are no parameters of the model (a head that is not used, rotary tables).
+    `left_out`: tensors of the source that are no parameters of the model (an unused head, rotary tables).
     """
 
     size: int
@@ -78,9 +78,9 @@ def hf_to_megatron(
 ) -> Conversion:
     """Write the model of a Hugging Face folder as a distributed checkpoint, cut as ranks of `layout` hold it.
 
-    Any layout can load it. critic: with the value head of a classifier of one label, or one of zeros, in place of the
-    output layer. verify: read back and compare. Every process of the default process group calls this. Raises
-    CheckpointError where the source is damaged or `out` exists or cannot be written.
+    Any layout can load it. critic: with the value head of a classifier of one label, or one of zeros, in
+    place of the output layer. verify: read back and compare. Every process of the default process group calls
+    this. Raises CheckpointError where the source is damaged or `out` exists or cannot be written.
     """
     began, processes = time.perf_counter(), Processes()
     model = processes.run(lambda: HFFolder(source, critic=critic))
@@ -89,9 +89,8 @@ def hf_to_megatron(
     mine = list(files)[processes.rank :: processes.world]
     with new_folder(out, sum(sizes.values()), processes) as folder:
         with watch("writing", sum(sizes[name] for name in mine)) as advance:
-            written = processes.run(
-                lambda: {name: write_chunks(folder / name, files[name], model, advance) for name in mine}
-            )
+            write = partial(write_chunks, folder=model, advance=advance)
+            written = processes.run(lambda: {name: write(folder / name, files[name]) for name in mine})
         everything = {name: done for part in processes.gather(written) for name, done in part.items()}
 
         def finish() -> None:
@@ -103,12 +102,13 @@ def hf_to_megatron(
         if verify:
             kinds = {name: model.dtype(name) for name in model.shapes if name not in model.missing}
             _verify(model, kinds, lambda: MegatronFolder(folder, critic=critic), folder, watch, processes)
-    left_out = tuple(name for name in model.extra if name != SCORE_BIAS)  # zero, and written anew on the way back
+    # The bias is zero, and written anew on the way back.
+    left_out = tuple(name for name in model.extra if name != SCORE_BIAS)
     return Conversion(sum(sizes.values()), len(files), time.perf_counter() - began, left_out)
 
 
 def _chunk_files(model: HFFolder, layout: Layout, processes: int, critic: bool) -> dict[str, list[Chunk]]:
-    """Return file name -> its chunks: a file for each rank, or several, so that every process has one to write."""
+    """Return file name -> its chunks: one or more files a rank, so that every process has one to write."""
     seen: set[tuple[str, Shape]] = set()
     files = {}
     parts = -(-processes // layout.world)
@@ -136,14 +136,17 @@ def megatron_to_hf(
 ) -> Conversion:
     """Write the model of a distributed checkpoint as a Hugging Face folder.
 
-    source: the folder with config.json and tokenizer, where the checkpoint has none (one of a training run). dtype: of
-    every tensor; by default each keeps its own. A value head makes it a classifier. Else as `hf_to_megatron`.
+    source: the folder with config.json and tokenizer, where the checkpoint has none (one of a training run).
+    dtype: of every tensor; by default each keeps its own. A value head makes it a classifier. Else as
+    `hf_to_megatron`.
     """
     began, processes = time.perf_counter(), Processes()
     model = processes.run(lambda: MegatronFolder(checkpoint, source=source))
     kinds = {name: model.dtype(name) if dtype is None else dtype for name in model.shapes}
-    config = exported_config(model.config, model.critic, kinds[next(iter(kinds))] if len({*kinds.values()}) == 1 else None)
-    if model.critic and model.config.get("architectures", [""])[0].endswith("Classification"):  # its head stays
+    found = {*kinds.values()}
+    config = exported_config(model.config, model.critic, found.pop() if len(found) == 1 else None)
+    heads = model.config.get("architectures", [""])
+    if model.critic and heads[0].endswith("Classification"):  # which stays what it is
         config = {**model.config, **{key: config[key] for key in ("dtype", "torch_dtype") if key in config}}
     shapes = dict(model.shapes)
     if model.critic and config["architectures"][0].endswith("ForTokenClassification"):
@@ -153,9 +156,8 @@ def megatron_to_hf(
     mine = list(files)[processes.rank :: processes.world]
     with new_folder(out, sum(sizes.values()), processes) as folder:
         with watch("writing", sum(sizes[name] for file in mine for name in files[file])) as advance:
-            written = processes.run(
-                lambda: {file: _write_file(folder / file, model, files[file], shapes, kinds, advance) for file in mine}
-            )
+            write = partial(_write_file, model=model, shapes=shapes, kinds=kinds, advance=advance)
+            written = processes.run(lambda: {file: write(folder / file, files[file]) for file in mine})
         digests = {file: digest for part in processes.gather(written) for file, digest in part.items()}
 
         def finish() -> None:
@@ -171,20 +173,22 @@ def megatron_to_hf(
 
 def _write_file(
     path: Path,
-    model: ModelFolder,
     names: Sequence[str],
+    *,
+    model: ModelFolder,
     shapes: Mapping[str, Shape],
     kinds: Mapping[str, torch.dtype],
     advance: Advance,
 ) -> str:
-    """Write one safetensors file, block by block (its library wants all tensors at once); return its SHA-256."""
+    """Write a safetensors file, block by block (the library wants whole tensors); return its SHA-256."""
     # Wide elements first, so that each tensor begins at a multiple of its element's size.
     names = sorted(names, key=lambda name: -kinds[name].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
-        start, end = end, end + prod(shapes[name]) * kinds[name].itemsize
-        header[name] = {"dtype": SAFETENSORS[kinds[name]], "shape": shapes[name], "data_offsets": [start, end]}
+        kind, shape = kinds[name], shapes[name]
+        start, end = end, end + prod(shape) * kind.itemsize
+        header[name] = {"dtype": SAFETENSORS[kind], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with HashedFile(path) as file:
@@ -203,13 +207,10 @@ def _write_file(
 def _finish(
     folder: Path, source: Path, digests: Mapping[str, str], config: Mapping[str, Any] | None = None
 ) -> None:
-    """Add everything that is not weights, and the checksums of all files. `config`: config.json, if it changes."""
+    """Add what is not weights, and the checksums of all files. `config`: config.json, if it changes."""
     carry_along(source, folder, config)
-    others = {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.iterdir()
-        if path.name not in digests
-    }
+    paths = [path for path in folder.iterdir() if path.name not in digests]
+    others = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     lines = [f"{digest}  {name}\n" for name, digest in sorted({**digests, **others}.items())]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
     for name in (*others, SUMS):
@@ -224,7 +225,7 @@ def _verify(
     watch: Watch,
     processes: Processes,
 ) -> None:
-    """Read the written folder from disk: each file's checksum, and every bit of each tensor beside the source's.
+    """Read the written folder from disk: each file's checksum, and each tensor's bits beside the source's.
 
     kinds: names of the tensors and their dtypes. Raises CheckpointError naming file and tensor.
     """
@@ -236,9 +237,11 @@ def _verify(
             with (folder / name).open("rb") as file:
                 # What is still in the page cache proves nothing.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                mine_too = number % processes.world == processes.rank
-                if mine_too and hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                    raise CheckpointError(f"{name}: is not what was written there (a fault of disk or memory?)")
+                if number % processes.world != processes.rank:
+                    continue
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    problem = "is not what was written there (a fault of disk or memory?)"
+                    raise CheckpointError(f"{name}: {problem}")
         written = reopen()
         for name in mine:
             same = written.dtype(name) == kinds[name]
@@ -249,5 +252,6 @@ def _verify(
                     raise CheckpointError(f"{path.name}: {name}: is not what the source has")
                 advance(expected.nbytes)
 
-    with watch("comparing", sum(prod(source.shapes[name]) * kinds[name].itemsize for name in mine)) as advance:
+    size = sum(prod(source.shapes[name]) * kinds[name].itemsize for name in mine)
+    with watch("comparing", size) as advance:
         processes.run(partial(compare, advance))

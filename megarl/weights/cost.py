@@ -1,7 +1,7 @@
 """What a weight transfer costs each rank, and the sizes of public models to plan with. Imports without torch.
 
-Costs are bytes per class of link, rounds, staging memory, and seconds at given speeds; the same for the way that the
-plan replaces, in which every rank gathers whole tensors, bucket by bucket, and cuts out its part.
+Costs are bytes per class of link, rounds, staging memory, and seconds at given speeds; the same for the way
+that the plan replaces, in which every rank gathers whole tensors, bucket by bucket, and cuts out its part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarl.weights.plan import Plan, placed, volume
 
 
 class RankCost(NamedTuple):
-    """Bytes of one rank by class of link, its rounds (or buckets), its staging memory in bytes, and its seconds."""
+    """Bytes of one rank by class of link, its rounds (or buckets), bytes of staging memory, and seconds."""
 
     local: int
     node_sent: int
@@ -43,7 +43,7 @@ class RankCost(NamedTuple):
 
 @dataclass
 class _Links:
-    """Bytes that a rank has [sent, received] within its node and between nodes; in one round also what goes with it."""
+    """Bytes that a rank has [sent, received] within its node and between nodes, in all or in one round."""
 
     node: list[int] = field(default_factory=lambda: [0, 0])
     network: list[int] = field(default_factory=lambda: [0, 0])
@@ -56,7 +56,7 @@ class _Links:
         link[1] += received
 
     def seconds(self, cluster: ClusterConfig) -> float:
-        """Both directions of a link work at once, links within a node and between nodes one after the other."""
+        """Return seconds: both directions of a link work at once, the two kinds one after the other."""
         return (max(self.node) / cluster.node_speed + max(self.network) / cluster.network_speed) / 1e9
 
     def cost(self, local: int, rounds: int, staging: int, seconds: float) -> RankCost:
@@ -64,12 +64,11 @@ class _Links:
         return RankCost(local, node_sent, node_received, sent, received, rounds, staging, seconds)
 
 
-def direct_cost(
-    plan: Plan, itemsize: int, bucket_bytes: int, cluster: ClusterConfig
-) -> dict[int, RankCost]:
+def direct_cost(plan: Plan, itemsize: int, bucket_bytes: int, cluster: ClusterConfig) -> dict[int, RankCost]:
     """Return each rank's cost of carrying out a plan; an element of the model's dtype has `itemsize` bytes.
 
-    Seconds: until a rank is through its last round, when each round waits for the ranks that it exchanges messages with.
+    Seconds: until a rank is through its last round, when each round waits for the ranks that it exchanges
+    messages with.
     """
     ranks = sorted({*plan.sources, *plan.targets})
     local, taken, staging = (dict.fromkeys(ranks, 0) for _ in range(3))
@@ -90,7 +89,9 @@ def direct_cost(
             turn.staging += size
     clock = {rank: size / cluster.copy_speed / 1e9 for rank, size in local.items()}
     for _, turns in sorted(rounds.items()):
-        start = {rank: max(clock[rank], *(clock[peer] for peer in turn.peers)) for rank, turn in turns.items()}
+        start = {
+            rank: max(clock[rank], *(clock[peer] for peer in turn.peers)) for rank, turn in turns.items()
+        }
         for rank, turn in turns.items():
             clock[rank] = start[rank] + turn.seconds(cluster)
             taken[rank] += 1
@@ -106,8 +107,8 @@ def gather_cost(
 ) -> dict[int, RankCost]:
     """Return each rank's cost of gathering all of `shapes` from the plan's sources, counted at its best.
 
-    Nobody is sent what it holds, each byte enters a node once, over all its adapters alike, and goes round in the node,
-    so that a rank sends what it receives.
+    Nobody is sent what it holds, each byte enters a node once, over all its adapters alike, and goes round in
+    the node, so that a rank sends what it receives.
     """
 
     def nbytes(boxes: Iterable[tuple[str, Box]]) -> int:
@@ -129,7 +130,9 @@ def gather_cost(
     whole = sum(buckets)
     costs = {}
     for ranks in nodes.values():
-        entering = (whole - nbytes(set[tuple[str, Box]]().union(*(held[rank] for rank in ranks)))) // len(ranks)
+        entering = (whole - nbytes(set[tuple[str, Box]]().union(*(held[rank] for rank in ranks)))) // len(
+            ranks
+        )
         for rank in ranks:
             own = nbytes(held[rank])
             within = whole - own - entering
@@ -139,8 +142,9 @@ def gather_cost(
     return costs
 
 
-# Public models, from the config.json of each model's repository: layers, hidden size, heads, key/value heads, head_dim,
-# feed-forward columns, vocabulary, tied embeddings; of a mixture also experts, experts per token, columns of an expert.
+# Public models, from the config.json of each model's repository: layers, hidden size, heads, key/value heads,
+# head_dim, feed-forward columns, vocabulary, tied embeddings; of a mixture also experts, experts per token,
+# columns of an expert.
 _KNOWN: dict[str, tuple[str | int | bool, ...]] = {
     "Qwen2.5-0.5B": ("qwen2", 24, 896, 14, 2, 64, 4864, 151936, True),
     "Qwen2.5-1.5B": ("qwen2", 28, 1536, 12, 2, 128, 8960, 151936, True),
@@ -163,18 +167,16 @@ _KNOWN: dict[str, tuple[str | int | bool, ...]] = {
     "Qwen3-235B-A22B": ("qwen3_moe", 94, 4096, 64, 4, 128, 12288, 151936, False, 128, 8, 1536),
 }
 _KEYS = (
-    "model_type",
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "tie_word_embeddings",
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
+    *(
+        "model_type",
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    ),
+    *("intermediate_size", "vocab_size", "tie_word_embeddings"),
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
 )
 KNOWN_MODELS: dict[str, dict[str, Any]] = {
     name: dict(zip(_KEYS, sizes, strict=False)) for name, sizes in _KNOWN.items()
@@ -184,14 +186,22 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
 def planning_config(path: Path, name: str | None = None) -> tuple[str, Mapping[str, Any]]:
     """Return (where it is from, config.json) of the model to plan with; ConfigError if there is none.
 
-    It is a known one by `name`, else the folder's, else a known one that is named like the folder (a suffix such as
-    -Instruct aside).
+    It is a known one by `name`, else the folder's, else a known one that is named like the folder (a suffix
+    such as -Instruct aside).
     """
     if name is None and (path / "config.json").is_file():
         return str(path / "config.json"), read_config(path)
     wanted = path.name if name is None else name
-    found = max((known for known in KNOWN_MODELS if f"{wanted}-".lower().startswith(f"{known}-".lower())), key=len, default=None)
+    found = max(
+        (known for known in KNOWN_MODELS if f"{wanted}-".lower().startswith(f"{known}-".lower())),
+        key=len,
+        default=None,
+    )
     if found is None:
-        key = f"model.path: {path}: no config.json there, and {wanted!r}" if name is None else f"--model: {name!r}"
+        key = (
+            f"model.path: {path}: no config.json there, and {wanted!r}"
+            if name is None
+            else f"--model: {name!r}"
+        )
         raise ConfigError(f"{key} is not a known model (known: {', '.join(KNOWN_MODELS)})")
     return f"the known sizes of {found}", KNOWN_MODELS[found]

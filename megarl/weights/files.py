@@ -1,7 +1,7 @@
-"""Files of models: boxes of stored tensors, hashed writing, and folders that appear under their name only when whole.
+"""Files of models: boxes of stored tensors, hashed writing, and folders that appear only when they are whole.
 
-A safetensors tensor and a chunk of a distributed checkpoint are the same thing here: row-major bytes at an offset of a
-file. Folders are made by one process or by several together.
+A safetensors tensor and a chunk of a distributed checkpoint are the same thing here: row-major bytes at an
+offset of a file. Folders are made by one process or by several together.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
 from math import prod
+from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -30,10 +31,13 @@ from megarl.weights.families import Shape
 from megarl.weights.layout import Box, full_box
 
 T = TypeVar("T")
-BLOCK = 2 << 20  # bytes that are read, converted, hashed and written at a time: what a processor's cache may hold
-SMALL = 64 << 10  # bytes that are hashed at once
-# Files of a model's folder that belong to any other form of the model as well, beside config.json.
+BLOCK = (
+    2 << 20
+)  # bytes that are read, converted, hashed and written at a time: they stay in a processor's cache
+SMALL = 64 << 10  # bytes up to which a thread of its own for hashing does not pay
+# Files of a model's folder that belong to any other form of the model as well.
 CARRIED = (
+    "config.json",
     "tokenizer*",
     "vocab*",
     "merges*",
@@ -70,16 +74,21 @@ class FileTensor(NamedTuple):
         try:
             with open(self.path, "rb", buffering=0) as file:
                 for number, start in enumerate(starts):
-                    at = self.offset + sum(index * stride for index, stride in zip(start, strides, strict=True))
+                    at = self.offset + sum(map(mul, start, strides))
                     left = out[number * run : (number + 1) * run]
                     while left:
                         count = os.preadv(file.fileno(), [left], at)
                         if count == 0:
-                            raise CheckpointError(f"{self.path}: {name}: the file ends before the tensor does")
+                            raise damaged(self.path, name, "the file ends before the tensor does")
                         left, at = left[count:], at + count
         except OSError as error:
-            raise CheckpointError(f"{self.path}: {name}: cannot be read ({error.strerror})") from error
+            raise damaged(self.path, name, f"cannot be read ({error.strerror})") from error
         return tensor
+
+
+def damaged(path: Path, name: str, problem: str) -> CheckpointError:
+    """Return the error for a tensor (or key) of a file."""
+    return CheckpointError(f"{path}: {name}: {problem}")
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -122,7 +131,7 @@ class HashedFile:
 
     def write(self, data: bytes | memoryview) -> int:
         """Write all of it."""
-        # torch.save writes some dozens of small pieces a tensor: a thread for each would cost more than it saves.
+        # torch.save writes some dozens of small pieces a tensor.
         hashing = self._hasher.submit(self._digest.update, data) if len(data) > SMALL else None
         if hashing is None:
             self._digest.update(data)
@@ -149,14 +158,14 @@ class HashedFile:
         return self._digest.hexdigest()
 
     def _refused(self, error: OSError) -> CheckpointError:
-        self.error = CheckpointError(f"{self.path}: {self.writing}: cannot be written ({error.strerror})")
+        self.error = damaged(self.path, self.writing, f"cannot be written ({error.strerror})")
         return self.error
 
 
 class Processes:
     """The processes that make a folder together: this one alone, or those of the default process group.
 
-    `group`: of gloo, with the same ranks, where the default group is NCCL; a line of text per step goes through it.
+    `group`: of gloo, with the same ranks, where the default group is NCCL, for a line of text per step.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -166,7 +175,7 @@ class Processes:
         self.folder: Path | None = None  # that is being made, for errors of writing that name no file
 
     def run(self, action: Callable[[], T]) -> T:
-        """Return this process's result of `action`. Raises CheckpointError on every process if it failed on one."""
+        """Return this process's result of `action`; CheckpointError on every process if it failed on one."""
         problem, result = None, None
         try:
             result = action()
@@ -192,8 +201,8 @@ class Processes:
 def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
     """Yield a temporary folder beside `out` that takes its name at the end, when it is on disk.
 
-    Whatever happens before leaves nothing behind. size: bytes that are going to be written. Raises CheckpointError
-    where `out` exists, somebody else is making it, or there is no room.
+    Whatever happens before leaves nothing behind. size: bytes that are going to be written. Raises
+    CheckpointError where `out` exists, somebody else is making it, or there is no room.
     """
     folder = out.with_name(f".{out.name}.partial")
     lock: list[int] = []  # only in the first process
@@ -209,7 +218,8 @@ def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
         lock.append(_lock(folder))
         free = shutil.disk_usage(folder).free
         if free < size:
-            raise CheckpointError(f"{out}: {readable(size)} are to be written, but {readable(free)} are free there")
+            wanted = f"{readable(size)} are to be written"
+            raise CheckpointError(f"{out}: {wanted}, but {readable(free)} are free there")
 
     def publish() -> None:
         fsync(folder)
@@ -230,7 +240,7 @@ def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int:
-    """Return a descriptor that keeps other processes from making the folder, until it is closed or its process ends."""
+    """Return a descriptor that keeps other processes from making the folder until it is closed."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -251,14 +261,16 @@ def readable(size: float) -> str:
 def carry_along(source: Path, folder: Path, config: Mapping[str, Any] | None = None) -> None:
     """Copy everything of a model's folder that is not weights, durably.
 
-    `config`: config.json, where it is not the source's. Raises CheckpointError naming a file that cannot be copied.
+    `config`: config.json, where it is not the source's. Raises CheckpointError naming what cannot be copied.
     """
-    for path in sorted({p for pattern in ("config.json", *CARRIED) for p in source.glob(pattern) if p.is_file()}):
+    found = {path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()}
+    for path in sorted(found):
+        copy = folder / path.name
         try:
-            shutil.copyfile(path, folder / path.name)
-            fsync(folder / path.name)
+            shutil.copyfile(path, copy)
+            fsync(copy)
         except OSError as error:
-            raise CheckpointError(f"{folder / path.name}: cannot be copied from {path} ({error.strerror})") from error
+            raise CheckpointError(f"{copy}: cannot be copied from {path} ({error.strerror})") from error
     if config is not None:
         write_json(folder / "config.json", config)
 

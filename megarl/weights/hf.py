@@ -1,4 +1,4 @@
-"""Hugging Face folders: checked from their headers alone, read slice by slice, and written from the shards of all ranks.
+"""Hugging Face folders: checked from headers, read slice by slice, written from the shards of all ranks.
 
 A rank touches only its own part, and no rank ever holds the whole model.
 """
@@ -30,6 +30,7 @@ from megarl.weights.files import (
     as_bytes,
     blocks,
     carry_along,
+    damaged,
     new_folder,
     write_json,
 )
@@ -40,18 +41,18 @@ from megarl.weights.transfer import Transfer, view
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Tensors of a folder that belong to no parameter of ours and do no harm: old files' rotary tables, and the heads of
-# another use of the body.
+# Tensors of a folder that belong to no parameter of ours and do no harm: old files' rotary tables, and the
+# heads of another use of the body.
 HARMLESS = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight|score\.(weight|bias)")
 SCORE_BIAS = "score.bias"  # transformers' token classifier has one; ours is zero
 EMBEDDING_NAME, OUTPUT_NAME = EMBEDDING.hf[0][0], OUTPUT.hf[0][0]
 
 
 class ModelFolder(ABC):
-    """A model's weights in files, seen as Hugging Face tensors: checked when opened, then read slice by slice.
+    """A model's weights in files, seen as Hugging Face tensors: checked when opened, read slice by slice.
 
-    `config`: config.json. `shapes`: the tensors that the model has. `missing`: those that the folder lacks and may lack
-    (a critic's `score.weight`).
+    `config`: config.json. `shapes`: the tensors that the model has. `missing`: those that the folder lacks
+    and may lack (a critic's `score.weight`).
     """
 
     path: Path
@@ -79,12 +80,12 @@ class ModelFolder(ABC):
         block = self.read(name, box)
         converted = block.to(dtype)
         if dtype == torch.float16 and bool((block.isfinite() & ~converted.isfinite()).any()):
-            where = f"{self.files(name)[0][0]}: {name}"
-            raise CheckpointError(f"{where}: has numbers beyond the range of float16 (choose bf16 or fp32)")
+            problem = "has numbers beyond the range of float16 (choose bf16 or fp32)"
+            raise damaged(self.files(name)[0][0], name, problem)
         return converted
 
     def _check_tied(self) -> None:
-        """Raise CheckpointError where config.json ties an output layer of the folder to an embedding that is another.
+        """Raise CheckpointError where config.json ties an output layer of the folder to another embedding.
 
         transformers ties without a word, and so gives another model than the one that the tensors are of.
         """
@@ -93,11 +94,11 @@ class ModelFolder(ABC):
             as_bytes(self.read(OUTPUT_NAME, box)) != as_bytes(self.read(EMBEDDING_NAME, box))
             for box in blocks(shape, dtype.itemsize)
         ):
-            raise CheckpointError(
-                f"{self.files(OUTPUT_NAME)[0][0]}: {OUTPUT_NAME}: differs from {EMBEDDING_NAME}, and "
-                f"{self.path}/config.json says tie_word_embeddings: true (set it to false to use this tensor, or take "
-                "the tensor out of the files)"
+            problem = (
+                f"differs from {EMBEDDING_NAME}, and {self.path}/config.json says tie_word_embeddings: true "
+                "(set it to false to use this tensor, or take the tensor out of the files)"
             )
+            raise damaged(self.files(OUTPUT_NAME)[0][0], OUTPUT_NAME, problem)
 
 
 class _Entry(NamedTuple):
@@ -112,8 +113,9 @@ class _Entry(NamedTuple):
 class HFFolder(ModelFolder):
     """A Hugging Face folder (config.json, `*.safetensors`) whose headers agree with its config.
 
-    `extra`: tensors of the folder that the model does not have (a head that is not used, rotary tables). Anything else
-    that is missing, superfluous, truncated, or of another shape or dtype is a CheckpointError naming file and tensor.
+    `extra`: tensors of the folder that the model does not have (a head that is not used, rotary tables).
+    Anything else that is missing, superfluous, truncated, or of another shape or dtype is a CheckpointError
+    naming file and tensor.
     """
 
     def __init__(self, path: Path, *, critic: bool = False) -> None:
@@ -141,23 +143,21 @@ class HFFolder(ModelFolder):
         index = self.path / INDEX
         if not index.exists():
             if not (self.path / SINGLE).exists():
-                raise CheckpointError(
-                    f"{self.path}: neither {SINGLE} nor {INDEX} is there (only safetensors folders are read)"
-                )
+                problem = f"neither {SINGLE} nor {INDEX} is there (only safetensors folders are read)"
+                raise CheckpointError(f"{self.path}: {problem}")
             return _read_header(self.path / SINGLE)
-        weight_map = read_json(index).get("weight_map")
-        if (
-            not isinstance(weight_map, dict)
-            or not weight_map
-            or not all(isinstance(file, str) for file in weight_map.values())
-        ):
+        weight_map: Any = read_json(index).get("weight_map", {})
+        names = weight_map.values() if isinstance(weight_map, dict) else ()
+        if not names or not all(isinstance(file, str) for file in names):
             raise CheckpointError(f"{index}: weight_map is missing or empty, or does not name files")
-        headers = {file: _read_header(self.path / file) for file in sorted(set(weight_map.values()))}
+        headers = {file: _read_header(self.path / file) for file in sorted(set(names))}
         for name, file in weight_map.items():
             if name not in headers[file]:
-                raise CheckpointError(f"{index}: {name}: is said to be in {file}, which does not have it")
+                raise damaged(index, name, f"is said to be in {file}, which does not have it")
         known = {*weight_map, *self.shapes}
-        unlisted = {name: entry for file in headers.values() for name, entry in file.items() if name not in known}
+        unlisted = {
+            name: entry for file in headers.values() for name, entry in file.items() if name not in known
+        }
         return unlisted | {name: headers[file][name] for name, file in weight_map.items()}
 
     def _check(self, critic: bool) -> None:
@@ -170,21 +170,20 @@ class HFFolder(ModelFolder):
             if entry is None:
                 if critic and name == "score.weight":
                     continue
-                raise CheckpointError(f"{self.path}: {name}: no file has this tensor (config.json asks for it)")
+                raise damaged(self.path, name, "no file has this tensor (config.json asks for it)")
             if entry.shape != shape:
-                raise CheckpointError(f"{entry.path}: {name}: shape {entry.shape}, but config.json asks for {shape}")
+                raise damaged(entry.path, name, f"shape {entry.shape}, but config.json asks for {shape}")
             if entry.dtype not in DTYPES:
-                known = ", ".join(DTYPES)
-                raise CheckpointError(f"{entry.path}: {name}: dtype {entry.dtype} is not supported (only {known})")
+                problem = f"dtype {entry.dtype} is not supported (only {', '.join(DTYPES)})"
+                raise damaged(entry.path, name, problem)
         for name, entry in self._entries.items():
             if name not in self.shapes and not HARMLESS.fullmatch(name):
-                model_type = self.config["model_type"]
-                raise CheckpointError(f"{entry.path}: {name}: a {model_type} model has no such tensor")
+                raise damaged(entry.path, name, f"a {self.config['model_type']} model has no such tensor")
         if tied:
             self._check_tied()
         if critic and SCORE_BIAS in self._entries and self.read(SCORE_BIAS, ((0, 1),)).count_nonzero():
-            path = self._entries[SCORE_BIAS].path
-            raise CheckpointError(f"{path}: score.bias: is not zero, but the value head has no bias that could take it")
+            problem = "is not zero, but the value head has no bias that could take it"
+            raise damaged(self._entries[SCORE_BIAS].path, SCORE_BIAS, problem)
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
@@ -215,9 +214,9 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder) -> list[str]:
     """Fill one rank's tensors (local names, see `table_names`) with its slices, cast to each tensor's dtype.
 
-    Padding becomes zero. Returns the names that the folder has nothing for (a critic's `value_head.weight`), which are
-    left as they are. Raises ValueError if tensors and shards do not agree, CheckpointError naming file and tensor for a
-    number that is not finite.
+    Padding becomes zero. Returns the names that the folder has nothing for (a critic's `value_head.weight`),
+    which are left as they are. Raises ValueError if tensors and shards do not agree, CheckpointError naming
+    file and tensor for a number that is not finite.
     """
     if tensors.keys() != shards.keys():
         raise ValueError(f"tensors and layout differ in {sorted(tensors.keys() ^ shards.keys())}")
@@ -234,10 +233,9 @@ def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder
             if not _is_finite(values):
                 parts = folder.files(region.hf_name)
                 bad = (path for path, box in parts if not _is_finite(folder.read(region.hf_name, box)))
-                raise CheckpointError(
-                    f"{next(bad, parts[0][0])}: {region.hf_name}: holds numbers that are NaN or infinite (the file is "
-                    "damaged, or what wrote it had diverged: take another)"
-                )
+                remedy = "the file is damaged, or what wrote it had diverged: take another"
+                problem = f"holds numbers that are NaN or infinite ({remedy})"
+                raise damaged(next(bad, parts[0][0]), region.hf_name, problem)
             view(tensor, region.local_box).copy_(values)
         for box in shard.padding:
             view(tensor, box).zero_()
@@ -245,7 +243,7 @@ def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder
 
 
 def _is_finite(values: Tensor) -> bool:
-    """In one pass and without memory of its own: NaN is a tensor's smallest and largest number, where there is one."""
+    # In one pass and without memory of its own: a NaN is the smallest and the largest number.
     return values.numel() == 0 or all(bool(extreme.isfinite()) for extreme in values.aminmax())
 
 
@@ -265,14 +263,15 @@ def export_hf(
 ) -> None:
     """Write the model that all ranks of `layout` hold together into the folder `out`; every rank calls this.
 
-    `tensors`: this rank's parameters by the table's names; they are written as `dtype`, by default that of the first of
-    them. `source`: the Hugging Face folder that the run started from; its config, tokenizer, chat template and
-    generation config are carried along. A critic becomes a one-label token classifier. Rank 0 needs memory for one file
-    of at most `max_shard_bytes` (or one tensor, if that is larger) and one bucket; its file is staged where the tensors
-    are. `group` carries tensors, `control` (gloo, if the default group is NCCL) carries one line of text per file.
+    `tensors`: this rank's parameters by the table's names; they are written as `dtype`, by default that of
+    the first of them. `source`: the Hugging Face folder that the run started from; its config, tokenizer,
+    chat template and generation config are carried along. A critic becomes a one-label token classifier. Rank
+    0 needs memory for one file of at most `max_shard_bytes` (or one tensor, if that is larger) and one
+    bucket; its file is staged where the tensors are. `group` carries tensors, `control` (gloo, if the default
+    group is NCCL) carries one line of text per file.
 
-    The folder appears under its name only when it is complete and on disk. Raises CheckpointError on every rank if
-    `out` exists or rank 0 cannot write; nothing is left behind then.
+    The folder appears under its name only when it is complete and on disk. Raises CheckpointError on every
+    rank if `out` exists or rank 0 cannot write; nothing is left behind then.
     """
     processes, config = Processes(control), read_config(source)
     shards = hf_shards(config, critic=critic)
@@ -319,7 +318,10 @@ def named_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
         filled += size
     if len(parts) == 1:
         return {SINGLE: parts[0]}
-    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, start=1)}
+    return {
+        f"model-{number:05d}-of-{len(parts):05d}.safetensors": part
+        for number, part in enumerate(parts, start=1)
+    }
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[str]], size: int) -> None:

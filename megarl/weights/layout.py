@@ -1,12 +1,13 @@
-"""Where every shard lies in Hugging Face coordinates, for the ranks of Megatron and of SGLang, from the tables and sizes alone.
+"""Where every shard of Megatron and SGLang lies in Hugging Face coordinates, from tables and sizes alone.
 
-`local[local_box] == hf[hf_box]` for every region of a shard. Loading, exporting, transfer plans and their proofs know
-nothing else, so that a further layout is one more function that returns `Shards`. Imports without torch.
+`local[local_box] == hf[hf_box]` for every region of a shard. Loading, exporting, transfer plans and their
+proofs know nothing else, so that a further layout is one more function that returns `Shards`. Imports without
+torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ class Region(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A local tensor: its regions and its padding (zeros that no Hugging Face tensor has) cover it exactly once."""
+    """A local tensor, which its regions and its padding (zeros) cover exactly once."""
 
     shape: Shape
     regions: tuple[Region, ...]
@@ -64,7 +65,7 @@ def full_box(shape: Shape) -> Box:
 
 
 def _joined(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
-    """Return the local tensor that has the parts one after the other along `axis`, each with its padding behind it.
+    """Return the local tensor of parts one after the other along `axis`, each with its padding behind it.
 
     shape: of one of the parts' tensors, whose other dimensions are the same.
     """
@@ -86,41 +87,38 @@ def _joined(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
 
 
 def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1) -> None:
-    """Raise ConfigError, naming `parallel.tp`, `parallel.pp` or `parallel.ep`, if the model cannot be divided so;
-    CheckpointError for an unknown family."""
+    """Raise ConfigError, naming the key of `parallel`, if the model cannot be divided so.
+
+    Raises CheckpointError for an unknown family.
+    """
     moe = family_of(hf_config).is_moe
     sizes = Sizes.of(hf_config)
     dividable = {"attention heads": sizes.heads, "key/value heads": sizes.kv_heads}
     if not moe:
         dividable["feed-forward columns"] = sizes.ffn
 
-    def divisors(number: int) -> str:
-        return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+    def require(key: str, size: int, number: int, what: str, others: Iterable[int]) -> None:
+        if number % size:
+            good = [str(n) for n in range(1, number + 1) if not any(other % n for other in others)]
+            problem = f"{size} does not divide the model's {number} {what} (possible: {', '.join(good)})"
+            raise ConfigError(f"parallel.{key}: {problem}")
 
     for what, number in dividable.items():
-        if number % tp:
-            good = [str(t) for t in range(1, sizes.kv_heads + 1) if not any(n % t for n in dividable.values())]
-            raise ConfigError(
-                f"parallel.tp: {tp} does not divide the model's {number} {what} (possible: {', '.join(good)})"
-            )
-    if sizes.layers % pp:
-        raise ConfigError(
-            f"parallel.pp: {pp} does not divide the model's {sizes.layers} layers (possible: {divisors(sizes.layers)})"
-        )
+        require("tp", tp, number, what, dividable.values())
+    require("pp", pp, sizes.layers, "layers", [sizes.layers])
     if ep > 1 and not moe:
-        raise ConfigError(f"parallel.ep: {ep}, but a {hf_config.get('model_type')} model has no experts (set it to 1)")
-    if ep > 1 and sizes.experts % ep:
-        possible = divisors(sizes.experts)
         raise ConfigError(
-            f"parallel.ep: {ep} does not divide the model's {sizes.experts} experts (possible: {possible})"
+            f"parallel.ep: {ep}, but a {hf_config.get('model_type')} model has no experts (set it to 1)"
         )
+    if moe:
+        require("ep", ep, sizes.experts, "experts", [sizes.experts])
 
 
 # Hugging Face: the whole model
 
 
 def whole_model(hf_config: Mapping[str, Any], *, critic: bool = False) -> list[tuple[Pair, int, int]]:
-    """Return (pair, layer, expert) of every parameter of a model that is not divided, in the model's order."""
+    """Return (pair, layer, expert) of every parameter of an undivided model, in the model's order."""
     return [place for _, *place in parameters(hf_config, Layout(), pp_rank=0, critic=critic)]  # type: ignore[misc]
 
 
@@ -138,7 +136,7 @@ def hf_shapes(hf_config: Mapping[str, Any], *, critic: bool = False) -> dict[str
 
 
 def hf_shards(hf_config: Mapping[str, Any], *, critic: bool = False) -> Shards:
-    """Return the identity layout: the whole model under its Hugging Face names (the transformers engine, an export)."""
+    """Return the identity layout: the whole model under its Hugging Face names."""
     shapes = hf_shapes(hf_config, critic=critic)
     return {name: _joined([_Part(name, 0, shape[0], shape[0])], shape) for name, shape in shapes.items()}
 
@@ -149,11 +147,11 @@ def hf_shards(hf_config: Mapping[str, Any], *, critic: bool = False) -> Shards:
 def parameters(
     hf_config: Mapping[str, Any], layout: Layout, *, pp_rank: int, ep_rank: int = 0, critic: bool = False
 ) -> list[tuple[str, Pair, int, int]]:
-    """Return (name, pair, global layer, global expert) of every parameter of a Megatron rank, in the model's order.
+    """Return (name, pair, global layer, global expert) of every parameter of a Megatron rank, in order.
 
-    Names have the stage's own layer and the rank's own expert indices. With tied embeddings the last of several stages
-    holds a copy of the embedding as `output_layer.weight`; a critic has `value_head.weight` [1, hidden] on the last
-    stage and no output layer.
+    Names have the stage's own layer and the rank's own expert indices. With tied embeddings the last of
+    several stages holds a copy of the embedding as `output_layer.weight`; a critic has `value_head.weight`
+    [1, hidden] on the last stage and no output layer.
     """
     check_layout(hf_config, layout.tp, layout.pp, layout.ep)
     sizes = Sizes.of(hf_config)
@@ -186,7 +184,8 @@ def megatron_layout(
 ) -> list[tuple[int, Shards]]:
     """Return (rank, shards under the table's names) of every rank of a Megatron job; see `parameters`.
 
-    Data-parallel ranks hold the same, but for experts (`Layout.ep_rank`); ranks that hold the same share one object.
+    Data-parallel ranks hold the same, but for experts (`Layout.ep_rank`); ranks that hold the same share one
+    object.
     """
     sizes = Sizes.of(hf_config)
     shard = cache(lambda pair, layer, expert, tp, rank: pair_shard(pair, layer, expert, sizes, tp, rank))
@@ -202,7 +201,9 @@ def megatron_layout(
         }
 
     coords = [layout.coords(rank) for rank in range(layout.world)]
-    return [(rank, rank_shards(place.tp, place.pp, layout.ep_rank(rank))) for rank, place in enumerate(coords)]
+    return [
+        (rank, rank_shards(place.tp, place.pp, layout.ep_rank(rank))) for rank, place in enumerate(coords)
+    ]
 
 
 def pair_shard(pair: Pair, layer: int, expert: int, sizes: Sizes, tp: int, tp_rank: int) -> Shard:
@@ -231,19 +232,19 @@ def pair_shard(pair: Pair, layer: int, expert: int, sizes: Sizes, tp: int, tp_ra
     return _joined(parts, hf[0][1], axis)
 
 
-# SGLang: fused tensors under tensor parallelism. Proved bit for bit against SGLang 0.5.23 on a CPU at TP 1 and 2 for
-# Qwen2 and Qwen3; the copies of key/value heads that a GPU build makes when there are fewer of them than ranks, and
-# experts, follow its source and are unverified.
+# SGLang: fused tensors under tensor parallelism. Proved bit for bit against SGLang 0.5.23 on a CPU at TP 1
+# and 2 for Qwen2 and Qwen3; the copies of key/value heads that a GPU build makes when there are fewer of them
+# than ranks, and experts, follow its source and are unverified.
 
 
 def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: bool = False) -> Shards:
     """Return the parameters of one rank of an SGLang engine, by SGLang's names.
 
-    qkv_proj = [q; k; v] of the rank's heads, gate_up_proj = [gate; up], columns of o_proj and down_proj, rows of the
-    padded vocabulary, norms and routers whole. With tied embeddings there is no lm_head. Experts:
-    `experts.w13_weight.{e}` [2 * ffn / tp, hidden] and `experts.w2_weight.{e}` stand for row e of SGLang's stacked
-    tensors. cpu: SGLang's CPU engine, which pads heads and columns where they do not divide. Raises ConfigError,
-    naming `rollout.engine_tp`, if the model cannot be divided so.
+    qkv_proj = [q; k; v] of the rank's heads, gate_up_proj = [gate; up], columns of o_proj and down_proj, rows
+    of the padded vocabulary, norms and routers whole. With tied embeddings there is no lm_head. Experts:
+    `experts.w13_weight.{e}` [2 * ffn / tp, hidden] and `experts.w2_weight.{e}` stand for row e of SGLang's
+    stacked tensors. cpu: SGLang's CPU engine, which pads heads and columns where they do not divide. Raises
+    ConfigError, naming `rollout.engine_tp`, if the model cannot be divided so.
     """
     sizes = Sizes.of(hf_config)
     cuts = _sglang_cuts(sizes, tp, tp_rank, cpu)
@@ -281,15 +282,17 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
             kv_heads = multiple(kv_heads, tp)
             heads = kv_heads * (sizes.heads // sizes.kv_heads)
         ffn, expert_ffn = multiple(ffn, CPU_FFN_MULTIPLE * tp), multiple(expert_ffn, CPU_FFN_MULTIPLE * tp)
-    for what, number in (("attention heads", heads), ("feed-forward columns", expert_ffn if sizes.experts else ffn)):
+    for what, number in (
+        ("attention heads", heads),
+        ("feed-forward columns", expert_ffn if sizes.experts else ffn),
+    ):
         if number % tp:
             raise ConfigError(
                 f"rollout.engine_tp: {tp} does not divide the model's {number} {what} (choose one that does)"
             )
     if max(tp, kv_heads) % min(tp, kv_heads):
-        raise ConfigError(
-            f"rollout.engine_tp: {tp} is neither a divisor nor a multiple of the model's {kv_heads} key/value heads"
-        )
+        problem = f"neither a divisor nor a multiple of the model's {kv_heads} key/value heads"
+        raise ConfigError(f"rollout.engine_tp: {tp} is {problem}")
     # Fewer key/value heads than ranks: each is copied to as many ranks as share it.
     kv_rank, kv_ranks = (rank, tp) if kv_heads >= tp else (rank // (tp // kv_heads), kv_heads)
     vocab = multiple(sizes.vocab, VOCABULARY_MULTIPLE)

@@ -1,7 +1,7 @@
 """The plan of a weight transfer: what is sent where, in which round, and the proof of it, from shapes alone.
 
-Sources and targets are described in Hugging Face coordinates; a copy is an intersection of two boxes there. Imports
-without torch, so that a laptop plans a job of 1,024 GPUs.
+Sources and targets are described in Hugging Face coordinates; a copy is an intersection of two boxes there.
+Imports without torch, so that a laptop plans a job of 1,024 GPUs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ from megarl.weights.layout import (
 )
 
 GPUS_PER_NODE = 8
-ALIGN = 16  # pieces begin at multiples of this many bytes of staging memory, so that each can be viewed as its dtype
+ALIGN = (
+    16  # bytes: pieces begin at multiples of it in staging memory, so that each can be viewed as its dtype
+)
 
-# Formats of target tensors that are not of the model's dtype. Block FP8 is as in SGLang and in published checkpoints:
-# `weight` is float8_e4m3fn and, for every block of 128 x 128 of the Hugging Face tensor, `weight_scale_inv` has one
-# float32, so that weight * scale is the original. Embeddings, the output layer, norms, biases and routers stay.
+# Formats of target tensors that are not of the model's dtype. Block FP8 is as in SGLang and in published
+# checkpoints: `weight` is float8_e4m3fn and, for every block of 128 x 128 of the Hugging Face tensor,
+# `weight_scale_inv` has one float32, so that weight * scale is the original. Embeddings, the output layer,
+# norms, biases and routers stay.
 FP8, FP32 = "float8_e4m3fn", "float32"
 FORMAT_BYTES = {FP8: 1, FP32: 4}
 BLOCK = 128
@@ -73,11 +76,11 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All copies of a transfer, in an order that every rank computes alike, with the layouts that they connect.
+    """All copies of a transfer, in an order that every rank computes alike, and the layouts at both ends.
 
-    `relays` are carried out after `copies`, from one target to another on its node: `src_name` and `src_box` are those
-    of a target, to which a copy has brought the bytes. `formats`: of target tensors that are not of the model's dtype,
-    by name. Rank r is on node r // gpus_per_node.
+    `relays` are carried out after `copies`, from one target to another on its node: `src_name` and `src_box`
+    are those of a target, to which a copy has brought the bytes. `formats`: of target tensors that are not of
+    the model's dtype, by name. Rank r is on node r // gpus_per_node.
     """
 
     copies: tuple[Copy, ...]
@@ -110,7 +113,7 @@ class Plan:
             yield relay._replace(src_rank=copy.src_rank, src_name=copy.src_name, src_box=copy.src_box)
 
     def summary(self, itemsize: int) -> dict[int, Traffic]:
-        """Return the traffic of every rank that takes part; an element of the model's dtype has `itemsize` bytes."""
+        """Return every rank's traffic; an element of the model's dtype has `itemsize` bytes."""
         counts = {rank: [0, 0, 0] for rank in sorted({*self.sources, *self.targets})}
         for copy in (*self.copies, *self.relays):
             size = self.nbytes(copy, itemsize)
@@ -122,14 +125,16 @@ class Plan:
         return {rank: Traffic(*count) for rank, count in counts.items()}
 
     def verify(self) -> None:
-        """Prove that every byte of every target is written exactly once, with the Hugging Face bytes that belong there.
+        """Prove that every byte of every target is written exactly once, with the bytes that belong there.
 
-        Three facts are checked, none of which uses how the plan was made: the two boxes of each copy are the same box
-        in Hugging Face coordinates; the boxes written to a target tensor are disjoint; together with its padding they
-        are as large as the tensor. Raises PlanError naming the first tensor for which one is false.
+        Three facts are checked, none of which uses how the plan was made: the two boxes of each copy are the
+        same box in Hugging Face coordinates; the boxes written to a target tensor are disjoint; together with
+        its padding they are as large as the tensor. Raises PlanError naming the first tensor for which one is
+        false.
         """
         written: dict[tuple[int, str], list[Box]] = defaultdict(list)
-        # By identity, as the copies keep the objects alive: shards and boxes of replicas are often the same objects.
+        # By identity, as the copies keep the objects alive: shards and boxes of replicas are often the same
+        # objects.
         located: dict[tuple[int, int], tuple[str, Box]] = {}
         same: set[tuple[int, int, int, int]] = set()
 
@@ -173,7 +178,9 @@ def volume(box: Box) -> int:
 
 def intersect(a: Box, b: Box) -> Box | None:
     """Return the common box, or None if it is empty."""
-    common = tuple((max(start, other), min(stop, end)) for (start, stop), (other, end) in zip(a, b, strict=True))
+    common = tuple(
+        (max(start, other), min(stop, end)) for (start, stop), (other, end) in zip(a, b, strict=True)
+    )
     return common if all(start < stop for start, stop in common) else None
 
 
@@ -185,7 +192,7 @@ def shift(box: Box, origin: Box, destination: Box) -> Box:
 
 
 def to_hf(shard: Shard, box: Box, where: str) -> tuple[str, Box]:
-    """Return Hugging Face name and box of a box of a local tensor; PlanError unless it lies within one region."""
+    """Return a local box's Hugging Face name and box; PlanError unless it lies within one region."""
     for region in shard.regions:
         if len(box) == len(region.local_box) and intersect(box, region.local_box) == box:
             return region.hf_name, shift(box, region.local_box, region.hf_box)
@@ -223,8 +230,8 @@ class _Holders:
     def choose(self, target: int, near: dict[int, int], far: dict[int, int], size: int) -> int:
         """Return the least loaded on the target's node, else the least loaded of all.
 
-        `near` and `far`: elements that each rank has been given to send within its node and to other nodes so far;
-        they use different wires and are balanced apart.
+        `near` and `far`: elements that each rank has been given to send within its node and to other nodes so
+        far; they use different wires and are balanced apart.
         """
         neighbours = self.by_node.get(target // self._gpus_per_node)
         if neighbours:
@@ -258,18 +265,18 @@ def make_plan(
 ) -> Plan:
     """Plan how `targets` get their bytes from `sources`, both (rank, shards of that rank).
 
-    Where several ranks hold a box (data-parallel replicas, replicated norms), the target's own rank is taken, else one
-    on its node, else any; among equals the one that has sent least so far, so that the load is spread. What several
-    targets of a node want from another node comes in once, and is passed on within the node. Regions of different
-    sources must be equal or disjoint in Hugging Face coordinates. Raises PlanError if a target wants something that no
-    source has.
+    Where several ranks hold a box (data-parallel replicas, replicated norms), the target's own rank is taken,
+    else one on its node, else any; among equals the one that has sent least so far, so that the load is
+    spread. What several targets of a node want from another node comes in once, and is passed on within the
+    node. Regions of different sources must be equal or disjoint in Hugging Face coordinates. Raises PlanError
+    if a target wants something that no source has.
     """
     source_of, target_of = dict(sources), dict(targets)
     parts = _parts(source_of, target_of, gpus_per_node)
     entrance = _entrances(target_of, parts, gpus_per_node)
-    # All targets are served at the same time, a part each in turn, and begin at different layers: else they would queue
-    # for one source. What a rank has itself comes first, then what its node has, so that for the rest all of them are
-    # at the same point.
+    # All targets are served at the same time, a part each in turn, and begin at different layers: else they
+    # would queue for one source. What a rank has itself comes first, then what its node has, so that for the
+    # rest all of them are at the same point.
     copies: list[Copy] = []
     from_node: list[list[tuple[int, _Part]]] = [[] for _ in target_of]  # of each target: (its rank, a part)
     from_afar: list[list[tuple[int, _Part]]] = [[] for _ in target_of]
@@ -307,10 +314,12 @@ def _in_turn(queues: list[list[tuple[int, _Part]]]) -> Iterator[tuple[int, _Part
 def _parts(
     source_of: dict[int, Shards], target_of: dict[int, Shards], gpus_per_node: int
 ) -> dict[int, list[_Part]]:
-    """Return what each target is made of, by the identity of its shards: ranks with the same shards share them."""
+    """Return what each target is made of, by the identity of its shards, which replicas share."""
     # Who holds which part of each tensor: Hugging Face name -> box -> places.
     everywhere: dict[str, dict[Box, Places]] = defaultdict(lambda: defaultdict(dict))
-    shared: dict[tuple[str, int], tuple[str, Box]] = {}  # one object for all replicas, so that it is moved once below
+    shared: dict[
+        tuple[str, int], tuple[str, Box]
+    ] = {}  # one object for all replicas, so that it is moved once below
     for rank, shards in source_of.items():
         for name, shard in shards.items():
             for region in shard.regions:
@@ -398,16 +407,18 @@ def staged(size: int) -> int:
 def placed(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Placed]:
     """Yield every piece that travels, with its round.
 
-    No rank stages more than `bucket_bytes` (but at least one element) in a round, half of it for what it sends and half
-    for what it receives, as both happen at once. Every rank goes through the whole plan in the same way, so that both
-    ends of a message agree on its round, order and size. A piece goes into the first round in which both ends have room
-    after their earlier pieces; rounds of a rank are worked off in order and a round waits only for ranks that are in
-    it, so the lowest unfinished round can always be finished: no deadlock.
+    No rank stages more than `bucket_bytes` (but at least one element) in a round, half of it for what it
+    sends and half for what it receives, as both happen at once. Every rank goes through the whole plan in the
+    same way, so that both ends of a message agree on its round, order and size. A piece goes into the first
+    round in which both ends have room after their earlier pieces; rounds of a rank are worked off in order
+    and a round waits only for ranks that are in it, so the lowest unfinished round can always be finished: no
+    deadlock.
     """
     limit = max(ALIGN, bucket_bytes // 2 // ALIGN * ALIGN)
     first = 0
     for relayed, copies in ((False, plan.copies), (True, plan.relays)):
-        # (Rank, whether it sends) -> (the last round in which it does, bytes of it). Relayed bytes came in earlier.
+        # (Rank, whether it sends) -> (the last round in which it does, bytes of it). Relayed bytes came in
+        # earlier.
         last: dict[tuple[int, bool], tuple[int, int]] = {}
         for copy in copies:
             if copy.src_rank == copy.dst_rank:
@@ -442,7 +453,7 @@ def rounds_of(plan: Plan, rank: int, itemsize: int, bucket_bytes: int) -> list[R
 
 
 def split(copy: Copy, limit: int) -> Iterator[Copy]:
-    """Cut a copy into pieces of at most `limit` elements (at least one), by rows as far as rows are small enough."""
+    """Cut a copy into pieces of at most `limit` elements (at least one), by rows if they are small enough."""
     if copy.size <= limit:
         yield copy
         return
@@ -464,15 +475,15 @@ def split(copy: Copy, limit: int) -> Iterator[Copy]:
 def engine_targets(
     config: Config, hf_config: Mapping[str, Any], world: int, *, cpu: bool = False
 ) -> list[tuple[int, Shards]]:
-    """Return (rank, shards) of the engine on every rank: rank r holds part r % engine_tp of engine r // engine_tp.
+    """Return (rank, shards) of the engine on every rank.
 
-    cpu: SGLang's CPU engine. Raises ConfigError if the ranks or the model cannot be divided so.
+    Rank r holds part r % engine_tp of engine r // engine_tp. cpu: SGLang's CPU engine. Raises ConfigError if
+    the ranks or the model cannot be divided so.
     """
     tp = config.rollout.engine_tp
     if world % tp:
-        raise ConfigError(
-            f"rollout.engine_tp: {tp} does not divide the {world} devices (parallel.tp * parallel.pp * parallel.dp)"
-        )
+        devices = f"{world} devices (parallel.tp * parallel.pp * parallel.dp)"
+        raise ConfigError(f"rollout.engine_tp: {tp} does not divide the {devices}")
     match config.rollout.engine:
         case "transformers":
             shards = [hf_shards(hf_config)]
@@ -502,8 +513,9 @@ def fp8_block(
     """Return sources and targets with the scales of block FP8, and the formats of target tensors by name.
 
     `shapes`: of the Hugging Face tensors. In Hugging Face coordinates the scales of tensor x are x_scale_inv
-    [rows / 128, columns / 128], rounded up; every source has all of them (transfer.BlockScales). Raises ConfigError,
-    naming the tensor, if a target does not begin and end with whole blocks; SGLang would refuse it as well.
+    [rows / 128, columns / 128], rounded up; every source has all of them (transfer.BlockScales). Raises
+    ConfigError, naming the tensor, if a target does not begin and end with whole blocks; SGLang would refuse
+    it as well.
     """
 
     def is_linear(hf_name: str) -> bool:
@@ -546,8 +558,9 @@ def _scales_of(name: str, shard: Shard, shapes: Mapping[str, Shape]) -> Shard:
         for (start, stop), size, (first, _) in zip(hf_box, shape, local_box, strict=True):
             if start % BLOCK or first % BLOCK or (stop % BLOCK and stop != size):
                 raise ConfigError(
-                    f"{key}: {name} of an engine's rank begins or ends within a block of {BLOCK}: it holds {start} to "
-                    f"{stop} of {size} of {hf_name} {shape} (choose another rollout.engine_tp, or model)"
+                    f"{key}: {name} of an engine's rank begins or ends within a block of {BLOCK}: it holds "
+                    f"{start} to {stop} of {size} of {hf_name} {shape} "
+                    "(choose another rollout.engine_tp, or model)"
                 )
         regions.append(Region(hf_name + SCALE_SUFFIX, _in_blocks(hf_box), _in_blocks(local_box)))
     return Shard(tuple(-(-size // BLOCK) for size in shard.shape), tuple(regions))

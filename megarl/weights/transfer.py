@@ -56,7 +56,7 @@ class TransferStats:
         return TransferStats(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        """Return bytes, seconds (inside/) and GB/s of the larger direction (throughput/) for metrics.jsonl."""
+        """Return bytes, seconds (inside/) and GB/s of the larger direction (throughput/) as metrics."""
         speed = max(self.bytes_sent, self.bytes_received) / max(self.seconds, 1e-9) / 1e9
         return {
             "transfer/bytes_sent": float(self.bytes_sent),
@@ -68,7 +68,7 @@ class TransferStats:
 
 
 class Staging:
-    """Device memory that transfers use one after the other: as much as the largest need, taken at the first use.
+    """Device memory that transfers use one after the other: as much as the largest needs, from the first use.
 
     `release` empties the storage in place, so that views of it stay good.
     """
@@ -87,7 +87,7 @@ class Staging:
         self._needed = max(self._needed, size)
 
     def take(self) -> Tensor:
-        """Return the memory, uint8 [bytes]; the same tensor from call to call, unless more was reserved meanwhile."""
+        """Return the memory, uint8 [bytes]: the same tensor each time, unless more was reserved meanwhile."""
         if self._memory.numel() < self._needed:
             self._memory = torch.empty(self._needed, dtype=torch.uint8, device=self._memory.device)
         elif self.nbytes < self._needed:
@@ -124,7 +124,7 @@ class _Moves:
 
 @dataclass
 class _Bound:
-    """A round whose boxes have become views of real tensors; sends and receives are (peer, bytes) of messages."""
+    """A round whose boxes have become views of tensors; sends and receives are (peer, bytes) of messages."""
 
     pack: _Moves = field(default_factory=_Moves)
     unpack: _Moves = field(default_factory=_Moves)
@@ -135,15 +135,15 @@ class _Bound:
 class Transfer:
     """A plan bound to this rank's tensors, to be run as often as the weights change.
 
-    `dtype` is the dtype of target tensors without a format of their own, by default that of this rank's (a rank without
-    such targets must be told); sources of another dtype are converted, or quantised, before they are sent, so that no
-    more bytes travel than the target needs. `bucket_bytes` bounds the staging memory of a rank, sends and receives
-    together; `staging` is that memory where several transfers share one. Every rank of the plan constructs and runs its
-    own Transfer; ranks that the plan does not name may do so too. All tensors of a rank are on one device. If the
-    memory of a tensor moves between runs (offloading), the next run notices. `group` is the process group of the
-    messages, by default the whole job's; on NCCL it must have been used once by all its ranks, and where targets are
-    quantised or checked all its ranks take part. Raises ValueError if names, shapes or dtypes of the tensors are not
-    the plan's.
+    `dtype` is the dtype of target tensors without a format of their own, by default that of this rank's (a
+    rank without such targets must be told); sources of another dtype are converted, or quantised, before they
+    are sent, so that no more bytes travel than the target needs. `bucket_bytes` bounds the staging memory of
+    a rank, sends and receives together; `staging` is that memory where several transfers share one. Every
+    rank of the plan constructs and runs its own Transfer; ranks that the plan does not name may do so too.
+    All tensors of a rank are on one device. If the memory of a tensor moves between runs (offloading), the
+    next run notices. `group` is the process group of the messages, by default the whole job's; on NCCL it
+    must have been used once by all its ranks, and where targets are quantised or checked all its ranks take
+    part. Raises ValueError if names, shapes or dtypes of the tensors are not the plan's.
     """
 
     def __init__(
@@ -191,7 +191,9 @@ class Transfer:
                     raise ValueError(f"{where}: the plan expects {shard.shape}, there is {found}")
                 dtype = self._target_dtype(name)
                 if what == "target" and tensors[name].dtype != dtype:
-                    raise ValueError(f"rank {self._rank}: target tensor {name} is {tensors[name].dtype}, not {dtype}")
+                    raise ValueError(
+                        f"rank {self._rank}: target tensor {name} is {tensors[name].dtype}, not {dtype}"
+                    )
 
     @property
     def target_bytes(self) -> int:
@@ -200,7 +202,7 @@ class Transfer:
 
     @torch.no_grad()
     def run(self) -> TransferStats:
-        """Write this rank's part of every target; WaitTimeout if a peer does not answer within the group's limit."""
+        """Write this rank's part of every target; WaitTimeout if a peer does not answer in time."""
         start = time.perf_counter()
         self._bind()
         self._scales.update(self._weights, self._group)
@@ -241,7 +243,9 @@ class Transfer:
             if copy.src_rank == copy.dst_rank == self._rank:
                 self._move(self._here, copy, view(self._targets[copy.dst_name], copy.dst_box))
         shards = self._plan.targets.get(self._rank, {})
-        self._padding = [view(self._targets[name], box) for name, shard in shards.items() for box in shard.padding]
+        self._padding = [
+            view(self._targets[name], box) for name, shard in shards.items() for box in shard.padding
+        ]
         self._bound = [self._bind_round(round_, packed) for round_ in self._rounds]
         self._packed, self._addresses = packed, addresses
 
@@ -280,7 +284,7 @@ class Transfer:
 
     @cached_property
     def _hashed(self) -> tuple[dict[tuple[int, str], int], list[Copy]]:
-        """(rank, name) of every target -> its place in the sums of `check`; the copies that this rank hashes."""
+        """Return the place of every target in the sums of `check`, and the copies that this rank hashes."""
         names = [(target, name) for target, shards in self._plan.targets.items() for name in shards]
         mine = [copy for copy in self._plan.direct() if copy.src_rank == self._rank]
         return {key: index for index, key in enumerate(names)}, mine
@@ -289,12 +293,14 @@ class Transfer:
     def check(self) -> None:
         """Compare every target with its sources by fingerprints, after `run`.
 
-        Each side adds up 64-bit hashes of its pieces, so nothing is gathered; one number per target tensor travels.
-        Raises TransferError on every rank, naming tensors, if one differs.
+        Each side adds up 64-bit hashes of its pieces, so nothing is gathered; one number per target tensor
+        travels. Raises TransferError on every rank, naming tensors, if one differs.
         """
         index, mine = self._hashed
         difference = torch.zeros(len(index), dtype=torch.int64, device=self._device)
-        known: dict[tuple[str, int, str | None], Tensor] = {}  # replicas of an engine are sent the same pieces
+        known: dict[
+            tuple[str, int, str | None], Tensor
+        ] = {}  # replicas of an engine are sent the same pieces
         for copy in mine:
             key = (copy.src_name, id(copy.src_box), self._plan.formats.get(copy.dst_name))
             if key not in known:
@@ -317,17 +323,21 @@ class Transfer:
         if places:
             names = list(index)
             wrong = [names[place] for place in places]
-            shown = ", ".join(f"{name} of rank {rank}" for rank, name in wrong[:3]) + ", ..." * (len(wrong) > 3)
+            shown = ", ".join(f"{name} of rank {rank}" for rank, name in wrong[:3]) + ", ..." * (
+                len(wrong) > 3
+            )
             count = len(wrong)
-            raise TransferError(f"weight transfer: fingerprints of {count} engine tensors are not the actor's: {shown}")
+            raise TransferError(
+                f"weight transfer: fingerprints of {count} engine tensors are not the actor's: {shown}"
+            )
 
 
 def fingerprint(values: Tensor, box: Box) -> Tensor:
-    """Return the hash of `values`, which are `box` of a tensor: int64 [], to be added (mod 2^64) to its other boxes'.
+    """Return the hash of `values`, which are `box` of a tensor: int64 [], to be added to its other boxes'.
 
-    hash = sum of bits[i, j] * a[i] * b[j] mod 2^64 over the elements, with a and b odd and pseudo-random in the Hugging
-    Face coordinates i and j. A sum does not care how a tensor is cut. An element that differs always shows, as odd
-    numbers have inverses; so do rows or columns that changed places.
+    hash = sum of bits[i, j] * a[i] * b[j] mod 2^64 over the elements, with a and b odd and pseudo-random in
+    the Hugging Face coordinates i and j. A sum does not care how a tensor is cut. An element that differs
+    always shows, as odd numbers have inverses; so do rows or columns that changed places.
     """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     rows = max(1, CHUNK // max(1, values[:1].numel()))
@@ -349,15 +359,20 @@ def fingerprint(values: Tensor, box: Box) -> Tensor:
 class BlockScales:
     """The scales of the Hugging Face tensors that a plan's targets need in block FP8; none for other plans.
 
-    `tensors` by name, float32 [rows / 128, columns / 128], whole on every rank. A block may lie across the border of
-    two source shards: so every rank takes the largest magnitude of its part of each block, one all-reduce (4 bytes for
-    16,384 weights) makes it the block's, and after that quantising is local, however the sources are cut.
+    `tensors` by name, float32 [rows / 128, columns / 128], whole on every rank. A block may lie across the
+    border of two source shards: so every rank takes the largest magnitude of its part of each block, one
+    all-reduce (4 bytes for 16,384 weights) makes it the block's, and after that quantising is local, however
+    the sources are cut.
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
         targets = {id(shards): shards for shards in plan.targets.values()}.values() if plan.formats else ()
-        tensors = [(name, shard) for shards in targets for name, shard in shards.items() if name in plan.formats]
-        needed = {r.hf_name.removesuffix(SCALE_SUFFIX) + SCALE_SUFFIX for _, shard in tensors for r in shard.regions}
+        tensors = [
+            (name, shard) for shards in targets for name, shard in shards.items() if name in plan.formats
+        ]
+        needed = {
+            r.hf_name.removesuffix(SCALE_SUFFIX) + SCALE_SUFFIX for _, shard in tensors for r in shard.regions
+        }
         everywhere = next(iter(plan.sources.values()), {})
         shapes = {name: shard.shape for name, shard in everywhere.items() if name in needed}
         sizes = [rows * columns for rows, columns in shapes.values()]
@@ -372,10 +387,10 @@ class BlockScales:
         ]
 
     def update(self, sources: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-        """Take the present weights' scales: the largest magnitude of a block / 448, so that it becomes FP8's largest.
+        """Take the scales of the present weights: a block's largest magnitude / 448, which is FP8's largest.
 
-        Every rank of `group` calls this. A block of zeros has the smallest normal float32 as its scale, which keeps
-        0 / scale = 0.
+        Every rank of `group` calls this. A block of zeros has the smallest normal float32 as its scale, which
+        keeps 0 / scale = 0.
         """
         if not self.tensors:
             return
@@ -393,7 +408,7 @@ class BlockScales:
         self._flat.div_(E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
 
     def quantise(self, values: Tensor, hf_name: str, hf_box: Box, out: Tensor) -> None:
-        """Write values / scale, rounded to float8_e4m3fn, to `out`; values, [rows, columns], are `hf_box` of a tensor."""
+        """Write values / scale, rounded to float8_e4m3fn, to `out`; values [rows, columns] are `hf_box`."""
         scales = self.tensors[hf_name + SCALE_SUFFIX]
         start = hf_box[0][0]
         for part, ((top, bottom), (left, right)) in _strips(values, hf_box):
@@ -405,7 +420,7 @@ class BlockScales:
 
 
 def _strips(values: Tensor, hf_box: Box) -> Iterator[tuple[Tensor, Box]]:
-    """Yield rows of a matrix in pieces of about CHUNK elements, with their Hugging Face boxes, cut between blocks."""
+    """Yield rows of a matrix in pieces of about CHUNK elements, with their boxes, cut between blocks."""
     (top, bottom), columns = hf_box
     height = max(1, CHUNK // max(1, values.shape[1]))
     height = max(BLOCK, height // BLOCK * BLOCK)
