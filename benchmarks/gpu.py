@@ -132,8 +132,8 @@ def memory(tiny: bool) -> dict[str, Any]:
 def transfer(tiny: bool) -> dict[str, float]:
     """GB/s of the plan's copies into SGLang's layout, bucket after bucket, without SGLang."""
     from megarl.rollout.sglang import Place, SGLangEngine
-    from megarl.weights.engine_plan import engine_plan
     from megarl.weights.families import table_names
+    from megarl.weights.plan import engine_plan
     from megarl.weights.transfer import Staging, Transfer
     from tests.gpu.scene import EOS, WEIGHTS
 

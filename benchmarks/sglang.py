@@ -28,7 +28,7 @@ def make_engine(folder: Path, responses: int, tokens: int) -> Any:
     """An engine with undefined weights of the demo's shape; finite ones, as SGLang's dummy weights are small."""
     from megarl.config.schema import Config
     from megarl.rollout.sglang import Place, SGLangEngine
-    from megarl.weights.hf_io import read_config
+    from megarl.weights.families import read_config
     from tests.tiny_models import make_tiny_model
 
     make_tiny_model(folder, "qwen3", tied=True, vocab=307, hidden=64, ffn=192, head_dim=16, max_positions=1024)
@@ -47,9 +47,9 @@ def make_engine(folder: Path, responses: int, tokens: int) -> Any:
 
 def deliver(engine: Any, folder: Path) -> None:
     """The folder's weights, as version 0."""
-    from megarl.weights.hf_io import HFFolder, load_into
+    from megarl.weights.hf import HFFolder, load_into
+    from megarl.weights.layout import sglang_shards
     from megarl.weights.plan import Plan
-    from megarl.weights.sglang_layout import sglang_shards
     from megarl.weights.transfer import Staging
 
     source = HFFolder(folder)

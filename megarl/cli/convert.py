@@ -17,7 +17,7 @@ from megarl.cli.quiet import quiet_libraries
 from megarl.config.errors import ConfigError, MegarlError
 from megarl.parallel.runtime import is_launched, launched_rank, launched_world
 from megarl.weights.convert import Advance, Conversion, conversion_layout, hf_to_megatron, megatron_to_hf
-from megarl.weights.publish import readable
+from megarl.weights.files import readable
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LIMIT = datetime.timedelta(hours=6)  # that processes wait for one another: for the slowest one's share of the model

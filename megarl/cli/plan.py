@@ -10,7 +10,7 @@ from megarl.config import check_config, load_config
 from megarl.plan.memory import plan_of
 from megarl.plan.text import layouts, lines
 from megarl.plan.times import Lengths, default_lengths, estimate, search
-from megarl.weights.known_models import planning_config
+from megarl.weights.cost import planning_config
 
 
 def plan(path: Path, overrides: Sequence[str], *, model: str | None, mean_length: float | None, everything: bool) -> int:

@@ -13,7 +13,7 @@ from megarl.config import Config, load_config
 from megarl.parallel.machine import SGLANG_IMPORT, broken_transformer_engine, import_problem
 from megarl.parallel.nodes import GIB, Needs, Place, check_nodes
 from megarl.plan.memory import plan_of
-from megarl.weights.known_models import planning_config
+from megarl.weights.cost import planning_config
 
 
 def preflight(path: Path, overrides: Sequence[str], place: Place, ranks: int, host_gib: float, disk_gib: float, bandwidth: float) -> int:

@@ -41,7 +41,7 @@ def start_ranks(config: Config, arguments: Sequence[str], folder: Path, grace: f
     import megarl.schedule.trainer  # noqa: F401
     from megarl.cli.main import main
     from megarl.parallel.launch import launch
-    from megarl.weights.hf_io import read_config
+    from megarl.weights.families import read_config
 
     family = read_config(config.model.path)["model_type"]
     with suppress(ImportError):  # it is imported when the model is made, if it is called otherwise

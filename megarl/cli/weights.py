@@ -11,10 +11,9 @@ from statistics import fmean
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.parallel.layout import Layout
-from megarl.weights.cost import RankCost, direct_cost, gather_cost
-from megarl.weights.engine_plan import engine_plan
-from megarl.weights.known_models import planning_config
+from megarl.weights.cost import RankCost, direct_cost, gather_cost, planning_config
 from megarl.weights.layout import hf_shapes
+from megarl.weights.plan import engine_plan
 
 ITEMSIZE = {"bf16": 2, "fp32": 4}
 GB = 1e9

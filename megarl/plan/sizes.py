@@ -14,7 +14,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import ClusterConfig
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import EMBEDDING, FINAL_NORM, OUTPUT, Pair, Sizes, family_of, is_tied
-from megarl.weights.sglang_layout import sglang_shards
+from megarl.weights.layout import sglang_shards
 
 GIB = 2**30
 BYTES = {"bf16": 2, "fp32": 4}

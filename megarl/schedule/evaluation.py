@@ -16,8 +16,8 @@ from megarl.rewards.pool import VerifierPool
 from megarl.rollout.batch import EvaluationResult
 from megarl.schedule.run import load_tokenizer, load_weights, make_delivery, make_engine, make_sampler, start_engine
 from megarl.training.checkpoint import FOLDER, MANIFEST, Checkpoint, find_checkpoint, load_actor, open_checkpoint
-from megarl.weights.hf_io import read_config
-from megarl.weights.megatron_folder import open_model
+from megarl.weights.families import read_config
+from megarl.weights.megatron import open_model
 
 
 def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None]:

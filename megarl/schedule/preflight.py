@@ -26,10 +26,11 @@ from megarl.rewards import VerifierPool
 from megarl.rewards.registry import get_verifier
 from megarl.schedule.rollout_store import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
-from megarl.weights.engine_plan import engine_targets
-from megarl.weights.hf_io import ModelFolder, read_config
+from megarl.weights.families import read_config
+from megarl.weights.hf import ModelFolder
 from megarl.weights.layout import check_layout
-from megarl.weights.megatron_folder import open_model
+from megarl.weights.megatron import open_model
+from megarl.weights.plan import engine_targets
 
 # The JSON files that make a tokenizer, and one that is for engines and goes into what is exported.
 TOKENIZER_FILES = (

@@ -38,13 +38,12 @@ from megarl.training.batch import LocalBatch
 from megarl.training.checkpoint import PRETRAINING
 from megarl.training.model import InferenceModel, TrainableModel
 from megarl.training.tensor_groups import tensor_groups
-from megarl.weights.engine_plan import engine_plan
-from megarl.weights.export import export_hf
-from megarl.weights.families import table_names
-from megarl.weights.hf_io import ModelFolder, load_into, read_config
+from megarl.weights.families import read_config, table_names
+from megarl.weights.files import Processes
+from megarl.weights.hf import ModelFolder, export_hf, load_into
 from megarl.weights.layout import megatron_layout
-from megarl.weights.megatron_folder import open_model
-from megarl.weights.publish import Team
+from megarl.weights.megatron import open_model
+from megarl.weights.plan import engine_plan
 from megarl.weights.transfer import Staging, Transfer
 
 Model = TypeVar("Model", bound=InferenceModel)
@@ -89,7 +88,7 @@ def load_weights(
     """Load this rank's slices of a model's folder into its part of the model. Raises CheckpointError on every rank if one
     cannot use its slices."""
     shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
-    Team(runtime.cpu_group).run(
+    Processes(runtime.cpu_group).run(
         lambda: load_into(table_names(dict(model.named_parameters())), shards, folder)
     )
 

@@ -1,16 +1,16 @@
-"""One declarative table per model family: which Megatron parameter is made of which Hugging Face tensors, and how it is laid out.
+"""One declarative table per model family: which Megatron parameter is made of which Hugging Face tensors.
 
-Loading, exporting, converting and the live transfer are all derived from these tables; adding a family is adding a table.
-Imports without torch.
+Loading, exporting, converting and the live transfer are all derived from these tables; adding a family is
+adding a table. Imports without torch.
 """
 
 from __future__ import annotations
 
 import re
-import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as _short  # no longer than a line has room for
 from typing import Any, Literal, TypeVar
 
 from megarl.config.errors import CheckpointError
@@ -22,14 +22,13 @@ Shape = tuple[int, ...]
 # How a Megatron tensor is cut over tensor-parallel ranks; the functions are in layout.py.
 #   replicated  every rank holds all of it
 #   column      a rank's rows of each Hugging Face tensor, stacked (gate over up)
-#   qkv         as column, but stacked per query group: [queries of a group, its key, its value], group after group
+#   qkv         as column, but per query group: [queries of a group, its key, its value], group after group
 #   row         a rank's columns
 #   vocabulary  a rank's rows, padded with zero rows to a multiple of the tensor-parallel size
-# A pair with `{e}` in its names stands for one expert: whole on each rank that has it, and not cut over tensor-parallel ranks.
+# A pair with `{e}` in its names stands for one expert: whole on each rank that has it, never cut.
 Operation = Literal["replicated", "column", "qkv", "row", "vocabulary"]
 
-
-# Beyond every model, and small enough that a nonsensical config.json ends in a message instead of filling the memory.
+# Beyond every model, and small enough that a nonsensical config.json does not fill the memory.
 MAX_SIZE, MAX_LAYERS, MAX_EXPERTS = 2**24, 10_000, 4096
 
 
@@ -52,13 +51,14 @@ class Sizes:
 
     @staticmethod
     def of(hf_config: Mapping[str, Any]) -> Sizes:
-        """Reads a Hugging Face config.json; CheckpointError names a key that is missing or not a positive integer."""
+        """Read a Hugging Face config.json; CheckpointError names a key that is not a positive integer."""
 
         def get(key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
             value = hf_config.get(key)
             value = default if value is None else value
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise CheckpointError(f"config.json: {key}: must be a positive integer{_beyond(value, most)} (got {_short(value)})")
+                beyond = f" up to {most:,}" if isinstance(value, int) and value > most else ""
+                raise _bad(key, f"must be a positive integer{beyond} (got {_short(value)})")
             return value
 
         heads = get("num_attention_heads")
@@ -66,9 +66,11 @@ class Sizes:
         kv_heads = get("num_key_value_heads", heads)
         head_dim = get("head_dim", hidden // heads)
         if heads % kv_heads:
-            raise CheckpointError(f"config.json: num_key_value_heads: {kv_heads} does not divide num_attention_heads = {heads}")
+            raise _bad("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads = {heads}")
         family = FAMILIES.get(str(hf_config.get("model_type")))
         moe = family is not None and family.is_moe
+        # transformers 5 writes num_local_experts.
+        experts = get("num_experts", hf_config.get("num_local_experts"), MAX_EXPERTS) if moe else 0
         return Sizes(
             layers=get("num_hidden_layers", most=MAX_LAYERS),
             hidden=hidden,
@@ -79,19 +81,22 @@ class Sizes:
             vocab=get("vocab_size"),
             q=heads * head_dim,
             kv=kv_heads * head_dim,
-            experts=get("num_experts", hf_config.get("num_local_experts"), MAX_EXPERTS) if moe else 0,  # transformers 5 writes the latter
+            experts=experts,
             expert_ffn=get("moe_intermediate_size") if moe else 0,
         )
 
     def shape(self, dims: str) -> Shape:
-        """Numbers for a table's dimensions: `"q hidden"` -> (heads * head_dim, hidden)."""
+        """Return the numbers for a table's dimensions: `"q hidden"` -> (heads * head_dim, hidden)."""
         return tuple(getattr(self, dim) for dim in dims.split())
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A Megatron parameter and the Hugging Face tensors in it, each with its dimensions. `{l}` is the index of the layer and `{e}` that
-    of the expert: global ones in Hugging Face names, those within the rank in Megatron's."""
+    """A Megatron parameter and the Hugging Face tensors in it, each with its dimensions.
+
+    `{l}` is the index of the layer and `{e}` that of the expert: global ones in Hugging Face names, those
+    within the rank in Megatron's.
+    """
 
     megatron: str
     operation: Operation
@@ -99,15 +104,21 @@ class Pair:
 
     @property
     def per_expert(self) -> bool:
-        """Whether each expert has one."""
+        """Return whether each expert has one."""
         return "{e}" in self.megatron
 
 
 def _layer(name: str, operation: Operation, *hf: tuple[str, str]) -> Pair:
-    return Pair("decoder.layers.{l}." + name, operation, tuple(("model.layers.{l}." + hf_name, dims) for hf_name, dims in hf))
+    return Pair(
+        "decoder.layers.{l}." + name,
+        operation,
+        tuple(("model.layers.{l}." + hf_name, dims) for hf_name, dims in hf),
+    )
 
 
-EMBEDDING = Pair("embedding.word_embeddings.weight", "vocabulary", (("model.embed_tokens.weight", "vocab hidden"),))
+EMBEDDING = Pair(
+    "embedding.word_embeddings.weight", "vocabulary", (("model.embed_tokens.weight", "vocab hidden"),)
+)
 FINAL_NORM = Pair("decoder.final_layernorm.weight", "replicated", (("model.norm.weight", "hidden"),))
 OUTPUT = Pair("output_layer.weight", "vocabulary", (("lm_head.weight", "vocab hidden"),))
 # The last pipeline stage's own copy of tied embeddings; with one stage there is no such parameter.
@@ -128,7 +139,12 @@ ATTENTION_LAYER = (
 )
 DENSE_LAYER = (
     *ATTENTION_LAYER,
-    _layer("mlp.linear_fc1.weight", "column", ("mlp.gate_proj.weight", "ffn hidden"), ("mlp.up_proj.weight", "ffn hidden")),
+    _layer(
+        "mlp.linear_fc1.weight",
+        "column",
+        ("mlp.gate_proj.weight", "ffn hidden"),
+        ("mlp.up_proj.weight", "ffn hidden"),
+    ),
     _layer("mlp.linear_fc2.weight", "row", ("mlp.down_proj.weight", "hidden ffn")),
 )
 QKV_BIAS = _layer(
@@ -151,14 +167,21 @@ EXPERTS = (
         ("mlp.experts.{e}.gate_proj.weight", "expert_ffn hidden"),
         ("mlp.experts.{e}.up_proj.weight", "expert_ffn hidden"),
     ),
-    _layer("mlp.experts.local_experts.{e}.linear_fc2.weight", "row", ("mlp.experts.{e}.down_proj.weight", "hidden expert_ffn")),
+    _layer(
+        "mlp.experts.local_experts.{e}.linear_fc2.weight",
+        "row",
+        ("mlp.experts.{e}.down_proj.weight", "hidden expert_ffn"),
+    ),
 )
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. `model_type` and `prefix` as in config.json ("qwen2", "Qwen2ForCausalLM"); `requires` are config keys whose
-    other values would mean parameters that the table does not have (a key that is absent or null is taken for its value here)."""
+    """A model family, with `model_type` and `prefix` as in config.json ("qwen2", "Qwen2ForCausalLM").
+
+    `requires`: config keys whose other values would mean parameters that the table does not have (a key that
+    is absent or null is taken for its value here).
+    """
 
     model_type: str
     prefix: str
@@ -166,19 +189,19 @@ class Family:
     requires: tuple[tuple[str, Any], ...] = ()
 
     def has(self, parameter: str) -> bool:
-        """Whether its layers have a Megatron parameter whose name ends so: what the model is built with follows from the table."""
+        """Return whether its layers have a Megatron parameter whose name ends so."""
         return any(pair.megatron.endswith(parameter) for pair in self.layer)
 
     @property
     def is_moe(self) -> bool:
-        """Whether its layers are mixtures of experts."""
+        """Return whether its layers are mixtures of experts."""
         return any(pair.per_expert for pair in self.layer)
 
 
-# Names of dtypes in config.json. What the tensors have is in their files; those that can be read are in megarl/weights/hf_io.py.
+# Names of dtypes in config.json. What the tensors have is in their files; hf.py names those that can be read.
 KINDS = ("float32", "bfloat16", "float16", "float64", "auto")
-# Every rope_type of these families with what it cannot do without (which of them can be built: megarl/model/hf_config.py), and what must
-# be a number in any.
+# Every rope_type of these families with what it cannot do without (which of them can be built:
+# megarl/model/hf_config.py), and what must be a number in any.
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -216,7 +239,7 @@ TE_ALIASES = {
 
 
 def table_name(name: str) -> str:
-    """The table's name of a Megatron parameter: wrappers' `module.` prefixes dropped, Transformer Engine's aliases undone."""
+    """Return the table's name of a Megatron parameter, whatever wrappers and layer spec it comes from."""
     name = re.sub(r"^(module\.)+", "", name)
     for alias, ours in TE_ALIASES.items():
         if name.endswith("." + alias):
@@ -225,31 +248,44 @@ def table_name(name: str) -> str:
 
 
 def table_names(tensors: Mapping[str, T]) -> dict[str, T]:
-    """A model's named tensors under the table's names, whichever layer spec and wrappers they come from."""
+    """Return named tensors under the table's names."""
     return {table_name(name): tensor for name, tensor in tensors.items()}
 
 
+def _bad(key: str, problem: str) -> CheckpointError:
+    return CheckpointError(f"config.json: {key}: {problem}")
+
+
 def family_of(hf_config: Mapping[str, Any]) -> Family:
-    """The family of a config.json; CheckpointError if it is unknown or a variant that the table does not describe."""
+    """Return the family of a config.json; CheckpointError if no table describes it."""
     model_type = hf_config.get("model_type")
     family = FAMILIES.get(str(model_type))
     if family is None:
-        raise CheckpointError(f"config.json: model_type: {model_type!r} is not a known family (known: {', '.join(FAMILIES)})")
-    heads = [family.prefix + suffix for suffix in ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")]
+        raise _bad("model_type", f"{model_type!r} is not a known family (known: {', '.join(FAMILIES)})")
+    suffixes = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
+    heads = [family.prefix + suffix for suffix in suffixes]
     architectures = hf_config.get("architectures") or heads[:1]
     if not isinstance(architectures, list) or not architectures:
-        raise CheckpointError(f"config.json: architectures: must be a list of names (got {architectures!r})")
+        raise _bad("architectures", f"must be a list of names (got {architectures!r})")
     if architectures[0] not in heads:
-        raise CheckpointError(f"config.json: architectures: {architectures[0]!r} is not supported (known: {', '.join(heads)})")
+        raise _bad("architectures", f"{architectures[0]!r} is not supported (known: {', '.join(heads)})")
     for key, value in family.requires:
         found = hf_config.get(key)
         if found is not None and found != value:
-            raise CheckpointError(f"config.json: {key}: {found!r} is not supported for {model_type} (only {value!r} is)")
+            raise _bad(key, f"{found!r} is not supported for {model_type} (only {value!r} is)")
     return family
 
 
+def is_tied(hf_config: Mapping[str, Any]) -> bool:
+    """Return whether the output layer shares the embedding's weights."""
+    return bool(hf_config.get("tie_word_embeddings", False))
+
+
 def read_config(folder: Path) -> dict[str, Any]:
-    """A model folder's config.json. CheckpointError naming the file, and the key whose value cannot be meant or is not supported."""
+    """Return a model folder's config.json; CheckpointError names the file and the key that is not supported.
+
+    Keys that do not matter here are left to transformers (megarl/model/hf_config.py).
+    """
     hf_config = read_json(folder / "config.json", "no such file (a Hugging Face model folder is expected)")
     try:
         _check_description(hf_config)
@@ -259,25 +295,22 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_description(hf_config: Mapping[str, Any]) -> None:
-    """The keys that matter here; all others are left to transformers (megarl/model/hf_config.py)."""
     if hf_config.get("auto_map"):
-        raise CheckpointError(
-            "config.json: auto_map: asks for code that lies in the folder, which is never run (remove the key if the model is a plain "
-            f"{hf_config.get('model_type')})"
-        )
+        remedy = f"remove the key if the model is a plain {hf_config.get('model_type')}"
+        raise _bad("auto_map", f"asks for code that lies in the folder, which is never run ({remedy})")
     family, sizes = family_of(hf_config), Sizes.of(hf_config)
     for key, (fits, meant, may_be_null) in VALUES.items():
         value = hf_config.get(key)
         if key in hf_config and not (fits(value) or (value is None and may_be_null)):
-            raise CheckpointError(f"config.json: {key}: must be {meant} (got {_short(value)})")
+            raise _bad(key, f"must be {meant} (got {_short(value)})")
     if sizes.head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim: must be even for rotary embeddings (got {sizes.head_dim})")
+        raise _bad("head_dim", f"must be even for rotary embeddings (got {sizes.head_dim})")
     pad = hf_config.get("pad_token_id")
     if isinstance(pad, int) and not -sizes.vocab <= pad < sizes.vocab:
-        raise CheckpointError(f"config.json: pad_token_id: is outside the vocabulary of {sizes.vocab} (got {_short(pad)})")
+        raise _bad("pad_token_id", f"is outside the vocabulary of {sizes.vocab} (got {_short(pad)})")
     active: Any = hf_config.get("num_experts_per_tok")
     if family.is_moe and not (_is_count(active) and active <= sizes.experts):
-        raise CheckpointError(f"config.json: num_experts_per_tok: must be 1 to {sizes.experts}, the experts (got {_short(active)})")
+        raise _bad("num_experts_per_tok", f"must be 1 to {sizes.experts}, the experts (got {_short(active)})")
     for key in ("rope_scaling", "rope_parameters"):
         if hf_config.get(key):
             _check_rope(key, hf_config[key])
@@ -286,19 +319,19 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
 def _check_rope(key: str, rope: Mapping[str, Any]) -> None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if str(kind) not in ROPE_NEEDS:
-        raise CheckpointError(f"config.json: {key}.rope_type: {_short(kind)} is not known (known: {', '.join(ROPE_NEEDS)})")
+        raise _bad(f"{key}.rope_type", f"{_short(kind)} is not known (known: {', '.join(ROPE_NEEDS)})")
     for name in ROPE_NEEDS[str(kind)]:
         if name not in rope:
-            raise CheckpointError(f"config.json: {key}.{name}: is missing, and rope_type {kind} needs it")
+            raise _bad(f"{key}.{name}", f"is missing, and rope_type {kind} needs it")
     for name, value in rope.items():
         if name in ROPE_NUMBERS and not _is_positive(value):
-            raise CheckpointError(f"config.json: {key}.{name}: must be a number > 0 (got {_short(value)})")
+            raise _bad(f"{key}.{name}", f"must be a number > 0 (got {_short(value)})")
         if isinstance(value, Mapping) or (name == "partial_rotary_factor" and value != 1):
             what = f"{_short(value)} is not supported (heads are rotated whole, and alike in all layers)"
-            raise CheckpointError(f"config.json: {key}.{name}: {what}")
+            raise _bad(f"{key}.{name}", what)
     if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
         low = _short(rope["low_freq_factor"])
-        raise CheckpointError(f"config.json: {key}.low_freq_factor: must be below high_freq_factor (got {low})")
+        raise _bad(f"{key}.low_freq_factor", f"must be below high_freq_factor (got {low})")
 
 
 def _is_positive(value: Any) -> bool:
@@ -309,32 +342,21 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and _is_positive(value) and value <= MAX_SIZE
 
 
-def _beyond(value: Any, most: int) -> str:
-    return f" up to {most:,}" if isinstance(value, int) and value > most else ""
-
-
-def _short(value: Any) -> str:
-    """As Python writes it, and no longer than a line has room for."""
-    return reprlib.repr(value)
-
-
 def _is_full(value: Any) -> bool:
     return isinstance(value, list) and all(kind == "full_attention" for kind in value)
 
 
-# Keys that may be left out: what each must be where it is there, and whether null says the same as leaving it out.
+_OBJECT = (lambda value: isinstance(value, dict), "null or an object", True)
+_FLAG = (lambda value: isinstance(value, bool), "true or false", False)
+_DTYPE = (lambda value: value in KINDS, f"null or one of {', '.join(KINDS)}", True)
+# Keys that may be left out: what each must be where it is there, and whether null means left out.
 VALUES: dict[str, tuple[Callable[[Any], bool], str, bool]] = {
     "max_position_embeddings": (_is_count, "a positive integer", False),
     "rms_norm_eps": (lambda value: _is_positive(value) and value < 1, "a number between 0 and 1", False),
     "rope_theta": (_is_positive, "a number > 0", False),
     "partial_rotary_factor": (lambda value: value == 1, "1, as heads are rotated whole", True),
     "layer_types": (_is_full, "full_attention throughout", True),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), (lambda value: isinstance(value, dict), "null or an object", True)),
-    **dict.fromkeys(("tie_word_embeddings", "norm_topk_prob"), (lambda value: isinstance(value, bool), "true or false", False)),
-    **dict.fromkeys(("dtype", "torch_dtype"), (lambda value: value in KINDS, f"null or one of {', '.join(KINDS)}", True)),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), _OBJECT),
+    **dict.fromkeys(("tie_word_embeddings", "norm_topk_prob"), _FLAG),
+    **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
 }
-
-
-def is_tied(hf_config: Mapping[str, Any]) -> bool:
-    """Whether the output layer shares the embedding's weights."""
-    return bool(hf_config.get("tie_word_embeddings", False))

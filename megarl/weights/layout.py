@@ -1,24 +1,38 @@
-"""Where every Megatron shard lies in Hugging Face coordinates: regions, computed from sizes alone.
+"""Where every shard of Megatron and SGLang lies in Hugging Face coordinates, from tables and sizes alone.
 
-`local[local_box] == hf[hf_box]` for every region of a shard. Loading, exporting, plans of transfers and their proofs know nothing else,
-so that a further layout (an engine's fused shards, say) is one more function that returns `Shards`. Imports without torch.
+`local[local_box] == hf[hf_box]` for every region of a shard. Loading, exporting, transfer plans and their
+proofs know nothing else, so that a further layout is one more function that returns `Shards`. Imports without
+torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError
 from megarl.parallel.layout import Layout, padded_vocab
-from megarl.weights.families import EMBEDDING, FINAL_NORM, OUTPUT, TIED_OUTPUT, VALUE_HEAD, Pair, Shape, Sizes, family_of, is_tied
+from megarl.weights.families import (
+    EMBEDDING,
+    FINAL_NORM,
+    OUTPUT,
+    TIED_OUTPUT,
+    VALUE_HEAD,
+    Pair,
+    Shape,
+    Sizes,
+    family_of,
+    is_tied,
+)
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) of every dimension
+VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of this
+CPU_FFN_MULTIPLE = 32  # SGLang's CPU engine pads the feed-forward columns of a rank to a multiple of this
 
 
 class Region(NamedTuple):
-    """Part of a local tensor and the part of a Hugging Face tensor that lies there; both boxes have the same extents."""
+    """Part of a local tensor and the part of a Hugging Face tensor that lies there, of the same extents."""
 
     hf_name: str
     hf_box: Box
@@ -26,7 +40,7 @@ class Region(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A local tensor: its regions and its padding (zeros that no Hugging Face tensor has) cover it exactly once."""
+    """A local tensor, which its regions and its padding (zeros) cover exactly once."""
 
     shape: Shape
     regions: tuple[Region, ...]
@@ -36,166 +50,258 @@ class Shard(NamedTuple):
 Shards = dict[str, Shard]  # of one rank, by local tensor name
 
 
+class _Part(NamedTuple):
+    """Indices start to stop of a Hugging Face tensor along one axis, padded with zeros to `width`."""
+
+    name: str
+    start: int
+    stop: int
+    width: int
+
+
 def full_box(shape: Shape) -> Box:
-    """The box that covers a whole tensor."""
+    """Return the box that covers a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
-def stage_layers(layers: int, pp: int, pp_rank: int) -> range:
-    """Global indices of the layers on a pipeline stage (an even split); layer `l` is the stage's local layer `l - range.start`."""
-    per_stage = layers // pp
-    return range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
+def _joined(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
+    """Return the local tensor of parts one after the other along `axis`, each with its padding behind it.
+
+    shape: of one of the parts' tensors, whose other dimensions are the same.
+    """
+    regions: list[Region] = []
+    padding: list[Box] = []
+    offset = 0
+
+    def box(start: int, stop: int) -> Box:
+        return (*full_box(shape[:axis]), (start, stop), *full_box(shape[axis + 1 :]))
+
+    for name, start, stop, width in parts:
+        end = offset + stop - start
+        if end > offset:
+            regions.append(Region(name, box(start, stop), box(offset, end)))
+        if end < offset + width:
+            padding.append(box(end, offset + width))
+        offset += width
+    return Shard((*shape[:axis], offset, *shape[axis + 1 :]), tuple(regions), tuple(padding))
 
 
 def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1) -> None:
-    """ConfigError, naming `parallel.tp`, `parallel.pp` or `parallel.ep`, if the model cannot be divided so; CheckpointError for an
-    unknown family."""
+    """Raise ConfigError, naming the key of `parallel`, if the model cannot be divided so.
+
+    Raises CheckpointError for an unknown family.
+    """
     moe = family_of(hf_config).is_moe
     sizes = Sizes.of(hf_config)
     dividable = {"attention heads": sizes.heads, "key/value heads": sizes.kv_heads}
     if not moe:
         dividable["feed-forward columns"] = sizes.ffn
+
+    def require(key: str, size: int, number: int, what: str, others: Iterable[int]) -> None:
+        if number % size:
+            good = [str(n) for n in range(1, number + 1) if not any(other % n for other in others)]
+            problem = f"{size} does not divide the model's {number} {what} (possible: {', '.join(good)})"
+            raise ConfigError(f"parallel.{key}: {problem}")
+
     for what, number in dividable.items():
-        if number % tp:
-            good = [str(t) for t in range(1, sizes.kv_heads + 1) if not any(n % t for n in dividable.values())]
-            raise ConfigError(f"parallel.tp: {tp} does not divide the model's {number} {what} (possible: {', '.join(good)})")
-    if sizes.layers % pp:
-        raise ConfigError(f"parallel.pp: {pp} does not divide the model's {sizes.layers} layers (possible: {_divisors(sizes.layers)})")
+        require("tp", tp, number, what, dividable.values())
+    require("pp", pp, sizes.layers, "layers", [sizes.layers])
     if ep > 1 and not moe:
-        raise ConfigError(f"parallel.ep: {ep}, but a {hf_config.get('model_type')} model has no experts (set it to 1)")
-    if ep > 1 and sizes.experts % ep:
-        raise ConfigError(f"parallel.ep: {ep} does not divide the model's {sizes.experts} experts (possible: {_divisors(sizes.experts)})")
+        raise ConfigError(
+            f"parallel.ep: {ep}, but a {hf_config.get('model_type')} model has no experts (set it to 1)"
+        )
+    if moe:
+        require("ep", ep, sizes.experts, "experts", [sizes.experts])
 
 
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-
-
-def _in_layers(pairs: Iterable[Pair], layers: Iterable[int], experts: range) -> Iterator[tuple[Pair, int, int]]:
-    """(pair, layer, expert) of every parameter of these layers and experts, layer by layer, a layer's experts one after the other."""
-    once, each = ([pair for pair in pairs if pair.per_expert is per_expert] for per_expert in (False, True))
-    for layer in layers:
-        yield from ((pair, layer, 0) for pair in once)
-        yield from ((pair, layer, expert) for expert in experts for pair in each)
+# Hugging Face: the whole model
 
 
 def whole_model(hf_config: Mapping[str, Any], *, critic: bool = False) -> list[tuple[Pair, int, int]]:
-    """(pair, layer, expert) of every parameter of a model that is not divided, in the model's order."""
-    return [(pair, layer, expert) for _, pair, layer, expert in parameters(hf_config, Layout(), pp_rank=0, critic=critic)]
+    """Return (pair, layer, expert) of every parameter of an undivided model, in the model's order."""
+    return [place for _, *place in parameters(hf_config, Layout(), pp_rank=0, critic=critic)]  # type: ignore[misc]
 
 
 def hf_shapes(hf_config: Mapping[str, Any], *, critic: bool = False) -> dict[str, Shape]:
-    """Every tensor of the Hugging Face model, in the model's order: with `score.weight` instead of `lm_head.weight` for a critic,
-    with neither for an actor with tied embeddings."""
+    """Return the shape of every tensor of the Hugging Face model, in the model's order.
+
+    A critic has `score.weight` instead of `lm_head.weight`; an actor with tied embeddings has neither.
+    """
     sizes, places = Sizes.of(hf_config), whole_model(hf_config, critic=critic)
-    return {name.format(l=layer, e=expert): sizes.shape(dims) for pair, layer, expert in places for name, dims in pair.hf}
-
-
-def hf_shards(hf_config: Mapping[str, Any], *, critic: bool = False) -> Shards:
-    """The identity layout: the whole model under its Hugging Face names (the transformers engine, an export)."""
     return {
-        name: Shard(shape, (Region(name, full_box(shape), full_box(shape)),)) for name, shape in hf_shapes(hf_config, critic=critic).items()
+        name.format(l=layer, e=expert): sizes.shape(dims)
+        for pair, layer, expert in places
+        for name, dims in pair.hf
     }
 
 
-def megatron_shards(
-    hf_config: Mapping[str, Any], layout: Layout, *, tp_rank: int, pp_rank: int, ep_rank: int = 0, critic: bool = False
-) -> Shards:
-    """The parameters of one Megatron rank under the table's names, with the stage's own layer and the rank's own expert indices.
-
-    With tied embeddings the last of several stages holds a copy of the embedding as `output_layer.weight`; a critic has
-    `value_head.weight` [1, hidden] on the last stage and no output layer. Data-parallel ranks hold the same, but for experts: those of
-    `ep_rank` (see `Layout.ep_rank`).
-    """
-    return _rank_shards(hf_config, layout, tp_rank, pp_rank, ep_rank, critic, pair_shard)
+def hf_shards(hf_config: Mapping[str, Any], *, critic: bool = False) -> Shards:
+    """Return the identity layout: the whole model under its Hugging Face names."""
+    shapes = hf_shapes(hf_config, critic=critic)
+    return {name: _joined([_Part(name, 0, shape[0], shape[0])], shape) for name, shape in shapes.items()}
 
 
-def megatron_layout(hf_config: Mapping[str, Any], layout: Layout, *, critic: bool = False) -> list[tuple[int, Shards]]:
-    """(rank, shards) of every rank of a Megatron job; ranks that hold the same share one object, of the whole or of a shard."""
-    make = cache(pair_shard)
-    rank_shards = cache(lambda tp, pp, ep: _rank_shards(hf_config, layout, tp, pp, ep, critic, make))
-    coords = [layout.coords(rank) for rank in range(layout.world)]
-    return [(rank, rank_shards(place.tp, place.pp, layout.ep_rank(rank))) for rank, place in enumerate(coords)]
+# Megatron: tensor, pipeline and expert parallelism
 
 
 def parameters(
     hf_config: Mapping[str, Any], layout: Layout, *, pp_rank: int, ep_rank: int = 0, critic: bool = False
 ) -> list[tuple[str, Pair, int, int]]:
-    """(name, pair, global layer, global expert) of every parameter of a Megatron rank, in the model's order."""
+    """Return (name, pair, global layer, global expert) of every parameter of a Megatron rank, in order.
+
+    Names have the stage's own layer and the rank's own expert indices. With tied embeddings the last of
+    several stages holds a copy of the embedding as `output_layer.weight`; a critic has `value_head.weight`
+    [1, hidden] on the last stage and no output layer.
+    """
     check_layout(hf_config, layout.tp, layout.pp, layout.ep)
     sizes = Sizes.of(hf_config)
-    layers = stage_layers(sizes.layers, layout.pp, pp_rank)
-    share = sizes.experts // layout.ep
-    experts = range(ep_rank * share, (ep_rank + 1) * share)
+    per_stage, per_rank = sizes.layers // layout.pp, sizes.experts // layout.ep
+    layers = range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
+    experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
     first, last = pp_rank == 0, pp_rank == layout.pp - 1
-    tied = is_tied(hf_config)
+    pairs = family_of(hf_config).layer
+    once, each = ([pair for pair in pairs if pair.per_expert is per_expert] for per_expert in (False, True))
     places = [(EMBEDDING, 0, 0)] if first else []
-    places += _in_layers(family_of(hf_config).layer, layers, experts)
+    for layer in layers:
+        places += [(pair, layer, 0) for pair in once]
+        places += [(pair, layer, expert) for expert in experts for pair in each]
     if last:
         places.append((FINAL_NORM, 0, 0))
         if critic:
             places.append((VALUE_HEAD, 0, 0))
-        elif not tied:
+        elif not is_tied(hf_config):
             places.append((OUTPUT, 0, 0))
         elif not first:
             places.append((TIED_OUTPUT, 0, 0))
-    return [(pair.megatron.format(l=layer - layers.start, e=expert - experts.start), pair, layer, expert) for pair, layer, expert in places]
+    return [
+        (pair.megatron.format(l=layer - layers.start, e=expert - experts.start), pair, layer, expert)
+        for pair, layer, expert in places
+    ]
 
 
-def _rank_shards(
-    hf_config: Mapping[str, Any], layout: Layout, tp_rank: int, pp_rank: int, ep_rank: int, critic: bool, make: Callable[..., Shard]
-) -> Shards:
+def megatron_layout(
+    hf_config: Mapping[str, Any], layout: Layout, *, critic: bool = False
+) -> list[tuple[int, Shards]]:
+    """Return (rank, shards under the table's names) of every rank of a Megatron job; see `parameters`.
+
+    Data-parallel ranks hold the same, but for experts (`Layout.ep_rank`); ranks that hold the same share one
+    object.
+    """
     sizes = Sizes.of(hf_config)
-    named = parameters(hf_config, layout, pp_rank=pp_rank, ep_rank=ep_rank, critic=critic)
-    # An expert is not cut over tensor-parallel ranks.
-    return {
-        name: make(pair, layer, expert, sizes, *((1, 0) if pair.per_expert else (layout.tp, tp_rank)))
-        for name, pair, layer, expert in named
-    }
+    shard = cache(lambda pair, layer, expert, tp, rank: pair_shard(pair, layer, expert, sizes, tp, rank))
+
+    @cache
+    def rank_shards(tp_rank: int, pp_rank: int, ep_rank: int) -> Shards:
+        named = parameters(hf_config, layout, pp_rank=pp_rank, ep_rank=ep_rank, critic=critic)
+        cut = (layout.tp, tp_rank)
+        # An expert is not cut over tensor-parallel ranks.
+        return {
+            name: shard(pair, layer, expert, *((1, 0) if pair.per_expert else cut))
+            for name, pair, layer, expert in named
+        }
+
+    coords = [layout.coords(rank) for rank in range(layout.world)]
+    return [
+        (rank, rank_shards(place.tp, place.pp, layout.ep_rank(rank))) for rank, place in enumerate(coords)
+    ]
 
 
 def pair_shard(pair: Pair, layer: int, expert: int, sizes: Sizes, tp: int, tp_rank: int) -> Shard:
-    """One parameter of one tensor-parallel rank, of a global layer and expert."""
+    """Return one parameter of one tensor-parallel rank, of a global layer and expert."""
     hf = [(name.format(l=layer, e=expert), sizes.shape(dims)) for name, dims in pair.hf]
+    axis = 1 if pair.operation == "row" else 0
     match pair.operation:
         case "replicated":
+            parts = [_Part(name, 0, shape[0], shape[0]) for name, shape in hf]
+        case "row" | "column":
+            parts = []
+            for name, shape in hf:
+                width = shape[axis] // tp
+                parts.append(_Part(name, tp_rank * width, (tp_rank + 1) * width, width))
+        case "vocabulary":  # the padding is at the end, so it may fill the last rank or ranks altogether
             ((name, shape),) = hf
-            return Shard(shape, (Region(name, full_box(shape), full_box(shape)),))
-        case "row":
-            ((name, (rows, columns)),) = hf
-            width = columns // tp
-            box = ((0, rows), (tp_rank * width, (tp_rank + 1) * width))
-            return Shard((rows, width), (Region(name, box, full_box((rows, width))),))
-        case "vocabulary":
-            ((name, shape),) = hf
-            return _vocabulary(name, shape, tp, tp_rank)
-        case "column":
-            return _stack([(name, tp_rank * (shape[0] // tp), shape[0] // tp) for name, shape in hf], hf[0][1][1:])
+            width = padded_vocab(shape[0], tp) // tp
+            start = min(tp_rank * width, shape[0])
+            parts = [_Part(name, start, min(start + width, shape[0]), width)]
         case "qkv":
-            groups = sizes.kv_heads // tp
-            blocks = []
+            parts, groups = [], sizes.kv_heads // tp
             for group in range(tp_rank * groups, (tp_rank + 1) * groups):
                 for name, shape in hf:
                     rows = shape[0] // sizes.kv_heads
-                    blocks.append((name, group * rows, rows))
-            return _stack(blocks, hf[0][1][1:])
+                    parts.append(_Part(name, group * rows, (group + 1) * rows, rows))
+    return _joined(parts, hf[0][1], axis)
 
 
-def _stack(blocks: Sequence[tuple[str, int, int]], rest: Shape) -> Shard:
-    """Blocks of rows (Hugging Face name, first row, number of rows) one under the other; `rest` is the shape of one row."""
-    regions, row = [], 0
-    for name, start, rows in blocks:
-        regions.append(Region(name, ((start, start + rows), *full_box(rest)), ((row, row + rows), *full_box(rest))))
-        row += rows
-    return Shard((row, *rest), tuple(regions))
+# SGLang: fused tensors under tensor parallelism. Proved bit for bit against SGLang 0.5.23 on a CPU at TP 1
+# and 2 for Qwen2 and Qwen3; the copies of key/value heads that a GPU build makes when there are fewer of them
+# than ranks, and experts, follow its source and are unverified.
 
 
-def _vocabulary(name: str, shape: Shape, tp: int, tp_rank: int) -> Shard:
-    """Rows of the vocabulary. The padding is at the end, so it may fill the last rank or ranks altogether."""
-    vocab, hidden = shape
-    rows = padded_vocab(vocab, tp) // tp
-    start = min(tp_rank * rows, vocab)
-    real = min(start + rows, vocab) - start
-    regions = (Region(name, ((start, start + real), (0, hidden)), ((0, real), (0, hidden))),) if real else ()
-    padding = (((real, rows), (0, hidden)),) if real < rows else ()
-    return Shard((rows, hidden), regions, padding)
+def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: bool = False) -> Shards:
+    """Return the parameters of one rank of an SGLang engine, by SGLang's names.
+
+    qkv_proj = [q; k; v] of the rank's heads, gate_up_proj = [gate; up], columns of o_proj and down_proj, rows
+    of the padded vocabulary, norms and routers whole. With tied embeddings there is no lm_head. Experts:
+    `experts.w13_weight.{e}` [2 * ffn / tp, hidden] and `experts.w2_weight.{e}` stand for row e of SGLang's
+    stacked tensors. cpu: SGLang's CPU engine, which pads heads and columns where they do not divide. Raises
+    ConfigError, naming `rollout.engine_tp`, if the model cannot be divided so.
+    """
+    sizes = Sizes.of(hf_config)
+    cuts = _sglang_cuts(sizes, tp, tp_rank, cpu)
+    shards: Shards = {}
+    for pair, layer, expert in whole_model(hf_config):
+        axis = 1 if pair.operation == "row" else 0
+        parts = []
+        for name, dims in pair.hf:
+            shape = sizes.shape(dims)
+            cut = cuts.get(dims.split()[axis], (0, shape[0], shape[0]))  # a dimension without a cut is whole
+            parts.append(_Part(name.format(l=layer, e=expert), *cut))
+        name = parts[0].name.replace("self_attn.q_proj", "self_attn.qkv_proj")
+        name = name.replace("mlp.gate_proj", "mlp.gate_up_proj")
+        if pair.per_expert:
+            fused = "w2" if "down_proj" in name else "w13"
+            name = f"{name.partition('.experts.')[0]}.experts.{fused}_weight.{expert}"
+        shards[name] = _joined(parts, sizes.shape(pair.hf[0][1]), axis)
+    return shards
+
+
+def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple[int, int, int]]:
+    """Return (start, stop, padded width) of one rank's part of every dimension that SGLang cuts."""
+    heads, kv_heads, ffn, expert_ffn = sizes.heads, sizes.kv_heads, sizes.ffn, sizes.expert_ffn
+
+    def multiple(number: int, of: int) -> int:
+        return -(-number // of) * of
+
+    def cut(size: int, padded: int, ranks: int = tp, rank: int = rank) -> tuple[int, int, int]:
+        width = padded // ranks
+        start = min(rank * width, size)
+        return start, min(start + width, size), width
+
+    if cpu:
+        if heads % tp or kv_heads % tp:
+            kv_heads = multiple(kv_heads, tp)
+            heads = kv_heads * (sizes.heads // sizes.kv_heads)
+        ffn, expert_ffn = multiple(ffn, CPU_FFN_MULTIPLE * tp), multiple(expert_ffn, CPU_FFN_MULTIPLE * tp)
+    for what, number in (
+        ("attention heads", heads),
+        ("feed-forward columns", expert_ffn if sizes.experts else ffn),
+    ):
+        if number % tp:
+            raise ConfigError(
+                f"rollout.engine_tp: {tp} does not divide the model's {number} {what} (choose one that does)"
+            )
+    if max(tp, kv_heads) % min(tp, kv_heads):
+        problem = f"neither a divisor nor a multiple of the model's {kv_heads} key/value heads"
+        raise ConfigError(f"rollout.engine_tp: {tp} is {problem}")
+    # Fewer key/value heads than ranks: each is copied to as many ranks as share it.
+    kv_rank, kv_ranks = (rank, tp) if kv_heads >= tp else (rank // (tp // kv_heads), kv_heads)
+    vocab = multiple(sizes.vocab, VOCABULARY_MULTIPLE)
+    if vocab % tp:
+        vocab = multiple(sizes.vocab, VOCABULARY_MULTIPLE * tp)
+    return {
+        "q": cut(sizes.q, heads * sizes.head_dim),
+        "kv": cut(sizes.kv, kv_heads * sizes.head_dim, kv_ranks, kv_rank),
+        "ffn": cut(sizes.ffn, ffn),
+        "expert_ffn": cut(sizes.expert_ffn, expert_ffn),
+        "vocab": cut(sizes.vocab, vocab),
+    }

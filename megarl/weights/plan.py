@@ -1,21 +1,49 @@
-"""The plan of a weight transfer, (source rank, tensor, box) -> (target rank, tensor, box), and its proof, from shapes alone.
+"""The plan of a weight transfer: what is sent where, in which round, and the proof of it, from shapes alone.
 
-Both sides are described in Hugging Face coordinates; a copy is an intersection of two boxes there. Imports without torch, so that a
-laptop plans a job of 1,024 GPUs.
+Sources and targets are described in Hugging Face coordinates; a copy is an intersection of two boxes there.
+Imports without torch, so that a laptop plans a job of 1,024 GPUs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from heapq import heapreplace
+from itertools import zip_longest
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple, assert_never
 
-from megarl.weights.formats import format_bytes
-from megarl.weights.layout import Box, Shard, Shards
+from megarl.config.errors import ConfigError
+from megarl.config.schema import Config
+from megarl.parallel.layout import Layout
+from megarl.weights.families import Shape
+from megarl.weights.layout import (
+    Box,
+    Region,
+    Shard,
+    Shards,
+    full_box,
+    hf_shapes,
+    hf_shards,
+    megatron_layout,
+    sglang_shards,
+)
 
 GPUS_PER_NODE = 8
+ALIGN = (
+    16  # bytes: pieces begin at multiples of it in staging memory, so that each can be viewed as its dtype
+)
+
+# Formats of target tensors that are not of the model's dtype. Block FP8 is as in SGLang and in published
+# checkpoints: `weight` is float8_e4m3fn and, for every block of 128 x 128 of the Hugging Face tensor,
+# `weight_scale_inv` has one float32, so that weight * scale is the original. Embeddings, the output layer,
+# norms, biases and routers stay.
+FP8, FP32 = "float8_e4m3fn", "float32"
+FORMAT_BYTES = {FP8: 1, FP32: 4}
+BLOCK = 128
+SCALE_SUFFIX = "_scale_inv"
 
 
 class PlanError(ValueError):
@@ -39,7 +67,7 @@ class Copy(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes of one rank: sent to others, received from others, kept (copied on the rank itself)."""
+    """Bytes of one rank: sent to others, received from others, copied on the rank itself."""
 
     sent: int
     received: int
@@ -48,11 +76,11 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All copies of a transfer, in an order that every rank computes alike, with the layouts that they connect.
+    """All copies of a transfer, in an order that every rank computes alike, and the layouts at both ends.
 
-    `relays` are carried out after `copies`, from one target to another on its node: `src_name` and `src_box` are those of a target,
-    to which a copy has brought the bytes. `formats`: target tensors that are not of the model's dtype, by name (see formats.py).
-    Rank r is on node r // gpus_per_node.
+    `relays` are carried out after `copies`, from one target to another on its node: `src_name` and `src_box`
+    are those of a target, to which a copy has brought the bytes. `formats`: of target tensors that are not of
+    the model's dtype, by name. Rank r is on node r // gpus_per_node.
     """
 
     copies: tuple[Copy, ...]
@@ -62,39 +90,51 @@ class Plan:
     gpus_per_node: int = GPUS_PER_NODE
     relays: tuple[Copy, ...] = ()
 
+    def nbytes(self, copy: Copy, itemsize: int) -> int:
+        """Return the bytes that a copy writes; an element of the model's dtype has `itemsize` bytes."""
+        return copy.size * self.width(copy, itemsize)
+
+    def width(self, copy: Copy, itemsize: int) -> int:
+        """Return the bytes of one element of a copy's target."""
+        return FORMAT_BYTES[self.formats[copy.dst_name]] if copy.dst_name in self.formats else itemsize
+
     def direct(self) -> Iterator[Copy]:
-        """All copies as if each came from the source that holds its bytes. PlanError if a relay takes what no copy brings."""
+        """Yield all copies as if each came from the source that holds its bytes.
+
+        Raises PlanError if a relay takes what no copy brings.
+        """
         yield from self.copies
-        brought = {(copy.dst_rank, copy.dst_name, copy.dst_box): copy for copy in self.copies} if self.relays else {}
+        brought = {(c.dst_rank, c.dst_name, c.dst_box): c for c in self.copies} if self.relays else {}
         for relay in self.relays:
             copy = brought.get((relay.src_rank, relay.src_name, relay.src_box))
             if copy is None:
-                raise PlanError(f"rank {relay.dst_rank}, {relay.dst_name}: rank {relay.src_rank} is to pass on what it does not get")
+                where = f"rank {relay.dst_rank}, {relay.dst_name}"
+                raise PlanError(f"{where}: rank {relay.src_rank} is to pass on what it does not get")
             yield relay._replace(src_rank=copy.src_rank, src_name=copy.src_name, src_box=copy.src_box)
 
     def summary(self, itemsize: int) -> dict[int, Traffic]:
-        """Traffic of every rank that takes part; an element of the model's dtype has `itemsize` bytes."""
-        sent: dict[int, int] = defaultdict(int)
-        received: dict[int, int] = defaultdict(int)
-        local: dict[int, int] = defaultdict(int)
+        """Return every rank's traffic; an element of the model's dtype has `itemsize` bytes."""
+        counts = {rank: [0, 0, 0] for rank in sorted({*self.sources, *self.targets})}
         for copy in (*self.copies, *self.relays):
-            size = copy.size * format_bytes(self.formats, copy.dst_name, itemsize)
+            size = self.nbytes(copy, itemsize)
             if copy.src_rank == copy.dst_rank:
-                local[copy.dst_rank] += size
+                counts[copy.dst_rank][2] += size
             else:
-                sent[copy.src_rank] += size
-                received[copy.dst_rank] += size
-        return {rank: Traffic(sent[rank], received[rank], local[rank]) for rank in sorted({*self.sources, *self.targets})}
+                counts[copy.src_rank][0] += size
+                counts[copy.dst_rank][1] += size
+        return {rank: Traffic(*count) for rank, count in counts.items()}
 
     def verify(self) -> None:
-        """Proves that every byte of every target is written exactly once, with the Hugging Face bytes that belong there.
+        """Prove that every byte of every target is written exactly once, with the bytes that belong there.
 
-        Three facts are checked, none of which uses how the plan was made: the two boxes of each copy are the same box in Hugging
-        Face coordinates; the boxes written to a target tensor are disjoint; together with its padding they are as large as the
-        tensor. PlanError names the first tensor for which one is false.
+        Three facts are checked, none of which uses how the plan was made: the two boxes of each copy are the
+        same box in Hugging Face coordinates; the boxes written to a target tensor are disjoint; together with
+        its padding they are as large as the tensor. Raises PlanError naming the first tensor for which one is
+        false.
         """
         written: dict[tuple[int, str], list[Box]] = defaultdict(list)
-        # By identity, as the copies keep the objects alive: shards and boxes of replicas are often the same objects.
+        # By identity, as the copies keep the objects alive: shards and boxes of replicas are often the same
+        # objects.
         located: dict[tuple[int, int], tuple[str, Box]] = {}
         same: set[tuple[int, int, int, int]] = set()
 
@@ -111,13 +151,15 @@ class Plan:
             return located[key]
 
         for copy in self.direct():
-            from_, to = find(self.sources, copy.src_rank, copy.src_name), find(self.targets, copy.dst_rank, copy.dst_name)
+            from_ = find(self.sources, copy.src_rank, copy.src_name)
+            to = find(self.targets, copy.dst_rank, copy.dst_name)
             pair = (id(from_), id(copy.src_box), id(to), id(copy.dst_box))
             if pair not in same:
                 source = locate(from_, copy.src_rank, copy.src_name, copy.src_box)
                 target = locate(to, copy.dst_rank, copy.dst_name, copy.dst_box)
                 if source != target:
-                    raise PlanError(f"rank {copy.dst_rank}, {copy.dst_name}: {target} would be written with {source}")
+                    where = f"rank {copy.dst_rank}, {copy.dst_name}"
+                    raise PlanError(f"{where}: {target} would be written with {source}")
                 same.add(pair)
             written[copy.dst_rank, copy.dst_name].append(copy.dst_box)
         proved = set()
@@ -130,31 +172,35 @@ class Plan:
 
 
 def volume(box: Box) -> int:
-    """Number of elements of a box."""
+    """Return the number of elements of a box."""
     return prod(stop - start for start, stop in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common box, or None if it is empty."""
-    common = tuple((max(start, other), min(stop, end)) for (start, stop), (other, end) in zip(a, b, strict=True))
+    """Return the common box, or None if it is empty."""
+    common = tuple(
+        (max(start, other), min(stop, end)) for (start, stop), (other, end) in zip(a, b, strict=True)
+    )
     return common if all(start < stop for start, stop in common) else None
 
 
 def shift(box: Box, origin: Box, destination: Box) -> Box:
-    """A box within `origin`, moved to where `destination` lies."""
-    return tuple((a - o + d, b - o + d) for (a, b), (o, _), (d, _) in zip(box, origin, destination, strict=True))
+    """Return a box within `origin`, moved to where `destination` lies."""
+    return tuple(
+        (a - o + d, b - o + d) for (a, b), (o, _), (d, _) in zip(box, origin, destination, strict=True)
+    )
 
 
 def to_hf(shard: Shard, box: Box, where: str) -> tuple[str, Box]:
-    """Hugging Face coordinates of a box of a local tensor; PlanError unless it lies within one region."""
+    """Return a local box's Hugging Face name and box; PlanError unless it lies within one region."""
     for region in shard.regions:
         if len(box) == len(region.local_box) and intersect(box, region.local_box) == box:
             return region.hf_name, shift(box, region.local_box, region.hf_box)
     raise PlanError(f"{where}: {box} does not lie within one region")
 
 
-def _prove_tiling(shape: tuple[int, ...], boxes: Sequence[Box], where: str) -> None:
-    """PlanError unless the boxes lie within `shape`, are disjoint, and fill it."""
+def _prove_tiling(shape: Shape, boxes: Sequence[Box], where: str) -> None:
+    """Raise PlanError unless the boxes lie within `shape`, are disjoint, and fill it."""
     for index, box in enumerate(boxes):
         if any(start < 0 or stop > size for (start, stop), size in zip(box, shape, strict=True)):
             raise PlanError(f"{where}: {box} is outside of the shape {shape}")
@@ -164,3 +210,362 @@ def _prove_tiling(shape: tuple[int, ...], boxes: Sequence[Box], where: str) -> N
     missing = prod(shape) - sum(volume(box) for box in boxes)
     if missing:
         raise PlanError(f"{where}: {missing} elements would never be written")
+
+
+# Making a plan: which rank sends each box of each target, and in which order
+
+Places = dict[int, tuple[str, Box]]  # rank -> (local name, local box)
+
+
+class _Holders:
+    """The ranks that hold one box, and which of them is to send it."""
+
+    def __init__(self, ranks: tuple[int, ...], gpus_per_node: int) -> None:
+        self._gpus_per_node = gpus_per_node
+        self.by_node: dict[int, list[int]] = defaultdict(list)
+        for rank in ranks:
+            self.by_node[rank // gpus_per_node].append(rank)
+        self._queue = [(0, rank) for rank in sorted(ranks)]  # a heap of (load when last looked at, rank)
+
+    def choose(self, target: int, near: dict[int, int], far: dict[int, int], size: int) -> int:
+        """Return the least loaded on the target's node, else the least loaded of all.
+
+        `near` and `far`: elements that each rank has been given to send within its node and to other nodes so
+        far; they use different wires and are balanced apart.
+        """
+        neighbours = self.by_node.get(target // self._gpus_per_node)
+        if neighbours:
+            source = min(neighbours, key=lambda rank: (near[rank], rank))
+            near[source] += size
+            return source
+        # Loads only grow: an outdated entry sinks, and the top is the smallest.
+        while far[self._queue[0][1]] != self._queue[0][0]:
+            heapreplace(self._queue, (far[self._queue[0][1]], self._queue[0][1]))
+        source = self._queue[0][1]
+        far[source] += size
+        return source
+
+
+class _Part(NamedTuple):
+    """A box of a target tensor, and who holds it where."""
+
+    holders: _Holders
+    places: Places
+    size: int
+    dst_name: str
+    dst_box: Box
+
+
+def make_plan(
+    sources: Iterable[tuple[int, Shards]],
+    targets: Iterable[tuple[int, Shards]],
+    *,
+    formats: Mapping[str, str] | None = None,
+    gpus_per_node: int = GPUS_PER_NODE,
+) -> Plan:
+    """Plan how `targets` get their bytes from `sources`, both (rank, shards of that rank).
+
+    Where several ranks hold a box (data-parallel replicas, replicated norms), the target's own rank is taken,
+    else one on its node, else any; among equals the one that has sent least so far, so that the load is
+    spread. What several targets of a node want from another node comes in once, and is passed on within the
+    node. Regions of different sources must be equal or disjoint in Hugging Face coordinates. Raises PlanError
+    if a target wants something that no source has.
+    """
+    source_of, target_of = dict(sources), dict(targets)
+    parts = _parts(source_of, target_of, gpus_per_node)
+    entrance = _entrances(target_of, parts, gpus_per_node)
+    # All targets are served at the same time, a part each in turn, and begin at different layers: else they
+    # would queue for one source. What a rank has itself comes first, then what its node has, so that for the
+    # rest all of them are at the same point.
+    copies: list[Copy] = []
+    from_node: list[list[tuple[int, _Part]]] = [[] for _ in target_of]  # of each target: (its rank, a part)
+    from_afar: list[list[tuple[int, _Part]]] = [[] for _ in target_of]
+    passed_on: list[list[tuple[int, _Part]]] = [[] for _ in target_of]
+    for position, (rank, shards) in enumerate(target_of.items()):
+        mine = parts[id(shards)]
+        turn = position * len(mine) // len(target_of)
+        for part in (*mine[turn:], *mine[:turn]):
+            first = entrance.get((rank // gpus_per_node, id(part)))
+            if rank in part.places:
+                copies.append(Copy(rank, *part.places[rank], rank, part.dst_name, part.dst_box))
+            elif first is None:
+                from_node[position].append((rank, part))
+            elif first == rank:
+                from_afar[position].append((rank, part))
+            else:
+                passed_on[position].append((rank, part))
+    near: dict[int, int] = defaultdict(int)
+    far: dict[int, int] = defaultdict(int)
+    for rank, part in (*_in_turn(from_node), *_in_turn(from_afar)):
+        source = part.holders.choose(rank, near, far, part.size)
+        copies.append(Copy(source, *part.places[source], rank, part.dst_name, part.dst_box))
+    relays = []
+    for rank, part in _in_turn(passed_on):
+        place = (part.dst_name, part.dst_box)
+        relays.append(Copy(entrance[rank // gpus_per_node, id(part)], *place, rank, *place))
+    return Plan(tuple(copies), source_of, target_of, formats or {}, gpus_per_node, tuple(relays))
+
+
+def _in_turn(queues: list[list[tuple[int, _Part]]]) -> Iterator[tuple[int, _Part]]:
+    """Return the first of each queue, then the second of each, and so on."""
+    return (entry for row in zip_longest(*queues) for entry in row if entry is not None)
+
+
+def _parts(
+    source_of: dict[int, Shards], target_of: dict[int, Shards], gpus_per_node: int
+) -> dict[int, list[_Part]]:
+    """Return what each target is made of, by the identity of its shards, which replicas share."""
+    # Who holds which part of each tensor: Hugging Face name -> box -> places.
+    everywhere: dict[str, dict[Box, Places]] = defaultdict(lambda: defaultdict(dict))
+    shared: dict[
+        tuple[str, int], tuple[str, Box]
+    ] = {}  # one object for all replicas, so that it is moved once below
+    for rank, shards in source_of.items():
+        for name, shard in shards.items():
+            for region in shard.regions:
+                place = shared.setdefault((name, id(region)), (name, region.local_box))
+                everywhere[region.hf_name][region.hf_box].setdefault(rank, place)
+    holders = cache(lambda ranks: _Holders(ranks, gpus_per_node))
+
+    @cache
+    def cover(hf_name: str, wanted: Box) -> list[tuple[Box, Places]]:
+        """Cut a wanted box into (part, where it is); PlanError if the sources do not cover it once."""
+        found = []
+        for box, ranks in everywhere.get(hf_name, {}).items():
+            common = intersect(box, wanted)
+            if common is not None:
+                moved = {id(place): (place[0], shift(common, box, place[1])) for place in ranks.values()}
+                found.append((common, {rank: moved[id(place)] for rank, place in ranks.items()}))
+        if sum(volume(part) for part, _ in found) != volume(wanted):
+            raise PlanError(f"{hf_name}: the sources do not hold {wanted} exactly once")
+        return sorted(found, key=lambda part: part[0])
+
+    parts: dict[int, list[_Part]] = {}
+    for shards in target_of.values():
+        if id(shards) in parts:
+            continue
+        parts[id(shards)] = mine = []
+        for name, shard in shards.items():
+            for region in shard.regions:
+                for common, places in cover(region.hf_name, region.hf_box):
+                    dst_box = shift(common, region.hf_box, region.local_box)
+                    mine.append(_Part(holders(tuple(places)), places, volume(common), name, dst_box))
+    return parts
+
+
+def _entrances(
+    target_of: dict[int, Shards], parts: dict[int, list[_Part]], gpus_per_node: int
+) -> dict[tuple[int, int], int]:
+    """Return who on a node gets a part that nobody there holds: (node, identity of the part) -> rank.
+
+    The neighbours with the same shards get it from that rank. Each takes about the same number of bytes.
+    """
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank, shards in target_of.items():
+        groups[rank // gpus_per_node, id(shards)].append(rank)
+    entrance = {}
+    for (node, shards_id), ranks in groups.items():
+        load = dict.fromkeys(ranks, 0)
+        for part in parts[shards_id]:
+            if node not in part.holders.by_node:
+                first = min(load, key=load.__getitem__)
+                load[first] += part.size
+                entrance[node, id(part)] = first
+    return entrance
+
+
+# Rounds of messages whose staging memory is bounded, the same on every rank
+
+
+@dataclass
+class Round:
+    """Messages of one rank that are in flight together: pieces by peer, in their order in staging memory.
+
+    `size`: staging memory that they need, in bytes. `relays`: whether they are sent from target tensors.
+    """
+
+    relays: bool
+    size: int = 0
+    sends: dict[int, list[Copy]] = field(default_factory=lambda: defaultdict(list))
+    receives: dict[int, list[Copy]] = field(default_factory=lambda: defaultdict(list))
+
+
+class Placed(NamedTuple):
+    """A piece of a copy between two ranks, its round, and its staging memory at each end in bytes."""
+
+    number: int
+    piece: Copy
+    size: int
+    relayed: bool
+
+
+def staged(size: int) -> int:
+    """Return the staging memory of a piece of `size` bytes."""
+    return -(-size // ALIGN) * ALIGN
+
+
+def placed(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Placed]:
+    """Yield every piece that travels, with its round.
+
+    No rank stages more than `bucket_bytes` (but at least one element) in a round, half of it for what it
+    sends and half for what it receives, as both happen at once. Every rank goes through the whole plan in the
+    same way, so that both ends of a message agree on its round, order and size. A piece goes into the first
+    round in which both ends have room after their earlier pieces; rounds of a rank are worked off in order
+    and a round waits only for ranks that are in it, so the lowest unfinished round can always be finished: no
+    deadlock.
+    """
+    limit = max(ALIGN, bucket_bytes // 2 // ALIGN * ALIGN)
+    first = 0
+    for relayed, copies in ((False, plan.copies), (True, plan.relays)):
+        # (Rank, whether it sends) -> (the last round in which it does, bytes of it). Relayed bytes came in
+        # earlier.
+        last: dict[tuple[int, bool], tuple[int, int]] = {}
+        for copy in copies:
+            if copy.src_rank == copy.dst_rank:
+                continue
+            source, target = (copy.src_rank, True), (copy.dst_rank, False)
+            width = plan.width(copy, itemsize)
+            for piece in split(copy, limit // width):
+                size = staged(piece.size * width)
+                ends = [last.get(end, (first, 0)) for end in (source, target)]
+                number = max(ends)[0]
+                used = [filled if round_ == number else 0 for round_, filled in ends]
+                if max(used) + size > limit:
+                    number, used = number + 1, [0, 0]
+                last[source], last[target] = (number, used[0] + size), (number, used[1] + size)
+                yield Placed(number, piece, size, relayed)
+        first = max((number for number, _ in last.values()), default=first - 1) + 1
+
+
+def rounds_of(plan: Plan, rank: int, itemsize: int, bucket_bytes: int) -> list[Round]:
+    """Return one rank's rounds, in order."""
+    rounds: dict[int, Round] = {}
+    for number, piece, size, relayed in placed(plan, itemsize, bucket_bytes):
+        if rank not in (piece.src_rank, piece.dst_rank):
+            continue
+        round_ = rounds.setdefault(number, Round(relayed))
+        round_.size += size
+        if piece.src_rank == rank:
+            round_.sends[piece.dst_rank].append(piece)
+        else:
+            round_.receives[piece.src_rank].append(piece)
+    return [rounds[number] for number in sorted(rounds)]
+
+
+def split(copy: Copy, limit: int) -> Iterator[Copy]:
+    """Cut a copy into pieces of at most `limit` elements (at least one), by rows if they are small enough."""
+    if copy.size <= limit:
+        yield copy
+        return
+    axis = next(axis for axis, (start, stop) in enumerate(copy.dst_box) if stop - start > 1)
+    length = copy.dst_box[axis][1] - copy.dst_box[axis][0]
+    per_piece = max(1, limit // (copy.size // length))
+    for first in range(0, length, per_piece):
+        last = min(first + per_piece, length)
+        src_box, dst_box = (
+            (*box[:axis], (box[axis][0] + first, box[axis][0] + last), *box[axis + 1 :])
+            for box in (copy.src_box, copy.dst_box)
+        )
+        yield from split(copy._replace(src_box=src_box, dst_box=dst_box), limit)
+
+
+# The plan of a run, from its configuration
+
+
+def engine_targets(
+    config: Config, hf_config: Mapping[str, Any], world: int, *, cpu: bool = False
+) -> list[tuple[int, Shards]]:
+    """Return (rank, shards) of the engine on every rank.
+
+    Rank r holds part r % engine_tp of engine r // engine_tp. cpu: SGLang's CPU engine. Raises ConfigError if
+    the ranks or the model cannot be divided so.
+    """
+    tp = config.rollout.engine_tp
+    if world % tp:
+        devices = f"{world} devices (parallel.tp * parallel.pp * parallel.dp)"
+        raise ConfigError(f"rollout.engine_tp: {tp} does not divide the {devices}")
+    match config.rollout.engine:
+        case "transformers":
+            shards = [hf_shards(hf_config)]
+        case "sglang":
+            shards = [sglang_shards(hf_config, tp, rank, cpu=cpu) for rank in range(tp)]
+        case unknown:
+            assert_never(unknown)
+    return [(rank, shards[rank % tp]) for rank in range(world)]
+
+
+def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *, cpu: bool = False) -> Plan:
+    """Plan how the actor's weights get into the engine of every rank.
+
+    Raises ConfigError if the model cannot be divided as `parallel` or `rollout` says.
+    """
+    sources = megatron_layout(hf_config, layout)
+    targets = engine_targets(config, hf_config, layout.world, cpu=cpu)
+    formats: dict[str, str] = {}
+    if config.rollout.weights_dtype == "fp8_block":
+        sources, targets, formats = fp8_block(sources, targets, hf_shapes(hf_config))
+    return make_plan(sources, targets, formats=formats, gpus_per_node=config.cluster.gpus_per_node)
+
+
+def fp8_block(
+    sources: Iterable[tuple[int, Shards]], targets: Iterable[tuple[int, Shards]], shapes: Mapping[str, Shape]
+) -> tuple[list[tuple[int, Shards]], list[tuple[int, Shards]], dict[str, str]]:
+    """Return sources and targets with the scales of block FP8, and the formats of target tensors by name.
+
+    `shapes`: of the Hugging Face tensors. In Hugging Face coordinates the scales of tensor x are x_scale_inv
+    [rows / 128, columns / 128], rounded up; every source has all of them (transfer.BlockScales). Raises
+    ConfigError, naming the tensor, if a target does not begin and end with whole blocks; SGLang would refuse
+    it as well.
+    """
+
+    def is_linear(hf_name: str) -> bool:
+        return hf_name.endswith("_proj.weight")
+
+    scales: Shards = {}
+    for name, shape in shapes.items():
+        if is_linear(name):
+            blocks = _in_blocks(full_box(shape))
+            region = Region(name + SCALE_SUFFIX, blocks, blocks)
+            scales[name + SCALE_SUFFIX] = Shard(tuple(stop for _, stop in blocks), (region,))
+    formats: dict[str, str] = {}
+    joined: dict[int, Shards] = {}  # ranks with the same shards go on sharing them
+    quantised: dict[int, Shards] = {}
+    targets = list(targets)
+    for _, shards in targets:
+        if id(shards) in quantised:
+            continue
+        quantised[id(shards)] = mine = {}
+        for name, shard in shards.items():
+            mine[name] = shard
+            if shard.regions and all(is_linear(region.hf_name) for region in shard.regions):
+                mine[name + SCALE_SUFFIX] = _scales_of(name, shard, shapes)
+                formats |= {name: FP8, name + SCALE_SUFFIX: FP32}
+    return (
+        [(rank, joined.setdefault(id(shards), {**shards, **scales})) for rank, shards in sources],
+        [(rank, quantised[id(shards)]) for rank, shards in targets],
+        formats,
+    )
+
+
+def _scales_of(name: str, shard: Shard, shapes: Mapping[str, Shape]) -> Shard:
+    """Return the scales of a quantised target tensor."""
+    key = "rollout.weights_dtype: fp8_block"
+    if shard.padding:
+        raise ConfigError(f"{key}: the engine pads {name} {shard.shape} (choose a smaller rollout.engine_tp)")
+    regions = []
+    for hf_name, hf_box, local_box in shard.regions:
+        shape = shapes[hf_name]
+        for (start, stop), size, (first, _) in zip(hf_box, shape, local_box, strict=True):
+            if start % BLOCK or first % BLOCK or (stop % BLOCK and stop != size):
+                raise ConfigError(
+                    f"{key}: {name} of an engine's rank begins or ends within a block of {BLOCK}: it holds "
+                    f"{start} to {stop} of {size} of {hf_name} {shape} "
+                    "(choose another rollout.engine_tp, or model)"
+                )
+        regions.append(Region(hf_name + SCALE_SUFFIX, _in_blocks(hf_box), _in_blocks(local_box)))
+    return Shard(tuple(-(-size // BLOCK) for size in shard.shape), tuple(regions))
+
+
+def _in_blocks(box: Box) -> Box:
+    """Return a box that begins with a block, in blocks."""
+    return tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in box)

@@ -1,31 +1,50 @@
-"""Carrying out a plan: point-to-point messages in rounds of bounded staging memory, over gloo or NCCL. The hot path is `Transfer.run`."""
+"""Carrying out a plan: point-to-point messages in rounds of bounded staging memory, over gloo or NCCL.
+
+The hot path is `Transfer.run`. Block FP8 is quantised before it travels, and fingerprints prove the result.
+"""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.config.errors import WaitTimeout
-from megarl.weights.fingerprint import Fingerprints
-from megarl.weights.formats import FP8, FP32, SUFFIX
-from megarl.weights.hf_io import view
-from megarl.weights.layout import Box
-from megarl.weights.plan import Copy, Plan, Traffic, to_hf
-from megarl.weights.quantize import BlockScales
-from megarl.weights.rounds import Round, rounds_of, staged
+from megarl.config.errors import TransferError, WaitTimeout
+from megarl.weights.layout import Box, Region
+from megarl.weights.plan import (
+    BLOCK,
+    FP8,
+    FP32,
+    SCALE_SUFFIX,
+    Copy,
+    Plan,
+    Round,
+    Traffic,
+    rounds_of,
+    staged,
+    to_hf,
+)
 
 FORMAT_DTYPES = {FP8: torch.float8_e4m3fn, FP32: torch.float32}
+E4M3_MAX = 448.0
+CHUNK = 1 << 22  # elements of which quantising and hashing make float32 or int64 temporaries at once
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def view(tensor: Tensor, box: Box) -> Tensor:
+    """Return `tensor[box]`, sharing its memory."""
+    return tensor.detach()[tuple(slice(start, stop) for start, stop in box)]
 
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What one run did on this rank: bytes sent to and received from other ranks, bytes copied on the rank itself, seconds."""
+    """What one run did on this rank: bytes sent, received and copied on the rank itself, and seconds."""
 
     bytes_sent: int
     bytes_received: int
@@ -33,11 +52,11 @@ class TransferStats:
     seconds: float
 
     def plus(self, other: TransferStats) -> TransferStats:
-        """Both runs, one after the other."""
+        """Return the sum of both runs, one after the other."""
         return TransferStats(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        """For metrics.jsonl: bytes, seconds (inside/), and GB/s of the larger direction (throughput/)."""
+        """Return bytes, seconds (inside/) and GB/s of the larger direction (throughput/) as metrics."""
         speed = max(self.bytes_sent, self.bytes_received) / max(self.seconds, 1e-9) / 1e9
         return {
             "transfer/bytes_sent": float(self.bytes_sent),
@@ -48,32 +67,11 @@ class TransferStats:
         }
 
 
-class _Moves:
-    """Writes to tensors of this rank, carried out together."""
-
-    def __init__(self) -> None:
-        self._groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        self._quantised: list[tuple[BlockScales, Tensor, str, Box, Tensor]] = []
-
-    def copy(self, to: Tensor, from_: Tensor) -> None:
-        """Lists of one dtype each, as a device needs them to copy all tensors of a list at once."""
-        tos, froms = self._groups[to.dtype, from_.dtype]
-        tos.append(to)
-        froms.append(from_)
-
-    def quantise(self, scales: BlockScales, from_: Tensor, hf_name: str, hf_box: Box, to: Tensor) -> None:
-        self._quantised.append((scales, from_, hf_name, hf_box, to))
-
-    def run(self) -> None:
-        for to, from_ in self._groups.values():
-            torch._foreach_copy_(to, from_)
-        for scales, values, hf_name, hf_box, out in self._quantised:
-            scales.quantise(values, hf_name, hf_box, out)
-
-
 class Staging:
-    """Device memory that transfers use one after the other: as much as the neediest of them asks for, taken at the first need. `release`
-    empties the storage in place, so that views of it stay good."""
+    """Device memory that transfers use one after the other: as much as the largest needs, from the first use.
+
+    `release` empties the storage in place, so that views of it stay good.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._needed = 0
@@ -81,15 +79,15 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """What it takes at this moment."""
+        """Bytes that it takes at this moment."""
         return self._memory.untyped_storage().nbytes()
 
     def reserve(self, size: int) -> None:
-        """Somebody who shares it will need so many bytes."""
+        """Announce that somebody who shares it will need so many bytes."""
         self._needed = max(self._needed, size)
 
     def take(self) -> Tensor:
-        """The memory, uint8 [bytes]; the same tensor from call to call, unless more was reserved in between."""
+        """Return the memory, uint8 [bytes]: the same tensor each time, unless more was reserved meanwhile."""
         if self._memory.numel() < self._needed:
             self._memory = torch.empty(self._needed, dtype=torch.uint8, device=self._memory.device)
         elif self.nbytes < self._needed:
@@ -97,31 +95,55 @@ class Staging:
         return self._memory
 
     def release(self) -> None:
-        """Gives it back until the next `take`. Nothing may be under way on it."""
+        """Give the memory back until the next `take`. Nothing may be under way on it."""
         self._memory.untyped_storage().resize_(0)
+
+
+class _Moves:
+    """Writes to tensors of this rank, carried out together: copies, and blocks to be quantised."""
+
+    def __init__(self) -> None:
+        # Lists of one pair of dtypes each, as a device needs them to copy all tensors of a list at once.
+        self._copies: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        self._quantised: list[tuple[BlockScales, Tensor, str, Box, Tensor]] = []
+
+    def copy(self, to: Tensor, from_: Tensor) -> None:
+        targets, sources = self._copies.setdefault((to.dtype, from_.dtype), ([], []))
+        targets.append(to)
+        sources.append(from_)
+
+    def quantise(self, scales: BlockScales, from_: Tensor, hf_name: str, hf_box: Box, to: Tensor) -> None:
+        self._quantised.append((scales, from_, hf_name, hf_box, to))
+
+    def run(self) -> None:
+        for targets, sources in self._copies.values():
+            torch._foreach_copy_(targets, sources)
+        for scales, values, hf_name, hf_box, out in self._quantised:
+            scales.quantise(values, hf_name, hf_box, out)
 
 
 @dataclass
 class _Bound:
-    """A round whose boxes have become views of real tensors; `wire`: (peer, bytes) of whole messages."""
+    """A round whose boxes have become views of tensors; sends and receives are (peer, bytes) of messages."""
 
     pack: _Moves = field(default_factory=_Moves)
     unpack: _Moves = field(default_factory=_Moves)
-    send_wire: list[tuple[int, Tensor]] = field(default_factory=list)
-    receive_wire: list[tuple[int, Tensor]] = field(default_factory=list)
+    sends: list[tuple[int, Tensor]] = field(default_factory=list)
+    receives: list[tuple[int, Tensor]] = field(default_factory=list)
 
 
 class Transfer:
     """A plan bound to this rank's tensors, to be run as often as the weights change.
 
-    `dtype` is the dtype of target tensors without a format of their own, by default that of this rank's (a rank without such targets
-    must be told); sources of another dtype are converted, or quantised, before they are sent, so that no more bytes travel than the
-    target needs. `bucket_bytes` bounds the staging memory of a rank, sends and receives together; `staging` is that memory where
-    several transfers share one. Every rank of the plan constructs and runs its own Transfer; ranks that the plan does not name may
-    do so too. All tensors of a rank are on one device. If the memory of a tensor moves between runs (offloading), the next run
-    notices. `group` is the process group of the messages, by default the whole job's; on NCCL it must have been used once by all
-    its ranks, and where targets are quantised or checked all its ranks take part.
-    ValueError if names, shapes or dtypes of the tensors are not the plan's.
+    `dtype` is the dtype of target tensors without a format of their own, by default that of this rank's (a
+    rank without such targets must be told); sources of another dtype are converted, or quantised, before they
+    are sent, so that no more bytes travel than the target needs. `bucket_bytes` bounds the staging memory of
+    a rank, sends and receives together; `staging` is that memory where several transfers share one. Every
+    rank of the plan constructs and runs its own Transfer; ranks that the plan does not name may do so too.
+    All tensors of a rank are on one device. If the memory of a tensor moves between runs (offloading), the
+    next run notices. `group` is the process group of the messages, by default the whole job's; on NCCL it
+    must have been used once by all its ranks, and where targets are quantised or checked all its ranks take
+    part. Raises ValueError if names, shapes or dtypes of the tensors are not the plan's.
     """
 
     def __init__(
@@ -142,40 +164,48 @@ class Transfer:
                 raise ValueError(f"rank {rank} has no target tensors: the dtype of the others' must be given")
             dtype = plain[0]
         self._plan, self._rank, self._dtype, self._group = plan, rank, dtype, group
-        self._device = next((t.device for tensors in (source_tensors, target_tensors) for t in tensors.values()), torch.device("cpu"))
-        self._scales = self._make_scales()
+        tensors = (*source_tensors.values(), *target_tensors.values())
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._scales = BlockScales(plan, rank, self._device)
         self._weights, self._targets = source_tensors, target_tensors
-        self._sources = {**source_tensors, **self._scales.tensors} if self._scales else source_tensors
-        self._check()
-        self._local = [copy for copy in plan.copies if copy.src_rank == copy.dst_rank == rank]
+        self._sources = {**source_tensors, **self._scales.tensors} if self._scales.tensors else source_tensors
+        self._check_tensors()
         self._rounds = rounds_of(plan, rank, dtype.itemsize, bucket_bytes)
-        self._staging_size = max((round_.size for round_ in self._rounds), default=0)
         self._staging = staging or Staging(self._device)
-        self._staging.reserve(self._staging_size)
+        self._staging.reserve(max((round_.size for round_ in self._rounds), default=0))
         self._packed: Tensor | None = None  # the staging memory that the rounds' views are of
         self._addresses: tuple[int, ...] | None = None
         self._bound: list[_Bound] = []
         self._here, self._padding = _Moves(), list[Tensor]()
-        self._fingerprints: Fingerprints | None = None
         self._traffic = plan.summary(dtype.itemsize).get(rank, Traffic(0, 0, 0))
+
+    def _check_tensors(self) -> None:
+        """Raise ValueError if the tensors are not those of the plan: it must not be found half-way."""
+        sources, targets = (side.get(self._rank, {}) for side in (self._plan.sources, self._plan.targets))
+        sources = {name: shard for name, shard in sources.items() if not name.endswith(SCALE_SUFFIX)}
+        for what, tensors, shards in (("source", self._sources, sources), ("target", self._targets, targets)):
+            for name, shard in shards.items():
+                where = f"rank {self._rank}: {what} tensor {name}"
+                if name not in tensors or tuple(tensors[name].shape) != shard.shape:
+                    found = tuple(tensors[name].shape) if name in tensors else "nothing"
+                    raise ValueError(f"{where}: the plan expects {shard.shape}, there is {found}")
+                dtype = self._target_dtype(name)
+                if what == "target" and tensors[name].dtype != dtype:
+                    raise ValueError(
+                        f"rank {self._rank}: target tensor {name} is {tensors[name].dtype}, not {dtype}"
+                    )
 
     @property
     def target_bytes(self) -> int:
-        """Of this rank's target tensors."""
+        """Bytes of this rank's target tensors."""
         return sum(tensor.nbytes for tensor in self._targets.values())
-
-    @property
-    def staging_bytes(self) -> int:
-        """Staging memory of this rank: at most `bucket_bytes`, and no more than the largest round needs."""
-        return self._staging_size
 
     @torch.no_grad()
     def run(self) -> TransferStats:
-        """Writes this rank's part of every target. WaitTimeout if a peer does not answer within the process group's limit."""
+        """Write this rank's part of every target; WaitTimeout if a peer does not answer in time."""
         start = time.perf_counter()
         self._bind()
-        if self._scales:
-            self._scales.update(self._weights, self._group)
+        self._scales.update(self._weights, self._group)
         if self._padding:
             torch._foreach_zero_(self._padding)
         self._here.run()
@@ -187,105 +217,215 @@ class Transfer:
             torch.cuda.synchronize(self._device)
         return TransferStats(*self._traffic, seconds=time.perf_counter() - start)
 
-    def check(self) -> None:
-        """Compares every target with its sources by fingerprints; TransferError on every rank if one differs. After `run`."""
-        if self._fingerprints is None:
-            self._fingerprints = Fingerprints(self._plan, self._rank, self._written, self._group, self._device)
-        self._fingerprints.check(self._targets)
-
-    def release(self) -> None:
-        """Gives the staging memory back; the next run takes it again."""
-        self._staging.release()
-
-    def _make_scales(self) -> BlockScales | None:
-        """The scales that the plan's targets need; the same on every rank."""
-        different = {id(shards): shards for shards in self._plan.targets.values()}.values()
-        parts = [(name, region) for shards in different for name, shard in shards.items() for region in shard.regions]
-        needed = {region.hf_name.removesuffix(SUFFIX) + SUFFIX for name, region in parts if name in self._plan.formats}
-        if not needed:
-            return None
-        everywhere = next(iter(self._plan.sources.values()))
-        shards = {name: shard for name, shard in everywhere.items() if name in needed}
-        mine = self._plan.sources.get(self._rank, {})
-        regions = [(name, region) for name, shard in mine.items() for region in shard.regions if region.hf_name + SUFFIX in shards]
-        return BlockScales(shards, regions, self._device)
-
-    def _move(self, moves: _Moves, copy: Copy, to: Tensor) -> None:
-        """Adds what a copy's source amounts to in the target's dtype."""
-        from_ = view(self._sources[copy.src_name], copy.src_box)
-        if self._scales and self._plan.formats.get(copy.dst_name) == FP8:
-            shard = self._plan.sources[self._rank][copy.src_name]
-            moves.quantise(self._scales, from_, *to_hf(shard, copy.src_box, copy.src_name), to)
-        else:
-            moves.copy(to, from_)
-
-    def _written(self, copy: Copy) -> Tensor:
-        """What a copy of this rank's writes to its target."""
-        shape = [stop - start for start, stop in copy.dst_box]
-        out = torch.empty(shape, dtype=self._target_dtype(copy.dst_name), device=self._device)
-        moves = _Moves()
-        self._move(moves, copy, out)
-        moves.run()
-        return out
-
-    def _target_dtype(self, name: str) -> torch.dtype:
-        return FORMAT_DTYPES[self._plan.formats[name]] if name in self._plan.formats else self._dtype
-
     def _exchange(self, index: int, bound: _Bound) -> None:
-        sends = [(peer, dist.P2POp(dist.isend, wire, peer, self._group)) for peer, wire in bound.send_wire]
-        receives = [(peer, dist.P2POp(dist.irecv, wire, peer, self._group)) for peer, wire in bound.receive_wire]
-        if not sends and not receives:
+        operations = [dist.P2POp(dist.isend, wire, peer, self._group) for peer, wire in bound.sends]
+        operations += [dist.P2POp(dist.irecv, wire, peer, self._group) for peer, wire in bound.receives]
+        if not operations:
             return
-        peers = sorted({peer for peer, _ in (*sends, *receives)})
         try:
-            for work in dist.batch_isend_irecv([op for _, op in (*sends, *receives)]):
+            for work in dist.batch_isend_irecv(operations):
                 work.wait()
         except RuntimeError as error:
+            peers = sorted({peer for peer, _ in (*bound.sends, *bound.receives)})
             where = f"weight transfer, round {index + 1} of {len(self._bound)}"
-            raise WaitTimeout(f"{where}: rank {self._rank} waited in vain for one of the ranks {peers} ({error})") from error
+            message = f"{where}: rank {self._rank} waited in vain for one of the ranks {peers} ({error})"
+            raise WaitTimeout(message) from error
 
     def _bind(self) -> None:
-        """Turns boxes into views of the tensors, unless they still lie where they lay at the last run."""
-        addresses = tuple(tensor.data_ptr() for tensors in (self._weights, self._targets) for tensor in tensors.values())
+        """Turn boxes into views of the tensors, unless they still lie where they lay at the last run."""
+        tensors = (*self._weights.values(), *self._targets.values())
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
         packed = self._staging.take()
         if addresses == self._addresses and packed is self._packed:
             return
         self._here = _Moves()
-        for copy in self._local:
-            self._move(self._here, copy, view(self._targets[copy.dst_name], copy.dst_box))
+        for copy in self._plan.copies:
+            if copy.src_rank == copy.dst_rank == self._rank:
+                self._move(self._here, copy, view(self._targets[copy.dst_name], copy.dst_box))
         shards = self._plan.targets.get(self._rank, {})
-        self._padding = [view(self._targets[name], box) for name, shard in shards.items() for box in shard.padding]
+        self._padding = [
+            view(self._targets[name], box) for name, shard in shards.items() for box in shard.padding
+        ]
         self._bound = [self._bind_round(round_, packed) for round_ in self._rounds]
         self._packed, self._addresses = packed, addresses
 
     def _bind_round(self, round_: Round, staging: Tensor) -> _Bound:
         bound = _Bound()
         offset = 0
-        for messages, wires in ((round_.sends, bound.send_wire), (round_.receives, bound.receive_wire)):
-            for message in messages.values():
-                wires.append((message.peer, staging[offset : offset + message.size]))
-                for piece in message.pieces:
+        for messages, wires in ((round_.sends, bound.sends), (round_.receives, bound.receives)):
+            for peer, pieces in messages.items():
+                first = offset
+                for piece in pieces:
                     dtype = self._target_dtype(piece.dst_name)
                     nbytes = piece.size * dtype.itemsize
-                    packed = staging[offset : offset + nbytes].view(dtype).view([stop - start for start, stop in piece.dst_box])
-                    if messages is round_.sends and round_.relays:
-                        bound.pack.copy(packed, view(self._targets[piece.src_name], piece.src_box))
-                    elif messages is round_.sends:
-                        self._move(bound.pack, piece, packed)
-                    else:
+                    shape = [stop - start for start, stop in piece.dst_box]
+                    packed = staging[offset : offset + nbytes].view(dtype).view(shape)
+                    if messages is round_.receives:
                         bound.unpack.copy(view(self._targets[piece.dst_name], piece.dst_box), packed)
+                    elif round_.relays:
+                        bound.pack.copy(packed, view(self._targets[piece.src_name], piece.src_box))
+                    else:
+                        self._move(bound.pack, piece, packed)
                     offset += staged(nbytes)
+                wires.append((peer, staging[first:offset]))
         return bound
 
-    def _check(self) -> None:
-        """ValueError if the tensors are not those of the plan: a wrong name or shape must not be found half-way."""
-        for what, tensors, shards in (
-            ("source", self._sources, {n: s for n, s in self._plan.sources.get(self._rank, {}).items() if not n.endswith(SUFFIX)}),
-            ("target", self._targets, self._plan.targets.get(self._rank, {})),
-        ):
-            for name, shard in shards.items():
-                if name not in tensors or tuple(tensors[name].shape) != shard.shape:
-                    found = tuple(tensors[name].shape) if name in tensors else "nothing"
-                    raise ValueError(f"rank {self._rank}: {what} tensor {name}: the plan expects {shard.shape}, there is {found}")
-                if what == "target" and tensors[name].dtype != self._target_dtype(name):
-                    raise ValueError(f"rank {self._rank}: target tensor {name} is {tensors[name].dtype}, not {self._target_dtype(name)}")
+    def _move(self, moves: _Moves, copy: Copy, to: Tensor) -> None:
+        """Add the write of a copy's source to `to`, in the target's dtype."""
+        from_ = view(self._sources[copy.src_name], copy.src_box)
+        if self._plan.formats.get(copy.dst_name) == FP8:
+            shard = self._plan.sources[self._rank][copy.src_name]
+            moves.quantise(self._scales, from_, *to_hf(shard, copy.src_box, copy.src_name), to)
+        else:
+            moves.copy(to, from_)
+
+    def _target_dtype(self, name: str) -> torch.dtype:
+        return FORMAT_DTYPES[self._plan.formats[name]] if name in self._plan.formats else self._dtype
+
+    @cached_property
+    def _hashed(self) -> tuple[dict[tuple[int, str], int], list[Copy]]:
+        """Return the place of every target in the sums of `check`, and the copies that this rank hashes."""
+        names = [(target, name) for target, shards in self._plan.targets.items() for name in shards]
+        mine = [copy for copy in self._plan.direct() if copy.src_rank == self._rank]
+        return {key: index for index, key in enumerate(names)}, mine
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Compare every target with its sources by fingerprints, after `run`.
+
+        Each side adds up 64-bit hashes of its pieces, so nothing is gathered; one number per target tensor
+        travels. Raises TransferError on every rank, naming tensors, if one differs.
+        """
+        index, mine = self._hashed
+        difference = torch.zeros(len(index), dtype=torch.int64, device=self._device)
+        known: dict[
+            tuple[str, int, str | None], Tensor
+        ] = {}  # replicas of an engine are sent the same pieces
+        for copy in mine:
+            key = (copy.src_name, id(copy.src_box), self._plan.formats.get(copy.dst_name))
+            if key not in known:
+                shape = [stop - start for start, stop in copy.dst_box]
+                written = torch.empty(shape, dtype=self._target_dtype(copy.dst_name), device=self._device)
+                moves = _Moves()
+                self._move(moves, copy, written)
+                moves.run()
+                shard = self._plan.sources[self._rank][copy.src_name]
+                known[key] = fingerprint(written, to_hf(shard, copy.src_box, copy.src_name)[1])
+            difference[index[copy.dst_rank, copy.dst_name]] += known[key]
+        for name, shard in self._plan.targets.get(self._rank, {}).items():
+            parts = [(region.local_box, region.hf_box) for region in shard.regions]
+            parts += [(box, box) for box in shard.padding]  # zero, and adds nothing
+            for local_box, box in parts:
+                difference[index[self._rank, name]] -= fingerprint(view(self._targets[name], local_box), box)
+        if dist.is_initialized():
+            dist.all_reduce(difference, group=self._group)
+        places = difference.nonzero().flatten().tolist()
+        if places:
+            names = list(index)
+            wrong = [names[place] for place in places]
+            shown = ", ".join(f"{name} of rank {rank}" for rank, name in wrong[:3]) + ", ..." * (
+                len(wrong) > 3
+            )
+            count = len(wrong)
+            raise TransferError(
+                f"weight transfer: fingerprints of {count} engine tensors are not the actor's: {shown}"
+            )
+
+
+def fingerprint(values: Tensor, box: Box) -> Tensor:
+    """Return the hash of `values`, which are `box` of a tensor: int64 [], to be added to its other boxes'.
+
+    hash = sum of bits[i, j] * a[i] * b[j] mod 2^64 over the elements, with a and b odd and pseudo-random in
+    the Hugging Face coordinates i and j. A sum does not care how a tensor is cut. An element that differs
+    always shows, as odd numbers have inverses; so do rows or columns that changed places.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    rows = max(1, CHUNK // max(1, values[:1].numel()))
+    factors = []
+    for axis, (start, stop) in enumerate(box):  # multiplications and shifts as in splitmix64's finaliser
+        x = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=values.device) * 0x1E3779B97F4A7C15
+        x += axis * 0x3C6EF372FE94F82A
+        x = (x ^ (x >> 30)) * 0x3F58476D1CE4E5B9
+        x = (x ^ (x >> 27)) * 0x14D049BB133111EB
+        factors.append((x ^ (x >> 31)) | 1)
+    for first in range(0, values.shape[0], rows):
+        part = values[first : first + rows].view(BITS[values.dtype.itemsize]).to(torch.int64)
+        for factor in (*reversed(factors[1:]), factors[0][first : first + rows]):
+            part = (part * factor).sum(-1)
+        total += part
+    return total
+
+
+class BlockScales:
+    """The scales of the Hugging Face tensors that a plan's targets need in block FP8; none for other plans.
+
+    `tensors` by name, float32 [rows / 128, columns / 128], whole on every rank. A block may lie across the
+    border of two source shards: so every rank takes the largest magnitude of its part of each block, one
+    all-reduce (4 bytes for 16,384 weights) makes it the block's, and after that quantising is local, however
+    the sources are cut.
+    """
+
+    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
+        targets = {id(shards): shards for shards in plan.targets.values()}.values() if plan.formats else ()
+        tensors = [
+            (name, shard) for shards in targets for name, shard in shards.items() if name in plan.formats
+        ]
+        needed = {
+            r.hf_name.removesuffix(SCALE_SUFFIX) + SCALE_SUFFIX for _, shard in tensors for r in shard.regions
+        }
+        everywhere = next(iter(plan.sources.values()), {})
+        shapes = {name: shard.shape for name, shard in everywhere.items() if name in needed}
+        sizes = [rows * columns for rows, columns in shapes.values()]
+        self._flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        parts = self._flat.split(sizes) if sizes else ()
+        self.tensors = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+        self._regions: list[tuple[str, Region]] = [
+            (name, region)
+            for name, shard in plan.sources.get(rank, {}).items()
+            for region in shard.regions
+            if region.hf_name + SCALE_SUFFIX in shapes
+        ]
+
+    def update(self, sources: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+        """Take the scales of the present weights: a block's largest magnitude / 448, which is FP8's largest.
+
+        Every rank of `group` calls this. A block of zeros has the smallest normal float32 as its scale, which
+        keeps 0 / scale = 0.
+        """
+        if not self.tensors:
+            return
+        self._flat.zero_()
+        for name, region in self._regions:
+            scales = self.tensors[region.hf_name + SCALE_SUFFIX]
+            for part, box in _strips(view(sources[name], region.local_box), region.hf_box):
+                (top, bottom), (left, right) = box
+                pad = (left % BLOCK, -right % BLOCK, top % BLOCK, -bottom % BLOCK)
+                blocks = F.pad(part.abs(), pad).unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+                there = scales[top // BLOCK : -(-bottom // BLOCK), left // BLOCK : -(-right // BLOCK)]
+                torch.maximum(there, blocks.amax((1, 3)).float(), out=there)
+        if dist.is_initialized():
+            dist.all_reduce(self._flat, dist.ReduceOp.MAX, group=group)
+        self._flat.div_(E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
+
+    def quantise(self, values: Tensor, hf_name: str, hf_box: Box, out: Tensor) -> None:
+        """Write values / scale, rounded to float8_e4m3fn, to `out`; values [rows, columns] are `hf_box`."""
+        scales = self.tensors[hf_name + SCALE_SUFFIX]
+        start = hf_box[0][0]
+        for part, ((top, bottom), (left, right)) in _strips(values, hf_box):
+            rows = torch.arange(top, bottom, device=part.device) // BLOCK
+            columns = torch.arange(left, right, device=part.device) // BLOCK
+            scaled = part.float() / scales[rows][:, columns]
+            # Rounding of the quotient may pass the largest number by one unit; torch would make that NaN.
+            out[top - start : bottom - start].copy_(scaled.clamp_(-E4M3_MAX, E4M3_MAX))
+
+
+def _strips(values: Tensor, hf_box: Box) -> Iterator[tuple[Tensor, Box]]:
+    """Yield rows of a matrix in pieces of about CHUNK elements, with their boxes, cut between blocks."""
+    (top, bottom), columns = hf_box
+    height = max(1, CHUNK // max(1, values.shape[1]))
+    height = max(BLOCK, height // BLOCK * BLOCK)
+    first = top
+    while first < bottom:
+        last = min(bottom, (first // BLOCK) * BLOCK + height)
+        yield values[first - top : last - top], ((first, last), columns)
+        first = last

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.cli.main import main
-from megarl.weights.hf_io import HFFolder
+from megarl.weights.hf import HFFolder
 from tests.cli.scene import Scene, write_jsonl
 from tests.tiny_models import LLAMA3_ROPE, make_tiny_model
 

@@ -30,7 +30,7 @@ from megarl.rewards.worker import judge
 from megarl.schedule.preflight import Described, check_tokenizer
 from megarl.training.checkpoint import find_checkpoint, open_checkpoint, read_state, write_state
 from megarl.weights.families import ROPE_NEEDS, ROPE_NUMBERS, VALUES
-from megarl.weights.hf_io import HFFolder
+from megarl.weights.hf import HFFolder
 from tests.tiny_models import make_tiny_model
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

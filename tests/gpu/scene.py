@@ -26,8 +26,8 @@ from megarl.training.batch import LocalBatch, distribute
 from megarl.training.losses import supervised_loss
 from megarl.training.model import TrainableModel, UpdateResult
 from megarl.training.tensor_groups import tensor_groups
+from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.families import table_names
-from megarl.weights.known_models import KNOWN_MODELS
 
 EOS = 1
 WEIGHTS, UPDATE = ("actor.weights",), ("actor.weights", "actor.gradients", "actor.optimizer")

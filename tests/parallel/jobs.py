@@ -54,7 +54,7 @@ def make_config(
 def load(model: torch.nn.Module, folder: Path, runtime: Runtime, critic: bool = False) -> None:
     """The weights of a Hugging Face folder into this rank's model."""
     from megarl.weights.families import table_names
-    from megarl.weights.hf_io import HFFolder, load_into
+    from megarl.weights.hf import HFFolder, load_into
     from megarl.weights.layout import megatron_layout
 
     source = HFFolder(folder, critic=critic)
@@ -158,9 +158,9 @@ def _gather_shards(learner: Any) -> None:
 
 def _in_hf_names(learner: Any, folder: Path, runtime: Runtime, critic: bool) -> dict[str, torch.Tensor]:
     from megarl.weights.families import table_names
-    from megarl.weights.hf_io import HFFolder
+    from megarl.weights.hf import HFFolder
     from megarl.weights.layout import hf_shards, megatron_layout
-    from megarl.weights.planner import make_plan
+    from megarl.weights.plan import make_plan
     from megarl.weights.transfer import Transfer
 
     hf_config = HFFolder(folder, critic=critic).config
@@ -182,11 +182,10 @@ def rollout_after_update(runtime: Runtime, folder: Path, out: Path, prompts: lis
     from megarl.training.batch import distribute
     from megarl.training.losses import supervised_loss
     from megarl.training.model import TrainableModel
-    from megarl.weights.export import export_hf
     from megarl.weights.families import table_names
-    from megarl.weights.hf_io import HFFolder
+    from megarl.weights.hf import HFFolder, export_hf
     from megarl.weights.layout import hf_shards, megatron_layout
-    from megarl.weights.planner import make_plan
+    from megarl.weights.plan import make_plan
     from megarl.weights.transfer import Transfer
 
     config = make_config(folder, dtype=dtype, nll_weight=1.0)

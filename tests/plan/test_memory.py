@@ -11,7 +11,7 @@ import pytest
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.plan.memory import Plan, check_fits, plan_of, with_layout
-from megarl.weights.known_models import KNOWN_MODELS
+from megarl.weights.cost import KNOWN_MODELS
 from tests.plan.jobs import group_sizes, hf_of, plan_for
 from tests.ranks import RankPool
 

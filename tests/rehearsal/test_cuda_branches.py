@@ -25,9 +25,9 @@ from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.schedule import preflight
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.weights import transfer
-from megarl.weights.hf_io import read_config
+from megarl.weights.families import read_config
 from megarl.weights.layout import Box, Region, Shard
-from megarl.weights.planner import make_plan
+from megarl.weights.plan import make_plan
 from tests.gpu.scene import TINY, sizes_of
 from tests.rehearsal.fakecuda import FREE, TOTAL, pretend
 from tests.tiny_models import make_tokenizer

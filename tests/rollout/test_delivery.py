@@ -28,10 +28,9 @@ from megarl.rollout.delivery import Delivery
 from megarl.rollout.sglang import Place, SGLangEngine
 from megarl.schedule import evaluation, preflight, run
 from megarl.schedule.run import make_delivery
-from megarl.weights.engine_plan import engine_plan
-from megarl.weights.known_models import KNOWN_MODELS
+from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.layout import Region, Shard, full_box
-from megarl.weights.plan import Plan
+from megarl.weights.plan import Plan, engine_plan
 from megarl.weights.transfer import Staging, Transfer, TransferStats
 
 ROOT = Path(__file__).parents[2]

@@ -37,7 +37,7 @@ class Scene:
         from megarl.model.builder import build_actor, read_hf_config
         from megarl.schedule.run import make_delivery, make_engine
         from megarl.training.model import TrainableModel
-        from megarl.weights.hf_io import read_config
+        from megarl.weights.families import read_config
 
         inside = {"custom_weight_loader": ["megarl.rollout.sglang_inside.load_shards", DUMP]}
         rollout = {"engine": "sglang", "max_response_tokens": 64, "max_batch": 32, "engine_options": inside, "engine_start_timeout": 1500}
@@ -82,8 +82,8 @@ def wait(runtime: Runtime, name: str) -> bool:
 
 def deliver(runtime: Runtime, name: str, version: int, dump: Path) -> dict[str, Any]:
     """The actor's weights into the engine; what SGLang's ranks hold then goes to files, and the actor is exported."""
-    from megarl.weights.export import export_hf
     from megarl.weights.families import table_names
+    from megarl.weights.hf import export_hf
 
     scene = SCENES[name]
     stats = scene.delivery.run(version)

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from megarl.rollout.engine import Request, SamplingParams
 from megarl.rollout.transformers_engine import TransformersEngine
-from megarl.weights.hf_io import HFFolder, load_into
-from megarl.weights.sglang_layout import sglang_shards
+from megarl.weights.hf import HFFolder, load_into
+from megarl.weights.layout import sglang_shards
 from tests.ranks import RankPool
 from tests.sglang import jobs
 from tests.tiny_models import make_tiny_model

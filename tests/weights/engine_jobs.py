@@ -10,11 +10,8 @@ from torch import Tensor
 from megarl.config.errors import TransferError
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
-from megarl.weights.engine_plan import with_scales
-from megarl.weights.formats import fp8_block
-from megarl.weights.layout import Shards, hf_shapes, megatron_layout
-from megarl.weights.planner import make_plan
-from megarl.weights.sglang_layout import sglang_shards
+from megarl.weights.layout import Shards, hf_shapes, megatron_layout, sglang_shards
+from megarl.weights.plan import fp8_block, make_plan
 from megarl.weights.transfer import FORMAT_DTYPES, Transfer
 
 
@@ -52,8 +49,7 @@ def into_engines(
     targets = [(rank, shards[place]) for rank, place in enumerate(tps)]
     formats: dict[str, str] = {}
     if fp8:
-        targets, scales, formats = fp8_block(targets, hf_shapes(config))
-        sources = with_scales(sources, scales)
+        sources, targets, formats = fp8_block(sources, targets, hf_shapes(config))
     plan = make_plan(sources, targets, formats=formats, gpus_per_node=2)
     plan.verify()
     weights = sliced({n: s for n, s in plan.sources[runtime.rank].items() if not n.endswith("_scale_inv")}, whole_model(config, 1))

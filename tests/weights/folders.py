@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.parallel.layout import Layout
-from megarl.weights.hf_io import HFFolder, load_into
+from megarl.weights.hf import HFFolder, load_into
 from megarl.weights.layout import Shards, hf_shapes
 from megarl.weights.plan import Plan
 

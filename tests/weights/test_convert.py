@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,10 @@ from torch import Tensor
 from megarl.config.errors import CheckpointError
 from megarl.parallel.layout import Layout
 from megarl.weights.convert import conversion_layout, hf_to_megatron, megatron_to_hf
-from megarl.weights.hf_io import HFFolder, load_into
+from megarl.weights.files import BLOCK, FileTensor, blocks
+from megarl.weights.hf import HFFolder, load_into
 from megarl.weights.layout import full_box, megatron_layout
-from megarl.weights.megatron_folder import MegatronFolder
-from megarl.weights.stored import BLOCK, Made, Piece, Stored
+from megarl.weights.megatron import MegatronFolder
 from tests.ranks import RankPool
 from tests.tiny_models import MODELS as MODEL_CLASSES
 from tests.tiny_models import make_tiny_model
@@ -164,7 +166,7 @@ def test_a_rank_reads_no_more_than_its_slices(tmp_path: Path) -> None:
     hf_to_megatron(folder, tmp_path / "megatron", layout)
     for source in (HFFolder(folder), MegatronFolder(tmp_path / "megatron")):
         for name in source.shapes:
-            source.tensor(name)  # the headers are read once
+            source.read(name, full_box(source.shapes[name]))  # the headers are read once
         for rank, shards in megatron_layout(source.config, layout):
             tensors = {name: torch.empty(shard.shape) for name, shard in shards.items()}
             slices = sum(region_size(r.hf_box) * BF16.itemsize for shard in shards.values() for r in shard.regions)
@@ -185,21 +187,12 @@ def test_boxes_of_files_are_those_of_slicing(tmp_path: Path) -> None:
     whole = torch.arange(6 * 7 * 5, dtype=torch.int32).view(6, 7, 5)
     path = tmp_path / "raw"
     path.write_bytes(b"head" + whole.numpy().tobytes())
-    for src in (((1, 4), (2, 6), (0, 5)), ((0, 6), (0, 7), (0, 5)), ((5, 6), (0, 7), (1, 3)), ((2, 4), (3, 4), (4, 5))):
-        extents = tuple(stop - start for start, stop in src)
-        for shape, corner in ((extents, (0, 0, 0)), (tuple(e + 2 for e in extents), (1, 0, 2))):
-            dst = tuple((at, at + size) for at, size in zip(corner, extents, strict=True))
-            made = Made("x", shape, torch.int32, (Piece(Stored(path, 4, (6, 7, 5), torch.int32), src, dst),))
-            expected = torch.zeros(shape, dtype=torch.int32)
-            expected[tuple(slice(*ends) for ends in dst)] = whole[tuple(slice(*ends) for ends in src)]
-            assert torch.equal(made.read(full_box(shape)), expected)
-            part = tuple((size // 3, size) for size in shape)
-            assert torch.equal(made.read(part), expected[tuple(slice(*ends) for ends in part)])
+    stored = FileTensor(path, 4, (6, 7, 5), torch.int32)
+    for box in product(*(list(combinations(range(size + 1), 2)) for size in (6, 7, 5))):
+        assert torch.equal(stored.read(box, "x"), whole[tuple(slice(*ends) for ends in box)])
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match="raw: x: the file ends before the tensor does"):
-        Made("x", (6, 7, 5), torch.int32, (Piece(Stored(path, 4, (6, 7, 5), torch.int32), *[full_box((6, 7, 5))] * 2),)).read(
-            full_box((6, 7, 5))
-        )
+        stored.read(full_box((6, 7, 5)), "x")
 
 
 @pytest.mark.slow
@@ -261,9 +254,8 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
 
 def test_blocks_are_rows_that_tile_a_tensor() -> None:
     for shape in ((1, 10), (100_000, 64), (3, 4_000_000), (7,), (5_000_000,)):
-        made = Made("x", shape, torch.float32, ())
-        boxes = list(made.blocks())
+        boxes = list(blocks(shape, 4))
         assert [box[0][0] for box in boxes] == [0, *(box[0][1] for box in boxes[:-1])] and boxes[-1][0][1] == shape[0]
         assert all(box[1:] == full_box(shape[1:]) for box in boxes)
-        row = made.nbytes // shape[0]
+        row = 4 * math.prod(shape[1:])
         assert all((box[0][1] - box[0][0]) * row <= max(BLOCK, row) for box in boxes)

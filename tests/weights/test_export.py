@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from megarl.config.errors import CheckpointError
 from megarl.config.files import read_json
 from megarl.parallel.layout import Layout
-from megarl.weights.export import export_hf
-from megarl.weights.hf_io import INDEX, HFFolder
+from megarl.weights.hf import INDEX, HFFolder, export_hf
 from megarl.weights.layout import megatron_layout
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from megarl.config.errors import TransferError
 from megarl.parallel.layout import Layout
-from megarl.weights.fingerprint import fingerprint
-from megarl.weights.layout import full_box, megatron_layout
-from megarl.weights.planner import make_plan
-from megarl.weights.sglang_layout import sglang_shards
-from megarl.weights.transfer import Transfer
+from megarl.weights.layout import full_box, megatron_layout, sglang_shards
+from megarl.weights.plan import make_plan
+from megarl.weights.transfer import Transfer, fingerprint
 from tests.ranks import RankPool
 from tests.weights.engine_jobs import into_engines, sliced, whole_model
 

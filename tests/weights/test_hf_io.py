@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megarl.config.errors import CheckpointError
 from megarl.parallel.layout import Layout
-from megarl.weights.hf_io import INDEX, HFFolder, load_into
-from megarl.weights.layout import megatron_layout, megatron_shards
+from megarl.weights.hf import INDEX, HFFolder, load_into
+from megarl.weights.layout import megatron_layout
 from tests.tiny_models import make_tiny_model
 from tests.weights.folders import loaded
 
@@ -118,7 +118,7 @@ def test_numbers_that_are_not_finite(folder: Path, number: float, dtype: torch.d
     change(folder, damage)
     model = HFFolder(folder)
     for rank, found in ((0, True), (1, False)):  # only who has the slice can know
-        shards = megatron_shards(model.config, Layout(tp=2), tp_rank=rank, pp_rank=0)
+        shards = megatron_layout(model.config, Layout(tp=2))[rank][1]
         tensors = {name: torch.zeros(shard.shape) for name, shard in shards.items()}
         with pytest.raises(CheckpointError, match=rf"model\.safetensors: {GATE}: holds numbers that are NaN") if found else nullcontext():
             load_into(tensors, shards, model)
@@ -159,7 +159,7 @@ def test_index(tmp_path: Path) -> None:
 def test_critic_from_an_actor_keeps_its_own_head(folder: Path) -> None:
     source = HFFolder(folder, critic=True)
     assert source.missing == ("score.weight",)
-    shards = megatron_shards(source.config, Layout(), tp_rank=0, pp_rank=0, critic=True)
+    shards = megatron_layout(source.config, Layout(), critic=True)[0][1]
     tensors = {name: torch.full(shard.shape, 7.0) for name, shard in shards.items()}
     assert load_into(tensors, shards, source) == ["value_head.weight"]
     assert torch.equal(tensors["value_head.weight"], torch.full((1, 32), 7.0))
@@ -185,7 +185,7 @@ def test_critic_heads_that_cannot_be_taken(tmp_path: Path) -> None:
 
 def test_tensors_that_are_not_the_layouts_are_refused(folder: Path) -> None:
     source = HFFolder(folder)
-    shards = megatron_shards(source.config, Layout(), tp_rank=0, pp_rank=0)
+    shards = megatron_layout(source.config, Layout())[0][1]
     tensors = {name: torch.empty(shard.shape) for name, shard in shards.items()}
     name = "decoder.final_layernorm.weight"
     with pytest.raises(ValueError, match=name):

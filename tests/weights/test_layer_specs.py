@@ -11,8 +11,7 @@ import pytest
 
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
-from megarl.weights.families import TE_ALIASES, table_names
-from megarl.weights.hf_io import read_config
+from megarl.weights.families import TE_ALIASES, read_config, table_names
 from megarl.weights.layout import megatron_layout
 from tests.parallel import jobs
 from tests.ranks import RankPool

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import Sizes, family_of, table_name, table_names
-from megarl.weights.hf_io import HFFolder
-from megarl.weights.layout import check_layout, hf_shapes, megatron_layout, megatron_shards, stage_layers
+from megarl.weights.hf import HFFolder
+from megarl.weights.layout import check_layout, hf_shapes, megatron_layout
 from tests.ranks import in_a_fork
 from tests.tiny_models import make_tiny_model
 from tests.weights.folders import hf_configs, loaded, numbered, write_folder
@@ -164,7 +164,8 @@ def test_shards_equal_explicit_loops(tmp_path_factory: pytest.TempPathFactory, d
 def test_critic_has_a_value_head_on_the_last_stage_and_no_output_layer() -> None:
     for tied in (False, True):
         config = {**CONFIG, "tie_word_embeddings": tied}
-        first, last = (megatron_shards(config, Layout(tp=2, pp=2), tp_rank=1, pp_rank=pp, critic=True) for pp in (0, 1))
+        ranks = dict(megatron_layout(config, Layout(tp=2, pp=2), critic=True))
+        first, last = ranks[1], ranks[3]
         assert last["value_head.weight"].shape == (1, 32)
         assert not {"value_head.weight", "output_layer.weight"} & first.keys()
         assert "output_layer.weight" not in last
@@ -172,7 +173,10 @@ def test_critic_has_a_value_head_on_the_last_stage_and_no_output_layer() -> None
 
 
 def test_stages_take_the_layers_in_order() -> None:
-    assert [list(stage_layers(6, 3, stage)) for stage in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    for rank, shards in megatron_layout(CONFIG, Layout(pp=3)):
+        norms = [shards[f"decoder.layers.{local}.input_layernorm.weight"].regions[0].hf_name for local in (0, 1)]
+        assert norms == [f"model.layers.{layer}.input_layernorm.weight" for layer in (2 * rank, 2 * rank + 1)]
+        assert "decoder.layers.2.input_layernorm.weight" not in shards
 
 
 def test_transformer_engine_names_are_the_tables_names() -> None:

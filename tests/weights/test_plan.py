@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 
 from megarl.config.schema import ClusterConfig
 from megarl.parallel.layout import Layout
-from megarl.weights.cost import direct_cost
-from megarl.weights.hf_io import HFFolder
-from megarl.weights.known_models import KNOWN_MODELS
-from megarl.weights.layout import Region, Shard, Shards, full_box, hf_shapes, hf_shards, megatron_layout
-from megarl.weights.plan import Copy, Plan, PlanError
-from megarl.weights.planner import make_plan
-from megarl.weights.sglang_layout import sglang_shards
+from megarl.weights.cost import KNOWN_MODELS, direct_cost
+from megarl.weights.hf import HFFolder
+from megarl.weights.layout import Region, Shard, Shards, full_box, hf_shapes, hf_shards, megatron_layout, sglang_shards
+from megarl.weights.plan import Copy, Plan, PlanError, make_plan
 from tests.weights.folders import execute, hf_configs, loaded, numbered, write_folder
 
 Drawn = tuple[dict[str, Any], list[Layout]]

@@ -12,11 +12,8 @@ from torch import Tensor
 
 from megarl.config.errors import ConfigError
 from megarl.parallel.layout import Layout
-from megarl.weights.engine_plan import with_scales
-from megarl.weights.formats import fp8_block
-from megarl.weights.layout import hf_shapes, hf_shards, megatron_layout
-from megarl.weights.planner import make_plan
-from megarl.weights.sglang_layout import sglang_shards
+from megarl.weights.layout import hf_shapes, hf_shards, megatron_layout, sglang_shards
+from megarl.weights.plan import fp8_block, make_plan
 from megarl.weights.transfer import Transfer
 from tests.ranks import RankPool
 from tests.weights.engine_jobs import into_engines, sliced, whole_model
@@ -105,8 +102,8 @@ def test_four_ranks(ranks: Callable[..., RankPool], layout: Layout, bucket: int,
 def test_bf16_weights_and_published_names() -> None:
     """In the Hugging Face layout the result is a block-FP8 checkpoint; bf16 sources are quantised from what they hold."""
     hf = {name: tensor.bfloat16() for name, tensor in whole_model(CONFIG).items()}
-    targets, scales, formats = fp8_block([(0, hf_shards(CONFIG))], hf_shapes(CONFIG))
-    plan = make_plan(with_scales(megatron_layout(CONFIG, Layout()), scales), targets, formats=formats)
+    sources, targets, formats = fp8_block(megatron_layout(CONFIG, Layout()), [(0, hf_shards(CONFIG))], hf_shapes(CONFIG))
+    plan = make_plan(sources, targets, formats=formats)
     plan.verify()
     weights = sliced(megatron_layout(CONFIG, Layout())[0][1], hf)
     dtypes = {"float8_e4m3fn": torch.float8_e4m3fn, "float32": torch.float32}
@@ -131,7 +128,7 @@ def test_bf16_weights_and_published_names() -> None:
 def test_shards_that_cut_a_block_are_refused() -> None:
     shapes = hf_shapes(CONFIG)
     with pytest.raises(ConfigError, match=r"rollout.weights_dtype: .*gate_up_proj.weight .* 0 to 192 of 384 of .*gate_proj.weight"):
-        fp8_block([(0, sglang_shards(CONFIG, 2, 0))], shapes)
+        fp8_block([], [(0, sglang_shards(CONFIG, 2, 0))], shapes)
     padded = {**CONFIG, "intermediate_size": 128 * 3 - 1}
     with pytest.raises(ConfigError, match=r"the engine pads .*gate_up_proj"):
-        fp8_block([(0, sglang_shards(padded, 1, 0, cpu=True))], hf_shapes(padded))
+        fp8_block([], [(0, sglang_shards(padded, 1, 0, cpu=True))], hf_shapes(padded))

@@ -13,9 +13,8 @@ from torch.nn.functional import pad
 
 from megarl.config.errors import ConfigError
 from megarl.parallel.layout import Layout
-from megarl.weights.layout import Shards, megatron_layout
-from megarl.weights.planner import make_plan
-from megarl.weights.sglang_layout import sglang_shards
+from megarl.weights.layout import Shards, megatron_layout, sglang_shards
+from megarl.weights.plan import make_plan
 from tests.weights.folders import execute, hf_configs, numbered
 
 MOE = {

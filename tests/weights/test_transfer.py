@@ -14,12 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.parallel.layout import Layout
-from megarl.weights.hf_io import HFFolder
+from megarl.weights.hf import HFFolder
 from megarl.weights.layout import Region, Shard, full_box, hf_shards, megatron_layout
-from megarl.weights.plan import Copy, Plan, volume
-from megarl.weights.planner import make_plan
-from megarl.weights.rounds import rounds_of, split
-from megarl.weights.transfer import Transfer
+from megarl.weights.plan import Copy, Plan, make_plan, rounds_of, split, volume
+from megarl.weights.transfer import Staging, Transfer
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 from tests.weights import jobs
@@ -69,8 +67,8 @@ def test_rounds_of_all_ranks_fit_together(drawn: tuple[dict[str, Any], list[Layo
     world = range(max(layout.world, other.world))
     rounds = {rank: rounds_of(plan, rank, 4, limit) for rank in world}
     assert all(round_.size <= limit for mine in rounds.values() for round_ in mine)
-    sent = {(src, dst): [m.pieces for r in rounds[src] for p, m in r.sends.items() if p == dst] for src in world for dst in world}
-    received = {(src, dst): [m.pieces for r in rounds[dst] for p, m in r.receives.items() if p == src] for src in world for dst in world}
+    sent = {(src, dst): [pieces for r in rounds[src] for p, pieces in r.sends.items() if p == dst] for src in world for dst in world}
+    received = {(src, dst): [pieces for r in rounds[dst] for p, pieces in r.receives.items() if p == src] for src in world for dst in world}
     assert sent == received
     moved = sum(copy.size for copy in (*plan.copies, *plan.relays) if copy.src_rank != copy.dst_rank)
     assert sum(piece.size for messages in sent.values() for pieces in messages for piece in pieces) == moved
@@ -137,9 +135,10 @@ def test_tensors_that_are_not_the_plans_are_refused_before_anything_is_sent() ->
 
 def test_memory_that_is_given_back_is_taken_again() -> None:
     source, target = torch.ones(4, 3), torch.zeros(4, 3)
-    moving = Transfer(one_tensor(), 0, {"a": source}, {"b": target}, 100)
+    staging = Staging(source.device)
+    moving = Transfer(one_tensor(), 0, {"a": source}, {"b": target}, 100, staging=staging)
     moving.run()
-    moving.release()
+    staging.release()
     source.fill_(5.0)
     moving.run()
     assert torch.equal(target, source)

@@ -1,0 +1,281 @@
+"""Files of models: boxes of stored tensors, hashed writing, and folders that appear only when they are whole.
+
+A safetensors tensor and a chunk of a distributed checkpoint are the same thing here: row-major bytes at an
+offset of a file. Folders are made by one process or by several together.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import product
+from math import prod
+from operator import mul
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.config.errors import CheckpointError, MegarlError
+from megarl.config.files import fsync
+from megarl.parallel.comm import gather_over
+from megarl.weights.families import Shape
+from megarl.weights.layout import Box, full_box
+
+T = TypeVar("T")
+BLOCK = (
+    2 << 20
+)  # bytes that are read, converted, hashed and written at a time: they stay in a processor's cache
+SMALL = 64 << 10  # bytes up to which a thread of its own for hashing does not pay
+# Files of a model's folder that belong to any other form of the model as well.
+CARRIED = (
+    "config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+    "*.model",
+    "*.tiktoken",
+)
+
+
+class FileTensor(NamedTuple):
+    """A row-major tensor at `offset` bytes of a file."""
+
+    path: Path
+    offset: int
+    shape: Shape
+    dtype: torch.dtype
+
+    def read(self, box: Box, name: str) -> Tensor:
+        """Return `tensor[box]` on the CPU; only its own bytes are read.
+
+        Raises CheckpointError, naming the file and the tensor `name`, where the bytes are no longer there.
+        """
+        extents = tuple(stop - start for start, stop in box)
+        tensor = torch.empty(extents, dtype=self.dtype)
+        out = as_bytes(tensor)
+        # Bytes follow one another from the last dimension that is not whole.
+        axis = max((axis for axis, size in enumerate(extents) if size != self.shape[axis]), default=0)
+        run = prod(extents[axis:]) * self.dtype.itemsize
+        strides = [prod(self.shape[dim + 1 :]) * self.dtype.itemsize for dim in range(axis + 1)]
+        starts = product(*(range(start, stop) for start, stop in box[:axis]), (box[axis][0],))
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                for number, start in enumerate(starts):
+                    at = self.offset + sum(map(mul, start, strides))
+                    left = out[number * run : (number + 1) * run]
+                    while left:
+                        count = os.preadv(file.fileno(), [left], at)
+                        if count == 0:
+                            raise damaged(self.path, name, "the file ends before the tensor does")
+                        left, at = left[count:], at + count
+        except OSError as error:
+            raise damaged(self.path, name, f"cannot be read ({error.strerror})") from error
+        return tensor
+
+
+def damaged(path: Path, name: str, problem: str) -> CheckpointError:
+    """Return the error for a tensor (or key) of a file."""
+    return CheckpointError(f"{path}: {name}: {problem}")
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    flat: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def blocks(shape: Shape, itemsize: int) -> Iterator[Box]:
+    """Yield boxes of whole rows that tile a tensor in order, each of about BLOCK bytes."""
+    step = max(1, BLOCK // max(1, prod(shape[1:]) * itemsize))
+    for first in range(0, shape[0], step):
+        yield ((first, min(first + step, shape[0])), *full_box(shape[1:]))
+
+
+class HashedFile:
+    """A new file that is written once from front to back, and hashed beside that.
+
+    What cannot be written is a CheckpointError that names the file and `writing`, a tensor.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.writing = ""
+        self.error: CheckpointError | None = None  # for torch.save, which hides it behind an error of its own
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by `__exit__`)
+        self._digest = hashlib.sha256()
+        self._hasher = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hasher.shutdown()
+        self._file.close()
+
+    def tell(self) -> int:
+        """Return the bytes written so far."""
+        return self._file.tell()
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write all of it."""
+        # torch.save writes some dozens of small pieces a tensor.
+        hashing = self._hasher.submit(self._digest.update, data) if len(data) > SMALL else None
+        if hashing is None:
+            self._digest.update(data)
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise self._refused(error) from error
+        finally:
+            if hashing is not None:
+                hashing.result()
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing, for nothing is held back."""
+
+    def finish(self) -> str:
+        """Return the SHA-256 of what is on disk now."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._refused(error) from error
+        return self._digest.hexdigest()
+
+    def _refused(self, error: OSError) -> CheckpointError:
+        self.error = damaged(self.path, self.writing, f"cannot be written ({error.strerror})")
+        return self.error
+
+
+class Processes:
+    """The processes that make a folder together: this one alone, or those of the default process group.
+
+    `group`: of gloo, with the same ranks, where the default group is NCCL, for a line of text per step.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        together = dist.is_initialized()
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+        self._group = group
+        self.folder: Path | None = None  # that is being made, for errors of writing that name no file
+
+    def run(self, action: Callable[[], T]) -> T:
+        """Return this process's result of `action`; CheckpointError on every process if it failed on one."""
+        problem, result = None, None
+        try:
+            result = action()
+        except MegarlError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"{error.filename or self.folder}: cannot be written ({error.strerror})"
+        problems = [text for text in self.gather(problem) if text is not None]
+        if problems:
+            raise CheckpointError(problems[0])
+        return cast(T, result)
+
+    def first(self, action: Callable[[], None]) -> None:
+        """Run `action` on the first process while the others wait."""
+        self.run(action if self.rank == 0 else lambda: None)
+
+    def gather(self, value: T) -> list[T]:
+        """Return every process's `value`, by rank."""
+        return [value] if self.world == 1 else gather_over(self._group, value)
+
+
+@contextmanager
+def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
+    """Yield a temporary folder beside `out` that takes its name at the end, when it is on disk.
+
+    Whatever happens before leaves nothing behind. size: bytes that are going to be written. Raises
+    CheckpointError where `out` exists, somebody else is making it, or there is no room.
+    """
+    folder = out.with_name(f".{out.name}.partial")
+    lock: list[int] = []  # only in the first process
+    processes.folder = out
+
+    def start() -> None:
+        if out.exists() or out.is_symlink():
+            raise CheckpointError(f"{out}: already exists (choose another folder, or remove it)")
+        if folder.exists():  # of a process that was killed, unless one holds it
+            os.close(_lock(folder))
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        lock.append(_lock(folder))
+        free = shutil.disk_usage(folder).free
+        if free < size:
+            wanted = f"{readable(size)} are to be written"
+            raise CheckpointError(f"{out}: {wanted}, but {readable(free)} are free there")
+
+    def publish() -> None:
+        fsync(folder)
+        folder.rename(out)
+        fsync(out.parent)
+
+    try:
+        processes.first(start)
+        yield folder
+        processes.first(publish)
+    except BaseException:
+        if lock:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        for descriptor in lock:
+            os.close(descriptor)
+
+
+def _lock(folder: Path) -> int:
+    """Return a descriptor that keeps other processes from making the folder until it is closed."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        message = f"{folder}: another process is writing there (wait for it, or choose another folder)"
+        raise CheckpointError(message) from None
+    except OSError:  # a network's file system may know no such locks
+        pass
+    return descriptor
+
+
+def readable(size: float) -> str:
+    """Return bytes as people read them: MB below a GB."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+
+
+def carry_along(source: Path, folder: Path, config: Mapping[str, Any] | None = None) -> None:
+    """Copy everything of a model's folder that is not weights, durably.
+
+    `config`: config.json, where it is not the source's. Raises CheckpointError naming what cannot be copied.
+    """
+    found = {path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()}
+    for path in sorted(found):
+        copy = folder / path.name
+        try:
+            shutil.copyfile(path, copy)
+            fsync(copy)
+        except OSError as error:
+            raise CheckpointError(f"{copy}: cannot be copied from {path} ({error.strerror})") from error
+    if config is not None:
+        write_json(folder / "config.json", config)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write indented JSON, and wait until it is on disk."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    fsync(path)

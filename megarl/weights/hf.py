@@ -1,0 +1,358 @@
+"""Hugging Face folders: checked from headers, read slice by slice, written from the shards of all ranks.
+
+A rank touches only its own part, and no rank ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megarl.config.errors import CheckpointError
+from megarl.config.files import fsync, read_json
+from megarl.parallel.layout import Layout
+from megarl.weights.families import EMBEDDING, OUTPUT, Shape, family_of, is_tied, read_config
+from megarl.weights.files import (
+    FileTensor,
+    Processes,
+    as_bytes,
+    blocks,
+    carry_along,
+    damaged,
+    new_folder,
+    write_json,
+)
+from megarl.weights.layout import Box, Shards, hf_shapes, hf_shards, megatron_layout
+from megarl.weights.plan import make_plan
+from megarl.weights.transfer import Transfer, view
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Tensors of a folder that belong to no parameter of ours and do no harm: old files' rotary tables, and the
+# heads of another use of the body.
+HARMLESS = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight|score\.(weight|bias)")
+SCORE_BIAS = "score.bias"  # transformers' token classifier has one; ours is zero
+EMBEDDING_NAME, OUTPUT_NAME = EMBEDDING.hf[0][0], OUTPUT.hf[0][0]
+
+
+class ModelFolder(ABC):
+    """A model's weights in files, seen as Hugging Face tensors: checked when opened, read slice by slice.
+
+    `config`: config.json. `shapes`: the tensors that the model has. `missing`: those that the folder lacks
+    and may lack (a critic's `score.weight`).
+    """
+
+    path: Path
+    config: dict[str, Any]
+    shapes: dict[str, Shape]
+    missing: tuple[str, ...]
+
+    @abstractmethod
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return `tensor[box]` on the CPU, in the file's dtype; only these bytes are read.
+
+        Raises CheckpointError naming the file that has them no longer.
+        """
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype."""
+
+    @abstractmethod
+    def files(self, name: str) -> list[tuple[Path, Box]]:
+        """Return the files that hold a tensor, with the box that each has of it."""
+
+    def read_as(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """Return `tensor[box]` in another dtype; CheckpointError if a number is beyond its range."""
+        block = self.read(name, box)
+        converted = block.to(dtype)
+        if dtype == torch.float16 and bool((block.isfinite() & ~converted.isfinite()).any()):
+            problem = "has numbers beyond the range of float16 (choose bf16 or fp32)"
+            raise damaged(self.files(name)[0][0], name, problem)
+        return converted
+
+    def _check_tied(self) -> None:
+        """Raise CheckpointError where config.json ties an output layer of the folder to another embedding.
+
+        transformers ties without a word, and so gives another model than the one that the tensors are of.
+        """
+        shape, dtype = self.shapes[EMBEDDING_NAME], self.dtype(EMBEDDING_NAME)
+        if dtype != self.dtype(OUTPUT_NAME) or any(
+            as_bytes(self.read(OUTPUT_NAME, box)) != as_bytes(self.read(EMBEDDING_NAME, box))
+            for box in blocks(shape, dtype.itemsize)
+        ):
+            problem = (
+                f"differs from {EMBEDDING_NAME}, and {self.path}/config.json says tie_word_embeddings: true "
+                "(set it to false to use this tensor, or take the tensor out of the files)"
+            )
+            raise damaged(self.files(OUTPUT_NAME)[0][0], OUTPUT_NAME, problem)
+
+
+class _Entry(NamedTuple):
+    """A tensor of a safetensors file; dtype by safetensors' name."""
+
+    path: Path
+    offset: int
+    shape: Shape
+    dtype: str
+
+
+class HFFolder(ModelFolder):
+    """A Hugging Face folder (config.json, `*.safetensors`) whose headers agree with its config.
+
+    `extra`: tensors of the folder that the model does not have (a head that is not used, rotary tables).
+    Anything else that is missing, superfluous, truncated, or of another shape or dtype is a CheckpointError
+    naming file and tensor.
+    """
+
+    def __init__(self, path: Path, *, critic: bool = False) -> None:
+        self.path = Path(path)
+        self.config = read_config(self.path)
+        self.shapes = hf_shapes(self.config, critic=critic)
+        self._entries = self._open()
+        self._check(critic)
+        self.missing = tuple(name for name in self.shapes if name not in self._entries)
+        self.extra = tuple(name for name in self._entries if name not in self.shapes)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        entry = self._entries[name]
+        return FileTensor(entry.path, entry.offset, entry.shape, DTYPES[entry.dtype]).read(box, name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._entries[name].dtype]
+
+    def files(self, name: str) -> list[tuple[Path, Box]]:
+        entry = self._entries[name]
+        return [(entry.path, tuple((0, size) for size in entry.shape))]
+
+    def _open(self) -> dict[str, _Entry]:
+        """Return the tensors of all files by name."""
+        index = self.path / INDEX
+        if not index.exists():
+            if not (self.path / SINGLE).exists():
+                problem = f"neither {SINGLE} nor {INDEX} is there (only safetensors folders are read)"
+                raise CheckpointError(f"{self.path}: {problem}")
+            return _read_header(self.path / SINGLE)
+        weight_map: Any = read_json(index).get("weight_map", {})
+        names = weight_map.values() if isinstance(weight_map, dict) else ()
+        if not names or not all(isinstance(file, str) for file in names):
+            raise CheckpointError(f"{index}: weight_map is missing or empty, or does not name files")
+        headers = {file: _read_header(self.path / file) for file in sorted(set(names))}
+        for name, file in weight_map.items():
+            if name not in headers[file]:
+                raise damaged(index, name, f"is said to be in {file}, which does not have it")
+        known = {*weight_map, *self.shapes}
+        unlisted = {
+            name: entry for file in headers.values() for name, entry in file.items() if name not in known
+        }
+        return unlisted | {name: headers[file][name] for name, file in weight_map.items()}
+
+    def _check(self, critic: bool) -> None:
+        shapes = dict(self.shapes)
+        tied = is_tied(self.config) and not critic and OUTPUT_NAME in self._entries
+        if tied:
+            shapes[OUTPUT_NAME] = shapes[EMBEDDING_NAME]
+        for name, shape in shapes.items():
+            entry = self._entries.get(name)
+            if entry is None:
+                if critic and name == "score.weight":
+                    continue
+                raise damaged(self.path, name, "no file has this tensor (config.json asks for it)")
+            if entry.shape != shape:
+                raise damaged(entry.path, name, f"shape {entry.shape}, but config.json asks for {shape}")
+            if entry.dtype not in DTYPES:
+                problem = f"dtype {entry.dtype} is not supported (only {', '.join(DTYPES)})"
+                raise damaged(entry.path, name, problem)
+        for name, entry in self._entries.items():
+            if name not in self.shapes and not HARMLESS.fullmatch(name):
+                raise damaged(entry.path, name, f"a {self.config['model_type']} model has no such tensor")
+        if tied:
+            self._check_tied()
+        if critic and SCORE_BIAS in self._entries and self.read(SCORE_BIAS, ((0, 1),)).count_nonzero():
+            problem = "is not zero, but the value head has no bias that could take it"
+            raise damaged(self._entries[SCORE_BIAS].path, SCORE_BIAS, problem)
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """Return the tensors of a safetensors file, whose header safetensors checks against the file's length."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file (an index names it)")
+    try:
+        file = path.open("rb")  # safetensors takes a file that may not be read for one that is not there
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    with file:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: truncated or not a safetensors file ({error})") from error
+        # A length and so many bytes of JSON; data_offsets count from their end.
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+    return {
+        name: _Entry(path, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+@torch.no_grad()
+def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder) -> list[str]:
+    """Fill one rank's tensors (local names, see `table_names`) with its slices, cast to each tensor's dtype.
+
+    Padding becomes zero. Returns the names that the folder has nothing for (a critic's `value_head.weight`),
+    which are left as they are. Raises ValueError if tensors and shards do not agree, CheckpointError naming
+    file and tensor for a number that is not finite.
+    """
+    if tensors.keys() != shards.keys():
+        raise ValueError(f"tensors and layout differ in {sorted(tensors.keys() ^ shards.keys())}")
+    missing = []
+    for name, shard in shards.items():
+        tensor = tensors[name]
+        if tuple(tensor.shape) != shard.shape:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, the layout says {shard.shape}")
+        if any(region.hf_name in folder.missing for region in shard.regions):
+            missing.append(name)
+            continue
+        for region in shard.regions:
+            values = folder.read(region.hf_name, region.hf_box)
+            if not _is_finite(values):
+                parts = folder.files(region.hf_name)
+                bad = (path for path, box in parts if not _is_finite(folder.read(region.hf_name, box)))
+                remedy = "the file is damaged, or what wrote it had diverged: take another"
+                problem = f"holds numbers that are NaN or infinite ({remedy})"
+                raise damaged(next(bad, parts[0][0]), region.hf_name, problem)
+            view(tensor, region.local_box).copy_(values)
+        for box in shard.padding:
+            view(tensor, box).zero_()
+    return missing
+
+
+def _is_finite(values: Tensor) -> bool:
+    # In one pass and without memory of its own: a NaN is the smallest and the largest number.
+    return values.numel() == 0 or all(bool(extreme.isfinite()) for extreme in values.aminmax())
+
+
+def export_hf(
+    out: Path,
+    source: Path,
+    layout: Layout,
+    rank: int,
+    tensors: Mapping[str, Tensor],
+    *,
+    critic: bool = False,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 4 << 30,
+    bucket_bytes: int = 256 << 20,
+    group: dist.ProcessGroup | None = None,
+    control: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the model that all ranks of `layout` hold together into the folder `out`; every rank calls this.
+
+    `tensors`: this rank's parameters by the table's names; they are written as `dtype`, by default that of
+    the first of them. `source`: the Hugging Face folder that the run started from; its config, tokenizer,
+    chat template and generation config are carried along. A critic becomes a one-label token classifier. Rank
+    0 needs memory for one file of at most `max_shard_bytes` (or one tensor, if that is larger) and one
+    bucket; its file is staged where the tensors are. `group` carries tensors, `control` (gloo, if the default
+    group is NCCL) carries one line of text per file.
+
+    The folder appears under its name only when it is complete and on disk. Raises CheckpointError on every
+    rank if `out` exists or rank 0 cannot write; nothing is left behind then.
+    """
+    processes, config = Processes(control), read_config(source)
+    shards = hf_shards(config, critic=critic)
+    sources = megatron_layout(config, layout, critic=critic)
+    first = next(iter(tensors.values()))
+    kind: torch.dtype = first.dtype if dtype is None else dtype
+    sizes = {name: prod(shard.shape) * kind.itemsize for name, shard in shards.items()}
+    with new_folder(out, sum(sizes.values()), processes) as folder:
+        files = named_files(sizes, max_shard_bytes)
+        for file, names in files.items():
+            part = {name: shards[name] for name in names}
+            plan = make_plan(sources, [(0, part)])
+            plan.verify()
+            target: dict[str, Tensor] = {}
+            if rank == 0:
+                for name, shard in part.items():
+                    target[name] = torch.empty(shard.shape, dtype=kind, device=first.device)
+            Transfer(plan, rank, tensors, target, bucket_bytes, dtype=kind, group=group).run()
+            if "score.weight" in part:
+                names.append(SCORE_BIAS)
+                target[SCORE_BIAS] = torch.zeros(1, dtype=kind)
+            processes.first(partial(_write_tensors, folder / file, target))
+            del target
+
+        def finish() -> None:
+            write_index(folder, files, sum(sizes.values()) + (kind.itemsize if critic else 0))
+            carry_along(source, folder, exported_config(config, critic, kind))
+
+        processes.first(finish)
+
+
+def named_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """Return output file -> names of its tensors, in the model's order, as many as fit into `limit` bytes.
+
+    `sizes`: bytes of every tensor.
+    """
+    parts: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if parts[-1] and filled + size > limit:
+            parts.append([])
+            filled = 0
+        parts[-1].append(name)
+        filled += size
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {
+        f"model-{number:05d}-of-{len(parts):05d}.safetensors": part
+        for number, part in enumerate(parts, start=1)
+    }
+
+
+def write_index(folder: Path, files: Mapping[str, Iterable[str]], size: int) -> None:
+    """Write the index of several files; one file needs none.
+
+    `files`: names of the tensors in each; `size`: bytes of all tensors.
+    """
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    try:
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error})") from error
+    fsync(path)
+
+
+def exported_config(config: Mapping[str, Any], critic: bool, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the source's config.json, with the head and the dtype that were written (None: of several)."""
+    suffix = "ForTokenClassification" if critic else "ForCausalLM"
+    exported = {**config, "architectures": [family_of(config).prefix + suffix]}
+    if dtype is not None:
+        exported["dtype" if "dtype" in config else "torch_dtype"] = dtype_name(dtype)
+    if critic:
+        exported |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "classifier_dropout": 0.0}
+    return exported
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype as config.json writes it: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
