@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.data.experience import Experience
-from megarl.data.stored import read_experience, write_experience
+from megarl.data.experience import Experience, read_experience, write_experience
 from megarl.parallel.comm import from_rank_0
 from megarl.schedule.run import Step
 

@@ -26,7 +26,7 @@ TABLE = f"""\
 title: Test table
 base: {CONFIGS}/demo_vapo.yaml
 warm_start: sft.yaml
-task: megarl.data.arithmetic:write_demo
+task: megarl.demo.arithmetic:write_demo
 full: VAPO
 rows:
   - {{name: VAPO, config: {CONFIGS}/vapo_32b.yaml, paper: 60}}
@@ -77,7 +77,7 @@ class TestRefusals:
     def test_a_task_that_is_not_there(self, table: Path, capsys: pytest.CaptureFixture[str]) -> None:
         table.write_text(TABLE.replace(":write_demo", ":nosuch"))
         assert main(["ablate", str(table)]) == 2
-        assert "task: megarl.data.arithmetic:nosuch: module" in capsys.readouterr().err
+        assert "task: megarl.demo.arithmetic:nosuch: module" in capsys.readouterr().err
 
     def test_a_foreign_folder_is_left_alone(self, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         mine = tmp_path / "out" / "warm_start" / "seed-0" / "sft"
