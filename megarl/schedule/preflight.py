@@ -23,7 +23,7 @@ from megarl.parallel.machine import allocator_problem, broken_transformer_engine
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.plan.checks import check_fits
 from megarl.rewards import VerifierPool
-from megarl.rewards.registry import get_verifier
+from megarl.rewards.verdict import get_verifier
 from megarl.schedule.kept_rollouts import check_kept
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.engine_plan import engine_targets
