@@ -39,7 +39,8 @@ def get_verifier(name: str) -> Verifier:
     module_name, colon, function = _BUILT_IN.get(name, name).partition(":")
     if not colon or not module_name or not function:
         raise ConfigError(
-            f"reward.verifier: unknown verifier {name!r} (use {', '.join(_BUILT_IN)} or package.module:function)"
+            f"reward.verifier: unknown verifier {name!r} "
+            f"(use {', '.join(_BUILT_IN)} or package.module:function)"
         )
     try:
         module = importlib.import_module(module_name)
