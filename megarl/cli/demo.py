@@ -73,7 +73,7 @@ def demo(recipe: str, seed: int, folder: Path, overrides: Sequence[str], *, data
 
 def _warm_start(file: Path, overrides: Sequence[str]) -> int:
     """Supervised training, or the result of an earlier one of which everything that its bits depend on was the same."""
-    from megarl.schedule.ablation import checksum, files_of, identity
+    from megarl.ablation.runs import checksum, files_of, identity
 
     config = load_config(file, overrides)
     mark, hf = config.run_dir / MARK_WARM_START, config.run_dir / "hf"
@@ -127,7 +127,7 @@ def _check_made_here(folder: Path, mark: str, key: str) -> None:
 
 
 def _make_anew(folder: Path, mark: str) -> None:
-    from megarl.schedule.ablation import make_anew
+    from megarl.ablation.runs import make_anew
 
     try:
         make_anew(folder)

@@ -16,12 +16,12 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config import Config, check_config, load_config
-from megarl.config.explain import knobs
 from megarl.config.recipes import PRESETS
+from megarl.config.schema import fields
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-KNOBS = dict(knobs(Config))
+KNOBS = dict(fields(Config))
 OURS = ("sums.yaml", "configs/x.yaml")  # files that a reader makes
 
 
