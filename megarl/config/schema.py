@@ -83,7 +83,7 @@ class Fp8Config(Section):
         "or of 32 values (mxfp8, Blackwell)",
     )
     first_last_layers_bf16: bool = field(
-        False, "the first and the last layer in model.dtype; not with recipe delayed"
+        False, "first and last layer in model.dtype; not with recipe delayed"
     )
 
 
@@ -96,7 +96,7 @@ class ModelConfig(Section):
         "or what `megarl convert` made of one",
     )
     dtype: Literal["bf16", "fp32"] = field(
-        "bf16", "dtype of weights and activations; optimizer states and gradients are fp32"
+        "bf16", "of weights and activations; optimizer states and gradients are fp32"
     )
     layers: Literal["auto", "portable", "te"] = field(
         "auto", "Transformer Engine's layers or plain torch; auto: te where CUDA and Transformer Engine are"
@@ -104,7 +104,7 @@ class ModelConfig(Section):
     fp8: Fp8Config = section(Fp8Config)
     recompute: Literal["none", "selective", "full"] = field("none", "activation recomputation of Megatron")
     max_positions: int | None = field(
-        None, "longest prompt + response; null: what the model's config says", "tokens", ge=2
+        None, "longest prompt + response; null: the model's own", "tokens", ge=2
     )
 
 
@@ -120,9 +120,7 @@ class ParallelConfig(Section):
         ge=1,
     )
     cp: int = field(1, "context-parallel size (only 1 is implemented)", "devices", ge=1, le=1)
-    ep: int = field(
-        1, "ranks of a pipeline stage (tp x dp) that share out the experts of a mixture", "devices", ge=1
-    )
+    ep: int = field(1, "ranks of a pipeline stage (tp x dp) that share a mixture's experts", "devices", ge=1)
     sequence_parallel: bool | None = field(None, "Megatron's sequence parallelism; null: on whenever tp > 1")
     overlap_grad_reduce: bool | None = field(
         None, "reduce gradients over data-parallel ranks during the backward pass; null: where dp is above 4"
@@ -137,7 +135,7 @@ class ParallelConfig(Section):
     threads: int = field(1, "torch threads per process on a CPU", "threads", ge=1)
     timeout: float = field(600.0, "longest wait in one collective before the run stops", "seconds", gt=0)
     restarts: int = field(
-        0, "restarts of the ranks after one was killed or hung, where megarl launches them", "restarts", ge=0
+        0, "restarts after a rank was killed or hung, where megarl launches", "restarts", ge=0
     )
 
 
@@ -157,9 +155,7 @@ Tenant = Literal[
 class ResidencyConfig(Section):
     """Which tensors stay on the GPU in each phase (see design.md)."""
 
-    offload: bool | None = field(
-        None, "move what a phase does not need to pinned host memory before it; null: on CUDA only"
-    )
+    offload: bool | None = field(None, "move what a phase does not need to pinned host memory; null: on CUDA")
     keep: tuple[Tenant, ...] = field(
         (), "tenants that never leave, e.g. [actor.optimizer]: quicker steps, less room for engine.kv_cache"
     )
@@ -176,9 +172,7 @@ class OptimizerConfig(Section):
         "constant", "after the warm-up", source="VAPO section 5.1: warm-up-constant"
     )
     warmup_steps: int = field(0, "linear warm-up", "rollout steps", "DAPO section 4.1: 20", ge=0)
-    min_lr_ratio: float = field(
-        0.0, "learning rate at the last step / peak, for linear and cosine", ge=0, le=1
-    )
+    min_lr_ratio: float = field(0.0, "last learning rate / peak, for linear and cosine", ge=0, le=1)
     betas: tuple[float, float] = field((0.9, 0.999), "AdamW betas")
     eps: float = field(1e-8, "AdamW epsilon", gt=0)
     weight_decay: float = field(0.0, "decoupled weight decay", ge=0)
@@ -212,19 +206,13 @@ class CriticConfig(OptimizerConfig):
 class DataConfig(Section):
     """Prompts and reference answers."""
 
-    train: tuple[Path, ...] = field(
-        (), "parquet or jsonl files; rows in the DAPO-Math schema or with question/answer"
-    )
+    train: tuple[Path, ...] = field((), "parquet or jsonl files; DAPO-Math's schema, or question/answer")
     eval: tuple[Path, ...] = field((), "held-out files, same formats")
-    prompt_key: str = field(
-        "prompt", "column of the prompt: a text or a list of {role, content}; `question` is tried as well"
-    )
+    prompt_key: str = field("prompt", "column of a text or of {role, content} messages; else `question`")
     answer_key: str = field(
-        "reward_model.ground_truth", "column of the reference answer, dots descend; `answer` is tried as well"
+        "reward_model.ground_truth", "column of the reference, dots descend; else `answer`"
     )
-    template: Literal["chat", "raw"] = field(
-        "chat", "chat: the tokenizer's chat template; raw: contents joined, as they are"
-    )
+    template: Literal["chat", "raw"] = field("chat", "the tokenizer's chat template; raw: contents joined")
     prompt_format: str = field("{prompt}", "text put around a plain-text prompt; `{prompt}` is replaced")
     max_prompt_tokens: int = field(2048, "longer prompts are left out and counted", "tokens", ge=1)
     shuffle: bool = field(True, "new order each epoch, from the run's seed")
@@ -235,17 +223,15 @@ class DynamicSamplingConfig(Section):
     eq. 11)."""
 
     enabled: bool = field(
-        False, "keep only groups with 0 < correct < group_size", source="DAPO eq. 11; VAPO does not list it"
+        False, "keep groups with 0 < correct < group_size", source="DAPO eq. 11; VAPO does not list it"
     )
     max_batches: int = field(
-        10, "generation batches per step before the step goes on with what it has or stops", "batches", ge=1
+        10, "generation batches per step, after which `at_limit` says what happens", "batches", ge=1
     )
     at_limit: Literal["continue", "stop"] = field(
         "continue", "at max_batches: fill up with rejected groups, or stop the run with a message"
     )
-    oversample: float = field(
-        1.0, "first generation batch of a step / missing groups; what is left over is used next step", ge=1
-    )
+    oversample: float = field(1.0, "first generation batch / groups needed; the rest is used next step", ge=1)
 
 
 class RolloutConfig(Section):
@@ -253,7 +239,7 @@ class RolloutConfig(Section):
 
     engine: Literal["transformers", "sglang"] = field("transformers", "rollout engine")
     prompts: int = field(
-        512, "effective prompts per step", "prompts", "DAPO section 4.1, VAPO section 5.1", ge=1
+        512, "effective prompts a step", "prompts", "DAPO section 4.1, VAPO section 5.1", ge=1
     )
     group_size: int = field(
         16, "responses per prompt", "responses", "DAPO section 4.1, VAPO section 5.1: group sampling 16", ge=1
@@ -268,7 +254,7 @@ class RolloutConfig(Section):
     max_batch: int = field(256, "sequences that one engine decodes at once", "sequences", ge=1)
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
     engine_tp: int = field(
-        1, "tensor-parallel size of one engine; there are (number of devices / this) engines", "devices", ge=1
+        1, "tensor-parallel size of one engine; there are devices / this engines", "devices", ge=1
     )
     weights_dtype: Literal["model", "fp8_block"] = field(
         "model",
@@ -277,10 +263,10 @@ class RolloutConfig(Section):
         source="the format of published block-FP8 checkpoints, which SGLang reads",
     )
     engine_memory: float = field(
-        0.8, "share of a GPU's memory for the engine's weights and KV cache, while it is awake", gt=0, lt=1
+        0.8, "share of a GPU for the engine's weights and KV cache while awake", gt=0, lt=1
     )
     engine_timeout: float = field(
-        300.0, "longest time without a sign of progress before an engine counts as hanging", "seconds", gt=0
+        300.0, "longest time without progress before an engine counts as hanging", "seconds", gt=0
     )
     engine_start_timeout: float = field(900.0, "longest start of an engine", "seconds", gt=0)
     engine_failures: int = field(
@@ -298,7 +284,7 @@ class RolloutConfig(Section):
     )
     transfer_bucket: int = field(256, "staging memory of a weight transfer", "MiB", ge=1)
     fingerprint: bool = field(
-        False, "compare the engine's weights with the actor's by 64-bit hashes after each transfer"
+        False, "compare the engine's weights with the actor's by hashes after each transfer"
     )
 
 
@@ -306,19 +292,13 @@ class ClusterConfig(Section):
     """The machines, for plans and estimates alone. Speeds are one GPU's, in one direction; the defaults are
     peak figures of data sheets."""
 
-    gpu: str = field(
-        "H100", "H100, H200, H800 or A100 (megarl/plan/devices.py); or another name, with all figures below"
-    )
-    gpu_memory: float | None = field(
-        None, "of one GPU, as nvidia-smi shows it; null: the table's", "GiB", gt=0
-    )
+    gpu: str = field("H100", "H100, H200, H800, A100 (megarl/plan/devices.py); else give all figures below")
+    gpu_memory: float | None = field(None, "of one GPU, as nvidia-smi has it; null: the table's", "GiB", gt=0)
     gpu_tflops: float | None = field(None, "dense bf16; null: the table's", "TFLOP/s", gt=0)
     gpu_memory_speed: float | None = field(None, "of its own memory; null: the table's", "GB/s", gt=0)
     host_speed: float | None = field(None, "between host and GPU; null: the table's", "GB/s", gt=0)
     host_memory: float = field(2048.0, "of a node", "GiB", "DGX H100 data sheet: 2 TB", gt=0)
-    gpus_per_node: int = field(
-        8, "rank r is on node r // gpus_per_node", "devices", "DGX H100 data sheet", ge=1
-    )
+    gpus_per_node: int = field(8, "rank r is on node r // this", "devices", "DGX H100 data sheet", ge=1)
     copy_speed: float = field(
         1675.0, "copies in a GPU", "GB/s", "H100 SXM data sheet: 3.35 TB/s of memory, read and written", gt=0
     )
@@ -338,12 +318,10 @@ class OverlongConfig(Section):
     """What happens to responses that reach the length limit (DAPO section 3.4)."""
 
     filter: bool = field(
-        False, "truncated responses are masked out of the loss", source="DAPO section 3.4, overlong filtering"
+        False, "mask truncated responses out of the loss", source="DAPO section 3.4, overlong filtering"
     )
     soft_punishment: bool = field(False, "a length penalty is added to the reward", source="DAPO eq. 13")
-    buffer: int = field(
-        4096, "L_cache: width of the punished interval below the limit", "tokens", "DAPO section 4.1", ge=1
-    )
+    buffer: int = field(4096, "L_cache: width of the punished interval", "tokens", "DAPO section 4.1", ge=1)
 
 
 class RewardConfig(Section):
@@ -358,7 +336,7 @@ class RewardConfig(Section):
     correct: float = field(1.0, "reward of a right answer", source="DAPO eq. 7")
     incorrect: float = field(-1.0, "reward of a wrong answer", source="DAPO eq. 7; VAPO speaks of 0 and 1")
     timeout: float = field(
-        10.0, "longest time for one answer; then it counts as wrong and is recorded", "seconds", gt=0
+        10.0, "longest time for one answer, which is then wrong and recorded", "seconds", gt=0
     )
     workers: int = field(1, "verifier processes per rank", "processes", ge=1)
     memory: int = field(
@@ -390,9 +368,7 @@ class MismatchConfig(Section):
         source="none in DAPO and VAPO",
     )
     mask_low: float = field(0.5, "smallest ratio that is kept", ge=0)
-    mask_high: float = field(
-        2.0, "largest ratio that is kept; a geometric mean wants something like 1.01", gt=0
-    )
+    mask_high: float = field(2.0, "largest ratio that is kept; a geometric mean wants about 1.01", gt=0)
 
     @property
     def enabled(self) -> bool:
@@ -426,22 +402,18 @@ class AlgorithmConfig(Section):
     whiten: bool = field(False, "whiten GAE advantages over the batch")
     clip_low: float = field(0.2, "epsilon_low", source="DAPO eq. 8, VAPO eq. 8", gt=0, lt=1)
     clip_high: float = field(
-        0.2, "epsilon_high; 0.28 is clip-higher", source="DAPO eq. 8, VAPO eq. 8: 0.28", gt=0
+        0.2, "epsilon_high; clip-higher: 0.28", source="DAPO eq. 8, VAPO eq. 8: 0.28", gt=0
     )
     aggregation: Literal["token", "sample"] = field(
         "token",
         "mean over the mini-batch's tokens, or over responses of their means",
         source="VAPO eq. 7 and 6",
     )
-    nll_weight: float = field(
-        0.0, "mu, weight of the positive-example LM loss", source="VAPO eq. 10: 0.1", ge=0
-    )
+    nll_weight: float = field(0.0, "mu, of the positive-example LM loss", source="VAPO eq. 10: 0.1", ge=0)
     kl_weight: float = field(
-        0.0, "beta, weight of the KL to the initial policy (k3); DAPO and VAPO use none", source="GRPO", ge=0
+        0.0, "beta, of the KL to the initial policy (k3); 0 in DAPO and VAPO", source="GRPO", ge=0
     )
-    value_clip: float = field(
-        0.0, "values may move this far from the old ones before their loss is clipped; 0: off", ge=0
-    )
+    value_clip: float = field(0.0, "largest move of a value before its loss is clipped; 0: off", ge=0)
     mismatch: MismatchConfig = section(MismatchConfig)
 
 
@@ -455,9 +427,7 @@ class UpdateConfig(Section):
     tokens_per_micro_batch: int = field(
         32768, "packed tokens per micro-batch; one longer sample has a micro-batch of its own", "tokens", ge=1
     )
-    logprob_chunk: int = field(
-        1024, "words of a rank's vocabulary whose logits exist at once in the log-prob head", "words", ge=1
-    )
+    logprob_chunk: int = field(1024, "words of a vocabulary shard whose logits exist at once", "words", ge=1)
 
 
 class ValuePretrainingConfig(Section):
@@ -469,9 +439,7 @@ class ValuePretrainingConfig(Section):
     )
     epochs: int = field(1, "passes over each of these rollouts", "epochs", ge=1)
     lr: float | None = field(None, "constant learning rate meanwhile; null: critic.lr", gt=0)
-    explained_variance: float = field(
-        1.0, "end early once a fresh rollout's explained variance is at least this; 1: never", le=1
-    )
+    explained_variance: float = field(1.0, "end early once a new rollout's is at least this; 1: never", le=1)
     rollouts: Path | None = field(
         None,
         "folder of these rollouts, which are kept, and reused where it holds them already; "
@@ -484,7 +452,7 @@ class EvaluationConfig(Section):
     """avg@k, pass@k and majority@k on `data.eval`."""
 
     every: int = field(
-        0, "rollout steps between evaluations; 0: only at the start and the end", "rollout steps", ge=0
+        0, "rollout steps between evaluations; 0: at start and end only", "rollout steps", ge=0
     )
     samples: int = field(32, "k: responses per problem", "responses", "DAPO section 4.1: avg@32", ge=1)
     temperature: float = field(1.0, "sampling temperature", source="DAPO section 4.1", gt=0)
@@ -502,12 +470,8 @@ class CheckpointConfig(Section):
         ge=0,
     )
     keep: int = field(2, "newest checkpoints kept; 0: all", "checkpoints", ge=0)
-    keep_every: int = field(
-        0, "checkpoints of every so many steps are kept besides; 0: none", "rollout steps", ge=0
-    )
-    background: bool = field(
-        True, "write while the next step runs; false: the run waits until a checkpoint is on disk"
-    )
+    keep_every: int = field(0, "checkpoints of every so many steps stay too; 0: none", "rollout steps", ge=0)
+    background: bool = field(True, "write while the next step runs; false: the run waits for the disk")
     timeout: float = field(
         300.0,
         "longest wait, at most 0.8 of parallel.timeout, for a checkpoint to be written",
@@ -521,7 +485,7 @@ class CheckpointConfig(Section):
         gt=0,
     )
     time_margin: float = field(
-        120.0, "kept free before the time limit, besides the longest step and save so far", "seconds", ge=0
+        120.0, "kept free before the limit, besides the longest step and save", "seconds", ge=0
     )
     grace: float = field(
         300.0,
@@ -547,15 +511,13 @@ class GuardConfig(Section):
         "steps",
         ge=0,
     )
-    unverified_steps: int = field(
-        3, "steps in a row in which the verifier failed on every answer that stop the run", "steps", ge=1
-    )
+    unverified_steps: int = field(3, "steps in a row without any verdict that stop the run", "steps", ge=1)
     entropy_low: float | None = field(None, "policy/entropy below this is an alarm; null: none", "nats")
     length_growth: float | None = field(
-        2.0, "mean response length over that of the step before, above which is an alarm; null: none", gt=1
+        2.0, "alarm where mean response length / the last step's is above; null: none", gt=1
     )
     clip_fraction: float | None = field(
-        0.3, "share of tokens clipped at either side, above which is an alarm; null: none", gt=0, le=1
+        0.3, "alarm where the share of clipped tokens is above; null: none", gt=0, le=1
     )
 
 
@@ -589,9 +551,7 @@ class WatchdogConfig(Section):
     """A thread on each rank that looks for hangs. It writes run_dir/heartbeat/, and reports into
     run_dir/hang-*.txt."""
 
-    limit: float = field(
-        3600.0, "longest time that a phase may take before the run ends with a report", "seconds", gt=0
-    )
+    limit: float = field(3600.0, "longest time of a phase before the run ends with a report", "seconds", gt=0)
     limits: dict[WatchedPhase, Annotated[float, Field(gt=0)]] = field(
         {}, "of single phases, e.g. {rollout: 7200, weight_transfer: 300}", "seconds"
     )
