@@ -140,16 +140,11 @@ class ParallelConfig(Section):
 
 
 Tenant = Literal[
-    "actor.weights",
-    "actor.gradients",
-    "actor.optimizer",
-    "critic.weights",
-    "critic.gradients",
-    "critic.optimizer",
+    "actor.weights", "actor.gradients", "actor.optimizer",
+    "critic.weights", "critic.gradients", "critic.optimizer",
     "reference.weights",
-    "engine.weights",
-    "engine.kv_cache",
-]
+    "engine.weights", "engine.kv_cache",
+]  # fmt: skip
 
 
 class ResidencyConfig(Section):
@@ -523,28 +518,11 @@ class GuardConfig(Section):
 
 # The parts of a run by the names of its heartbeat: the phases, and what the scheduler does beside them.
 WatchedPhase = Literal[
-    "start",
-    "choose a checkpoint",
-    "resume",
-    "rollout",
-    "group_advantages",
-    "divide",
-    "old_logprobs",
-    "reference_logprobs",
-    "values",
-    "gae_advantages",
-    "monte_carlo_returns",
-    "critic_update",
-    "actor_update",
-    "weight_transfer",
-    "read_pairs",
-    "supervised_update",
-    "residency",
-    "evaluation",
-    "checkpoint",
-    "export actor",
-    "export critic",
-]
+    "start", "choose a checkpoint", "resume", "rollout", "group_advantages", "divide", "old_logprobs",
+    "reference_logprobs", "values", "gae_advantages", "monte_carlo_returns", "critic_update",
+    "actor_update", "weight_transfer", "read_pairs", "supervised_update", "residency", "evaluation",
+    "checkpoint", "export actor", "export critic",
+]  # fmt: skip
 
 
 class WatchdogConfig(Section):
