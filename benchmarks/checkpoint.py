@@ -22,7 +22,7 @@ from pathlib import Path
 
 from measure import LIMIT, Verdicts, machine
 
-from megarl.data.arithmetic import write_demo
+from megarl.demo.arithmetic import write_demo
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = {"none": ["checkpoint.every=0"], "beside": ["checkpoint.every=1"], "waiting": ["checkpoint.every=1", "checkpoint.background=false"]}

@@ -41,7 +41,7 @@ def warm_model() -> Path:
     warm = FOLDER / "sft" / "hf"
     if not warm.is_dir():
         shutil.rmtree(FOLDER, ignore_errors=True)
-        from megarl.data.arithmetic import write_demo
+        from megarl.demo.arithmetic import write_demo
 
         write_demo(FOLDER, 0)
         where = (f"data.train=[{FOLDER / 'sft.jsonl'}]", f"model.path={FOLDER / 'model'}", f"run_dir={FOLDER / 'sft'}")

@@ -1,26 +1,29 @@
-"""Advantages: group-normalised (DAPO), and generalised advantage estimation with decoupled and length-adaptive lambda
-(VAPO), on packed batches. Sums are taken in float64, so that 20,000 tokens of lambda = 1 lose nothing."""
+"""Advantages: group-normalised (DAPO), and generalised advantage estimation with decoupled and
+length-adaptive lambda (VAPO), on packed batches.
+
+Sums are taken in float64, so that 20,000 tokens of lambda = 1 lose nothing."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# A window of the recurrence has about GAE_WINDOW tokens, which stay in the cache with what is computed from them: 256 tokens of 1,024
-# responses, fewer of more. GAE_STEPS are its fewest and most tokens of one response: rows of fewer are slow to copy, and with more a
-# window reaches far beyond the start of short responses. Measured with benchmarks/gae.py.
+# A window of the recurrence has about GAE_WINDOW tokens, which stay in the cache with what is computed from
+# them: 256 tokens of 1,024 responses, fewer of more. GAE_STEPS are its fewest and most tokens of one
+# response: rows of fewer are slow to copy, and with more a window reaches far beyond the start of short
+# responses. Measured with benchmarks/gae.py.
 GAE_WINDOW = 2**18
 GAE_STEPS = (32, 256)
 GAE_ROWS = 8192
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """A_i = (R_i - mean(R)) / (std(R) + 1e-6) within each group (DAPO eq. 9), [n], float32 (float64 for float64).
+    """Return A_i = (R_i - mean(R)) / (std(R) + 1e-6) within each group (DAPO eq. 9), [n], float32 (float64
+    for float64).
 
     std is the sample standard deviation. A group of one response, or of equal rewards, gets 0.
 
-    rewards: [n]. group_ids: int [n], any numbers in any order; groups may differ in size.
-    """
+    rewards: [n]. group_ids: int [n], any numbers in any order; groups may differ in size."""
     group: Tensor
     sizes: Tensor
     _, group, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
@@ -32,20 +35,20 @@ def group_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """lambda = 1 - 1 / (alpha * l) (VAPO eq. 5), float64 [n], clamped to [0, 1]: the formula is negative for l < 1 / alpha.
+    """Return lambda = 1 - 1 / (alpha * l) (VAPO eq. 5), float64 [n], clamped to [0, 1]: the formula is
+    negative for l < 1 / alpha.
 
-    lengths: response lengths in tokens, int [n]. float64 because rounding lambda to float32 moves lambda^t, t in the
-    thousands, by 1e-4.
-    """
+    lengths: response lengths in tokens, int [n]. float64 because rounding lambda to float32 moves lambda^t, t
+    in the thousands, by 1e-4."""
     return (1.0 - 1.0 / (alpha * lengths.double())).clamp(0.0, 1.0)
 
 
 def response_lengths(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Tokens of each response, int64 [n], where a response is all of its sequence from some token on (possibly none).
+    """Return the tokens of each response, int64 [n]. A response is all of its sequence from some token on
+    (possibly none).
 
-    ValueError if one is not: its states would have no unique successor. By bisection, which reads a few entries of the
-    mask for each sequence and makes no token-sized integers.
-    """
+    Raises ValueError if one is not: its states would have no unique successor. By bisection, which reads a
+    few entries of the mask for each sequence and makes no token-sized integers."""
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
     falls = response_mask[:-1] & ~response_mask[1:]
     falls[end[(end > 0) & (end < response_mask.numel())] - 1] = False
@@ -61,34 +64,48 @@ def response_lengths(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def gae(rewards: Tensor, values: Tensor, response_mask: Tensor, cu_seqlens: Tensor, lam: float | Tensor, gamma: float = 1.0) -> Tensor:
-    """A_t = delta_t + gamma * lambda * A_{t+1}, delta_t = R_t + gamma * V(s_{t+1}) - V(s_t) (VAPO eq. 3, with a discount).
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    lam: float | Tensor,
+    gamma: float = 1.0,
+) -> Tensor:
+    """Return A_t = delta_t + gamma * lambda * A_{t+1}, delta_t = R_t + gamma * V(s_{t+1}) - V(s_t) (VAPO eq.
+    3, with a discount).
 
-    V after the last token of a response is 0. Returns [T], float32 (float64 if an input is), 0 outside the responses,
-    whose rewards and values are not used.
+    V after the last token of a response is 0. Returns [T], float32 (float64 if an input is), 0 outside the
+    responses, whose rewards and values are not used.
 
-    rewards, values: float [T]. response_mask: bool [T], each response the last part of its sequence. cu_seqlens:
-    int64 [n+1]. lam: one number, or [n], one for each response.
+    rewards, values: float [T]. response_mask: bool [T], each response the last part of its sequence.
+    cu_seqlens: int64 [n+1]. lam: one number, or [n], one for each response.
 
-    The recurrence runs backwards in time for all responses at once: sorted by length, those that are still alive are the
-    first ones, and windows of their tokens, counted from the end, are gathered time-major. No padding exists beyond a
-    window; besides the result only windows are allocated.
-    """
+    The recurrence runs backwards in time for all responses at once: sorted by length, those that are still
+    alive are the first ones, and windows of their tokens, counted from the end, are gathered time-major. No
+    padding exists beyond a window; besides the result only windows are allocated."""
     total = rewards.numel()
     lengths, order = response_lengths(response_mask, cu_seqlens).sort(descending=True, stable=True)
     ends = cu_seqlens[1:][order]
     lam = torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).expand(lengths.shape)
     decays = gamma * lam[order]
-    # One entry more than tokens: windows reach back beyond the start of short responses, and what they hold there goes to it.
-    out = torch.zeros(total + 1, dtype=torch.promote_types(torch.result_type(rewards, values), torch.float32), device=rewards.device)
+    # One entry more than tokens: a window reaches back beyond the start of short responses, and its values
+    # there are written to the extra entry.
+    out = torch.zeros(
+        total + 1,
+        dtype=torch.promote_types(torch.result_type(rewards, values), torch.float32),
+        device=rewards.device,
+    )
     for first in range(0, lengths.numel(), GAE_ROWS):
         rows = slice(first, first + GAE_ROWS)
         _gae_rows(rewards, values, lengths[rows], ends[rows], decays[rows], gamma, out)
     return out[:total]
 
 
-def _gae_rows(rewards: Tensor, values: Tensor, lengths: Tensor, ends: Tensor, decays: Tensor, gamma: float, out: Tensor) -> None:
-    """`gae` of some responses, longest first, written to their tokens in `out` [T+1]."""
+def _gae_rows(
+    rewards: Tensor, values: Tensor, lengths: Tensor, ends: Tensor, decays: Tensor, gamma: float, out: Tensor
+) -> None:
+    """Compute `gae` of some responses, longest first, into their tokens in `out` [T+1]."""
     longest = int(lengths[0])
     descending = -lengths
     next_advantage = next_value = torch.zeros(lengths.shape, dtype=torch.float64, device=ends.device)
@@ -111,10 +128,12 @@ def _gae_rows(rewards: Tensor, values: Tensor, lengths: Tensor, ends: Tensor, de
 
 
 class _Window:
-    """The last `steps` tokens before `ends` of some responses, which have `left` tokens there, in descending order.
+    """The last `steps` tokens before `ends` of some responses, which have `left` tokens there, in descending
+    order.
 
-    Those that have `steps` tokens are copied as whole rows, ten times faster than token by token. Of the others what
-    reaches back beyond their start is read as anything (nothing flows from there to later tokens) and written to out[T]."""
+    Responses with at least `steps` tokens are copied as whole rows, ten times faster than token by token. For
+    shorter ones, tokens before their start are read as anything (nothing flows from there to later tokens)
+    and written to out[T]."""
 
     def __init__(self, ends: Tensor, left: Tensor, steps: int, total: int) -> None:
         whole = int(torch.searchsorted(-left, -steps, right=True))
@@ -125,14 +144,14 @@ class _Window:
         self.at, self.source = at.view(-1), at.view(-1).clamp(max=total - 1)
 
     def read(self, x: Tensor) -> Tensor:
-        """float64 [steps, responses], contiguous in time-major order."""
+        """Return float64 [steps, responses], contiguous in time-major order."""
         rows = x.unfold(0, self.steps, 1).index_select(0, self.starts)
         if self.at.numel():
             rows = torch.cat([rows, x.index_select(0, self.source).view(-1, self.steps)])
         return rows.t().to(torch.float64, memory_format=torch.contiguous_format, copy=True)
 
     def write(self, x: Tensor, out: Tensor) -> None:
-        """x: float64 [steps, responses]."""
+        """Write x, float64 [steps, responses], to its tokens in `out`."""
         rows = x.to(out.dtype).t().contiguous()
         whole = self.starts.numel()
         out.unfold(0, self.steps, 1).index_copy_(0, self.starts, rows[:whole])
@@ -140,19 +159,23 @@ class _Window:
 
 
 def returns(advantages: Tensor, values: Tensor, response_mask: Tensor) -> Tensor:
-    """Value targets A_t + V(s_t), [T], 0 outside the responses. With advantages of lambda = 1 they are the Monte-Carlo
-    returns (decoupled GAE, VAPO section 4.1)."""
+    """Return the value targets A_t + V(s_t), [T], 0 outside the responses. With advantages of lambda = 1 they
+    are the Monte-Carlo returns (decoupled GAE, VAPO section 4.1)."""
     return torch.where(response_mask, advantages + values, 0.0)
 
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:
-    """(count, sum, sum of squares) of x [T] where mask [T] is True, float64 [3], to be summed over ranks."""
+    """Return (count, sum, sum of squares) of x [T] where mask [T] is True, float64 [3], to be summed over
+    ranks."""
     kept = x[mask].double()
-    return torch.stack([torch.tensor(float(kept.numel()), dtype=torch.float64, device=x.device), kept.sum(), kept.dot(kept)])
+    return torch.stack(
+        [torch.tensor(float(kept.numel()), dtype=torch.float64, device=x.device), kept.sum(), kept.dot(kept)]
+    )
 
 
 def mean_and_variance(total: Tensor) -> tuple[float, float, float]:
-    """(count, mean, sample variance) from the global `moments`; the mean of nothing and the variance of one are 0."""
+    """Return (count, mean, sample variance) from the global `moments`; the mean of nothing and the variance
+    of one are 0."""
     count, first, second = total.tolist()
     if count == 0:
         return 0.0, 0.0, 0.0
@@ -161,27 +184,29 @@ def mean_and_variance(total: Tensor) -> tuple[float, float, float]:
 
 
 def whiten(advantages: Tensor, mask: Tensor, count: float, mean: float, var: float) -> Tensor:
-    """(A - mean) / sqrt(var + 1e-8), [T], 0 outside the mask, from global moments: `whiten(a, m, *mean_and_variance(total))`.
+    """Return (A - mean) / sqrt(var + 1e-8), [T], 0 outside the mask, from global moments: `whiten(a, m,
+    *mean_and_variance(total))`.
 
-    Fewer than two tokens have no spread and are left as they are.
-    """
+    Fewer than two tokens have no spread and are left as they are."""
     whitened = (advantages.double() - mean) / (var + 1e-8) ** 0.5 if count > 1 else advantages
     return torch.where(mask, whitened, 0.0).to(advantages.dtype)
 
 
 def gae_sums(advantages: Tensor, response_mask: Tensor, lam: Tensor) -> Tensor:
-    """What `gae_metrics` needs, float64 [6], to be summed over ranks: `moments` of the advantages; responses, the sum of
-    their lambda, and how many stand at the lower clamp (lambda = 0, from l <= 1 / alpha).
+    """Return the sums that `gae_metrics` needs, float64 [6], to be summed over ranks: `moments` of the
+    advantages; responses, the sum of their lambda, and how many are at the lower clamp (lambda = 0, from l <=
+    1 / alpha).
 
-    lam: lambda of the policy's advantages, float64 [n] from `length_adaptive_lambda`. A fixed lambda must be expanded to [n].
-    """
+    lam: lambda of the policy's advantages, float64 [n] from `length_adaptive_lambda`. A fixed lambda must be
+    expanded to [n]."""
     lam = lam.double()
     responses = torch.stack([torch.ones_like(lam).sum(), lam.sum(), (lam == 0).double().sum()])
     return torch.cat([moments(advantages, response_mask), responses])
 
 
 def gae_metrics(sums: Tensor) -> dict[str, float]:
-    """The metrics gae/* from the global `gae_sums`. advantage_std is of the advantages that were given, whitened or not."""
+    """Return the metrics gae/* from the global `gae_sums`. advantage_std is of the advantages that were
+    given, whitened or not."""
     _, mean, variance = mean_and_variance(sums[:3])
     responses, lam, clamped = sums[3:].tolist()
     responses = max(responses, 1.0)

@@ -1,4 +1,5 @@
-"""Scores of repeated answers (avg@k, pass@k, majority@k), how sure they are, and the explained variance of a value model."""
+"""Scores of repeated answers (avg@k, pass@k, majority@k), how sure they are, and the explained variance of a
+value model."""
 
 from __future__ import annotations
 
@@ -11,16 +12,15 @@ from torch import Tensor
 
 
 def avg_at_k(correct: Sequence[bool]) -> float:
-    """Share of right ones among the k answers to one problem; 0 if there is none."""
+    """Return the share of right ones among the k answers to one problem; 0 if there is none."""
     return sum(map(bool, correct)) / len(correct) if correct else 0.0
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased probability that k answers drawn from n, of which c are right, hold a right one: 1 - C(n-c, k) / C(n, k)
-    (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    """Return the unbiased probability that k answers drawn from n, of which c are right, hold a right one: 1
+    - C(n-c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1).
 
-    ValueError unless 0 <= c <= n and 1 <= k <= n.
-    """
+    Raises ValueError unless 0 <= c <= n and 1 <= k <= n."""
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n (got n={n}, c={c}, k={k})")
     failure = 1.0
@@ -30,11 +30,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool]) -> float:
-    """Whether the most frequent of the k answers to one problem is right: 1 or 0, or their share when several are as frequent.
+    """Return whether the most frequent of the k answers to one problem is right: 1 or 0, or the share of
+    right ones when several are as frequent.
 
-    answers: normalised, so that equal answers compare equal; None (no answer was found) does not vote. correct: what the
-    verifier said of each; should it differ between equal answers, their share of right ones counts. The order does not matter.
-    """
+    answers: normalised, so that equal answers compare equal; None (no answer was found) does not vote.
+    correct: what the verifier said of each; should it differ between equal answers, their share of right ones
+    counts. The order does not matter."""
     if len(answers) != len(correct):
         raise ValueError(f"majority@k: {len(answers)} answers, but {len(correct)} verdicts")
     votes = Counter(answer for answer in answers if answer is not None)
@@ -47,19 +48,21 @@ def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool]) -
 
 
 def ks_up_to(n: int) -> list[int]:
-    """The k of pass@k for n answers to a problem: powers of two, and n."""
+    """Return the k of pass@k for n answers to a problem: powers of two, and n."""
     return sorted({*(2**i for i in range(n.bit_length())), n})
 
 
 def interval(scores: Sequence[float], samples: int) -> tuple[float, float]:
-    """95 % confidence interval of the mean score over problems of this kind. scores: one per problem, in [0, 1], from `samples` answers.
+    """Return the 95 % confidence interval of the mean score over problems of this kind.
 
-    Wilson's interval (1927) for as many independent right-or-wrong answers as the scores are worth: m (1 - m) / (s^2 / n) with their
-    mean m and sample variance s^2 over the n problems, at least n and at most n * samples (the effective sample size of Korn and
-    Graubard 1998), with Student's t of n - 1. Answers to one problem are not independent, so problems are the unit (Miller 2024,
-    arXiv 2411.00640). Unlike a bootstrap it does not shrink to a point where all are right or none is. One problem says nothing about
-    others: (0, 1). ValueError where there is none.
-    """
+    scores: one per problem, in [0, 1], from `samples` answers.
+
+    Wilson's interval (1927) for as many independent right-or-wrong answers as the scores are worth: m (1 - m)
+    / (s^2 / n) with their mean m and sample variance s^2 over the n problems, at least n and at most n *
+    samples (the effective sample size of Korn and Graubard 1998), with Student's t of n - 1. Answers to one
+    problem are not independent, so problems are the unit (Miller 2024, arXiv 2411.00640). Unlike a bootstrap
+    it does not shrink to a point where all are right or none is. One problem says nothing about others: (0,
+    1). Raises ValueError without a score."""
     n = len(scores)
     if not n:
         raise ValueError("a confidence interval needs at least one score")
@@ -68,7 +71,9 @@ def interval(scores: Sequence[float], samples: int) -> tuple[float, float]:
     mean = math.fsum(scores) / n
     spread = mean * (1.0 - mean)
     variance = math.fsum((score - mean) ** 2 for score in scores) / (n - 1)
-    size = float(n) if spread <= 0 else n * samples if variance <= 0 else min(max(spread * n / variance, n), n * samples)
+    size = float(n)
+    if spread > 0:
+        size = n * samples if variance <= 0 else min(max(spread * n / variance, n), n * samples)
     t = _student(n - 1)
     centre = (mean + t * t / (2 * size)) / (1 + t * t / size)
     half = t * math.sqrt(max(spread, 0.0) / size + t * t / (4 * size * size)) / (1 + t * t / size)
@@ -77,8 +82,8 @@ def interval(scores: Sequence[float], samples: int) -> tuple[float, float]:
 
 
 def _student(freedom: int) -> float:
-    """The 0.975 quantile of Student's t: exact below 3, else its expansion around the normal one (Abramowitz and Stegun 26.7.5), which
-    is 0.12 % low at 3 and closer above."""
+    """Return the 0.975 quantile of Student's t: exact below 3, else its expansion around the normal one
+    (Abramowitz and Stegun 26.7.5), which is 0.12 % low at 3 and closer above."""
     if freedom < 3:
         return (12.706204736, 4.302652730)[freedom - 1]
     z = 1.959963985
@@ -93,8 +98,8 @@ def _student(freedom: int) -> float:
 
 
 def variance_sums(returns: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """What `explained_variance` needs, float64 [5], to be summed over ranks: tokens, and sum and sum of squares of the
-    returns and of the errors returns - values. All [T]; mask: bool."""
+    """Return the sums that `explained_variance` needs, float64 [5], to be summed over ranks: tokens, and sum
+    and sum of squares of the returns and of the errors returns - values. All [T]; mask: bool."""
     target = returns[mask].double()
     error = target - values[mask].double()
     count = torch.tensor(float(target.numel()), dtype=torch.float64, device=target.device)
@@ -102,7 +107,8 @@ def variance_sums(returns: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 
 
 def explained_variance(sums: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) from the global `variance_sums`; 0 where the returns do not vary."""
+    """Return 1 - Var(returns - values) / Var(returns) from the global `variance_sums`; 0 where the returns do
+    not vary."""
     count, *rest = map(float, sums.tolist())
     if count == 0:
         return 0.0

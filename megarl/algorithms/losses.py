@@ -1,5 +1,5 @@
-"""The loss terms. Each returns a sum over tokens, already divided by global counts through its weights, and statistics
-as plain sums over tokens, so that losses and statistics of micro-batches and ranks add up."""
+"""The loss terms. Each returns a sum over tokens, already divided by global counts through its weights, and
+statistics as plain sums over tokens, so that losses and statistics of micro-batches and ranks add up."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ from torch import Tensor
 
 Stats = dict[str, Tensor]
 
-# A log-ratio is clamped to +-LOG_RATIO_LIMIT before exp: e^20 = 5e8 is far outside any clip range, and nothing overflows.
+# A log-ratio is clamped to +-LOG_RATIO_LIMIT before exp: e^20 = 5e8 is far outside any clip range, and
+# nothing overflows.
 LOG_RATIO_LIMIT = 20.0
 
 
 def _log_ratio(new: Tensor, old: Tensor, counted: Tensor) -> Tensor:
-    """new - old in float64, clamped; 0, with a gradient of 0, on tokens that do not count, whatever these hold."""
+    """Return new - old in float64, clamped; 0, with a gradient of 0, on tokens that do not count, whatever
+    these hold."""
     difference = torch.where(counted, new.double(), 0.0) - torch.where(counted, old.double(), 0.0)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _weighted_sum(terms: Tensor, weights: Tensor, like: Tensor) -> Tensor:
-    """sum_t w_t * l_t, summed in float64, 0-dim in the dtype of `like` (at least float32)."""
+    """Return sum_t w_t * l_t, summed in float64, 0-dim in the dtype of `like` (at least float32)."""
     return (terms * weights.double()).sum().to(torch.promote_types(like.dtype, torch.float32))
 
 
 def _sums(loss: Tensor, loss_name: str, **sums: Tensor) -> Stats:
-    """Detached copies. Megatron's schedule divides the loss in place: a statistic that shared its storage would change too."""
-    room = loss_name.split("/")[0]
-    named = {loss_name: loss, **{f"{room}/{name}": value for name, value in sums.items()}}
+    """Return detached copies: a statistic must not share storage with the loss, which Megatron's
+    schedule divides in place."""
+    prefix = loss_name.split("/")[0]
+    named = {loss_name: loss, **{f"{prefix}/{name}": value for name, value in sums.items()}}
     return {name: value.detach().double().clone() for name, value in named.items()}
 
 
@@ -41,16 +44,16 @@ def policy_loss(
     clip_high: float,
     entropy: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
-    """sum_t w_t * -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t), r_t = pi / pi_old (DAPO eq. 8, VAPO eq. 8).
+    """Return sum_t w_t * -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t), r_t = pi / pi_old (DAPO
+    eq. 8, VAPO eq. 8), and its statistics.
 
-    All tensors are [T]; old_logprobs and advantages carry no gradient. Tokens of weight 0 do not count, whatever they
-    hold. Beyond r = e^20, and below e^-20, the gradient is 0.
+    All tensors are [T]; old_logprobs and advantages carry no gradient. Tokens of weight 0 do not count,
+    whatever they hold. Beyond r = e^20, and below e^-20, the gradient is 0.
 
     entropy: of the policy at each token, only for the statistic.
 
-    Statistics over the tokens of weight > 0: loss, tokens, clipped ones (where the clipped term is the smaller) low and high,
-    k3 estimate of KL(pi_old || pi), probability, entropy.
-    """
+    Statistics over the tokens of weight > 0: loss, tokens, clipped ones (where the clipped term is the
+    smaller) low and high, k3 estimate of KL(pi_old || pi), probability, entropy."""
     counted = weights > 0
     log_ratio = _log_ratio(logprobs, old_logprobs.detach(), counted)
     ratio = log_ratio.exp()
@@ -71,27 +74,30 @@ def policy_loss(
 
 
 def nll_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
-    """sum_t w_t * -log pi_t (VAPO eq. 9), before the factor mu of eq. 10.
+    """Return sum_t w_t * -log pi_t (VAPO eq. 9), before the factor mu of eq. 10.
 
-    weights: `token_weights` with the correct responses as `include`, and their own count as the total. All [T].
-    """
+    weights: `token_weights` with the correct responses as `include`, and their own count as the total. All
+    [T]."""
     loss = _weighted_sum(-torch.where(weights > 0, logprobs.double(), 0.0), weights, logprobs)
     return loss, _sums(loss, "policy/nll_loss")
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
-    """sum_t w_t * (q - 1 - log q), q = pi_ref / pi: the k3 estimate of KL(pi || pi_ref) (GRPO), before the factor beta. All [T]."""
+    """Return sum_t w_t * (q - 1 - log q), q = pi_ref / pi: the k3 estimate of KL(pi || pi_ref) (GRPO), before
+    the factor beta. All [T]."""
     log_ratio = _log_ratio(ref_logprobs.detach(), logprobs, weights > 0)
     loss = _weighted_sum(torch.expm1(log_ratio) - log_ratio, weights, logprobs)
     return loss, _sums(loss, "policy/kl_loss")
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float = 0.0) -> tuple[Tensor, Stats]:
-    """sum_t w_t * 1/2 (V_t - returns_t)^2; with clip > 0 the larger of that and the same for V clamped to V_old +- clip.
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float = 0.0
+) -> tuple[Tensor, Stats]:
+    """Return sum_t w_t * 1/2 (V_t - returns_t)^2; with clip > 0 the larger of that and the same for V clamped
+    to V_old +- clip.
 
-    All tensors are [T]; tokens of weight 0 do not count, whatever they hold. Statistics: loss, tokens, and tokens whose
-    clamped term is the larger (no gradient).
-    """
+    All tensors are [T]; tokens of weight 0 do not count, whatever they hold. Statistics: loss, tokens, and
+    tokens whose clamped term is the larger (no gradient)."""
     counted = weights > 0
     value = torch.where(counted, values.double(), 0.0)
     target = torch.where(counted, returns.detach().double(), 0.0)
@@ -107,14 +113,16 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Ten
 
 
 def loss_metrics(sums: Mapping[str, Tensor | float], updates: int = 1) -> dict[str, float]:
-    """Metrics from global sums: the statistics of one or several terms, added over micro-batches, ranks and `updates`
-    optimizer steps. Losses become means over the updates, the rest means over their tokens (0 if there is none)."""
+    """Return metrics from global sums: the statistics of one or several terms, added over micro-batches,
+    ranks and `updates` optimizer steps.
+
+    Losses become means over the updates, the rest means over their tokens (0 if there is none)."""
     values = {name: float(value) for name, value in sums.items()}
     metrics = {}
     for name, value in values.items():
-        room, kind = name.split("/")
+        prefix, kind = name.split("/")
         if kind.endswith("loss"):
             metrics[name] = value / max(updates, 1)
         elif kind != "tokens":
-            metrics[name] = value / max(values[f"{room}/tokens"], 1.0)
+            metrics[name] = value / max(values[f"{prefix}/tokens"], 1.0)
     return metrics

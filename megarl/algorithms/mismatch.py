@@ -1,5 +1,6 @@
-"""How far the engine's log-probabilities are from the trainer's, for the same weights and tokens, and factors of the policy loss'
-token weights that correct for it (truncated importance sampling) or leave out what is too far off (masking)."""
+"""The difference between the engine's and the trainer's log-probabilities for the same weights and tokens,
+and factors of the policy loss's token weights: they correct for it (truncated importance sampling) or leave
+out tokens that are too far off (masking)."""
 
 from __future__ import annotations
 
@@ -14,22 +15,29 @@ Level = Literal["none", "token", "sequence"]
 
 
 def _log_ratio(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Tensor:
-    return (trainer_logprobs.detach().double() - engine_logprobs.detach().double()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (trainer_logprobs.detach().double() - engine_logprobs.detach().double()).clamp(
+        -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT
+    )
 
 
 def mismatch_sums(trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(float64 [4]: tokens, sums of |difference|, of r = pi_trainer / pi_engine and of r - 1 - log r, to be summed over ranks;
-    float64 0-dim: largest |difference|, to be maximised over ranks). All inputs [T]; differences are bounded by 20."""
+    """Return sums of the differences, float64 [4], and the largest |difference|, float64 0-dim. All inputs
+    [T].
+
+    The sums are of tokens, |difference|, r = pi_trainer / pi_engine and r - 1 - log r, to be summed over
+    ranks; the largest is to be maximised over ranks. Differences are bounded by 20."""
     log_ratio = _log_ratio(trainer_logprobs[mask], engine_logprobs[mask])
     absolute = log_ratio.abs()
     count = torch.tensor(float(absolute.numel()), dtype=torch.float64, device=absolute.device)
     largest = absolute.max() if absolute.numel() else torch.zeros_like(count)
-    return torch.stack([count, absolute.sum(), log_ratio.exp().sum(), (torch.expm1(log_ratio) - log_ratio).sum()]), largest
+    return torch.stack(
+        [count, absolute.sum(), log_ratio.exp().sum(), (torch.expm1(log_ratio) - log_ratio).sum()]
+    ), largest
 
 
 def mismatch_metrics(sums: Tensor, largest: Tensor | float) -> dict[str, float]:
-    """The metrics mismatch/* from the global results of `mismatch_sums`; kl: the k3 estimate of KL(pi_engine || pi_trainer). Of no
-    token: no difference, ratio 1."""
+    """Return the metrics mismatch/* from the global results of `mismatch_sums`; kl: the k3 estimate of
+    KL(pi_engine || pi_trainer). Without a token: no difference, ratio 1."""
     count, absolute, ratio, kl = sums.tolist()
     return {
         "mismatch/logprob_abs_mean": absolute / max(count, 1.0),
@@ -50,14 +58,20 @@ def mismatch_factors(
     keep: Level = "none",
     bounds: tuple[float, float] = (0.0, float("inf")),
 ) -> tuple[Tensor, Tensor]:
-    """(factors of the token weights, float32 [T], 0 outside `mask`; float64 [3] to be summed over ranks: tokens, those whose ratio
-    was above the cap, those that were left out). No gradient. r_t = pi_trainer / pi_engine.
+    """Return factors of the token weights, float32 [T], 0 outside `mask`, and counts, float64 [3], to be
+    summed
+    over ranks: tokens, those whose ratio was above the cap, those that were left out. No gradient.
 
-    weight  token: min(r_t, cap); sequence: min(prod_t r_t, cap) over the response, the importance weight of all of it
-    keep    token: 0 where r_t is outside `bounds`; sequence: 0 for a response whose geometric mean of r_t is, whatever its length
+    With r_t = pi_trainer / pi_engine:
 
-    Both at once: the product. A factor changes no denominator: what stays in the loss weighs what it weighed before, so that a batch
-    of which little can be trusted moves the policy little. log r_t, and the logarithm of the product, are bounded by 20.
+    weight  token: min(r_t, cap)
+            sequence: min(prod_t r_t, cap) over the response, the importance weight of all of it
+    keep    token: 0 where r_t is outside `bounds`
+            sequence: 0 for a response whose geometric mean of r_t is outside, whatever its length
+
+    Both at once: the product. A factor changes no denominator: what stays in the loss weighs what it weighed
+    before, so that a batch of which little can be trusted moves the policy little. log r_t, and the logarithm
+    of the product, are bounded by 20.
 
     trainer_logprobs, engine_logprobs: [T]. mask: bool [T]. sequence_ids: int64 [T]; responses must be whole.
     """
@@ -69,7 +83,9 @@ def mismatch_factors(
     sums = zeros.index_add(0, sequence_ids, log_ratio)
     factors, capped = mask.double(), torch.zeros_like(mask)
     if weight != "none":
-        ratio = (log_ratio if weight == "token" else sums.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[sequence_ids]).exp()
+        ratio = (
+            log_ratio if weight == "token" else sums.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[sequence_ids]
+        ).exp()
         factors, capped = factors * ratio.clamp(max=cap), mask & (ratio > cap)
     kept = mask
     if keep != "none":

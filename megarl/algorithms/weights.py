@@ -1,5 +1,7 @@
-"""Token weights: the one place of denominators. Every loss term is sum_t w_t * l_t, with counts taken over the whole
-mini-batch (all micro-batches, all data-parallel ranks), so that the terms of micro-batches and ranks simply add up."""
+"""Token weights: the one place of denominators.
+
+Every loss term is sum_t w_t * l_t, with counts taken over the whole mini-batch (all micro-batches, all
+data-parallel ranks), so that the terms of micro-batches and ranks simply add up."""
 
 from __future__ import annotations
 
@@ -11,14 +13,23 @@ from torch import Tensor
 Aggregation = Literal["token", "sample"]
 
 
-def token_weights(lengths: Tensor, aggregation: Aggregation, mini_batches: Tensor | None = None, include: Tensor | None = None) -> Tensor:
-    """Weight in a loss term of each token of a response, float32 [n]: one number per response; 0 for those that do not count.
+def token_weights(
+    lengths: Tensor,
+    aggregation: Aggregation,
+    mini_batches: Tensor | None = None,
+    include: Tensor | None = None,
+) -> Tensor:
+    """Return the weight of one token of each response in a loss term, float32 [n]; 0 for those that do not
+    count.
 
-    token:  1 / (tokens of all counted responses of its mini-batch): every token counts the same (DAPO eq. 8 and 12, VAPO eq. 7).
-    sample: 1 / (tokens of the response * counted responses of its mini-batch): every response counts the same (VAPO eq. 6).
+    token:  1 / (tokens of all counted responses of its mini-batch): every token counts the same (DAPO eq. 8
+            and 12, VAPO eq. 7).
+    sample: 1 / (tokens of the response * counted responses of its mini-batch): every response counts the
+            same (VAPO eq. 6).
 
-    lengths: response tokens, int64 [n], of the whole step, not of one rank's share. mini_batches: int64 [n], the mini-batch of
-    each; None: all are one. include: bool [n], e.g. not truncated, or correct; None: all. A response without tokens never counts.
+    lengths: response tokens, int64 [n], of the whole step, not of one rank's share. mini_batches: int64 [n],
+    the mini-batch of each; None: all are one. include: bool [n], e.g. not truncated, or correct; None: all. A
+    response without tokens never counts.
     """
     if aggregation not in ("token", "sample"):
         raise ValueError(f"aggregation: must be token or sample (got {aggregation!r})")

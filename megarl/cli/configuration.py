@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from megarl.config import Config, check_config, dump_config, load_config
-from megarl.config.explain import knobs
+from megarl.config.load import dump_yaml
 from megarl.config.recipes import PRESETS
-from megarl.config.yaml_text import dump_yaml
+from megarl.config.schema import fields
 
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", type(None): "null"}
 
@@ -36,7 +36,7 @@ def check(path: Path, overrides: Sequence[str]) -> int:
 
 def docs() -> int:
     """Prints every knob: key, meaning; kind, unit, default, what recipes set it to, source."""
-    for key, field in knobs(Config):
+    for key, field in fields(Config):
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         kind = " or ".join(_kinds(field.annotation)) + (f", in {extra['unit']}" if extra.get("unit") else "")
         default = "required" if field.is_required() else f"default {_yaml(field.default)}"

@@ -25,7 +25,7 @@ MARK_RUN = ".megarl-demo-run"  # in a run's folder, which the next run of its re
 
 def demo(recipe: str, seed: int, folder: Path, overrides: Sequence[str], *, data_only: bool = False) -> int:
     """Warm start, then DAPO or VAPO, in `folder` (seed 0) or its seed-N. data_only: the data and the untrained model alone."""
-    from megarl.data.arithmetic import write_demo
+    from megarl.demo.arithmetic import write_demo
 
     started = time.time()
     place = folder if seed == 0 else folder / f"seed-{seed}"
@@ -73,7 +73,7 @@ def demo(recipe: str, seed: int, folder: Path, overrides: Sequence[str], *, data
 
 def _warm_start(file: Path, overrides: Sequence[str]) -> int:
     """Supervised training, or the result of an earlier one of which everything that its bits depend on was the same."""
-    from megarl.schedule.ablation import checksum, files_of, identity
+    from megarl.ablation.runs import checksum, files_of, identity
 
     config = load_config(file, overrides)
     mark, hf = config.run_dir / MARK_WARM_START, config.run_dir / "hf"
@@ -107,7 +107,7 @@ def _print_end(config: Config) -> None:
 
 def _print_styles(answers: Path, first: int, last: int) -> None:
     """How the shares of the kinds of answers moved: what the policy has learned to do, besides being right more often."""
-    from megarl.data.arithmetic import Style, style_shares
+    from megarl.demo.arithmetic import Style, style_shares
 
     found: dict[int, list[tuple[str, bool]]] = {first: [], last: []}
     for line in answers.read_text(encoding="utf-8").splitlines():
@@ -127,7 +127,7 @@ def _check_made_here(folder: Path, mark: str, key: str) -> None:
 
 
 def _make_anew(folder: Path, mark: str) -> None:
-    from megarl.schedule.ablation import make_anew
+    from megarl.ablation.runs import make_anew
 
     try:
         make_anew(folder)

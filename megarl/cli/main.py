@@ -320,7 +320,7 @@ def _demo(given: argparse.Namespace) -> int:
 
 def _ablate(given: argparse.Namespace) -> int:
     _check_packages()
-    from megarl.cli.ablate import Settings, ablate
+    from megarl.ablation.command import Settings, ablate
 
     settings = Settings(
         given.folder, tuple(given.seeds), tuple(given.rows or ()), given.jobs, given.limit, given.fresh, tuple(given.overrides)

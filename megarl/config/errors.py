@@ -1,4 +1,5 @@
-"""The errors that a user can cause. Each is one line: what is wrong, where, and what to do; the command line ends with code 2."""
+"""The errors that a user can cause. Each is one line: what is wrong, where, and what to do. The command ends
+with code 2."""
 
 from __future__ import annotations
 
@@ -6,15 +7,14 @@ from __future__ import annotations
 class MegarlError(Exception):
     """Base of every error that is reported as one line, without a traceback.
 
-    on_every_rank: whether all ranks meet it alike, so that one of them says it; else the rank that met it does.
-    code: exit code of the command that ends with it.
-    """
+    on_every_rank  whether all ranks meet it alike, and one of them reports it; else the rank that met it does
+    code           exit code of the command that ends with it"""
 
     on_every_rank = True
     code = 2
 
     def __str__(self) -> str:
-        """One line, whatever a file name or a library's message brings along."""
+        """Return one line, whatever a file name or a library's message brings along."""
         return " ".join(line.strip() for line in super().__str__().splitlines())
 
 
@@ -31,14 +31,15 @@ class CheckpointError(MegarlError):
 
 
 class NumericalError(MegarlError):
-    """A loss, gradient, log-probability or value is not finite; the update was not applied. fatal: a weight is not finite, which only
-    a checkpoint mends."""
+    """A loss, gradient, log-probability or value is not finite; the update was not applied.
+
+    fatal: a weight is not finite, which only a checkpoint mends."""
 
     fatal = False
 
 
 class DeviceMemoryError(MegarlError):
-    """The device has no room for what a phase needs; the message says what is there."""
+    """The device has no room for what a phase needs; the message says what is on it."""
 
     on_every_rank = False
 
@@ -50,7 +51,7 @@ class EngineError(MegarlError):
 
 
 class EngineFailure(EngineError):
-    """The engine's processes have died, hang, or answer nonsense: they are to be started anew."""
+    """The engine's processes have died, hang, or answer nonsense: they are to be started again."""
 
 
 class WaitTimeout(MegarlError):
@@ -60,10 +61,10 @@ class WaitTimeout(MegarlError):
 
 
 class TransferError(MegarlError):
-    """The engine's weights are not the actor's after a transfer."""
+    """The engine's weights differ from the actor's after a transfer."""
 
 
 class Interrupted(MegarlError):
-    """The run was told to leave, or its time is up; it is saved, and the same command continues it."""
+    """The run was told to stop, or its time is up. It is saved; the same command continues it."""
 
     code = 75  # EX_TEMPFAIL of sysexits.h: not done, try again

@@ -1,4 +1,4 @@
-"""Files as checkpoints and model folders need them: JSON that is an object or a CheckpointError, harmless indices, bytes on disk."""
+"""Files of checkpoints and model folders: JSON objects, indices that run no code, bytes that are on disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ HARMLESS = {
 
 
 def read_json(path: Path, absent: str = "is missing") -> dict[str, Any]:
-    """A JSON object from a file; CheckpointError names the file if it is missing (`absent` says what that means) or something else."""
+    """Read a JSON object from a file. Raises CheckpointError naming the file if it is missing (`absent` says
+    what that means) or holds something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -38,7 +39,8 @@ def read_json(path: Path, absent: str = "is missing") -> dict[str, Any]:
 
 
 class _Harmless(pickle.Unpickler):
-    """Knows what torch writes into the index of a distributed checkpoint, and nothing that can do anything."""
+    """Unpickles what torch writes into the index of a distributed checkpoint, and nothing that can do
+    anything."""
 
     def find_class(self, module: str, name: str) -> Any:
         dtype = module == "torch" and re.fullmatch(r"Size|b?float\w*|u?int\d+|bool|complex\d+", name)
@@ -48,8 +50,10 @@ class _Harmless(pickle.Unpickler):
 
 
 def check_index(path: Path) -> None:
-    """The index of a distributed checkpoint is a pickle, which torch reads without a question: CheckpointError where it is damaged, or
-    where it names anything but what torch itself writes, so that reading it could run foreign code."""
+    """Check the index of a distributed checkpoint, a pickle that torch reads without a question.
+
+    Raises CheckpointError where it is damaged, or names anything but what torch itself writes: reading it
+    could run foreign code."""
     try:
         with open(path, "rb") as file:
             _Harmless(file).load()
@@ -60,7 +64,7 @@ def check_index(path: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Waits until a file or a folder's entries are on disk."""
+    """Wait until a file or a folder's entries are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,37 +1,46 @@
-"""From YAML files and dotted overrides to a checked `Config`.
+"""From YAML files and dotted overrides to a checked `Config`, and errors in one line for people.
 
-Order, later wins: the recipe's preset, the files named by `base:` (parents first), the file itself, the overrides. A file can be
-read over another base than its own, which is how the rows of an ablation at 32B become rows at demo scale.
+Order, later wins: the recipe's preset, the files named by `base:` (parents first), the file itself, the
+overrides. A file can be read over another base than its own, which is how the rows of an ablation at 32B
+become rows at demo scale.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Sequence
+import re
+import reprlib
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+import yaml
+from pydantic import BaseModel, ValidationError
 
 from megarl.config.errors import ConfigError
-from megarl.config.explain import explain
 from megarl.config.recipes import PRESETS, Settings
-from megarl.config.schema import Config
-from megarl.config.yaml_text import dump_yaml, parse_yaml
+from megarl.config.schema import Config, fields, section_of
 
 MAX_DEPTH = 8  # sections within sections; the schema has 3, and an alias that holds itself has no end
 COMMAND_LINE = "command line"
-PACKAGE = Path(__file__).resolve().parents[1]  # its configs/ is a link to the repository's, and a folder where a wheel was installed
+PACKAGE = (
+    Path(__file__).resolve().parents[1]
+)  # its configs/ is a link to the repository's, in a wheel a folder
+SHOWN = 60  # characters of a value in a message
+SUGGESTED = 3  # keys in a message
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | None = None) -> Config:
-    """Reads, merges and validates. Raises ConfigError with one line that names the file (or the override) and the key.
+    """Read, merge and validate. Raises ConfigError with one line that names the file (or the override) and
+    the key.
 
-    base: stands in for the file at the root of the chain of bases, the one that names no base itself; what the files above it say
-    holds over `base` and over the bases of `base`."""
-    origins: dict[str, str] = {}
+    base: stands in for the file at the root of the chain of bases, the one that names no base itself; the
+    files above it override `base` and the bases of `base`."""
+    origins: dict[str, str] = {}  # dotted key -> the file or command line that set it
     settings: Settings = {}
-    for name, layer in [*_files(config_file(path), base), *[(COMMAND_LINE, _parse_override(o)) for o in overrides]]:
+    layers = _files(config_file(path), base) + [(COMMAND_LINE, _parse_override(text)) for text in overrides]
+    for name, layer in layers:
         _merge(settings, layer, origins, name)
     recipe = settings.get("recipe")
     merged: Settings = {}
@@ -41,79 +50,87 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(explain(error, origins, str(path))) from None
+        raise ConfigError(_explain(error, origins, str(path))) from None
 
 
 def config_file(name: str | Path, folder: Path = Path()) -> Path:
-    """The file that `folder` calls `name`; a `configs/...` that is not there is megarl's own, which is installed with it."""
+    """Return the file that `folder` calls `name`; a `configs/...` that is not there is megarl's own,
+    installed with it."""
     there, own = folder / name, PACKAGE / name
     return own if Path(name).parts[:1] == ("configs",) and own.is_file() and not there.exists() else there
 
 
 def set_key(key: str, value: int | Path | list[Path]) -> str:
-    """An override; paths in quotes, since a comma or a bracket in one would be YAML's."""
+    """Write an override; paths in quotes, since a comma or a bracket in one would be YAML's."""
     return f"{key}={json.dumps(value, default=str, ensure_ascii=False)}"
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML that `load_config` reads back to the same values."""
+    """Write the resolved configuration as YAML that `load_config` reads back to the same values."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
-def _files(path: Path, root: Path | None = None, named_by: tuple[Path, ...] = ()) -> list[tuple[str, Settings]]:
-    """The file and its bases, parents first. root: read in place of a file without a base; named_by: the files on the way here."""
-    if any(path.resolve() == earlier.resolve() for earlier in named_by):
-        circle = " -> ".join(str(earlier) for earlier in (*named_by, path))
-        raise ConfigError(f"{path}: base: the files name each other in a circle ({circle})")
-    whose = f" (base of {named_by[-1]})" if named_by else ""
-    layer = read_yaml(path, whose)
-    bases = layer.pop("base", [])
-    bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(b, str) and b and "\0" not in b for b in bases):
-        raise ConfigError(f"{path}: base: must be a file name or a list of file names")
-    if root is not None and not bases:
-        return _files(root)
-    return [entry for base in bases for entry in _files(config_file(base, path.parent), root, (*named_by, path))] + [(str(path), layer)]
-
-
 def read_yaml(path: Path, whose: str = "") -> Settings:
-    """The mapping that a file holds. `whose`: who named it, for the message of the ConfigError where there is none."""
-    content = parse_yaml(_read(path, whose), str(path))
+    """Read the mapping that a file holds. Raises ConfigError where there is none; `whose` says there who
+    named the file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file{whose}") from None
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} is {error.object[error.start]:#04x}"
+        raise ConfigError(f"{path}: not a UTF-8 text: {byte}{whose}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}{whose}") from None
+    content = parse_yaml(text, str(path))
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold `key: value` lines{whose}")
     return content
 
 
-def _read(path: Path, whose: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file{whose}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}{whose}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}{whose}") from None
+def _files(path: Path, root: Path | None, named_by: tuple[Path, ...] = ()) -> list[tuple[str, Settings]]:
+    """Read the file and its bases, parents first. root: read in place of a file without a base; named_by: the
+    files on the way here."""
+    if any(path.resolve() == earlier.resolve() for earlier in named_by):
+        circle = " -> ".join(str(earlier) for earlier in (*named_by, path))
+        raise ConfigError(f"{path}: base: the files name each other in a circle ({circle})")
+    layer = read_yaml(path, f" (base of {named_by[-1]})" if named_by else "")
+    bases = layer.pop("base", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(b, str) and b and "\0" not in b for b in bases):
+        raise ConfigError(f"{path}: base: must be a file name or a list of file names")
+    if root is not None and not bases:
+        return _files(root, None)
+    layers = [
+        one for base in bases for one in _files(config_file(base, path.parent), root, (*named_by, path))
+    ]
+    return [*layers, (str(path), layer)]
 
 
 def _parse_override(text: str) -> Settings:
     key, equals, value = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
-        raise ConfigError(f"{COMMAND_LINE}: {text!r}: an override is written key=value, with dots in the key (e.g. actor.lr=2e-6)")
+        raise ConfigError(
+            f"{COMMAND_LINE}: {text!r}: an override is written key=value, "
+            "with dots in the key (e.g. actor.lr=2e-6)"
+        )
     setting: Any = parse_yaml(value, f"{COMMAND_LINE}: {key}") if value.strip() else None
     for part in reversed(parts):
         setting = {part: setting}
     return setting
 
 
-def _merge(into: Settings, layer: Settings, origins: dict[str, str], name: str, sections: tuple[str, ...] = ()) -> None:
-    """Puts `layer` over `into`, section by section; `origins` learns which layer a key was last set by."""
+def _merge(
+    into: Settings, layer: Settings, origins: dict[str, str], name: str, sections: tuple[str, ...] = ()
+) -> None:
+    """Put `layer` over `into`, section by section; `origins` learns which layer a key was last set by."""
     if len(sections) > MAX_DEPTH:
         raise ConfigError(f"{name}: {sections[0]}: sections within sections, more than {MAX_DEPTH} deep")
     for key, value in layer.items():
+        dotted = ".".join((*sections, str(key)))
         if not isinstance(key, str):
-            raise ConfigError(f"{name}: {'.'.join((*sections, str(key)))}: a key must be a text, not {key!r}")
-        dotted = ".".join((*sections, key))
+            raise ConfigError(f"{name}: {dotted}: a key must be a text, not {key!r}")
         origins[dotted] = name
         if isinstance(value, dict):
             below = into.get(key)
@@ -121,3 +138,158 @@ def _merge(into: Settings, layer: Settings, origins: dict[str, str], name: str, 
             _merge(into[key], value, origins, name, (*sections, key))
         else:
             into[key] = value
+
+
+# What pydantic found wrong, as one line for a person.
+
+_PLAINER = {
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "must be a number"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "must be true or false"),
+    "path_type": "must be a path, as text",
+    "string_type": "must be a text (quotes make one of anything)",
+    "tuple_type": "must be a list, written [a, b]",
+    "missing": "has too few values",
+    "too_long": "has too many values",
+}
+
+
+def _explain(error: ValidationError, origins: Mapping[str, str], path: str) -> str:
+    """Return the first problem as `where: key: what is wrong (got value)`, and how many other keys have one.
+
+    path: the file that lacks what nobody set."""
+    problems = error.errors(include_url=False)
+    keys = [_key(problem["loc"]) for problem in problems]
+    key, first = keys[0], problems[0]
+    parts = key.split(".")
+    where = next(
+        (origins[k] for i in range(len(parts), 0, -1) if (k := ".".join(parts[:i])) in origins), path
+    )
+    if first["type"] == "extra_forbidden":
+        what = f"unknown key{_suggestion(key)}"
+    elif first["type"] == "missing" and len(first["loc"]) == len(parts):
+        what, where = "must be given", path
+    else:
+        # A value that may be of several types has one problem per type.
+        said = " or ".join(dict.fromkeys(_said(p) for p, k in zip(problems, keys, strict=True) if k == key))
+        what = f"{said.replace(' or must be ', ' or ')} (got {_shown(first['input'])})"
+    others = len(set(keys)) - 1
+    return f"{where}: {key}: {what}" + (f" [and {others} more]" if others else "")
+
+
+def _key(location: Sequence[str | int]) -> str:
+    """Return the dotted key of a place in the input, without what follows a leaf (a member of a union, a
+    position in a list)."""
+    section: type[BaseModel] | None = Config
+    parts = []
+    for part in location:
+        if section is None:
+            break
+        parts.append(str(part))
+        field = section.model_fields.get(str(part))
+        section = section_of(field) if field is not None else None
+    return ".".join(parts)
+
+
+def _said(problem: Mapping[str, Any]) -> str:
+    kind, text = problem["type"], str(problem["msg"]).removeprefix("Value error, ")
+    if kind == "model_type" and problem["input"] is None:
+        return "is an empty section: give it keys, or leave it out"
+    if kind == "model_type":
+        return "must be a section of `key: value` lines"
+    text = _PLAINER.get(kind, text)
+    return "must be " + text.removeprefix("Input should be ") if text.startswith("Input should be ") else text
+
+
+def _shown(value: Any) -> str:
+    """Return `value` for a message, by reprlib: a list of aliases of lists can stand for more than memory
+    holds."""
+    text = repr(value[: SHOWN + 1]) if isinstance(value, str) else reprlib.repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def _suggestion(key: str) -> str:
+    """Return known keys that may have been meant: in the same section, else of the same name elsewhere."""
+    known = [name for name, _ in fields(Config)]
+    known += dict.fromkeys(name[:i] for name in known for i, c in enumerate(name) if c == ".")  # sections
+    parent, _, last = key.rpartition(".")
+    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
+    found = [beside[name] for name in difflib.get_close_matches(last, beside, SUGGESTED, 0.7)]
+    found = found or [name for name in known if name.rpartition(".")[2] == last][:SUGGESTED]
+    if found:
+        return f" (did you mean {' or '.join(found)}?)"
+    return f" (known here: {', '.join(beside)})"
+
+
+# YAML as people expect it: the scalars of YAML 1.2's core schema, no key given twice. PyYAML follows YAML
+# 1.1, where 1e-6 is a text, `no` is false, 010 is 8, 1:30 is 90 and 2024-01-01 is a date.
+
+_RESOLVERS = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    ("merge", r"<<", ["<"]),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key given twice is an error instead of a silent override."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        merge = "tag:yaml.org,2002:merge"
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
+        twice = next((k for i, k in enumerate(keys) if k in keys[:i]), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {twice!r} is given twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either YAML would take for something else than a text, so that every reader reads the
+    same."""
+
+
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node))
+    return int(text, 16) if text.startswith("0x") else int(text)
+
+
+_Loader.yaml_implicit_resolvers = {}  # none of YAML 1.1's
+for _tag, _pattern, _first in _RESOLVERS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse the one document in `text`. Raises ConfigError `where: line n: not valid YAML: ...` for invalid
+    text."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
+    except RecursionError:
+        raise ConfigError(f"{where}: not valid YAML: nested too deep") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{where}: {line}not valid YAML: {problem}") from None
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+    ) as error:  # PyYAML on `!!bool x`, `!!timestamp x`
+        problem = f"a value does not fit its tag ({type(error).__name__}: {error})"
+        raise ConfigError(f"{where}: not valid YAML: {problem}") from None
+
+
+def dump_yaml(content: Any) -> str:
+    """Write `content` as YAML, keys in their order, that `parse_yaml` reads back to the same."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=140)

@@ -1,6 +1,8 @@
-"""Recipes: the published algorithms as settings of the same switches. A config or an override changes any of them.
+"""Recipes: the published algorithms as settings of the same switches. A config or an override changes any of
+them.
 
-Each is one column of the papers' comparison; `config/schema.py` says at each switch which equation it stands for.
+Each is one column of the papers' comparison; `config/schema.py` says at each switch which equation it stands
+for.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ Settings = dict[str, Any]
 # Supervised warm start: the positive-example LM loss (VAPO eq. 9) alone, on given responses.
 _SFT: Settings = {"algorithm": {"nll_weight": 1.0}}
 
-# DAPO's first row, "naive GRPO": sample-level loss, symmetric clip, KL to the reference left out as in DAPO section 2.3.
+# DAPO's first row, "naive GRPO": sample-level loss, symmetric clip, KL to the reference left out as in DAPO
+# section 2.3.
 _GRPO: Settings = {"algorithm": {"advantage": "group", "aggregation": "sample", "clip_high": 0.2}}
 
 # DAPO eq. 8, 11, 13.
@@ -25,11 +28,18 @@ _DAPO: Settings = {
 
 # VAPO's base, "vanilla PPO": one response a prompt, one lambda, sample-level loss, no value pretraining.
 _PPO: Settings = {
-    "algorithm": {"advantage": "gae", "lambda_critic": 0.95, "lambda_policy": 0.95, "aggregation": "sample", "clip_high": 0.2},
+    "algorithm": {
+        "advantage": "gae",
+        "lambda_critic": 0.95,
+        "lambda_policy": 0.95,
+        "aggregation": "sample",
+        "clip_high": 0.2,
+    },
     "rollout": {"prompts": 8192, "group_size": 1},
 }
 
-# VAPO section 4, all seven techniques of its Table 1. Overlong punishment as in DAPO is our choice: VAPO does not say.
+# VAPO section 4, all seven techniques of its Table 1. Overlong punishment as in DAPO is our choice: VAPO does
+# not say.
 _VAPO: Settings = {
     "algorithm": {
         "advantage": "gae",

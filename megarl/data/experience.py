@@ -1,12 +1,27 @@
-"""Experience: the packed, columnar batch that travels through the phases of a step."""
+"""Experience: the packed, columnar batch that travels through the phases of a step, and its file.
+
+The file is safetensors with a checksum, renamed into place once it is on disk: it is whole or not there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+
+from megarl.config.errors import DataError
+from megarl.config.files import fsync
+
+_PARTS = ("tokens", "cu_seqlens", "response_mask")
+_STATE = "state"  # JSON as bytes: a safetensors header, where texts would go, may have 100 MB at most
 
 
 @dataclass
@@ -18,8 +33,9 @@ class Experience:
     response_mask  bool  [T]    True on response tokens (the end-of-sequence token included)
     columns        name -> Tensor: [T] (one entry a token) or [n] (one entry a response)
 
-    A token column is aligned with the token it speaks of: `logprobs[t]` is log pi(tokens[t] | tokens before t), and
-    `values[t]` is V(s_t), the value of the state in which tokens[t] was chosen. Outside the response they are 0.
+    A token column is aligned with the token it is about: `logprobs[t]` is log pi(tokens[t] | tokens before
+    t), and `values[t]` is V(s_t), the value of the state in which tokens[t] was chosen. Outside the response
+    they are 0.
     """
 
     tokens: Tensor
@@ -33,18 +49,17 @@ class Experience:
             shapes = (tuple(self.tokens.shape), tuple(self.response_mask.shape))
             raise ValueError(f"tokens and response_mask must both be [{total}] (got {shapes})")
         for name, column in self.columns.items():
-            self._check(name, column)
-
-    def _check(self, name: str, column: Tensor) -> None:
-        if column.shape[0] not in (self.num_tokens, self.num_sequences):
-            expected = f"{self.num_tokens} tokens or {self.num_sequences} responses"
-            raise ValueError(f"column {name}: must have an entry for each of {expected} (got {column.shape[0]})")
+            self[name] = column
 
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
 
     def __setitem__(self, name: str, column: Tensor) -> None:
-        self._check(name, column)
+        if column.shape[0] not in (self.num_tokens, self.num_sequences):
+            expected = f"{self.num_tokens} tokens or {self.num_sequences} responses"
+            raise ValueError(
+                f"column {name}: must have an entry for each of {expected} (got {column.shape[0]})"
+            )
         self.columns[name] = column
 
     def __contains__(self, name: str) -> bool:
@@ -66,33 +81,98 @@ class Experience:
     @property
     def sequence_ids(self) -> Tensor:
         """The sequence that each token belongs to, int64 [T]."""
-        return torch.repeat_interleave(torch.arange(self.num_sequences, device=self.cu_seqlens.device), self.lengths)
+        return torch.repeat_interleave(
+            torch.arange(self.num_sequences, device=self.cu_seqlens.device), self.lengths
+        )
 
     @property
     def response_lengths(self) -> Tensor:
         """Response tokens of each sequence, int64 [n]."""
-        return torch.zeros_like(self.cu_seqlens[1:]).index_add_(0, self.sequence_ids, self.response_mask.long())
+        return torch.zeros_like(self.cu_seqlens[1:]).index_add_(
+            0, self.sequence_ids, self.response_mask.long()
+        )
 
     def spread(self, values: Tensor) -> Tensor:
-        """One value per response [n] at each of its tokens, [T]; 0 outside the responses."""
+        """Return one value per response [n] at each of its tokens, [T]; 0 outside the responses."""
         return torch.where(self.response_mask, torch.repeat_interleave(values, self.lengths), 0)
 
     def select(self, indices: Sequence[int] | Tensor) -> Experience:
-        """The sequences `indices`, in that order, with all their columns."""
+        """Return the sequences `indices`, in that order, with all their columns."""
         indices = torch.as_tensor(indices, dtype=torch.int64)
         lengths = self.lengths[indices]
         cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         starts = torch.repeat_interleave(self.cu_seqlens[:-1][indices] - cu_seqlens[:-1], lengths)
-        at = torch.arange(int(cu_seqlens[-1])) + starts
+        token_indices = torch.arange(int(cu_seqlens[-1])) + starts
         per_token = self.num_tokens
-        columns = {k: (c[at] if c.shape[0] == per_token else c[indices]) for k, c in self.columns.items()}
-        return Experience(self.tokens[at], cu_seqlens, self.response_mask[at], columns)
+        columns = {
+            name: column[token_indices if column.shape[0] == per_token else indices]
+            for name, column in self.columns.items()
+        }
+        return Experience(self.tokens[token_indices], cu_seqlens, self.response_mask[token_indices], columns)
 
     @staticmethod
-    def build(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], **columns: Tensor) -> Experience:
-        """Packs lists of token ids; `columns` as in the class, already packed."""
-        rows = [list(p) + list(r) for p, r in zip(prompts, responses, strict=True)]
+    def build(
+        prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], **columns: Tensor
+    ) -> Experience:
+        """Pack lists of token ids; `columns` as in the class, already packed."""
+        rows = [[*p, *r] for p, r in zip(prompts, responses, strict=True)]
         cu_seqlens = torch.tensor([0] + [len(r) for r in rows]).cumsum(0)
-        mask = [flag for p, r in zip(prompts, responses, strict=True) for flag in [False] * len(p) + [True] * len(r)]
+        mask = [
+            flag
+            for p, r in zip(prompts, responses, strict=True)
+            for flag in [False] * len(p) + [True] * len(r)
+        ]
         tokens = torch.tensor([t for row in rows for t in row], dtype=torch.int64)
         return Experience(tokens, cu_seqlens, torch.tensor(mask, dtype=torch.bool), dict(columns))
+
+
+def write_experience(
+    path: Path, experience: Experience, state: Mapping[str, Any], made_from: Mapping[str, Any]
+) -> None:
+    """Write `experience` with `state` and `made_from`, which must hold JSON. Raises OSError."""
+    text = json.dumps(state, default=str)  # a prompt's extra columns may be of types that JSON does not know
+    tensors = {name: getattr(experience, name).contiguous() for name in _PARTS}
+    tensors |= {f"column.{name}": column.contiguous() for name, column in experience.columns.items()}
+    tensors[_STATE] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    partial = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    save_file(tensors, partial, {"made_from": json.dumps(made_from), "sha256": _checksum(tensors)})
+    fsync(partial)
+    os.replace(partial, path)
+    fsync(path.parent)
+
+
+def read_made_from(path: Path) -> dict[str, Any]:
+    """Read the `made_from` of a file, from its header alone. Raises DataError for a damaged file."""
+    try:
+        with safe_open(path, "pt") as file:
+            return dict(json.loads(file.metadata()["made_from"]))
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: is damaged ({error})") from None
+
+
+def read_experience(path: Path) -> tuple[Experience, dict[str, Any]]:
+    """Read the experience and the state of a file. Raises DataError for a damaged file."""
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            checksum = file.metadata()["sha256"]
+        if _checksum(tensors) != checksum:
+            raise DataError(f"{path}: is damaged (its checksum is another)")
+        columns = {
+            name.removeprefix("column."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("column.")
+        }
+        tokens, cu_seqlens, mask = (tensors[name] for name in _PARTS)
+        return Experience(tokens, cu_seqlens, mask, columns), json.loads(tensors[_STATE].numpy().tobytes())
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: is damaged ({error})") from None
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
+        digest.update(tensors[name].view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,4 +1,5 @@
-"""Prompts and supervised pairs from data files: found, checked, put into the template, tokenized; what is left out is listed."""
+"""Prompts and supervised pairs from parquet and jsonl files: read, checked, put into the template, tokenized.
+Rows that cannot be used are listed with their reasons."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import DataConfig
-from megarl.data.files import BadRow, rows
 from megarl.data.prompts import Prompt, prompt_uid
 
 if TYPE_CHECKING:
@@ -29,7 +32,8 @@ _TOKENIZED_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class RejectedRow:
-    """A row that cannot be used. `row` counts from 1; `detail` says more than the `reason` by which rows are counted."""
+    """A row that cannot be used. `row` counts from 1; rows are counted by `reason`, `detail` is about this
+    one."""
 
     file: str
     row: int
@@ -52,22 +56,27 @@ class ReadReport:
     rejected: list[RejectedRow] = field(default_factory=list)
 
     def reasons(self) -> Counter[str]:
-        """How many rows were rejected for each reason."""
+        """Count the rejected rows by reason."""
         return Counter(row.reason for row in self.rejected)
 
     def lines(self, shown: int = 3) -> list[str]:
-        """The report for people: one line of sums, and one per reason with its first `shown` rows."""
+        """Return the report for people: one line of sums, and one per reason with its first `shown` rows."""
         total = sum(self.rows.values())
-        found = [f"data: {self.kept:,} of {total:,} rows used, {self.duplicates:,} duplicates, {len(self.rejected):,} unusable"]
+        found = [
+            f"data: {self.kept:,} of {total:,} rows used, "
+            f"{self.duplicates:,} duplicates, {len(self.rejected):,} unusable"
+        ]
         for reason, count in self.reasons().most_common():
             examples = [row for row in self.rejected if row.reason == reason][:shown]
-            places = ", ".join(f"{row.file}:{row.row}" + (f" ({row.detail})" if row.detail else "") for row in examples)
+            places = ", ".join(
+                f"{row.file}:{row.row}" + (f" ({row.detail})" if row.detail else "") for row in examples
+            )
             found.append(f"data: {count:,} rows: {reason}: {places}{', ...' if count > shown else ''}")
         return found
 
 
 class _Unusable(Exception):
-    """The reason, and more about it, why a row is left out."""
+    """Why a row is left out: the reason by which rows are counted, and details of this row."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason)
@@ -75,11 +84,12 @@ class _Unusable(Exception):
 
 
 @dataclass(frozen=True)
-class _Problem:
-    """A usable row before the template: a text, or messages. `target` is the answer, or the response of a pair."""
+class _Row:
+    """A usable row before the template: a text, or messages. `target` is the answer, or the response of a
+    pair."""
 
     file: str
-    row: int
+    number: int
     prompt: str | Messages
     target: str
     source: str
@@ -87,38 +97,42 @@ class _Problem:
 
     @property
     def text(self) -> str:
-        """What identifies the prompt, whatever template it goes through."""
+        """The text that identifies the prompt, whatever template it goes through."""
         if isinstance(self.prompt, str):
             return self.prompt
         if len(self.prompt) == 1 and self.prompt[0]["role"] == "user":
             return self.prompt[0]["content"]
-        return json.dumps([[message["role"], message["content"]] for message in self.prompt], ensure_ascii=False)
+        return json.dumps(
+            [[message["role"], message["content"]] for message in self.prompt], ensure_ascii=False
+        )
 
 
-def read_prompts(paths: Sequence[Path], data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], ReadReport]:
-    """The problems of all files, in their order, each prompt with the same answer once.
+def read_prompts(
+    paths: Sequence[Path], data: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Prompt], ReadReport]:
+    """Read the problems of all files, in their order, each prompt with the same answer once.
 
-    Rows without prompt or answer, of a wrong type, malformed or too long are left out and listed in the report. Raises DataError
-    for a missing or malformed file and for one without a usable row, ConfigError for a template that the tokenizer has not."""
+    Rows without prompt or answer, of a wrong type, malformed or too long are left out and listed in the
+    report. Raises DataError for a missing or malformed file and for one without a usable row, ConfigError for
+    a template that the tokenizer does not have."""
     _check_template(data, tokenizer)
     report = ReadReport()
     seen: set[int] = set()
-    problems: list[tuple[int, _Problem]] = []
-    for problem in _problems(paths, data, report):
-        uid = prompt_uid(problem.text, problem.target)
-        if uid in seen:
-            report.duplicates += 1
-            continue
-        seen.add(uid)
-        problems.append((uid, problem))
-    prompts = []
-    for at in range(0, len(problems), _TOKENIZED_AT_ONCE):
-        part = problems[at : at + _TOKENIZED_AT_ONCE]
-        for (uid, problem), made in zip(part, _tokenized([p for _, p in part], data, tokenizer), strict=True):
-            if isinstance(made, _Unusable):
-                report.rejected.append(RejectedRow(problem.file, problem.row, made.reason, made.detail))
+
+    def unique() -> Iterator[_Row]:
+        for row in _usable_rows(paths, data, report):
+            uid = prompt_uid(row.text, row.target)
+            if uid in seen:
+                report.duplicates += 1
             else:
-                prompts.append(Prompt(uid, made[0], made[1], problem.target, problem.source, problem.extra))
+                seen.add(uid)
+                yield row
+
+    prompts = [
+        Prompt(prompt_uid(row.text, row.target), text, tokens, row.target, row.source, row.extra)
+        for batch in _tokenized(unique(), data, tokenizer, report)
+        for row, text, tokens in batch
+    ]
     _finish(paths, report, len(prompts))
     return prompts, report
 
@@ -130,69 +144,60 @@ def read_pairs(
     tokenizer: PreTrainedTokenizerBase,
     report: ReadReport | None = None,
 ) -> list[Pair]:
-    """(prompt tokens, response tokens with the end-of-sequence token) of all files, in their order, repeated rows included.
+    """Read (prompt tokens, response tokens with the end-of-sequence token) of all files, in their order,
+    repeated rows included.
 
-    `report`, if given, is filled with what was left out. Errors as in read_prompts."""
+    `report`, if given, is filled with what was left out. Raises the errors of read_prompts."""
     _check_template(data, tokenizer)
-    if not isinstance(tokenizer.eos_token_id, int):
-        raise ConfigError("model.path: the tokenizer has no end-of-sequence token, so that no response could end (set eos_token)")
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise ConfigError(
+            "model.path: the tokenizer has no end-of-sequence token, "
+            "so that no response could end (set eos_token)"
+        )
     report = ReadReport() if report is None else report
-    problems = list(_problems(paths, data, report, response_key))
     pairs: list[Pair] = []
-    for at in range(0, len(problems), _TOKENIZED_AT_ONCE):
-        part = problems[at : at + _TOKENIZED_AT_ONCE]
-        responses = tokenizer([problem.target for problem in part], add_special_tokens=False)["input_ids"]
-        for problem, made, response in zip(part, _tokenized(part, data, tokenizer), responses, strict=True):
-            if isinstance(made, _Unusable):
-                report.rejected.append(RejectedRow(problem.file, problem.row, made.reason, made.detail))
-            else:
-                pairs.append((made[1], (*response, tokenizer.eos_token_id)))
+    for batch in _tokenized(_usable_rows(paths, data, report, response_key), data, tokenizer, report):
+        responses = tokenizer([row.target for row, _, _ in batch], add_special_tokens=False)["input_ids"]
+        pairs += [
+            (tokens, (*response, end)) for (_, _, tokens), response in zip(batch, responses, strict=True)
+        ]
     _finish(paths, report, len(pairs))
     return pairs
 
 
-def validate_files(data: DataConfig, response_key: str | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
-    """Before ranks are started: every file of `data` can be read and holds a row that can be used, as far as that shows
-    without the tokenizer, where none is given. `response_key` stands for recipe sft, whose training rows need a response, not an answer.
+def validate_files(
+    data: DataConfig, response_key: str | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> str:
+    """Check before ranks are started that every file of `data` holds a usable row; return the reference
+    answer (or response) of the first one.
 
-    Reads no further than to the first such row of a file. Returns the reference answer (or response) of the first one.
+    Reads each file up to its first usable row. Without `tokenizer` only what shows without one is checked.
+    `response_key` stands for recipe sft, whose training rows need a response, not an answer.
     Raises DataError naming the file, or ConfigError."""
-    _check_format(data)
+    _check_template(data, None)  # of the tokenizer, that its template refuses rows shows with the rows
     first = ""
     for paths, target_key in ((data.train, response_key), (data.eval, None)):
         for path in paths:
             report = ReadReport()
-            problems = _problems([path], data, report, target_key)
-            problem = next(problems, None) if tokenizer is None else _first_usable(problems, data, tokenizer, report)
-            if problem is None:
+            rows = _usable_rows([path], data, report, target_key)
+            if tokenizer is not None:
+                rows = (batch[0][0] for batch in _tokenized(rows, data, tokenizer, report))
+            row = next(rows, None)
+            if row is None:
                 raise _nothing_usable([path], report)
-            first = first or problem.target
+            first = first or row.target
     return first
 
 
-def _first_usable(
-    problems: Iterator[_Problem], data: DataConfig, tokenizer: PreTrainedTokenizerBase, report: ReadReport
-) -> _Problem | None:
-    """Find the first row that can also be tokenized; mostly that is the first of all, and no other is looked at."""
-    at_once = 1
-    while part := list(islice(problems, at_once)):
-        for problem, made in zip(part, _tokenized(part, data, tokenizer), strict=True):
-            if not isinstance(made, _Unusable):
-                return problem
-            report.rejected.append(RejectedRow(problem.file, problem.row, made.reason, made.detail))
-        at_once = _TOKENIZED_AT_ONCE
-    return None
-
-
-def _check_format(data: DataConfig) -> None:
+def _check_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
     if "{prompt}" not in data.prompt_format:
         raise ConfigError("data.prompt_format: must contain {prompt}, which is replaced by the prompt")
-
-
-def _check_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    _check_format(data)
-    if data.template == "chat" and not getattr(tokenizer, "chat_template", None):
-        raise ConfigError("data.template: the tokenizer has no chat template (set data.template=raw, or add one to the model's folder)")
+    if tokenizer and data.template == "chat" and not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            "data.template: the tokenizer has no chat template "
+            "(set data.template=raw, or add one to the model's folder)"
+        )
 
 
 def _finish(paths: Sequence[Path], report: ReadReport, kept: int) -> None:
@@ -206,51 +211,116 @@ def _finish(paths: Sequence[Path], report: ReadReport, kept: int) -> None:
 def _nothing_usable(paths: Sequence[Path], report: ReadReport) -> DataError:
     if not paths:
         return DataError("data.train: names no file")
-    files = ", ".join(str(path) for path in paths)
     reasons = "; ".join(f"{count} x {reason}" for reason, count in report.reasons().most_common(4))
-    return DataError(f"{files}: no row can be used: {reasons} (see data.prompt_key, data.answer_key, data.max_prompt_tokens)")
+    return DataError(
+        f"{', '.join(map(str, paths))}: no row can be used: {reasons} "
+        "(see data.prompt_key, data.answer_key, data.max_prompt_tokens)"
+    )
 
 
-def _problems(paths: Sequence[Path], data: DataConfig, report: ReadReport, response_key: str | None = None) -> Iterator[_Problem]:
-    """The usable rows; the others go into `report`. Raises DataError after a file that has none."""
+def _usable_rows(
+    paths: Sequence[Path], data: DataConfig, report: ReadReport, response_key: str | None = None
+) -> Iterator[_Row]:
+    """Yield the usable rows and put the others into `report`. Raises DataError after a file that has none."""
     prompt_keys = (data.prompt_key, _OTHER_PROMPT)
     target_keys = (response_key,) if response_key else (data.answer_key, _OTHER_ANSWER)
-    needed = list(dict.fromkeys(name for key in (*prompt_keys, *target_keys) for name in (key.split(".")[0], key)))
+    columns = [name for key in (*prompt_keys, *target_keys) for name in (key.split(".")[0], key)]
     for path in dict.fromkeys(paths):
         file, usable = str(path), 0
         report.rows[file] = 0
-        for number, row in rows(path, [*needed, _SOURCE, _EXTRA]):
+        for number, content in _file_rows(path, [*dict.fromkeys(columns), _SOURCE, _EXTRA]):
             report.rows[file] += 1
             try:
-                problem = _problem(file, number, row, prompt_keys, target_keys, is_pair=response_key is not None)
+                row = _usable(
+                    file, number, content, prompt_keys, target_keys, is_pair=response_key is not None
+                )
             except _Unusable as reason:
                 report.rejected.append(RejectedRow(file, number, reason.reason, reason.detail))
                 continue
             usable += 1
-            yield problem
+            yield row
         if not usable:
-            only_this = [row for row in report.rejected if row.file == file]
-            raise _nothing_usable([path], ReadReport(rejected=only_this))
+            raise _nothing_usable(
+                [path], ReadReport(rejected=[row for row in report.rejected if row.file == file])
+            )
 
 
-def _problem(
-    file: str, number: int, row: dict[str, Any] | BadRow, prompt_keys: Sequence[str], target_keys: Sequence[str], is_pair: bool
-) -> _Problem:
-    if isinstance(row, BadRow):
-        raise _Unusable(row.reason)
-    prompt = _prompt(_first_of(row, prompt_keys), " or ".join(prompt_keys))
-    target = _first_of(row, target_keys)
-    target = _response(target, target_keys[0]) if is_pair else _answer(target, " or ".join(target_keys))
-    source, extra = row.get(_SOURCE), row.get(_EXTRA)
-    problem = _Problem(file, number, prompt, target, source if isinstance(source, str) else "", extra if isinstance(extra, dict) else {})
+def _file_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yield the rows of one file with their numbers from 1 (lines, in jsonl); of a parquet file those of
+    `columns` that it has. A line that is no row is a text instead: the reason.
+
+    Raises DataError for a missing, unreadable, empty or foreign file."""
+    if not path.is_file():
+        missing = "no such file" if not path.exists() else "not a file (name the .parquet or .jsonl files)"
+        raise DataError(f"{path}: {missing}")
+    if path.suffix not in (".parquet", ".jsonl"):
+        raise DataError(f"{path}: unknown kind of file {path.suffix!r} (use .parquet or .jsonl)")
+    count = 0
     try:
-        (problem.text + target).encode()
+        for count, row in _parquet(path, columns) if path.suffix == ".parquet" else _jsonl(path):
+            yield count, row
+    except (OSError, pa.ArrowException) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path}: cannot be read: {first_line}") from error
+    if not count:
+        raise DataError(f"{path}: holds no row")
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+                yield number, "malformed JSON"
+                continue
+            yield number, row if isinstance(row, dict) else "not a JSON object"
+
+
+def _parquet(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    with pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        present = [name for name in names if name in columns]
+        if not present:
+            raise DataError(f"{path}: none of the columns {', '.join(columns)} (it has: {', '.join(names)})")
+        batches = file.iter_batches(batch_size=4096, columns=present)
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+
+
+def _usable(
+    file: str,
+    number: int,
+    row: dict[str, Any] | str,
+    prompt_keys: Sequence[str],
+    target_keys: Sequence[str],
+    is_pair: bool,
+) -> _Row:
+    if isinstance(row, str):
+        raise _Unusable(row)
+    prompt = _prompt(_first_of(row, prompt_keys), " or ".join(prompt_keys))
+    value, target_key = _first_of(row, target_keys), " or ".join(target_keys)
+    if not is_pair:
+        target = _answer(value, target_key)
+    elif value is None or value == "":
+        raise _Unusable(f"no response in {target_key}")
+    elif not isinstance(value, str):
+        raise _Unusable("response is not a text", type(value).__name__)
+    else:
+        target = value
+    source, extra = row.get(_SOURCE), row.get(_EXTRA)
+    source, extra = source if isinstance(source, str) else "", extra if isinstance(extra, dict) else {}
+    found = _Row(file, number, prompt, target, source, extra)
+    try:
+        (found.text + target).encode()
     except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer takes
         raise _Unusable("text is not Unicode") from error
-    return problem
+    return found
 
 
 def _first_of(row: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """Return the first value that one of `keys` leads to: a column of that name, else dots descend."""
     for key in keys:
         value = row.get(key)
         if value is None:
@@ -267,18 +337,19 @@ def _prompt(value: Any, key: str) -> str | Messages:
         raise _Unusable(f"no prompt in {key}")
     if isinstance(value, str):
         return value
+    wrong = "prompt is neither a text nor a list of {role, content}"
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise _Unusable("prompt is neither a text nor a list of {role, content}", type(value).__name__)
+        raise _Unusable(wrong, type(value).__name__)
     messages = [{"role": message.get("role"), "content": message.get("content")} for message in value]
     if not all(isinstance(text, str) for message in messages for text in message.values()):
-        raise _Unusable("prompt is neither a text nor a list of {role, content}", "role or content is not a text")
+        raise _Unusable(wrong, "role or content is not a text")
     if not any(message["content"].strip() for message in messages):
         raise _Unusable(f"no prompt in {key}")
     return messages
 
 
 def _answer(value: Any, key: str) -> str:
-    """The reference answer as text; of a worked solution in GSM8K's form what follows `####`."""
+    """Return the reference answer as text; of a worked solution in GSM8K's form the part after `####`."""
     if value is None:
         raise _Unusable(f"no answer in {key}")
     if isinstance(value, float) and value.is_integer():
@@ -293,37 +364,43 @@ def _answer(value: Any, key: str) -> str:
     return text.strip()
 
 
-def _response(value: Any, key: str) -> str:
-    if value is None or value == "":
-        raise _Unusable(f"no response in {key}")
-    if not isinstance(value, str):
-        raise _Unusable("response is not a text", type(value).__name__)
-    return value
-
-
 def _tokenized(
-    problems: Sequence[_Problem], data: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[str, tuple[int, ...]] | _Unusable]:
-    """(text as the model reads it, its tokens) of each problem."""
-    chat = data.template == "chat"
-    made: list[str | _Unusable] = [_templated(problem.prompt, data, tokenizer) for problem in problems]
-    texts = [text for text in made if isinstance(text, str)]
-    # A chat template writes the special tokens itself; a raw prompt gets those that the model was trained with.
-    tokens = iter(tokenizer(texts, add_special_tokens=not chat)["input_ids"] if texts else ())
-    found: list[tuple[str, tuple[int, ...]] | _Unusable] = []
-    for text in made:
-        if isinstance(text, _Unusable):
-            found.append(text)
-            continue
-        ids = tuple(next(tokens))
-        if len(ids) > data.max_prompt_tokens:
-            found.append(_Unusable(f"longer than data.max_prompt_tokens {data.max_prompt_tokens}", f"{len(ids)} tokens"))
-        else:
-            found.append((text, ids) if ids else _Unusable("no tokens in the prompt"))
-    return found
+    rows: Iterator[_Row], data: DataConfig, tokenizer: PreTrainedTokenizerBase, report: ReadReport
+) -> Iterator[list[tuple[_Row, str, tuple[int, ...]]]]:
+    """Yield batches of (row, its text as the model reads it, its tokens), none of them empty; rows that
+    cannot be used go into `report`. The first batch is of one row: a caller who needs only one pays for no
+    other."""
+    # A chat template writes the special tokens itself; a raw prompt gets those that the model was trained
+    # with.
+    special = data.template != "chat"
+    at_once = 1
+    while part := list(islice(rows, at_once)):
+        at_once = _TOKENIZED_AT_ONCE
+        texts = [_templated(row.prompt, data, tokenizer) for row in part]
+        good = [text for text in texts if isinstance(text, str)]
+        tokens = iter(tokenizer(good, add_special_tokens=special)["input_ids"] if good else ())
+        batch = []
+        for row, text in zip(part, texts, strict=True):
+            ids = tuple(next(tokens)) if isinstance(text, str) else ()
+            if isinstance(text, _Unusable):
+                problem = text
+            elif len(ids) > data.max_prompt_tokens:
+                problem = _Unusable(
+                    f"longer than data.max_prompt_tokens {data.max_prompt_tokens}", f"{len(ids)} tokens"
+                )
+            elif not ids:
+                problem = _Unusable("no tokens in the prompt")
+            else:
+                batch.append((row, text, ids))
+                continue
+            report.rejected.append(RejectedRow(row.file, row.number, problem.reason, problem.detail))
+        if batch:
+            yield batch
 
 
-def _templated(prompt: str | Messages, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str | _Unusable:
+def _templated(
+    prompt: str | Messages, data: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> str | _Unusable:
     if isinstance(prompt, str):
         prompt = data.prompt_format.replace("{prompt}", prompt)
         if data.template == "raw":
@@ -334,4 +411,5 @@ def _templated(prompt: str | Messages, data: DataConfig, tokenizer: PreTrainedTo
     try:
         return str(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
     except Exception as error:  # noqa: BLE001 (its own errors, and whatever Python raises for what it computes)
-        return _Unusable("refused by the chat template", (str(error).splitlines() or [type(error).__name__])[0])
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        return _Unusable("refused by the chat template", first_line)

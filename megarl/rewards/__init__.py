@@ -1,8 +1,7 @@
-"""Rewards: verifiers of final answers, the processes that run them, and the length penalty. Nothing here imports torch."""
+"""Rewards: verifiers of final answers, the processes that run them, and the length penalty. Nothing here
+imports torch."""
 
 from megarl.rewards.pool import VerifierPool
-from megarl.rewards.registry import get_verifier
-from megarl.rewards.shaping import soft_overlong_punishment
-from megarl.rewards.verdict import Verdict, Verifier
+from megarl.rewards.verdict import Verdict, Verifier, get_verifier, soft_overlong_punishment
 
 __all__ = ["Verdict", "Verifier", "VerifierPool", "get_verifier", "soft_overlong_punishment"]

@@ -1,7 +1,8 @@
-"""The DAPO protocol: the last `Answer:` line of a response, normalised and compared with the reference as text.
+"""The DAPO protocol: the last `Answer:` line of a response, normalised and compared with the reference as
+text.
 
-The normalisation keeps the convention of the reference implementation (that of Minerva, Lewkowycz et al. 2022, appendix G):
-units, LaTeX wrappers, shorthand fractions and separators go; nothing is evaluated.
+The normalisation keeps the convention of the reference implementation (that of Minerva, Lewkowycz et al.
+2022, appendix G): units, LaTeX wrappers, shorthand fractions and separators go; nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from megarl.rewards.verdict import Verdict
 MAX_ANSWER = 1000
 
 _LABEL = re.compile(r"answer[ \t*_`]{0,8}:[ \t*_`]{0,8}", re.IGNORECASE)
-# What may stand around an answer without being part of it; lines made of it alone (a lone `$$` or `\[`) are passed over.
+# What may stand around an answer without being part of it; lines made of it alone (a lone `$$` or `\[`) are
+# passed over.
 _MARKUP = " \t\r\f\v*_`"
 _MARKUP_LINE = re.compile(r"(?:[\s*_`$:]|\\\[|\\\()*")
 _LINES_AFTER_LABEL = 4
@@ -25,18 +27,24 @@ _BOXES = 16  # unbalanced boxes that are passed over, from the end
 _MINUS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2012\u2013\u2014\uff0d\ufe63"), "-")
 _SPACES = re.compile(r"\\[,;:! ]|\\quad|\\qquad|~|[\u00a0\u2009\u202f]")
 _DELIMITERS = re.compile(r"\\[()\[\]]|\\(?:left|right|displaystyle|textstyle|limits)(?![A-Za-z])|\\?\$")
-_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|fbox|boxed|underline)\s*\{([^{}]*)\}")
+_WRAPPER = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|fbox|boxed|underline)\s*\{([^{}]*)\}"
+)
 _SHORT_UNIT = re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:m|s|th)?\s*\.?\s*\}(?:\s*\^\s*(?:[23]|\{[23]\}))?")
 _DEGREES = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\u00b0|\\degree")
 _UNIT_NAMES = (
     "square|sq|ways|integers|dollars|cents|percent|mph|inch|inches|foot|feet|km|cm|mm|meters?|metres?|kg|gm|pounds|hours?|minutes?|"
     "seconds|degrees?|units?|points|digits|meals|edges|students|childrentickets|multiples"
 )
-_UNITS = re.compile(rf"(?<![A-Za-z\\])(?:{_UNIT_NAMES})(?![A-Za-z])(?:\s*\^\s*(?:[23]|\{{[23]\}}))?", re.IGNORECASE)
+_UNITS = re.compile(
+    rf"(?<![A-Za-z\\])(?:{_UNIT_NAMES})(?![A-Za-z])(?:\s*\^\s*(?:[23]|\{{[23]\}}))?", re.IGNORECASE
+)
 _ARTICLE = re.compile(r"(?<![A-Za-z])(?:an?|the)\s+(?=[0-9A-Za-z\\])", re.IGNORECASE)
 _SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)(?!\d)")
 # Not where something stands beside it: 1\frac{1}{2} is not 11/2.
-_FRACTION = re.compile(r"([0-9A-Za-z)}\]^_]\s{0,8})?(\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\})(?!\s{0,8}[0-9A-Za-z({\\^])")
+_FRACTION = re.compile(
+    r"([0-9A-Za-z)}\]^_]\s{0,8})?(\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\})(?!\s{0,8}[0-9A-Za-z({\\^])"
+)
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.0*)?")
 _INTEGER = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
@@ -48,10 +56,11 @@ _SEVERAL = re.compile(r",(?![0-9]{3})|;|\band\b|\bor\b")
 
 
 def find_answer(response: str) -> str | None:
-    """The text after the last `Answer:` of `response` up to the end of its line, or of the next lines if that one is empty.
+    """Return the text after the last `Answer:` of `response` up to the end of its line, or of the next lines
+    if that one is empty.
 
-    The label may be in any case and in markdown bold. None if there is no label, nothing follows it, or more than
-    MAX_ANSWER characters follow it on one line. Takes time linear in the response."""
+    The label may be in any case and in markdown bold. None if there is no label, nothing follows it, or more
+    than MAX_ANSWER characters follow it on one line. Takes time linear in the response."""
     # One byte per character, whatever the script, so that positions in `lowered` are positions in `response`.
     lowered = response.encode("ascii", "replace").lower()
     at = lowered.rfind(b"answer")
@@ -78,17 +87,19 @@ def _first_line(response: str, start: int) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The contents of the last `\boxed{...}` whose braces balance within MAX_ANSWER characters, or None."""
+    r"""Return the contents of the last `\boxed{...}` whose braces balance within MAX_ANSWER characters, or
+    None."""
     return next(_boxes(text), None)
 
 
 def all_boxed(text: str) -> str | None:
-    r"""The contents of all boxes in their order, each once: `1, 2` of `\boxed{1} and \boxed{2}`; None where there is none."""
+    r"""Return the contents of all boxes in their order, each once: `1, 2` for `\boxed{1} and \boxed{2}`; None
+    without a box."""
     return ", ".join(dict.fromkeys([*_boxes(text)][::-1])) or None
 
 
 def _boxes(text: str) -> Iterator[str]:
-    """From the last to the first; of boxes within boxes the innermost."""
+    """Yield the contents of boxes from the last to the first; of boxes within boxes only the innermost."""
     at = inner = len(text)
     for _ in range(_BOXES):
         at = text.rfind("\\boxed", 0, at)
@@ -106,11 +117,12 @@ def _boxes(text: str) -> Iterator[str]:
 
 
 def normalise(answer: str, *, value: bool = False) -> str:
-    """The canonical form of a final answer; answers that the protocol takes as equal have equal forms.
+    r"""Return the canonical form of a final answer; answers that the protocol takes as equal have equal
+    forms.
 
-    Integers come out as `-?[1-9][0-9]*` or `0`: `1,234`, `$\\boxed{1234}$`, `+1234.0` and `01234` are all `1234`.
-    Text of more than MAX_ANSWER characters is cut to them. value: nothing that has a meaning goes: all sides of an equation
-    stay, a factorial does, and `32, 349` is a pair."""
+    Integers come out as `-?[1-9][0-9]*` or `0`: `1,234`, `$\boxed{1234}$`, `+1234.0` and `01234` are all
+    `1234`. Text of more than MAX_ANSWER characters is cut to them. value: keep whatever has a meaning: all
+    sides of an equation and a factorial stay, and `32, 349` is a pair."""
     text = answer[:MAX_ANSWER].translate(_MINUS)
     boxed = last_boxed(text)
     text = _only_formula(text) if boxed is None else boxed
@@ -125,24 +137,32 @@ def normalise(answer: str, *, value: bool = False) -> str:
     text = _ARTICLE.sub("", _UNITS.sub("", text)).replace('"', "")
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(_slash, _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)))
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    return _canonical_number(_SPACE_NOT_IN_NUMBER.sub("", text.strip(_MARKUP)).rstrip(".,;:" if value else ".,;:!"))
+    return _canonical_number(
+        _SPACE_NOT_IN_NUMBER.sub("", text.strip(_MARKUP)).rstrip(".,;:" if value else ".,;:!")
+    )
 
 
 def _slash(found: re.Match[str]) -> str:
-    """`3/4` of a fraction of whole numbers that stands by itself."""
+    """Return `3/4` for a fraction of whole numbers that stands by itself."""
     return found[0] if found[1] else f"{found[3]}/{found[4]}"
 
 
 def _only_formula(text: str) -> str:
-    """`$5$` of `the answer is $5$ dollars`; the text itself unless exactly one formula stands in it."""
+    """Return `$5$` of `the answer is $5$ dollars`; the text itself unless exactly one formula stands in
+    it."""
     pieces = text.replace("$$", "$").replace("\\$", "").split("$")
     return pieces[1] if len(pieces) == 3 and pieces[1].strip() else text
 
 
 def _last_side(text: str) -> str:
-    """`7` of `m + n = 3 + 4 = 7`. `a = 3, b = 4` names several values and stays, so that it equals no single number."""
+    """Return `7` of `m + n = 3 + 4 = 7`. `a = 3, b = 4` names several values and stays: it equals no single
+    number."""
     head, equals, tail = text.rpartition("=")
-    if not equals or head.rstrip().endswith(("<", ">", "\\", "!", ":")) or _SEVERAL.search(_BRACKETED.sub("", head)):
+    if (
+        not equals
+        or head.rstrip().endswith(("<", ">", "\\", "!", ":"))
+        or _SEVERAL.search(_BRACKETED.sub("", head))
+    ):
         return text
     return tail
 
@@ -157,7 +177,8 @@ def _canonical_number(text: str) -> str:
 
 
 def verify_dapo(response: str, answer: str) -> Verdict:
-    """Whether the last `Answer:` line of `response` equals `answer` (DAPO eq. 7). No such line: wrong, extracted None."""
+    """Judge whether the last `Answer:` line of `response` equals `answer` (DAPO eq. 7). Without such a line
+    it is wrong, with extracted None."""
     found = find_answer(response)
     if found is None:
         return Verdict(False)

@@ -1,8 +1,8 @@
-r"""Reads what an answer with relations in it says: `x = 1 \text{ or } 2` gives a name two values, `2x + y = 3` is an
+r"""Reads answers with relations in them: `x = 1 \text{ or } 2` gives a name two values, `2x + y = 3` is an
 equation of its own.
 
-Text only, in time linear in it; megarl.rewards.symbolic compares what is read. docs/verifiers.md says what comes of it.
-"""
+Works on text only, in time linear in it; megarl.rewards.symbolic compares what is read. docs/verifiers.md has
+the rules."""
 
 from __future__ import annotations
 
@@ -21,19 +21,31 @@ _OPERATORS = {
     **dict.fromkeys(("<=", "\\le", "\\leq", "\\leqslant"), "<="),
     **dict.fromkeys((">=", "\\ge", "\\geq", "\\geqslant"), ">="),
 }
-_OPERATOR = re.compile("|".join(re.escape(one) + "(?![A-Za-z])" * (one[0] == "\\") for one in sorted(_OPERATORS, key=len, reverse=True)))
+_OPERATOR = re.compile(
+    "|".join(
+        re.escape(one) + "(?![A-Za-z])" * (one[0] == "\\")
+        for one in sorted(_OPERATORS, key=len, reverse=True)
+    )
+)
 _DELIMITED = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL)
 _PROSE = re.compile(r".*(?<![A-Za-z\\])(?:is|are|be)(?![A-Za-z])\s{0,8}:?", re.DOTALL)
-_IMPLIES = re.compile(r"\\(?:Rightarrow|Longrightarrow|implies|iff|Leftrightarrow|therefore)(?![A-Za-z])|[\u21d2\u21d4]|=>")
+_IMPLIES = re.compile(
+    r"\\(?:Rightarrow|Longrightarrow|implies|iff|Leftrightarrow|therefore)(?![A-Za-z])|[\u21d2\u21d4]|=>"
+)
 _LAYOUT = re.compile(
     r"\\left\s?\\\{\s?(?=\\begin)|\\right\s?\.|\\(?:left|right|displaystyle|textstyle|big|Big)(?![A-Za-z])|\\(?:begin|end)\s?\{(?:cases|align|aligned|gathered)\*?\}"
     r"|(?<!\\)\\[!,;: ]|~|&(?=\s?[=<>])|(?<=[=<>])&"
 )
-_DOMAIN = re.compile(r"[,;]?\s{0,8}(?:where|for|with)?\s{0,8}[A-Za-z]\s{0,8}\\in\s{0,8}\\mathbb\s?\{?[A-Z]\}?(?:\^[+*])?")
-_AND = re.compile(
-    r"\\text\s?\{[ ,]{0,8}(?:and|or)[ ,]{0,8}\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\(?:lor|land|vee|wedge|q?quad)(?![A-Za-z])"
+_DOMAIN = re.compile(
+    r"[,;]?\s{0,8}(?:where|for|with)?\s{0,8}[A-Za-z]\s{0,8}\\in\s{0,8}\\mathbb\s?\{?[A-Z]\}?(?:\^[+*])?"
 )
-_BUILT = re.compile(r"\\?\{\s?[A-Za-z]\s?(?:\\in\s?\\mathbb\s?\{?[A-Z]\}?\s?)?(?:\||:|\\mid(?![A-Za-z]))(.*?)\\?\}", re.DOTALL)
+_AND = re.compile(
+    r"\\text\s?\{[ ,]{0,8}(?:and|or)[ ,]{0,8}\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
+    r"|\\(?:lor|land|vee|wedge|q?quad)(?![A-Za-z])"
+)
+_BUILT = re.compile(
+    r"\\?\{\s?[A-Za-z]\s?(?:\\in\s?\\mathbb\s?\{?[A-Z]\}?\s?)?(?:\||:|\\mid(?![A-Za-z]))(.*?)\\?\}", re.DOTALL
+)
 _COMMA = re.compile(r",")
 _SEPARATOR = re.compile(r",(?!(?<=[0-9],)[0-9]{3}(?![0-9]))|;|\\\\")
 
@@ -44,7 +56,8 @@ _GREEK = (
 _LETTER = rf"(?:{_GREEK}|[A-Za-z])"
 _INDEX = r"(?:\s?(?:_\s?(?:\{[^{}]*\}|[A-Za-z0-9])|'|\^\s?(?:\\prime|\{(?:\\prime)+\}|\*)))*"
 _ITEMS = rf"(?:{_LETTER}|[0-9]+)(?:\s?,\s?(?:{_LETTER}|[0-9]+))*"
-# What a value may be given to: a word, an angle, a segment, f(x), (x, y), a letter; with an index or a prime. The product `xy` is none.
+# What a value may be given to: a word, an angle, a segment, f(x), (x, y), a letter; with an index or a prime.
+# The product `xy` is none.
 _NAME = re.compile(
     r"(?P<word>\\(?:text|mathrm|operatorname)\s?\{[^{}]*\}|[A-Za-z]{4,}(?: [A-Za-z]{2,})*)"
     r"|\|[A-Z]{2,4}\||\\frac\s?\{[A-Z]{2,4}\}\s?\{[A-Z]{2,4}\}"
@@ -61,7 +74,8 @@ _SYMBOL = re.compile(_LETTER)
 
 @dataclass(frozen=True)
 class Relation:
-    """`left operator right`, the operator one of = != < <= > >= or one that is compared as text; '' for a text without one."""
+    """`left operator right`. The operator is one of = != < <= > >=, or one that is compared as text, or ''
+    for a text without a relation."""
 
     left: str
     operator: str
@@ -69,15 +83,19 @@ class Relation:
 
     @property
     def solved(self) -> bool:
-        """Whether it bounds one name by a constant, as nothing does that is still to be solved."""
+        """Whether it bounds one name by a constant. A relation that is still to be solved never does."""
         pair = (self.left, self.right)
         return any(_name(one.lstrip("- ")) and is_constant(other) for one, other in (pair, pair[::-1]))
 
 
 @dataclass(frozen=True)
 class Said:
-    """text: the formula; values: what names are said to be, in their order; relations: those that give no name a
-    value; words: the names that are words, like Area, for which another name may stand."""
+    """An answer as read.
+
+    text       the formula
+    values     the values that names are said to have, in their order
+    relations  the relations that give no name a value
+    words      the names that are words, like Area; another name may stand for such a name"""
 
     text: str
     values: dict[str, tuple[str, ...]]
@@ -87,17 +105,22 @@ class Said:
     @property
     def value(self) -> str | None:
         """The values of the only name."""
-        return ", ".join(next(iter(self.values.values()))) if len(self.values) == 1 and not self.relations else None
+        return (
+            ", ".join(next(iter(self.values.values())))
+            if len(self.values) == 1 and not self.relations
+            else None
+        )
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """The values of all names together, one row after the other; none where they have different numbers of values."""
+        """The values of all names together, row after row; empty where names have different numbers of
+        values."""
         columns = list(self.values.values())
         return list(zip(*columns, strict=True)) if len({len(column) for column in columns}) == 1 else []
 
     @property
     def last(self) -> str | None:
-        """What it comes to where a mere value is asked for: all values, or the right side of the one equation."""
+        """The result where a mere value is asked for: all values, or the right side of the one equation."""
         if not self.relations:
             rows = self.rows
             if len(rows) > 1 and len(self.values) > 1:
@@ -109,7 +132,7 @@ class Said:
 
 @lru_cache(maxsize=1024)
 def read(text: str) -> Said | None:
-    """What `text` says; None where no relation stands in it outside of brackets."""
+    """Return what `text` says; None where no relation stands in it outside of brackets."""
     if not _OPERATOR.search(text):
         return None
     found = list(formulas(text))
@@ -135,7 +158,10 @@ def read(text: str) -> Said | None:
             if (match := _NAME.fullmatch(sides[0])) and match["word"]:
                 words.add(name)
     for key in [key for key in values if key[0] == "("]:  # (x, y) = (1, 2)
-        names, rows = split(key[1:-1], _COMMA), [split(value[1:-1], _COMMA) for value in values[key] if value[0] == "("]
+        names, rows = (
+            split(key[1:-1], _COMMA),
+            [split(value[1:-1], _COMMA) for value in values[key] if value[0] == "("],
+        )
         if len(rows) == len(values[key]) and all(len(row) == len(names) for row in rows):
             del values[key]
             values |= {name: tuple(row[i] for row in rows) for i, name in enumerate(names)}
@@ -143,7 +169,7 @@ def read(text: str) -> Said | None:
 
 
 def _chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]], list[Relation]]:
-    """Names with their values, and the other relations, of `a = b = c` or `1 < x <= 2`."""
+    """Split `a = b = c` or `1 < x <= 2` into names with their values, and other relations."""
     if "~" in operators:  # 1/3 = x ~ 0.33
         at = max(1, operators.index("~"))
         sides, operators = sides[: at + 1], ["=" if one == "~" else one for one in operators[:at]]
@@ -156,7 +182,11 @@ def _chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]
         return [(_name(side), last) for side in sides[:-1]], []
     # y = 2(x + 1) = 2x + 2 has one value; x = y/2 = z/3 is a line.
     one_value = len(sides) == 2 or named or all(_symbols(side) == _symbols(last) for side in sides[1:-1])
-    if name and one_value and not _symbols(first if first[0] == "(" else first.partition("(")[0]) & _symbols(last):
+    if (
+        name
+        and one_value
+        and not _symbols(first if first[0] == "(" else first.partition("(")[0]) & _symbols(last)
+    ):
         return [(name, last)], []
     if len(sides) == 2 and is_constant(first) and _name(last):
         return [(_name(last), first)], []
@@ -176,34 +206,38 @@ def _symbols(side: str) -> set[str]:
 
 
 def is_constant(side: str) -> bool:
-    """Whether no symbol stands in it but e and i."""
+    """Return whether no symbol stands in `side` but e and i."""
     return bool(side) and _symbols(side) <= {"e", "i"}
 
 
 def formulas(text: str) -> Iterator[str]:
-    """What stands in delimiters of its own."""
+    """Yield the texts that stand between math delimiters."""
     return (next(filter(None, match.groups())) for match in _DELIMITED.finditer(text))
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """The parts between separators outside of brackets and environments, without the empty ones."""
+    """Return the parts between separators outside of brackets and environments, without the empty ones."""
     parts = (text[start:end].strip(" \t\n.,;:*_`") for start, end, _ in _pieces(text, separator))
     return [part for part in parts if part]
 
 
 def _sides(part: str) -> tuple[list[str], list[str]]:
     pieces = list(_pieces(part, _OPERATOR))
-    return [part[start:end].strip() for start, end, _ in pieces], [_OPERATORS[mark] for _, _, mark in pieces[:-1]]
+    return [part[start:end].strip() for start, end, _ in pieces], [
+        _OPERATORS[mark] for _, _, mark in pieces[:-1]
+    ]
 
 
 def _pieces(text: str, separator: re.Pattern[str]) -> Iterator[tuple[int, int, str]]:
-    """Start and end of each piece, and the separator after it."""
+    """Yield start and end of each piece, and the separator after it."""
     depth = start = at = 0
     while at < len(text):
         if depth <= 0 and (found := separator.match(text, at)):
             yield start, at, found[0]
             start = at = found.end()
             continue
-        depth += (text[at] in "([{" or text.startswith("\\begin{", at)) - (text[at] in ")]}" or text.startswith("\\end{", at))
+        depth += (text[at] in "([{" or text.startswith("\\begin{", at)) - (
+            text[at] in ")]}" or text.startswith("\\end{", at)
+        )
         at += 2 if text.startswith("\\\\", at) else 1
     yield start, len(text), ""

@@ -1,9 +1,8 @@
-"""Symbolic equivalence by math-verify: `\\frac{1}{2}` equals `0.5`, `x^2+2x+1` equals `(x+1)^2`.
+r"""Symbolic equivalence by math-verify: `\frac{1}{2}` equals `0.5`, `x^2+2x+1` equals `(x+1)^2`.
 
-Equations and inequalities are compared here: math-verify compares right sides, or solves both, and then the question would be an answer
-to itself. docs/verifiers.md says what is right against what. To be run in a VerifierPool: neither parsing nor comparison has a limit of
-its own here, and sympy can hang on hostile input.
-"""
+Equations and inequalities are compared here: math-verify compares right sides, or solves both, and then the
+question would be an answer to itself. docs/verifiers.md has the rules. To be run in a VerifierPool: neither
+parsing nor comparison has a limit of its own here, and sympy can hang on hostile input."""
 
 from __future__ import annotations
 
@@ -39,7 +38,8 @@ from megarl.rewards.answer import MAX_ANSWER, all_boxed, find_answer, last_boxed
 from megarl.rewards.relations import Relation, Said, formulas, read, split
 from megarl.rewards.verdict import Verdict
 
-# math-verify warns once per process that its own limits are off; that is on purpose (they need SIGALRM, which the pool uses).
+# math-verify warns once per process that its own limits are off; that is on purpose (they need SIGALRM, which
+# the pool uses).
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 T = TypeVar("T")
@@ -50,7 +50,9 @@ _TAIL = 1000
 _MAX_FORMULA = 300
 _MAX_DEPTH = 16
 _POINT = 0.7310585786300049
-_SUPERSCRIPTS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
+_SUPERSCRIPTS = str.maketrans(
+    "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-"
+)
 _SUPERSCRIPT = re.compile("[" + "".join(map(chr, _SUPERSCRIPTS)) + "]+")
 _SYMBOLS = {
     "\u221e": "\\infty ",
@@ -64,10 +66,13 @@ _SYMBOLS = {
     "\u00b1": "\\pm ",
 }
 _ROOT = re.compile("\u221a\\s?([0-9]{1,30}|[A-Za-z]|(?=[({]))")
-_SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9.])([0-9]{1,30}(?:\.[0-9]{1,30})?)[eE]([+-]?[0-9]{1,3})(?![A-Za-z0-9.])")
+_SCIENTIFIC = re.compile(
+    r"(?<![A-Za-z0-9.])([0-9]{1,30}(?:\.[0-9]{1,30})?)[eE]([+-]?[0-9]{1,3})(?![A-Za-z0-9.])"
+)
 _RATIONAL = re.compile(r"-?[0-9]+(?:/0*[1-9][0-9]*)?")
 
-# A number, a word, a formula in delimiters: the exclamation mark after it ends a sentence. After another formula it is a factorial.
+# A number, a word, a formula in delimiters: the exclamation mark after it ends a sentence. After another
+# formula it is a factorial.
 _EXCLAIMED = re.compile(
     r"(?:.*(?<![\\A-Za-z])[A-Za-z]{2,}\s.*|.*(?<![\\A-Za-z])[A-Za-z]{2,}|(?:.*=)?[-+\s]*[0-9.,/]+\s*%?|\([^()]*,[^()]*\)"
     r"|-?\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|.*\\text\s*\{[^{}]*\}|.*[^A-Za-z0-9)}\]])"
@@ -80,11 +85,11 @@ _DIGITS = 40
 
 
 def verify_math(response: str, answer: str) -> Verdict:
-    r"""Whether the final answer of `response` is mathematically equal to `answer`.
+    r"""Judge whether the final answer of `response` is mathematically equal to `answer`.
 
-    The final answer is the last `Answer:` line, or the boxes in it, else the last `\boxed{}`, else what math-verify finds
-    in the last 1,000 characters. Answers that no person writes (over 300 characters, brackets 16 deep) are compared as
-    text."""
+    The final answer is the last `Answer:` line, or the boxes in it, else the last `\boxed{}`, else what
+    math-verify finds in the last 1,000 characters. Answers that no person writes (over 300 characters,
+    brackets 16 deep) are compared as text."""
     line, tail = find_answer(response), response[-_TAIL:].replace("\\$", "")
     answer = _plain(all_boxed(answer) or answer)
     found = (all_boxed(line) or _without_exclamation(line, answer)) if line else last_boxed(response)
@@ -96,7 +101,9 @@ def verify_math(response: str, answer: str) -> Verdict:
     found = _plain(found)
     mine = read(found) if _is_plausible(found) else None
     if gold is not None and mine is not None:
-        correct = _says_the_same(gold, mine) or (mine.value is not None and not gold.values and _is_value_of(gold, mine.value))
+        correct = _says_the_same(gold, mine) or (
+            mine.value is not None and not gold.values and _is_value_of(gold, mine.value)
+        )
     elif gold is not None:
         correct = _is_value_of(gold, found)
     else:
@@ -107,13 +114,17 @@ def verify_math(response: str, answer: str) -> Verdict:
 
 def _verify_prose(tail: str, value: str | None) -> Verdict:
     candidates = _parse(tail)
-    correct = value is not None and _is_plausible(value) and _verify(_parse_formula(value), candidates, "%" in tail)
+    correct = (
+        value is not None and _is_plausible(value) and _verify(_parse_formula(value), candidates, "%" in tail)
+    )
     return Verdict(correct, _canonical(candidates))
 
 
 def _without_exclamation(line: str, answer: str) -> str:
     text = line.rstrip("!. ")
-    ends_a_sentence = line.rstrip(". ").endswith("!") and _EXCLAIMED.fullmatch(text) and _form(line) != _form(answer)
+    ends_a_sentence = (
+        line.rstrip(". ").endswith("!") and _EXCLAIMED.fullmatch(text) and _form(line) != _form(answer)
+    )
     return text if ends_a_sentence else line
 
 
@@ -122,7 +133,7 @@ def _form(text: str) -> str:
 
 
 def _vote(found: str) -> str | None:
-    """The text that answers are counted by."""
+    """Return the text that answers are counted by."""
     form = _form(found)
     if _RATIONAL.fullmatch(form):
         return str(Fraction(form))
@@ -130,7 +141,7 @@ def _vote(found: str) -> str | None:
 
 
 def _equal(answer: str, found: str) -> bool:
-    """Whether two values are equal: as text, as fractions, else as math-verify finds."""
+    """Return whether two values are equal: as text, as fractions, else as math-verify finds."""
     extracted, reference = _form(found), _form(answer)
     if extracted and extracted == reference:
         return True
@@ -153,31 +164,48 @@ def _verify(gold: list, candidates: list, percent: bool) -> bool:
 
 
 def _is_undone(parsed: list) -> bool:
-    return any(isinstance(one, Basic) and one.has(Integral, Sum, Product, Limit, Derivative) for one in parsed)
+    return any(
+        isinstance(one, Basic) and one.has(Integral, Sum, Product, Limit, Derivative) for one in parsed
+    )
 
 
 def _is_value_of(gold: Said, found: str) -> bool:
-    """Whether `found`, in which no name stands, is the value of the reference's name, or the values of its names in their order."""
-    if gold.relations:  # an interval is an answer to an inequality, the right side of an equation is none to that
-        return not gold.values and all(one.operator in ("<", "<=", ">", ">=") for one in gold.relations) and _equal(gold.text, found)
+    """Return whether `found`, which names nothing, is the value of the reference's name, or the values of its
+    names in their order."""
+    if gold.relations:
+        # An interval is an answer to an inequality; the right side of an equation is no answer to the
+        # equation.
+        inequalities = all(one.operator in ("<", "<=", ">", ">=") for one in gold.relations)
+        return inequalities and not gold.values and _equal(gold.text, found)
     if gold.value is not None:
         return _equal(gold.value, found)
     rows = gold.rows
     if len(rows) > 1:  # p = 5, q = 2; p = 7, q = 2
         return _equal(", ".join(f"({', '.join(row)})" for row in rows), found)
     found = found.replace("\\left", "").replace("\\right", "").strip("$ ")
-    mine = split(found[1:-1] if found.startswith("(") and found.endswith(")") and found.count("(") == 1 else found, _COMMA)
+    mine = split(
+        found[1:-1] if found.startswith("(") and found.endswith(")") and found.count("(") == 1 else found,
+        _COMMA,
+    )
     return bool(rows) and len(mine) == len(rows[0]) and all(map(_equal, rows[0], mine))
 
 
 def _says_the_same(gold: Said, mine: Said) -> bool:
-    """Whether names have equal values and the other relations of both have the same solutions, one by one."""
-    if gold.value is not None and mine.value is not None and (gold.words | mine.words or "=" in (*gold.values, *mine.values)):
+    """Return whether names have equal values and the other relations of both have the same solutions, one by
+    one."""
+    if (
+        gold.value is not None
+        and mine.value is not None
+        and (gold.words | mine.words or "=" in (*gold.values, *mine.values))
+    ):
         return _equal(gold.value, mine.value)
     theirs, ours = list(gold.relations), list(mine.relations)
     if len(gold.rows) > 1 and len(gold.values) > 1:  # which value of one name goes with which of another
         pairs = ({name: said.values.get(name, ()) for name in gold.values} for said in (gold, mine))
-        rows = [", ".join(f"({', '.join(row)})" for row in zip(*values.values(), strict=False)) for values in pairs]
+        rows = [
+            ", ".join(f"({', '.join(row)})" for row in zip(*values.values(), strict=False))
+            for values in pairs
+        ]
         if len(mine.values) != len(gold.values) or len(mine.rows) != len(gold.rows) or not _equal(*rows):
             return False
     for name in dict.fromkeys((*gold.values, *mine.values)):
@@ -196,23 +224,30 @@ def _says_the_same(gold: Said, mine: Said) -> bool:
 
 
 def _same_relation(gold: Relation, mine: Relation) -> bool:
-    """Whether left minus right of one is a multiple of the other's, by a positive factor unless the relation is to be turned.
+    """Return whether left minus right of one is a multiple of the other's, by a positive factor unless the
+    relation is to be turned.
 
-    Where the reference is solved, what is not solved is wrong: it may be the question itself."""
+    Where the reference is solved, an answer that is not is wrong: it may be the question itself."""
     if gold.solved and not mine.solved:
         return False
     ratio = _attempt(_ratio, gold, mine)
     if ratio is None:
-        return gold.operator == mine.operator and [_form(gold.left), _form(gold.right)] == [_form(mine.left), _form(mine.right)]
+        return gold.operator == mine.operator and [_form(gold.left), _form(gold.right)] == [
+            _form(mine.left),
+            _form(mine.right),
+        ]
     return mine.operator == (_MIRRORED.get(gold.operator) if ratio < 0 else gold.operator)
 
 
 @lru_cache(maxsize=1024)
 def _difference(relation: Relation) -> Expr | None:
-    """Left minus right; of an equation the numerator. Decimals are exact, f(x) and derivatives symbols. None if a side is no number."""
+    """Return left minus right, of an equation the numerator; None if a side is no number. Decimals become
+    exact; f(x) and derivatives become symbols."""
     sides = []
     for text in (relation.left, relation.right):
-        parsed = _parse_formula(f"({text})")  # without brackets math-verify takes the c of \sqrt{2}c for a unit
+        parsed = _parse_formula(
+            f"({text})"
+        )  # without brackets math-verify takes the c of \sqrt{2}c for a unit
         if not parsed or not isinstance(parsed[0], Expr) or parsed[0].has(MatrixBase, MatrixExpr):
             return None
         sides.append(parsed[0])
@@ -224,8 +259,8 @@ def _difference(relation: Relation) -> Expr | None:
 
 
 def _ratio(gold: Relation, mine: Relation) -> Expr | None:
-    """The difference of `mine` over that of `gold` where it is the same nonzero real number at points that nobody chose (a polynomial
-    that is zero there is zero), else None."""
+    """Return the difference of `mine` over that of `gold` where it is the same nonzero real number at random
+    points, else None. (A polynomial that is zero at random points is zero.)"""
     a, b = _difference(gold), _difference(mine)
     if a is None or b is None:
         return None
@@ -235,7 +270,10 @@ def _ratio(gold: Relation, mine: Relation) -> Expr | None:
     for _ in range(_POINTS):
         # Of both signs, so that |x| is not x.
         point = {name: Float(draw.uniform(0.2, 3.0) * draw.choice((-1, 1)), _DIGITS) for name in names}
-        below, above = (one.evalf(_DIGITS, subs={symbol: point[symbol.name] for symbol in one.free_symbols}) for one in (a, b))
+        below, above = (
+            one.evalf(_DIGITS, subs={symbol: point[symbol.name] for symbol in one.free_symbols})
+            for one in (a, b)
+        )
         if not (below.is_number and above.is_number) or abs(below) < 1e-20 or abs(above) < 1e-20:
             return None
         ratio = above / below
@@ -246,17 +284,21 @@ def _ratio(gold: Relation, mine: Relation) -> Expr | None:
 
 
 def _plain(text: str) -> str:
-    """Characters and notations that the parser does not know, as LaTeX: other digits, superscripts, vulgar fractions, 1.5e3."""
+    """Write characters and notations that the parser does not know as LaTeX: other digits, superscripts,
+    vulgar fractions, 1.5e3."""
     text = text[:MAX_ANSWER].replace("\\$", "")
     text = text.replace("$", "") if text.count("$") == 1 else text  # a price
     if not text.isascii():
         text = _SUPERSCRIPT.sub(lambda run: f"^{{{run[0].translate(_SUPERSCRIPTS)}}}", text)
-        text = _ROOT.sub(lambda root: f"\\sqrt{{{root[1]}}}" if root[1] else "\\sqrt", "".join(map(_ascii, text)))
+        text = _ROOT.sub(
+            lambda root: f"\\sqrt{{{root[1]}}}" if root[1] else "\\sqrt", "".join(map(_ascii, text))
+        )
     return _SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", text)
 
 
 def _ascii(character: str) -> str:
-    if character in _SYMBOLS or unicodedata.category(character) == "Cf":  # Cf: joiners, direction marks, the zero-width space
+    category = unicodedata.category(character)
+    if character in _SYMBOLS or category == "Cf":  # joiners, direction marks, the zero-width space
         return _SYMBOLS.get(character, "")
     if (digit := unicodedata.decimal(character, None)) is not None:
         return str(digit)
@@ -265,7 +307,7 @@ def _ascii(character: str) -> str:
 
 
 def _is_plausible(text: str) -> bool:
-    """Whether parsing `text` can be afforded: 300 open brackets cost the parser seconds."""
+    """Return whether parsing `text` can be afforded: 300 open brackets cost the parser seconds."""
     if len(text) > _MAX_FORMULA:
         return False
     depth = deepest = 0
@@ -281,11 +323,13 @@ def _parse(text: str) -> list:
 
 @lru_cache(maxsize=1024)
 def _parse_formula(text: str, *, prose: bool = False) -> list:
-    r"""What `text` says, read as one formula; as prose with formulas in it where it has dollar signs of its own. With `prose`, of a text
-    that is no formula, any number in it: of a reference like `\{x | x > 3\}` that would be 3.
+    r"""Parse `text` as one formula, or as prose with formulas in it where it has dollar signs of its own.
 
-    Remembered, because all responses of a group have the same reference, and many of them the same answer. The caller must not change
-    the list."""
+    prose: of a text that is no formula take any number in it. (A reference like `\{x | x > 3\}` would then be
+    3.)
+
+    Cached: all responses of a group have the same reference, and many of them the same answer. The caller
+    must not change the list."""
     text = _SUMMAND.sub("", text.replace("**", "^"))
     if "$" in text or "\\[" in text or "\\(" in text:
         return _parse(text)
@@ -293,10 +337,11 @@ def _parse_formula(text: str, *, prose: bool = False) -> list:
 
 
 def _differ_plainly(gold: list, candidates: list) -> bool:
-    """Whether evaluation, in a tenth of the time that simplifying takes, proves that a number and another expression differ.
+    """Return whether evaluation, in a tenth of the time of simplification, proves that a number and another
+    expression differ.
 
-    Symbols are given a value: expressions that are equal are so everywhere. Where both have symbols math-verify decides,
-    which takes some symbols that are written differently for the same."""
+    Symbols are given a value: expressions that are equal are equal everywhere. Where both have symbols
+    math-verify decides, which takes some symbols that are written differently for the same."""
     pair = [parsed[0] for parsed in (gold, candidates) if parsed and isinstance(parsed[0], Expr)]
     if len(pair) < 2 or not any(one.is_number for one in pair):
         return False
@@ -306,7 +351,8 @@ def _differ_plainly(gold: list, candidates: list) -> bool:
 
 
 def _canonical(parsed: list) -> str | None:
-    """One text for votes: sympy prints equal forms alike more often than responses write them alike."""
+    """Return one text for votes: sympy prints equal forms alike more often than responses write them
+    alike."""
     if not parsed:
         return None
     first = parsed[0]
@@ -315,8 +361,10 @@ def _canonical(parsed: list) -> str | None:
 
 
 def _attempt(function: Callable[..., T], *arguments: Any) -> T | None:
-    """What `function` gives, or None where sympy fails in it, for which it has no exceptions of its own: RecursionError for a number and
-    a matrix, ValueError for long integers, NotImplementedError, AttributeError. What math-verify says then stands."""
+    """Return what `function` gives, or None where sympy fails in it; math-verify's answer then stands.
+
+    sympy has no exceptions of its own for that: RecursionError for a number and a matrix, ValueError for long
+    integers, NotImplementedError, AttributeError."""
     try:
         return function(*arguments)
     except MemoryError:  # the pool's limit: recorded as such

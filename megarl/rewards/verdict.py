@@ -1,20 +1,75 @@
-"""What a verifier says about one response."""
+"""What a verifier says about one response, verifiers by name, and the length penalty that is added to their
+reward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import overload
+
+from megarl.config.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """correct: whether the response answers the problem. extracted: the normalised final answer, for majority voting; None where
-    the response gives none. error: why no judgement was reached (the answer then counts as wrong), else None."""
+    """The judgement of one response.
+
+    correct    whether the response answers the problem
+    extracted  the normalised final answer, for majority voting; None where the response gives none
+    error      why no judgement was reached (the answer then counts as wrong), else None"""
 
     correct: bool
     extracted: str | None = None
     error: str | None = None
 
 
-# (response, reference answer) -> judgement. A plain bool will do; a Verdict can carry the extracted answer as well.
+# (response, reference answer) -> judgement. A plain bool will do; a Verdict can carry the extracted answer as
+# well.
 Verifier = Callable[[str, str], bool | Verdict]
+
+_BUILT_IN = {"dapo": "megarl.rewards.answer:verify_dapo", "math": "megarl.rewards.symbolic:verify_math"}
+
+
+def get_verifier(name: str) -> Verifier:
+    """Return the function that `reward.verifier` names, `dapo`, `math` or `module:function` of the user:
+    `f(response, reference answer) -> bool | Verdict`.
+
+    Raises ConfigError if it cannot be imported or is not callable."""
+    module_name, colon, function = _BUILT_IN.get(name, name).partition(":")
+    if not colon or not module_name or not function:
+        raise ConfigError(
+            f"reward.verifier: unknown verifier {name!r} "
+            f"(use {', '.join(_BUILT_IN)} or package.module:function)"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # a module of the user may raise anything while it is imported
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"reward.verifier: {module_name} cannot be imported: {type(error).__name__}: {first_line} "
+            f"(it must lie on PYTHONPATH or in the current folder)"
+        ) from error
+    verifier = getattr(module, function, None)
+    if not callable(verifier):
+        raise ConfigError(f"reward.verifier: {module_name} has no function {function}")
+    return verifier
+
+
+@overload
+def soft_overlong_punishment(length: int, max_tokens: int, buffer: int) -> float: ...
+@overload
+def soft_overlong_punishment(length: Sequence[int], max_tokens: int, buffer: int) -> list[float]: ...
+def soft_overlong_punishment(
+    length: int | Sequence[int], max_tokens: int, buffer: int
+) -> float | list[float]:
+    """Return DAPO eq. 13, in [-1, 0], with L_max = `max_tokens` and L_cache = `buffer` (tokens, 0 < buffer <=
+    max_tokens).
+
+    0 for |y| <= L_max - L_cache; ((L_max - L_cache) - |y|) / L_cache up to L_max; -1 beyond. `length` is one
+    response's tokens or those of several. Raises ValueError for a buffer outside its bounds."""
+    if not 0 < buffer <= max_tokens:
+        raise ValueError(f"buffer must be in (0, max_tokens = {max_tokens}] (got {buffer})")
+    if not isinstance(length, int):
+        return [soft_overlong_punishment(int(one), max_tokens, buffer) for one in length]
+    return max(-1.0, min(0.0, (max_tokens - buffer - length) / buffer))

@@ -1,6 +1,7 @@
-"""A verifier process: reads batches of (response, answer) from stdin, writes one verdict after the other to stdout.
+"""A verifier process: reads batches of (response, answer) from stdin, writes one verdict after the other to
+stdout.
 
-A message is a 4-byte length (big endian) and JSON. VerifierPool starts it.
+A message is JSON on one line. VerifierPool starts the process.
 """
 
 from __future__ import annotations
@@ -8,36 +9,29 @@ from __future__ import annotations
 import json
 import os
 import resource
-import select
 import signal
-import struct
-import sys
-from typing import Any
+import threading
+import time
+from typing import IO, Any
 
 from megarl.config.errors import ConfigError
-from megarl.rewards.registry import get_verifier
-from megarl.rewards.verdict import Verdict, Verifier
+from megarl.rewards.verdict import Verdict, Verifier, get_verifier
 
-HEADER = struct.Struct(">I")
 _MAX_TEXT = 1000  # characters of an extracted answer or an error that travel back
 _GRACE = 2.0  # seconds after the limit of an item at which a worker whose parent has died ends by itself
-# Address space beyond the data memory: the interpreter, its libraries and what they map. Bounds shared memory, which is not data.
+_PARENT_CHECK = 5.0  # seconds
+# Address space beyond the data memory: the interpreter, its libraries and what they map. Bounds shared
+# memory, which is not data.
 _MAPPED = 1 << 30
 
 
-def encode(message: Any) -> bytes:
-    """One framed message."""
-    body = json.dumps(message).encode()
-    return HEADER.pack(len(body)) + body
-
-
 def judge(verifier: Verifier, response: str, answer: str) -> Verdict:
-    """The verifier's verdict; whatever it raises or returns wrongly is a verdict with an error."""
+    """Return the verifier's verdict; whatever it raises or returns wrongly is a verdict with an error."""
     try:
         result: object = verifier(response, answer)
     except MemoryError:
         return Verdict(False, error="verifier ran out of memory")
-    except Exception as error:  # noqa: BLE001 - recorded with the answer: a verifier's bug must not end the run
+    except Exception as error:  # noqa: BLE001 (recorded with the answer: a verifier's bug must not end the run)
         return Verdict(False, error=f"{type(error).__name__}: {error}".split("\n")[0])
     if isinstance(result, Verdict):
         return result
@@ -47,13 +41,15 @@ def judge(verifier: Verifier, response: str, answer: str) -> Verdict:
 
 
 def main() -> None:
-    """Reads the settings, answers `null` (ready) or the reason why it cannot start, then serves until its input ends."""
-    parent = os.getppid()
-    # Signals for the job (Ctrl-C, Slurm's warning) are the trainer's business; it still needs its verifiers to save and stop.
+    """Read the settings, answer `null` (ready) or the reason why this process cannot start; serve until input
+    ends."""
+    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+    # Signals for the job (Ctrl-C, Slurm's warning) are the trainer's business, which needs its verifiers to
+    # save and stop.
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    source, sink = os.dup(0), os.dup(1)
-    settings = _read(source, parent)
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    settings = json.loads(source.readline())
     # What a verifier prints must not get into the messages; stderr stays for a failing start.
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
@@ -69,43 +65,28 @@ def main() -> None:
         return
     os.dup2(nowhere, 2)
     _write(sink, None)
-    while True:
-        for response, answer in _read(source, parent):
-            # The parent kills a worker that overruns. If the parent is dead, nobody does: SIGALRM's default action then ends it.
+    for batch in source:
+        for response, answer in json.loads(batch):
+            # The parent kills a worker that overruns. If the parent is dead nobody does: SIGALRM's default
+            # action ends it.
             signal.setitimer(signal.ITIMER_REAL, settings["timeout"] + _GRACE)
             verdict = judge(verifier, response, answer)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            _write(sink, [bool(verdict.correct), _short(verdict.extracted), _short(verdict.error)])
+            texts = (
+                None if text is None else str(text)[:_MAX_TEXT] for text in (verdict.extracted, verdict.error)
+            )
+            _write(sink, [bool(verdict.correct), *texts])
 
 
-def _short(text: str | None) -> str | None:
-    return None if text is None else str(text)[:_MAX_TEXT]
+def _write(sink: IO[bytes], message: Any) -> None:
+    sink.write(json.dumps(message).encode() + b"\n")
+    sink.flush()
 
 
-def _write(sink: int, message: Any) -> None:
-    data = memoryview(encode(message))
-    while data:
-        data = data[os.write(sink, data) :]
+def _follow(parent: int) -> None:
+    """End this process once its parent is gone.
 
-
-def _read(source: int, parent: int) -> Any:
-    (size,) = HEADER.unpack(_read_exactly(source, HEADER.size, parent))
-    return json.loads(_read_exactly(source, size, parent))
-
-
-def _read_exactly(source: int, size: int, parent: int) -> bytes:
-    """`size` bytes; ends the process when the input ends or the parent is gone.
-
-    The end of the input alone is not enough: a forked child of the parent may outlive it with the other end of the pipe open."""
-    chunks = []
-    while size:
-        if not select.select([source], [], [], 5.0)[0]:
-            if os.getppid() != parent:
-                sys.exit(0)
-            continue
-        chunk = os.read(source, min(size, 1 << 20))
-        if not chunk:
-            sys.exit(0)
-        chunks.append(chunk)
-        size -= len(chunk)
-    return b"".join(chunks)
+    The end of its input does not say so: a forked child of the parent may outlive it with the pipe open."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK)
+    os._exit(0)

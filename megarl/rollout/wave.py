@@ -12,8 +12,7 @@ import numpy as np
 from megarl.config.errors import EngineError, EngineFailure, MegarlError
 from megarl.config.schema import RewardConfig
 from megarl.data.prompts import Prompt
-from megarl.rewards.shaping import soft_overlong_punishment
-from megarl.rewards.verdict import Verdict
+from megarl.rewards.verdict import Verdict, soft_overlong_punishment
 from megarl.rollout.delivery import Failures
 from megarl.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from megarl.rollout.groups import Group, Response

@@ -23,7 +23,7 @@ from megarl.parallel.machine import allocator_problem, broken_transformer_engine
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.plan.memory import check_fits
 from megarl.rewards import VerifierPool
-from megarl.rewards.registry import get_verifier
+from megarl.rewards.verdict import get_verifier
 from megarl.schedule.rollout_store import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.families import read_config

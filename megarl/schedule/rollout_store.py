@@ -13,9 +13,8 @@ from typing import Any
 
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import Config
-from megarl.data.experience import Experience
+from megarl.data.experience import Experience, read_experience, read_made_from, write_experience
 from megarl.data.prompts import Prompt
-from megarl.data.stored import read_experience, read_made_from, write_experience
 from megarl.parallel.comm import from_rank_0, gather_objects
 from megarl.parallel.runtime import Runtime
 from megarl.training.checkpoint import settings_of

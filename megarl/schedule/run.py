@@ -16,9 +16,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.phases import never_offloaded
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
-from megarl.data.prompts import Prompt
+from megarl.data.prompts import Prompt, PromptSampler
 from megarl.data.reader import ReadReport, read_pairs, read_prompts
-from megarl.data.sampler import PromptSampler
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
 from megarl.observe.samples import Sample
 from megarl.parallel.comm import barrier, gather_objects

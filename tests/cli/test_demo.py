@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from megarl.ablation import runs
 from megarl.cli.demo import MARK, MARK_RUN
 from megarl.config import load_config
 from megarl.config.load import PACKAGE
 from megarl.parallel.jobs import locked
-from megarl.schedule import ablation
 from tests.cli.processes import megarl
 from tests.cli.scene import Scene
 
@@ -68,7 +68,7 @@ def test_recipes_and_seeds_lie_side_by_side(tmp_path: Path) -> None:
 class TestIdentity:
     @pytest.fixture
     def configured(self, scene: Scene) -> Any:
-        return lambda *overrides: ablation.identity(load_config(scene.config, overrides))
+        return lambda *overrides: runs.identity(load_config(scene.config, overrides))
 
     @pytest.mark.parametrize("override", ["seed=1", "parallel.tp=1", "steps=2", "actor.lr=2e-6", "parallel.threads=2"])
     def test_settings(self, configured: Any, override: str) -> None:
@@ -86,7 +86,7 @@ class TestIdentity:
     @pytest.mark.parametrize("part", ["_code", "versions", "torch.backends.cpu.get_cpu_capability"])
     def test_code_packages_and_processor(self, configured: Any, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
         before = configured()
-        monkeypatch.setattr(f"megarl.schedule.ablation.{part}", lambda: {"megarl": "0"})
+        monkeypatch.setattr(f"megarl.ablation.runs.{part}", lambda: {"megarl": "0"})
         assert configured() != before
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config import Config, load_config
-from megarl.config.explain import knobs
-from megarl.config.yaml_text import parse_yaml
+from megarl.config.load import parse_yaml
+from megarl.config.schema import fields
 from tests.cli.scene import Scene
 
 
@@ -60,8 +60,8 @@ class TestConfig:
     def test_docs_say_everything_about_every_knob(self, capsys: pytest.CaptureFixture[str]) -> None:
         lines = printed(capsys, "config", "docs").splitlines()
         heads, meanings, facts = lines[::3], lines[1::3], lines[2::3]
-        assert heads == [key for key, _ in knobs(Config)]
-        for (key, field), meaning, fact in zip(knobs(Config), meanings, facts, strict=True):
+        assert heads == [key for key, _ in fields(Config)]
+        for (key, field), meaning, fact in zip(fields(Config), meanings, facts, strict=True):
             extra = field.json_schema_extra
             assert isinstance(extra, dict)
             assert meaning == f"    {field.description}"

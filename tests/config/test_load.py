@@ -10,8 +10,7 @@ import pytest
 
 from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.errors import ConfigError
-from megarl.config.explain import knobs
-from megarl.config.schema import Section
+from megarl.config.schema import Section, fields
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MINIMUM = "recipe: grpo\nrun_dir: runs/x\nsteps: 3\nmodel: {path: m}\n"
@@ -143,7 +142,7 @@ class TestFilesOfTheProject:
 
 class TestKnobs:
     def test_every_knob_says_what_it_is_and_where_its_default_comes_from(self) -> None:
-        for key, field in knobs(Config):
+        for key, field in fields(Config):
             extra = field.json_schema_extra
             assert isinstance(extra, dict) and set(extra) == {"unit", "source"}, key
             assert field.description and len(field.description) > 2, key
@@ -157,7 +156,7 @@ class TestKnobs:
                 found |= leaves(value, f"{prefix}{name}.") if isinstance(value, Section) else {prefix + name}
             return found
 
-        assert leaves(load_config(minimum)) == {key for key, _ in knobs(Config)}
+        assert leaves(load_config(minimum)) == {key for key, _ in fields(Config)}
 
     def test_nothing_here_imports_torch(self, minimum: Path) -> None:
         code = (

@@ -16,11 +16,11 @@ from pydantic.fields import FieldInfo
 
 from megarl.config import Config, dump_config, load_config
 from megarl.config.errors import ConfigError
-from megarl.config.explain import knobs
-from megarl.config.yaml_text import dump_yaml, parse_yaml
+from megarl.config.load import dump_yaml, parse_yaml
+from megarl.config.schema import fields
 
 MINIMUM = "recipe: grpo\nrun_dir: runs/x\nsteps: 3\nmodel: {path: m}\n"
-KNOBS = dict(knobs(Config))
+KNOBS = dict(fields(Config))
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 
 

@@ -1,4 +1,5 @@
-"""Micro-batch and rank plans: complete, within their budget, independent of order, and as tight as the issue asks."""
+"""Micro-batch and rank plans: complete, within their budget, independent of order, and as tight as the issue
+asks."""
 
 from __future__ import annotations
 
@@ -27,9 +28,13 @@ def test_pack(lengths: list[int], budget: int, rng: random.Random) -> None:
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     for batch in batches:
         assert batch
-        assert sum(lengths[i] for i in batch) <= budget or (len([i for i in batch if lengths[i]]) == 1 and lengths[batch[0]] > budget)
+        assert sum(lengths[i] for i in batch) <= budget or (
+            len([i for i in batch if lengths[i]]) == 1 and lengths[batch[0]] > budget
+        )
         assert [lengths[i] for i in batch] == sorted((lengths[i] for i in batch), reverse=True)
-    assert [lengths[batch[0]] for batch in batches] == sorted((lengths[batch[0]] for batch in batches), reverse=True)
+    assert [lengths[batch[0]] for batch in batches] == sorted(
+        (lengths[batch[0]] for batch in batches), reverse=True
+    )
     # No two batches could have been one.
     sums = sorted(sum(lengths[i] for i in batch) for batch in batches)
     assert len(sums) < 2 or sums[0] + sums[1] > budget
@@ -37,13 +42,16 @@ def test_pack(lengths: list[int], budget: int, rng: random.Random) -> None:
     rng.shuffle(order)
     shuffled = [lengths[i] for i in order]
     other = pack(shuffled, budget)
-    assert [[lengths[i] for i in batch] for batch in batches] == [[shuffled[i] for i in batch] for batch in other]
+    assert [[lengths[i] for i in batch] for batch in batches] == [
+        [shuffled[i] for i in batch] for batch in other
+    ]
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=6))
 def test_pack_is_within_the_known_bound_of_the_best_packing(lengths: list[int]) -> None:
-    """Best fit decreasing uses at most 11/9 of the optimum + 6/9 (Dosa 2007 for FFD, Johnson 1973 for BFD); found by trying all."""
+    """Best fit decreasing uses at most 11/9 of the optimum + 6/9 (Dosa 2007 for FFD, Johnson 1973 for BFD);
+    found by trying all."""
     n = len(lengths)
 
     def fits(bins: int) -> bool:
@@ -55,7 +63,9 @@ def test_pack_is_within_the_known_bound_of_the_best_packing(lengths: list[int]) 
                 return True
         return False
 
-    best = next(bins for bins in range(max(1, math.ceil(sum(lengths) / 10)), n + 1) if bins == n or fits(bins))
+    best = next(
+        bins for bins in range(max(1, math.ceil(sum(lengths) / 10)), n + 1) if bins == n or fits(bins)
+    )
     assert len(pack(lengths, 10)) <= 11 * best / 9 + 6 / 9
 
 
@@ -72,7 +82,9 @@ def test_balance(costs: list[float], ranks: int, rng: random.Random) -> None:
     order = list(range(len(costs)))
     rng.shuffle(order)
     other = balance([costs[i] for i in order], ranks)
-    assert sorted(sum(costs[order[i]] for i in part) for part in other) == pytest.approx(sorted(loads), abs=1e-3)
+    assert sorted(sum(costs[order[i]] for i in part) for part in other) == pytest.approx(
+        sorted(loads), abs=1e-3
+    )
     assert balance(costs, ranks) == parts
 
 
@@ -87,7 +99,8 @@ def test_even_length_of_32b_is_its_published_shape() -> None:
 
 
 def test_cost_is_the_count_of_matrix_operations() -> None:
-    """Against FLOPs counted position by position: two layers whose heads are wider than the hidden size, and a model beside them."""
+    """Against FLOPs counted position by position: two layers whose heads are wider than the hidden size, and
+    a model beside them."""
     hidden, query, layers = 96, 128, 2
     parameters = layers * 1000 * hidden
     even = even_length((parameters, layers * query))
@@ -97,13 +110,16 @@ def test_cost_is_the_count_of_matrix_operations() -> None:
         assert cost([length], even)[0] == pytest.approx((linears + attention) / (2 * parameters))
         other = 2 * 5000 * length + sum(2 * 2 * 16 * (position + 0.5) for position in range(length))
         both = even_length((parameters, layers * query), (5000, 16))
-        assert cost([length], both)[0] == pytest.approx((linears + attention + other) / (2 * (parameters + 5000)))
+        assert cost([length], both)[0] == pytest.approx(
+            (linears + attention + other) / (2 * (parameters + 5000))
+        )
     assert cost([], 8) == []
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_plan_of_a_full_step(seed: int) -> None:
-    """8,192 responses on 16 ranks: the slowest rank within 3 % of the mean, 2 % of the packed tokens unused, planned in a second."""
+    """8,192 responses on 16 ranks: the slowest rank within 3 % of the mean, 2 % of the packed tokens unused,
+    planned in a second."""
     lengths = lengths_of_responses(8192, seed)
     start = time.process_time()
     costs = cost(lengths, EVEN_32B)

@@ -1,4 +1,5 @@
-"""The prompt sampler: every index once an epoch, states that continue exactly, an order that no library decides."""
+"""The prompt sampler: every index once an epoch, states that continue exactly, an order that no library
+decides."""
 
 from __future__ import annotations
 
@@ -11,13 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.errors import CheckpointError
-from megarl.data.sampler import PromptSampler, epoch_order
+from megarl.data.prompts import PromptSampler, epoch_order
 
 GOLDEN = ([8, 4, 1, 5, 0, 9, 2, 7, 3, 6], [9, 1, 3, 8, 2, 7, 0, 5, 6, 4], [2, 9, 1, 0, 8, 6, 3, 4, 5, 7])
 
 
 @given(st.integers(1, 60), st.integers(0, 2**63), st.booleans(), st.lists(st.integers(0, 150), max_size=12))
-def test_every_index_once_an_epoch_however_it_is_taken(num_prompts: int, seed: int, shuffle: bool, sizes: list[int]) -> None:
+def test_every_index_once_an_epoch_however_it_is_taken(
+    num_prompts: int, seed: int, shuffle: bool, sizes: list[int]
+) -> None:
     sampler = PromptSampler(num_prompts, seed, shuffle)
     parts = [sampler.take(n) for n in sizes]
     assert [len(part) for part in parts] == sizes
@@ -28,7 +31,9 @@ def test_every_index_once_an_epoch_however_it_is_taken(num_prompts: int, seed: i
 
 
 @given(st.integers(1, 60), st.integers(0, 9), st.booleans(), st.integers(0, 200), st.integers(0, 200))
-def test_a_saved_state_continues_exactly(num_prompts: int, seed: int, shuffle: bool, before: int, after: int) -> None:
+def test_a_saved_state_continues_exactly(
+    num_prompts: int, seed: int, shuffle: bool, before: int, after: int
+) -> None:
     sampler = PromptSampler(num_prompts, seed, shuffle)
     sampler.take(before)
     state = json.loads(json.dumps(sampler.state()))
@@ -39,17 +44,22 @@ def test_a_saved_state_continues_exactly(num_prompts: int, seed: int, shuffle: b
 
 
 def test_the_order_is_fixed_for_ever() -> None:
-    """A changed order would break the promise that a resumed run is the same run: these numbers may never change."""
+    """A changed order would break the promise that a resumed run is the same run: these numbers may never
+    change."""
     assert epoch_order(10, 0, 0) == GOLDEN[0]
     assert epoch_order(10, 1, 0) == GOLDEN[1]
     assert epoch_order(10, 0, 1) == GOLDEN[2]
-    code = "from megarl.data.sampler import epoch_order; import sys; print(epoch_order(10, 0, 0)); sys.exit('torch' in sys.modules)"
+    code = (
+        "from megarl.data.prompts import epoch_order; import sys\n"
+        "print(epoch_order(10, 0, 0)); sys.exit('torch' in sys.modules)"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0 and json.loads(run.stdout) == GOLDEN[0]
 
 
 def test_shuffled_epochs_differ_and_are_uniform() -> None:
-    """Where index 0 stands over 4,000 epochs of 8: chi-square with 7 degrees of freedom, 24.3 at p = 0.001."""
+    """Where index 0 stands over 4,000 epochs of 8: chi-square with 7 degrees of freedom, 24.3 at p =
+    0.001."""
     places = [epoch_order(8, 3, epoch).index(0) for epoch in range(4000)]
     assert sum((places.count(place) - 500) ** 2 / 500 for place in range(8)) < 24.3
     assert PromptSampler(5, shuffle=False).take(11) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0]

@@ -37,7 +37,9 @@ def byte_tokenizer(chat: str | None = None, bos: bool = False) -> PreTrainedToke
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<eos>", "<bos>"])
     if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 257)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", 257)]
+        )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>")
     if chat:
         fast.chat_template = chat
@@ -77,7 +79,11 @@ def test_aime_2024_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
     table = pq.read_table(file).to_pylist()
     contents = list(dict.fromkeys(row["prompt"][0]["content"] for row in table))
     assert len(prompts) == len(contents) == 30
-    assert report.rows == {str(file): len(table)} and report.duplicates == len(table) - 30 and not report.rejected
+    assert (
+        report.rows == {str(file): len(table)}
+        and report.duplicates == len(table) - 30
+        and not report.rejected
+    )
     for prompt, content in zip(prompts, contents, strict=True):
         row = next(row for row in table if row["prompt"][0]["content"] == content)
         assert prompt.text == f"<|user|>{content}<|end|><|assistant|>"
@@ -113,7 +119,10 @@ def test_every_kind_of_unusable_row_is_listed(tmp_path: Path, tokenizer: PreTrai
         ({"prompt": [], "answer": "1"}, "no prompt in prompt or question"),
         ({"prompt": [{"role": "user", "content": " "}], "answer": "1"}, "no prompt in prompt or question"),
         ({"prompt": 5, "answer": "1"}, "prompt is neither a text nor a list of {role, content}"),
-        ({"prompt": [{"role": "user"}], "answer": "1"}, "prompt is neither a text nor a list of {role, content}"),
+        (
+            {"prompt": [{"role": "user"}], "answer": "1"},
+            "prompt is neither a text nor a list of {role, content}",
+        ),
         ({"prompt": ["a"], "answer": "1"}, "prompt is neither a text nor a list of {role, content}"),
         ({"prompt": "q"}, "no answer in reward_model.ground_truth or answer"),
         (dapo_row("q", None), "no answer in reward_model.ground_truth or answer"),
@@ -146,12 +155,18 @@ def test_every_kind_of_unusable_row_is_listed(tmp_path: Path, tokenizer: PreTrai
 
 def test_parquet_of_dapo_with_nulls_and_repeats(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     unique = [dapo_row(f"What is {i}?", str(i)) for i in range(50)]
-    rows = [unique[i % 50] for i in range(5000)] + [dapo_row("no answer", None), {**unique[0], "prompt": None}]
+    rows = [unique[i % 50] for i in range(5000)] + [
+        dapo_row("no answer", None),
+        {**unique[0], "prompt": None},
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     prompts, report = read_prompts([tmp_path / "a.parquet"], raw(), tokenizer)
     assert [prompt.text for prompt in prompts] == [f"What is {i}?" for i in range(50)]
     assert report.duplicates == 4950
-    assert [(row.row, row.reason.split(" in ")[0]) for row in report.rejected] == [(5001, "no answer"), (5002, "no prompt")]
+    assert [(row.row, row.reason.split(" in ")[0]) for row in report.rejected] == [
+        (5001, "no answer"),
+        (5002, "no prompt"),
+    ]
 
 
 QUESTION = st.text(min_size=1, max_size=8)
@@ -183,7 +198,9 @@ def test_uids_are_fixed_for_ever() -> None:
 
 def test_templates(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U{prompt}"}]
-    file = jsonl(tmp_path / "t.jsonl", {"prompt": messages, "answer": "1"}, {"prompt": "5+2=?\n", "answer": "7"})
+    file = jsonl(
+        tmp_path / "t.jsonl", {"prompt": messages, "answer": "1"}, {"prompt": "5+2=?\n", "answer": "7"}
+    )
 
     def texts(data: DataConfig, with_: PreTrainedTokenizerFast = tokenizer) -> list[Prompt]:
         return read_prompts([file], data, with_)[0]
@@ -211,7 +228,14 @@ def test_keys(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 def test_supervised_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     good = {"prompt": "5+2=?\n", "response": "Answer: 7"}
-    file = jsonl(tmp_path / "s.jsonl", good, good, {"prompt": "q"}, {"prompt": "q", "response": 5}, {"prompt": "x" * 99, "response": "a"})
+    file = jsonl(
+        tmp_path / "s.jsonl",
+        good,
+        good,
+        {"prompt": "q"},
+        {"prompt": "q", "response": 5},
+        {"prompt": "x" * 99, "response": "a"},
+    )
     report = ReadReport()
     pairs = read_pairs([file], raw(max_prompt_tokens=64), "response", tokenizer, report)
     assert len(pairs) == 2 and pairs[0] == pairs[1]  # the frequency of a text is part of what is learnt
@@ -235,7 +259,10 @@ def bad_files(folder: Path) -> list[tuple[Path, str]]:
     (folder / "foreign.jsonl").write_bytes(bytes(range(256)) * 4)
     (folder / "notes.txt").write_text("hello")
     jsonl(folder / "useless.jsonl", {"question": "q"}, {"answer": "1"})
-    pq.write_table(pa.table({"question": pa.array([], pa.string()), "answer": pa.array([], pa.string())}), folder / "none.parquet")
+    pq.write_table(
+        pa.table({"question": pa.array([], pa.string()), "answer": pa.array([], pa.string())}),
+        folder / "none.parquet",
+    )
     pq.write_table(pa.table({"input": ["q"], "output": ["1"]}), folder / "columns.parquet")
     pq.write_table(pa.table({"question": ["q" * 5000], "answer": ["1"]}), folder / "cut.parquet")
     whole = (folder / "cut.parquet").read_bytes()
@@ -251,12 +278,17 @@ def bad_files(folder: Path) -> list[tuple[Path, str]]:
         (folder / "foreign.parquet", "cannot be read"),
         (folder / "cut.parquet", "cannot be read"),
         (folder / "foreign.jsonl", "no row can be used: "),
-        (folder / "useless.jsonl", "no row can be used: 1 x no answer in reward_model.ground_truth or answer; 1 x no prompt"),
+        (
+            folder / "useless.jsonl",
+            "no row can be used: 1 x no answer in reward_model.ground_truth or answer; 1 x no prompt",
+        ),
         (folder / "columns.parquet", "none of the columns"),
     ]
 
 
-def test_bad_files_are_named_before_and_after_ranks_are_started(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_bad_files_are_named_before_and_after_ranks_are_started(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     good = jsonl(tmp_path / "good.jsonl", {"question": "q", "answer": "1"})
     for file, words in bad_files(tmp_path):
         for check in (
@@ -266,7 +298,11 @@ def test_bad_files_are_named_before_and_after_ranks_are_started(tmp_path: Path, 
         ):
             with pytest.raises(DataError) as caught:
                 check()
-            assert str(caught.value).startswith(f"{file}: ") and words in str(caught.value) and "\n" not in str(caught.value)
+            assert (
+                str(caught.value).startswith(f"{file}: ")
+                and words in str(caught.value)
+                and "\n" not in str(caught.value)
+            )
     with pytest.raises(DataError, match="longer than"):
         read_prompts([good], DataConfig(max_prompt_tokens=2), tokenizer)
     with pytest.raises(DataError, match=r"^data\.train: names no file"):
@@ -274,7 +310,10 @@ def test_bad_files_are_named_before_and_after_ranks_are_started(tmp_path: Path, 
     validate_files(raw(train=(good,)))
     with pytest.raises(DataError, match="no response in response"):
         validate_files(raw(train=(good,)), response_key="response")
-    validate_files(raw(train=(jsonl(tmp_path / "sft.jsonl", {"prompt": "q", "response": "r"}),), eval=(good,)), response_key="response")
+    validate_files(
+        raw(train=(jsonl(tmp_path / "sft.jsonl", {"prompt": "q", "response": "r"}),), eval=(good,)),
+        response_key="response",
+    )
 
 
 def test_the_check_before_ranks_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:

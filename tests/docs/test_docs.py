@@ -16,12 +16,12 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config import Config, check_config, load_config
-from megarl.config.explain import knobs
 from megarl.config.recipes import PRESETS
+from megarl.config.schema import fields
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-KNOBS = dict(knobs(Config))
+KNOBS = dict(fields(Config))
 OURS = ("sums.yaml", "configs/x.yaml")  # files that a reader makes
 
 
@@ -262,7 +262,7 @@ def test_own_task(own_task: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_own_task_trains(own_task: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's commands, from a model with random weights and for one step, on the layout that the page's base has."""
-    from megarl.data.arithmetic import write_demo
+    from megarl.demo.arithmetic import write_demo
 
     write_demo(own_task / "made", 0)
     shutil.copytree(own_task / "made" / "model", own_task / "runs" / "demo" / "vapo" / "hf")

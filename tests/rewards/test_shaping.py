@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.shaping import soft_overlong_punishment
+from megarl.rewards.verdict import soft_overlong_punishment
 
 
 def equation_13(length: int, l_max: int, l_cache: int) -> Fraction:

@@ -19,8 +19,7 @@ from megarl.cli.main import main
 from megarl.config import dump_config
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import Config
-from megarl.data.experience import Experience
-from megarl.data.stored import read_experience, read_made_from, write_experience
+from megarl.data.experience import Experience, read_experience, read_made_from, write_experience
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.run import Run
 from megarl.schedule.trainer import Trainer

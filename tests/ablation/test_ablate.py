@@ -1,4 +1,5 @@
-"""`megarl ablate`: refusals, jobs that fail or take too long; and for real: killed, interrupted, resumed, the table recomputed."""
+"""`megarl ablate`: refusals, jobs that fail or take too long; and for real: killed, interrupted, resumed, the
+table recomputed."""
 
 from __future__ import annotations
 
@@ -26,14 +27,20 @@ TABLE = f"""\
 title: Test table
 base: {CONFIGS}/demo_vapo.yaml
 warm_start: sft.yaml
-task: megarl.data.arithmetic:write_demo
+task: megarl.demo.arithmetic:write_demo
 full: VAPO
 rows:
   - {{name: VAPO, config: {CONFIGS}/vapo_32b.yaml, paper: 60}}
   - {{name: without clip-higher, config: {CONFIGS}/ablations/vapo_without_clip_higher.yaml, paper: 46}}
   - {{name: broken, config: {CONFIGS}/vapo_32b.yaml, overrides: [data.max_prompt_tokens=1]}}
 """
-SHORT = ("steps=2", "value_pretraining.steps=1", "value_pretraining.epochs=1", "evaluation.every=1", "evaluation.max_problems=64")
+SHORT = (
+    "steps=2",
+    "value_pretraining.steps=1",
+    "value_pretraining.epochs=1",
+    "evaluation.every=1",
+    "evaluation.max_problems=64",
+)
 
 
 @pytest.fixture
@@ -64,7 +71,12 @@ class TestRefusals:
 
     @pytest.mark.parametrize("arguments", CASES)
     def test_one_line(
-        self, table: Path, arguments: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self,
+        table: Path,
+        arguments: str,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
     ) -> None:
         monkeypatch.chdir(tmp_path)
         assert main(["ablate", *arguments.format(table=table).split()]) == 2
@@ -77,9 +89,11 @@ class TestRefusals:
     def test_a_task_that_is_not_there(self, table: Path, capsys: pytest.CaptureFixture[str]) -> None:
         table.write_text(TABLE.replace(":write_demo", ":nosuch"))
         assert main(["ablate", str(table)]) == 2
-        assert "task: megarl.data.arithmetic:nosuch: module" in capsys.readouterr().err
+        assert "task: megarl.demo.arithmetic:nosuch: module" in capsys.readouterr().err
 
-    def test_a_foreign_folder_is_left_alone(self, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_foreign_folder_is_left_alone(
+        self, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         mine = tmp_path / "out" / "warm_start" / "seed-0" / "sft"
         mine.mkdir(parents=True)
         (mine / "thesis.txt").write_text("precious")
@@ -96,7 +110,10 @@ class TestJobs:
         assert sorted(one.job.name for one in ended) == ["0", "1", "2"]
         for one in ended:
             file = f"{tmp_path}/gone{one.job.name}.yaml"
-            assert (one.code, one.problem) == (2, f"exit code 2: megarl: {file}: no such file (log: {one.job.log})")
+            assert (one.code, one.problem) == (
+                2,
+                f"exit code 2: megarl: {file}: no such file (log: {one.job.log})",
+            )
 
     def test_the_time_limit(self, table: Path, tmp_path: Path) -> None:
         job = Job("slow", ("train", str(CONFIGS / "demo_sft.yaml")), tmp_path / "log.txt")
@@ -123,10 +140,29 @@ class Command:
 
     def __init__(self, table: Path, *arguments: str) -> None:
         self.output = table.parent / f"out-{time.monotonic_ns()}.txt"
-        command = [sys.executable, "-m", "megarl", "ablate", str(table), *SHORT, "--seeds", "0", "1", "--folder", "runs", "--jobs", "2"]
+        command = [
+            sys.executable,
+            "-m",
+            "megarl",
+            "ablate",
+            str(table),
+            *SHORT,
+            "--seeds",
+            "0",
+            "1",
+            "--folder",
+            "runs",
+            "--jobs",
+            "2",
+        ]
         with open(self.output, "wb") as out:
             self.process = subprocess.Popen(
-                [*command, *arguments], cwd=table.parent, stdout=out, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+                [*command, *arguments],
+                cwd=table.parent,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment(),
+                start_new_session=True,
             )
 
     @property
@@ -134,7 +170,11 @@ class Command:
         return self.output.read_text()
 
     def finished(self) -> list[str]:
-        return [line.partition("] ")[2].partition(":")[0] for line in self.text.splitlines() if "accuracy" in line and "] " in line]
+        return [
+            line.partition("] ")[2].partition(":")[0]
+            for line in self.text.splitlines()
+            if "accuracy" in line and "] " in line
+        ]
 
     def wait_for(self, what: str, found: Callable[[], bool]) -> set[psutil.Process]:
         """Until `found()`; the processes that the command has started by then."""
@@ -143,14 +183,18 @@ class Command:
             assert self.process.poll() is None, self.text
             return found()
 
-        wait_for(what, there, limit=600.0)  # warm starts and first runs, of which each imports torch and Megatron
+        wait_for(
+            what, there, limit=600.0
+        )  # warm starts and first runs, of which each imports torch and Megatron
         return set(psutil.Process(self.process.pid).children(recursive=True))
 
     def end(self, sent: signal.Signals | None, started: set[psutil.Process]) -> int:
         if sent is not None:
             self.process.send_signal(sent)
         code = self.process.wait(600)
-        wait_for("the runs to go", lambda: not any(p.is_running() and p.status() != "zombie" for p in started))
+        wait_for(
+            "the runs to go", lambda: not any(p.is_running() and p.status() != "zombie" for p in started)
+        )
         return code
 
 
@@ -176,7 +220,9 @@ def final(folder: Path) -> float:
 def test_killed_interrupted_and_resumed(table: Path) -> None:
     out = table.parent / "runs" / "test"
     place = table.parent / "page.md"
-    place.write_text("Before.\n<!-- megarl ablate test: begin -->\nold\n<!-- megarl ablate test: end -->\nAfter.\n")
+    place.write_text(
+        "Before.\n<!-- megarl ablate test: begin -->\nold\n<!-- megarl ablate test: end -->\nAfter.\n"
+    )
 
     with ablate(table, "steps=100000") as command:  # runs that would not end by themselves
         started = command.wait_for("two runs", lambda: len(list(out.rglob("metrics.jsonl"))) == 2)
@@ -199,7 +245,9 @@ def test_killed_interrupted_and_resumed(table: Path) -> None:
         assert command.end(None, set()) == 2, command.text  # the broken row
     assert "Traceback" not in command.text
     failed = [line for line in command.text.splitlines() if "FAILED" in line]
-    assert len(failed) == 2 and all("broken, seed" in line and "exit code 2: megarl: " in line and "log.txt)" in line for line in failed)
+    assert len(failed) == 2 and all(
+        "broken, seed" in line and "exit code 2: megarl: " in line and "log.txt)" in line for line in failed
+    )
     assert not set(first) & set(command.finished()), "a finished run was run again"
     assert {path: path.stat().st_mtime_ns for path in written} == written
 
@@ -211,9 +259,9 @@ def test_killed_interrupted_and_resumed(table: Path) -> None:
     }
     for name, values in scores.items():
         assert list(rows[name]["scores"].values()) == values
-        assert rows[name]["mean"] == pytest.approx(statistics.fmean(values)) and rows[name]["std"] == pytest.approx(
-            statistics.stdev(values)
-        )
+        assert rows[name]["mean"] == pytest.approx(statistics.fmean(values)) and rows[name][
+            "std"
+        ] == pytest.approx(statistics.stdev(values))
     assert rows["broken"]["scores"] == {}
     differences = [a - b for a, b in zip(scores["without clip-higher"], scores["VAPO"], strict=True)]
     compared = rows["without clip-higher"]["comparisons"]["full"]
@@ -221,10 +269,17 @@ def test_killed_interrupted_and_resumed(table: Path) -> None:
     assert compared["error"] == pytest.approx(statistics.stdev(differences) / math.sqrt(2))
     assert (out / "accuracy.png").is_file() and "<svg" in (out / "report.html").read_text()
     page = place.read_text()
-    assert page.startswith("Before.\n<!-- megarl ablate test: begin -->\n") and page.endswith("<!-- megarl ablate test: end -->\nAfter.\n")
-    assert (out / "table.md").read_text() in page and "old" not in page and (table.parent / "images/ablations_test.png").is_file()
+    assert page.startswith("Before.\n<!-- megarl ablate test: begin -->\n") and page.endswith(
+        "<!-- megarl ablate test: end -->\nAfter.\n"
+    )
+    assert (
+        (out / "table.md").read_text() in page
+        and "old" not in page
+        and (table.parent / "images/ablations_test.png").is_file()
+    )
 
-    # Everything that can be finished is: nothing is run, other settings are refused, and --fresh repeats only what they change.
+    # Everything that can be finished is: nothing is run, other settings are refused, and --fresh repeats only
+    # what they change.
     with ablate(table, "--rows", "vapo", "without_clip_higher") as command:
         assert command.end(None, set()) == 0 and not command.finished()
     table.write_text(TABLE.replace("paper: 46", "paper: 46, overrides: [algorithm.alpha=0.25]"))

@@ -1,4 +1,5 @@
-"""The files of the ablation tables: each row is what the papers took away or added, at 32B and at demo scale, and nothing else."""
+"""The files of the ablation tables: each row is what the papers took away or added, at 32B and at demo scale,
+and nothing else."""
 
 from __future__ import annotations
 
@@ -7,15 +8,16 @@ from typing import Any
 
 import pytest
 
+from megarl.ablation.table import AblationRow, AblationTable, load_table
 from megarl.config import Config, check_config, load_config
-from megarl.config.ablation import AblationRow, AblationTable, load_table
 from megarl.config.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "ablations"
 TABLES = {name: load_table(FOLDER / f"{name}.table.yaml") for name in ("vapo", "dapo")}
 ROWS = [(table, row) for table in TABLES.values() for row in table.rows]
 
-# What each row changes in its 32B file, and its points, written down here a second time: VAPO Table 1, DAPO Table 1.
+# What each row changes in its 32B file, and its points, written down here a second time: VAPO Table 1, DAPO
+# Table 1.
 OFF = {
     "value_pretraining.steps": 0,
     "algorithm.lambda_critic": 0.95,
@@ -80,7 +82,9 @@ class TestRows:
         config = load_config(FOLDER / row.config)
         check_config(config, row.name)
         assert row.paper == points
-        assert changes(config, full) == {key: value for key, value in expected.items() if value != leaves(full)[key]}
+        assert changes(config, full) == {
+            key: value for key, value in expected.items() if value != leaves(full)[key]
+        }
         assert config.responses == 8192
 
     def test_at_demo_scale(self, table: AblationTable, row: AblationRow) -> None:
@@ -88,7 +92,9 @@ class TestRows:
         small = load_config(table.folder / table.base)
         config = table.config(row, ())
         check_config(config, row.name)
-        expected = {key: value for key, value in self.expected(table, row)[1].items() if value != leaves(small)[key]}
+        expected = {
+            key: value for key, value in self.expected(table, row)[1].items() if value != leaves(small)[key]
+        }
         for override in row.overrides:
             key, _, value = override.partition("=")
             expected[key] = type(leaves(small)[key])(value)
@@ -103,15 +109,23 @@ class TestRows:
 def test_every_file_of_the_folder_is_a_row() -> None:
     files = {file.name for file in FOLDER.glob("*.yaml") if not file.name.endswith(".table.yaml")}
     assert files == {row.config.name for _, row in ROWS if row.config.parent == Path()}
-    assert {row.name for row in TABLES["vapo"].rows} == set(VAPO) and [row.name for row in TABLES["dapo"].rows] == list(DAPO)
+    assert {row.name for row in TABLES["vapo"].rows} == set(VAPO) and [
+        row.name for row in TABLES["dapo"].rows
+    ] == list(DAPO)
 
 
 def test_the_last_row_of_dapo_is_dapo() -> None:
-    assert changes(load_config(FOLDER / "dapo_dynamic_sampling.yaml"), load_config(FOLDER.parent / "dapo_32b.yaml")) == {}
+    assert (
+        changes(
+            load_config(FOLDER / "dapo_dynamic_sampling.yaml"), load_config(FOLDER.parent / "dapo_32b.yaml")
+        )
+        == {}
+    )
 
 
 def test_another_base(tmp_path: Path) -> None:
-    """Layers: the new base with bases of its own, the files above the old root, overrides; the old root says nothing any more."""
+    """Layers: the new base with bases of its own, the files above the old root, overrides; the old root says
+    nothing any more."""
     for name, text in {
         "root": "recipe: dapo\nseed: 9\nrun_dir: x\nsteps: 5\nmodel: {path: m}\nactor: {eps: 0.5}\n",
         "middle": "base: root.yaml\nactor: {lr: 1.0}\nsteps: 6\n",
@@ -124,10 +138,14 @@ def test_another_base(tmp_path: Path) -> None:
     assert (config.recipe, config.steps, config.seed, str(config.run_dir)) == ("grpo", 6, 4, "y")
     assert (config.actor.lr, config.actor.weight_decay, config.actor.eps) == (1.0, 0.25, 1e-8)
     assert (config.algorithm.clip_high, config.algorithm.clip_low) == (0.7, 0.3)
-    assert load_config(tmp_path / "root.yaml", base=tmp_path / "small.yaml") == load_config(tmp_path / "small.yaml")
+    assert load_config(tmp_path / "root.yaml", base=tmp_path / "small.yaml") == load_config(
+        tmp_path / "small.yaml"
+    )
 
 
-TABLE = "title: x\nbase: b.yaml\nwarm_start: w.yaml\ntask: a.b:c\nfull: A\nrows: [{name: A, config: a.yaml}]\n"
+TABLE = (
+    "title: x\nbase: b.yaml\nwarm_start: w.yaml\ntask: a.b:c\nfull: A\nrows: [{name: A, config: a.yaml}]\n"
+)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The ablations' task: that it is decided early and judged late, that the habit is as frequent as what is right, and no leaks."""
+"""The ablations' task: that it is decided early and judged late, that the habit is as frequent as what is
+right, and no leaks."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from megarl.config.errors import DataError
-from megarl.data import delayed
-from megarl.data.delayed import Problem
+from megarl.demo import delayed
+from megarl.demo.delayed import Problem
 
 problems = st.builds(
     Problem,
@@ -108,7 +109,10 @@ def test_same_seed_same_bytes_and_evaluation_is_fixed(task: Path, tmp_path: Path
         if (task / file).read_bytes() != (tmp_path / "other" / file).read_bytes():
             differing.add(str(file))
     assert differing == {"sft.jsonl", "train.jsonl", "model/model.safetensors"}
-    assert AutoTokenizer.from_pretrained(task / "model")("7+2+4+1=t\n").input_ids == TOKENIZER("7+2+4+1=t\n").input_ids
+    assert (
+        AutoTokenizer.from_pretrained(task / "model")("7+2+4+1=t\n").input_ids
+        == TOKENIZER("7+2+4+1=t\n").input_ids
+    )
 
 
 def test_unwritable_folder_is_one_line(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The statistics of an ablation against tables, an integral and counts by hand; the verdict's rate of false alarms; table and figures."""
+"""The statistics of an ablation against tables, an integral and counts by hand; the verdict's rate of false
+alarms; table and figures."""
 
 from __future__ import annotations
 
@@ -11,15 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.observe.ablation_page import band, write_page, write_png
-from megarl.observe.ablations import Comparison, Result, RowResult, compare, holm, markdown, t_quantile, t_within
+from megarl.ablation.figures import band, write_page, write_png
+from megarl.ablation.result import (
+    Comparison,
+    Result,
+    RowResult,
+    compare,
+    holm,
+    markdown,
+    t_quantile,
+    t_within,
+)
 
 
 class TestStudent:
     # Two-sided critical values as every statistics book prints them: (degrees of freedom, share, t).
     TABLE = [
-        (1, 0.95, 12.706), (2, 0.95, 4.303), (3, 0.95, 3.182), (4, 0.95, 2.776), (5, 0.95, 2.571), (7, 0.95, 2.365), (9, 0.95, 2.262),
-        (30, 0.95, 2.042), (120, 0.95, 1.980), (1, 0.90, 6.314), (4, 0.90, 2.132), (1, 0.99, 63.657), (4, 0.99, 4.604), (9, 0.99, 3.250),
+        (1, 0.95, 12.706), (2, 0.95, 4.303), (3, 0.95, 3.182), (4, 0.95, 2.776), (5, 0.95, 2.571),
+        (7, 0.95, 2.365), (9, 0.95, 2.262), (30, 0.95, 2.042), (120, 0.95, 1.980), (1, 0.90, 6.314),
+        (4, 0.90, 2.132), (1, 0.99, 63.657), (4, 0.99, 4.604), (9, 0.99, 3.250),
     ]  # fmt: skip
 
     @pytest.mark.parametrize(("df", "share", "t"), TABLE)
@@ -40,11 +51,15 @@ class TestStudent:
 
 class TestComparison:
     def test_by_hand(self) -> None:
-        """Differences 1, 2, 3, 4, 5: mean 3, standard error sqrt(2.5 / 5), t = 4.2426, two-sided p of t(4) = 0.013236."""
+        """Differences 1, 2, 3, 4, 5: mean 3, standard error sqrt(2.5 / 5), t = 4.2426, two-sided p of t(4) =
+        0.013236."""
         found = compare({s: 0.5 * s + s + 1 for s in range(5)}, {s: 0.5 * s for s in range(5)}, "x")
         assert found is not None and (found.seeds, found.mean) == (5, 3.0)
         assert found.error == pytest.approx(math.sqrt(0.5)) and found.p == pytest.approx(0.0132356, abs=1e-6)
-        assert (found.low, found.high) == (pytest.approx(3 - 2.7764 * math.sqrt(0.5), abs=1e-4), pytest.approx(4.96325, abs=1e-4))
+        assert (found.low, found.high) == (
+            pytest.approx(3 - 2.7764 * math.sqrt(0.5), abs=1e-4),
+            pytest.approx(4.96325, abs=1e-4),
+        )
 
     def test_only_seeds_that_both_have(self) -> None:
         found = compare({0: 1.0, 1: 2.0, 7: 100.0}, {0: 0.5, 1: 1.0, 8: -100.0}, "x")
@@ -54,26 +69,34 @@ class TestComparison:
     def test_holm_as_in_r(self) -> None:
         """p.adjust(c(0.01, 0.04, 0.03, 0.005), "holm") gives 0.03 0.06 0.06 0.02."""
         given_ = [Comparison("x", 5, 0.1, p=p) for p in (0.01, 0.04, 0.03, 0.005)]
-        assert [c.holm for c in holm([*given_, Comparison("x", 1, 0.1)])] == [*map(pytest.approx, (0.03, 0.06, 0.06, 0.02)), None]
+        assert [c.holm for c in holm([*given_, Comparison("x", 1, 0.1)])] == [
+            *map(pytest.approx, (0.03, 0.06, 0.06, 0.02)),
+            None,
+        ]
 
     @pytest.mark.parametrize(
         ("mean", "p", "corrected", "verdict"),
         [
-            (-0.1, 0.001, 0.008, "worse"), (0.1, 0.001, 0.008, "better"), (-0.1, 0.02, 0.16, "worse, not after Holm"),
-            (-0.1, 0.2, 1.0, "within the spread"), (0.1, None, None, "no spread to judge by"), (0.0, None, None, "the same"),
+            (-0.1, 0.001, 0.008, "worse"), (0.1, 0.001, 0.008, "better"),
+            (-0.1, 0.02, 0.16, "worse, not after Holm"), (-0.1, 0.2, 1.0, "within the spread"),
+            (0.1, None, None, "no spread to judge by"), (0.0, None, None, "the same"),
         ],
     )  # fmt: skip
     def test_verdicts(self, mean: float, p: float | None, corrected: float | None, verdict: str) -> None:
         assert Comparison("x", 5, mean, p=p, holm=corrected).verdict == verdict
 
     def test_a_table_without_effects_seldom_has_a_verdict(self) -> None:
-        """8 rows that are all like the reference, 5 seeds: in at most 5 % of the tables (Holm) one is called worse or better, while
-        the uncorrected test alone would do so in far more."""
+        """8 rows that are all like the reference, 5 seeds: in at most 5 % of the tables (Holm) one is called
+        worse or better, while the uncorrected test alone would do so in far more."""
         rng = random.Random(0)
         alarms = single = 0
         for _ in range(300):
-            shared = {seed: rng.gauss(0.8, 0.05) for seed in range(5)}  # the warm start of a seed moves all its runs
-            reference, *rows = ({seed: score + rng.gauss(0, 0.02) for seed, score in shared.items()} for _ in range(9))
+            shared = {
+                seed: rng.gauss(0.8, 0.05) for seed in range(5)
+            }  # the warm start of a seed moves all its runs
+            reference, *rows = (
+                {seed: score + rng.gauss(0, 0.02) for seed, score in shared.items()} for _ in range(9)
+            )
             found = holm([c for row in rows if (c := compare(row, reference, "x"))])
             alarms += any(c.verdict in ("worse", "better") for c in found)
             single += any("not after Holm" in c.verdict or c.verdict in ("worse", "better") for c in found)
@@ -85,10 +108,16 @@ def result(kinds: tuple[str, ...] = ("full",), seeds: int = 5) -> Result:
     rng = random.Random(1)
 
     def row(name: str, paper: float, gain: float, seeds: int) -> RowResult:
-        curves = {s: {t: 0.3 + gain * t / 60 + rng.gauss(0, 0.004) for t in (0, 30, 60)} for s in range(seeds)}
+        curves = {
+            s: {t: 0.3 + gain * t / 60 + rng.gauss(0, 0.004) for t in (0, 30, 60)} for s in range(seeds)
+        }
         return RowResult(name, paper, curves, dict.fromkeys(curves, 70.0))
 
-    rows = (row("full <system>", 60, 0.6, seeds), row("without a", 11, 0.5, seeds), row("without b", 33, 0.6, max(seeds - 2, 0)))
+    rows = (
+        row("full <system>", 60, 0.6, seeds),
+        row("without a", 11, 0.5, seeds),
+        row("without b", 33, 0.6, max(seeds - 2, 0)),
+    )
     return Result("A table", "full <system>", kinds, 1, rows, {"said": ["Said."]})
 
 
@@ -128,7 +157,11 @@ class TestTable:
 class TestFigures:
     def test_band(self) -> None:
         """Mean and sample standard deviation where all runs have an evaluation."""
-        assert band({0: {0: 0.1, 10: 0.5, 20: 1.0}, 1: {0: 0.3, 10: 0.5}}) == ([0, 10], [0.2, 0.5], [pytest.approx(math.sqrt(0.02)), 0.0])
+        assert band({0: {0: 0.1, 10: 0.5, 20: 1.0}, 1: {0: 0.3, 10: 0.5}}) == (
+            [0, 10],
+            [0.2, 0.5],
+            [pytest.approx(math.sqrt(0.02)), 0.0],
+        )
         assert band({}) == ([], [], [])
 
     @pytest.mark.parametrize("seeds", [0, 1, 5])
@@ -137,6 +170,10 @@ class TestFigures:
         write_page(found, tmp_path / "x.html")
         write_png(found, tmp_path / "x.png")
         text = (tmp_path / "x.html").read_text()
-        assert "full &lt;system&gt;" in text and "<system>" not in text and "http" not in text.replace("http-equiv", "")
+        assert (
+            "full &lt;system&gt;" in text
+            and "<system>" not in text
+            and "http" not in text.replace("http-equiv", "")
+        )
         assert text.count("<svg") == sum(bool(row.curves) for row in found.rows)
         assert (tmp_path / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -1,4 +1,5 @@
-"""The demo's task: what the teacher says, that nothing held out leaks, and that the tokenizer loses nothing."""
+"""The demo's task: what the teacher says, that nothing held out leaks, and that the tokenizer loses
+nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.config.errors import DataError
-from megarl.data import arithmetic
+from megarl.demo import arithmetic
+from megarl.demo.arithmetic import Problem
 
-problems = st.lists(st.integers(1, 5), min_size=3, max_size=7).map(tuple)
+problems = st.lists(st.integers(1, 5), min_size=3, max_size=7).map(lambda terms: Problem(tuple(terms)))
 seeds = st.integers(0, 2**32)
 TOKENIZER = arithmetic.build_tokenizer()
 
@@ -34,7 +36,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_teacher_statistics(demo: Path) -> None:
-    """Lengths at p10/50/90 of 4/28/77 tokens and a quarter of bare answers, as in the recipe that was tried."""
+    """Lengths at p10/50/90 of 4/28/77 tokens and a quarter of bare answers, as in the recipe that was
+    tried."""
     sft = rows(demo / "sft.jsonl")
     texts = [row["response"] for row in sft]
     lengths = sorted(len(ids) + 1 for ids in TOKENIZER(texts).input_ids)
@@ -47,7 +50,9 @@ def test_teacher_statistics(demo: Path) -> None:
     assert shares["chain"] == pytest.approx(0.60, abs=0.015)
     assert shares["wait"] == pytest.approx(0.15, abs=0.015)
     assert 0.06 < sum(n > arithmetic.MAX_NEW_TOKENS for n in lengths) / len(lengths) < 0.12
-    longest = max(len(ids) + 1 for ids in TOKENIZER([row["prompt"] + row["response"] for row in sft]).input_ids)
+    longest = max(
+        len(ids) + 1 for ids in TOKENIZER([row["prompt"] + row["response"] for row in sft]).input_ids
+    )
     assert longest <= arithmetic.MAX_POSITIONS
 
 
@@ -81,19 +86,20 @@ def test_answers_are_the_sums(demo: Path) -> None:
 
 
 @given(problems, seeds)
-def test_right_chain_verifies(problem: tuple[int, ...], seed: int) -> None:
+def test_right_chain_verifies(problem: Problem, seed: int) -> None:
     work, total = arithmetic.chain(problem, random.Random(seed), error=0.0)
     match = arithmetic.ANSWER.search(f"{work}Answer: {total}")
-    assert match is not None and int(match[1]) == sum(problem)
-    assert work.count("\n") == len(problem) - 1
+    assert match is not None and match[1] == problem.answer == str(sum(problem.terms))
+    assert work.count("\n") == len(problem.terms) - 1
 
 
 @given(problems, seeds)
-def test_mistakes_carry_on(problem: tuple[int, ...], seed: int) -> None:
-    """With every addition wrong each line starts from the wrong result of the line before, and stays in the tokenizer's alphabet."""
+def test_mistakes_carry_on(problem: Problem, seed: int) -> None:
+    """With every addition wrong each line starts from the wrong result of the line before, and stays in the
+    tokenizer's alphabet."""
     work, total = arithmetic.chain(problem, random.Random(seed), error=1.0)
-    at = problem[0]
-    for line, term in zip(work.splitlines(), problem[1:], strict=True):
+    at = problem.terms[0]
+    for line, term in zip(work.splitlines(), problem.terms[1:], strict=True):
         left, result = line.split("=")
         assert left == f"{at}+{term}"
         assert 1 <= abs(int(result) - at - term) <= 3
@@ -103,21 +109,24 @@ def test_mistakes_carry_on(problem: tuple[int, ...], seed: int) -> None:
 
 
 def test_mistakes_rarely_cancel(demo: Path) -> None:
-    """Were they to cancel often, guessing would pay as much as working: a chain with a mistake must hardly ever end right."""
+    """Were they to cancel often, guessing would pay as much as working: a chain with a mistake must hardly
+    ever end right."""
     ends: Counter[bool] = Counter()
     for row in rows(demo / "sft.jsonl"):
         lines = [line.split("=") for line in row["response"].splitlines() if "=" in line]
-        if "Wait" not in row["response"] and any(sum(map(int, left.split("+"))) != int(result) for left, result in lines):
+        if "Wait" not in row["response"] and any(
+            sum(map(int, left.split("+"))) != int(result) for left, result in lines
+        ):
             ends[arithmetic.ANSWER.search(row["response"])[1] == row["answer"]] += 1
     assert ends[True] / ends.total() < 0.08
 
 
 @given(problems, seeds)
-def test_tokenizer_round_trip_of_the_task(problem: tuple[int, ...], seed: int) -> None:
-    text = arithmetic.prompt(problem) + arithmetic.teach(problem, random.Random(seed))
+def test_tokenizer_round_trip_of_the_task(problem: Problem, seed: int) -> None:
+    text = problem.prompt + arithmetic.teach(problem, random.Random(seed))
     ids = TOKENIZER(text).input_ids
     assert TOKENIZER.decode(ids) == text
-    assert len(TOKENIZER(arithmetic.prompt(problem)).input_ids) == 2 * len(problem)
+    assert len(TOKENIZER(problem.prompt).input_ids) == 2 * len(problem.terms)
 
 
 @given(st.text(alphabet="0123456789+=?\n :AWaeinrstw", max_size=80))
@@ -125,7 +134,10 @@ def test_tokenizer_round_trip_of_any_text(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER(text).input_ids) == text
 
 
-@given(st.text(alphabet="0123456789+=?\n :AWaeinrstw", max_size=40), st.text(alphabet="0123456789+=\n", max_size=40))
+@given(
+    st.text(alphabet="0123456789+=?\n :AWaeinrstw", max_size=40),
+    st.text(alphabet="0123456789+=\n", max_size=40),
+)
 def test_prompt_and_response_are_tokenised_apart_as_together(before: str, response: str) -> None:
     """The rollout sees prompt and response as two runs of tokens; the warm start must see the same ones."""
     together = TOKENIZER(before + "=?\n" + response).input_ids
@@ -156,13 +168,20 @@ def test_model_folder_loads(demo: Path) -> None:
 
 
 def test_same_seed_same_bytes_and_evaluation_is_fixed(demo: Path, tmp_path: Path) -> None:
-    """A file's bytes depend on its seed and on nothing else, torch's own generator included, which is left alone."""
+    """A file's bytes depend on its seed and on nothing else, torch's own generator included, which is left
+    alone."""
     state = torch.manual_seed(11).get_state()
     arithmetic.write_demo(tmp_path / "again", seed=0)
     assert torch.equal(torch.get_rng_state(), state)
     arithmetic.write_demo(tmp_path / "other", seed=1)
     files = sorted(path.relative_to(demo) for path in demo.rglob("*") if path.is_file())
-    assert {str(f) for f in files} >= {"sft.jsonl", "train.jsonl", "eval.jsonl", "model/model.safetensors", "model/tokenizer.json"}
+    assert {str(f) for f in files} >= {
+        "sft.jsonl",
+        "train.jsonl",
+        "eval.jsonl",
+        "model/model.safetensors",
+        "model/tokenizer.json",
+    }
     differing = set()
     for file in files:
         assert (demo / file).read_bytes() == (tmp_path / "again" / file).read_bytes(), file
@@ -188,13 +207,17 @@ def test_style(text: str, finished: bool, expected: str) -> None:
 
 
 def test_style_shares_sum_to_one() -> None:
-    shares = arithmetic.style_shares([("Answer: 14", True), ("Answer: 14", False), ("5+2=7\nAnswer: 7", True), ("Answer: 1", True)])
+    shares = arithmetic.style_shares(
+        [("Answer: 14", True), ("Answer: 14", False), ("5+2=7\nAnswer: 7", True), ("Answer: 1", True)]
+    )
     assert shares == {"bare": 0.5, "chain": 0.25, "wait": 0.0, "truncated": 0.25}
     assert sum(arithmetic.style_shares([]).values()) == 0.0
 
 
 def test_unwritable_folder_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match=r"file/demo: cannot be written: .* \(choose another folder\)") as raised:
+    with pytest.raises(
+        DataError, match=r"file/demo: cannot be written: .* \(choose another folder\)"
+    ) as raised:
         arithmetic.write_demo(tmp_path / "file" / "demo", seed=0)
     assert "\n" not in str(raised.value)

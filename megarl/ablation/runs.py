@@ -1,0 +1,262 @@
+"""The runs of an ablation on disk: what each starts from, whether it is finished, and whether it still is the
+same run."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megarl
+from megarl.ablation.table import AblationRow, AblationTable
+from megarl.config import dump_config, load_config
+from megarl.config.errors import ConfigError
+from megarl.config.load import set_key
+from megarl.config.schema import Config
+from megarl.observe.metrics import read_metrics
+from megarl.parallel.jobs import Job
+from megarl.schedule.preflight import versions
+
+MARK = "ablation.json"  # in every folder made here; in a run's folder with `seconds` once it has ended well
+PLAN = "planned.yaml"
+LOG = "log.txt"
+SET_HERE = ("seed", "run_dir", "model.path", "data.train", "data.eval")  # keys that differ between runs
+ONE_PROCESS = (
+    *("parallel.tp=1", "parallel.pp=1", "parallel.dp=1"),
+    *("log.report=false", "log.terminal=plain", "checkpoint.every=0"),
+)
+NOTHING_KEPT = ("checkpoint.export_hf=false", "log.samples=0")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the command was given.
+
+    rows       slugs; empty: all
+    limit      seconds a run
+    overrides  settings for all rows"""
+
+    folder: Path
+    seeds: tuple[int, ...]
+    rows: tuple[str, ...] = ()
+    jobs: int = 1
+    limit: float = 1800.0
+    fresh: bool = False
+    overrides: tuple[str, ...] = ()
+
+    def seed_folder(self, seed: int) -> Path:
+        """The folder of a seed's task and warm start, which all rows of all tables share."""
+        return self.folder / "warm_start" / f"seed-{seed}"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run as it is to be, in `config.run_dir`; the warm start of a seed, or a row with a seed."""
+
+    name: str
+    seed: int
+    config: Config
+    row: str = ""
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run_dir
+
+    def job(self) -> Job:
+        """Make the run's folder anew and return the command that fills it."""
+        make_anew(self.folder)
+        write_json(self.folder / MARK, {"inputs": inputs(self.config), "code": _code()})
+        (self.folder / PLAN).write_text(dump_config(self.config), encoding="utf-8")
+        return Job(self.name, ("train", str(self.folder / PLAN)), self.folder / LOG)
+
+    def mark(self) -> dict[str, Any]:
+        """Read what was noted of the run when it started and when it ended."""
+        try:
+            return dict(json.loads((self.folder / MARK).read_text(encoding="utf-8")))
+        except ValueError:  # cut when its writer was killed: the run is not finished
+            return {}
+
+    def mark_finished(self, seconds: float) -> None:
+        """Note that the run has ended well, and its wall time."""
+        write_json(self.folder / MARK, {**self.mark(), "seconds": round(seconds, 1)})
+
+    def seconds(self) -> float | None:
+        """Return the wall time of the finished run, None where there is none.
+
+        Raises ConfigError where the folder was made by somebody else."""
+        if not self.folder.exists() or not any(self.folder.iterdir()):
+            return None
+        if not (self.folder / MARK).is_file():
+            raise ConfigError(
+                f"{self.folder}: exists and was not made by megarl ablate (choose another --folder)"
+            )
+        seconds = self.mark().get("seconds")
+        if seconds is None:
+            return None
+        is_warm_start = self.config.recipe == "sft"
+        ended = (
+            (self.folder / "hf" / "config.json").is_file()
+            if is_warm_start
+            else self.config.steps in self.curve()
+        )
+        return seconds if ended else None
+
+    def curve(self) -> dict[int, float]:
+        """Return step -> accuracy on the held-out problems."""
+        scores = (record for record in read_metrics(self.folder).records if record["stage"] == "eval")
+        return {record["step"]: record["eval/avg"] for record in scores if record.get("eval/avg") is not None}
+
+    def changed(self) -> str:
+        """Describe what differs today from when the finished run was made; empty where nothing does."""
+        try:
+            then, now = _settings(load_config(self.folder / PLAN)), _settings(self.config)
+        except ConfigError as error:
+            return str(error)
+        keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+        if not keys and self.mark().get("inputs") != inputs(self.config):
+            return "the model or the data that it starts from"
+        return "; ".join(f"{key} {then.get(key)}, now {now.get(key)}" for key in keys)
+
+
+def warm_start(table: AblationTable, settings: Settings, seed: int) -> Planned:
+    """Plan the supervised training of a seed, which all rows start from."""
+    folder = settings.seed_folder(seed)
+    overrides = (
+        *ONE_PROCESS,
+        "checkpoint.export_hf=true",
+        set_key("seed", seed),
+        set_key("data.train", [folder / "task" / "sft.jsonl"]),
+        set_key("model.path", folder / "task" / "model"),
+        set_key("run_dir", folder / "sft"),
+    )
+    return Planned(f"warm start, seed {seed}", seed, load_config(table.folder / table.warm_start, overrides))
+
+
+def row_run(table: AblationTable, settings: Settings, row: AblationRow, seed: int) -> Planned:
+    """Plan the run of a row with a seed."""
+    folder = settings.seed_folder(seed)
+    overrides = (
+        *ONE_PROCESS,
+        *NOTHING_KEPT,
+        *settings.overrides,
+        set_key("seed", seed),
+        set_key("data.train", [folder / "task" / "train.jsonl"]),
+        set_key("data.eval", [folder / "task" / "eval.jsonl"]),
+        set_key("model.path", folder / "sft" / "hf"),
+        set_key("run_dir", settings.folder / table.name / row.slug / f"seed-{seed}"),
+    )
+    return Planned(f"{row.name}, seed {seed}", seed, table.config(row, overrides), row.slug)
+
+
+def task_writer(name: str) -> Callable[[Path, int], None]:
+    """Return the function that `module:function` names. Raises ConfigError where there is none."""
+    module, _, attribute = name.partition(":")
+    try:
+        found: Callable[[Path, int], None] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"task: {name}: {error} (it must be module:function)") from None
+    return found
+
+
+def make_task(table: AblationTable, settings: Settings, seed: int) -> None:
+    """Write the task's files. Where they exist, write them again to see whether the task is still the one
+    that was run.
+
+    Raises ConfigError where it is not, without --fresh."""
+    task = settings.seed_folder(seed) / "task"
+    made = task.with_name("task.new")
+    shutil.rmtree(made, ignore_errors=True)
+    task_writer(table.task)(made, seed)
+
+    def contents(folder: Path) -> dict[str, bytes]:
+        return {
+            str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+        }
+
+    if task.exists() and contents(task) != contents(made):
+        if not settings.fresh:
+            raise ConfigError(
+                f"{task}: another task than {table.task} makes today "
+                "(give --fresh to start over, or another --folder)"
+            )
+        shutil.rmtree(task)
+    if task.exists():
+        shutil.rmtree(made)
+    else:
+        made.rename(task)
+
+
+def make_anew(folder: Path) -> None:
+    """Empty a folder, private to the user. It goes as a whole: a half deleted one would have lost its
+    mark."""
+    old = folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+        shutil.rmtree(old)
+    folder.mkdir(parents=True, mode=0o700)
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """Return everything that the bits of a run's result depend on: runs of equal identity end in the same
+    weights."""
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    models = [line for line in cpu if line.startswith("model name")]
+    return {
+        "settings": _settings(config),  # layout and seed among them
+        "inputs": inputs(config),
+        "code": _code(),
+        "versions": {"python": platform.python_version(), **versions()},
+        "processor": [torch.backends.cpu.get_cpu_capability(), *models[:1]],  # kernels are chosen by it
+    }
+
+
+def inputs(config: Config) -> str:
+    """Return a checksum of what a run starts from: weights, tokenizer and problems."""
+    return checksum([*files_of(config.model.path), *config.data.train, *config.data.eval])
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files in a folder, by name."""
+    return [file for file in sorted(folder.iterdir()) if file.is_file()]
+
+
+def checksum(files: Sequence[Path]) -> str:
+    """Return one checksum for the contents of all these files."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _code() -> str:
+    """Return a checksum of megarl's own files: a table says whether all its runs were made by the same
+    code."""
+    return checksum(sorted(Path(megarl.__file__).parent.rglob("*.py")))[:10]
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Return the keys that must be equal for two runs to be the same: all but paths, whose contents `inputs`
+    covers."""
+
+    def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        leaves: dict[str, Any] = {}
+        for key, value in tree.items():
+            leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        return leaves
+
+    settings = flat(config.model_dump(mode="json"))
+    return {key: value for key, value in settings.items() if key not in SET_HERE or key == "seed"}
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an object as indented JSON."""
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

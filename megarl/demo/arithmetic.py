@@ -1,0 +1,274 @@
+"""The demo's task: sums of 3 to 7 numbers, worked out in a chain of additions by a teacher who makes
+mistakes.
+
+Also what both tasks share: tokenizer, model of 101,000 parameters (Qwen3), and the files of a task.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from megarl.config.errors import DataError
+
+Style = Literal["bare", "chain", "wait", "truncated"]
+STYLES: tuple[Style, ...] = ("bare", "chain", "wait", "truncated")
+
+ANSWER = re.compile(r"Answer:\s*(-?\d+)\s*$")
+MAX_NEW_TOKENS = (
+    80  # length limit of the demo's responses; some of the teacher's are longer: something to unlearn
+)
+MAX_POSITIONS = 256
+
+MIN_TERMS, MAX_TERMS, MAX_TERM = 3, 7, 5
+BARE, WAIT = 0.25, 0.15
+# Share of wrong additions. A model that copies the teacher well is then right about a third of the time: far
+# to go, and not hopeless.
+ERROR = 0.12
+AGAIN = 0.7
+MAX_CHAINS = 4  # in one response, so that prompt and response fit into the model's 256 positions
+
+SFT_ROWS = 450 * 64
+TRAIN_ROWS = 8192
+EVAL_ROWS = 512
+
+EOS, PAD = "<eos>", "<pad>"
+ALPHABET = "0123456789+=?\n :AWaeinrstw"
+WORDS = ("Answer: ", "Wait", "=?\n")
+
+
+class HasPrompt(Protocol):
+    """A problem of a task."""
+
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def answer(self) -> str: ...
+
+
+P = TypeVar("P", bound=HasPrompt)
+
+
+class Problem(NamedTuple):
+    """Numbers to be added."""
+
+    terms: tuple[int, ...]
+
+    @property
+    def prompt(self) -> str:
+        """The problem as the model reads it, e.g. `5+2+4+3=?` and a newline."""
+        return "+".join(map(str, self.terms)) + "=?\n"
+
+    @property
+    def answer(self) -> str:
+        return str(sum(self.terms))
+
+
+def draw_problem(rng: random.Random) -> Problem:
+    """Draw 3 to 7 numbers in 1..5."""
+    return Problem(tuple(rng.randint(1, MAX_TERM) for _ in range(rng.randint(MIN_TERMS, MAX_TERMS))))
+
+
+def chain(problem: Problem, rng: random.Random, error: float = ERROR) -> tuple[str, int]:
+    """Return one addition a line, and the sum arrived at.
+
+    Each addition is off by up to 3 with probability `error`, and the lines after it carry the mistake on.
+    Were it always
+    off by one, mistakes would cancel and a guess without work would be right as often as a chain: the policy
+    would learn to guess."""
+    total, lines = problem.terms[0], []
+    for term in problem.terms[1:]:
+        result = total + term
+        if rng.random() < error:
+            result = rng.choice(
+                [wrong for off in (1, 2, 3) for wrong in (result - off, result + off) if wrong > 0]
+            )
+        lines.append(f"{total}+{term}={result}\n")
+        total = result
+    return "".join(lines), total
+
+
+def teach(problem: Problem, rng: random.Random) -> str:
+    """Return a response of the teacher, without its end-of-sequence token.
+
+    25 % are a bare answer, 60 % one chain, 15 % a chain, `Wait` and the chain again, maybe more than once."""
+    kind = rng.random()
+    work, total = chain(problem, rng)
+    if kind < BARE:
+        work = ""
+    elif kind < BARE + WAIT:
+        for done in range(1, MAX_CHAINS):
+            if done > 1 and rng.random() >= AGAIN:
+                break
+            again, total = chain(problem, rng)
+            work += "Wait\n" + again
+    return f"{work}Answer: {total}"
+
+
+def style(response: str, finished: bool = True) -> Style:
+    """Classify a response, to show how the shares of the styles move.
+
+    truncated: without an answer at its end, or not finished (no end-of-sequence token); wait: with second
+    thoughts;
+    bare: nothing but the answer; chain: the rest."""
+    if not finished or not ANSWER.search(response):
+        return "truncated"
+    if "Wait" in response:
+        return "wait"
+    return "bare" if response.startswith("Answer:") else "chain"
+
+
+def style_shares(responses: Iterable[tuple[str, bool]]) -> dict[Style, float]:
+    """Return the share of each style among responses given as (text, finished)."""
+    found = [style(text, finished) for text, finished in responses]
+    return {name: found.count(name) / max(len(found), 1) for name in STYLES}
+
+
+def write_demo(folder: Path, seed: int) -> None:
+    """Write what the demo starts from into `folder`, the same bytes for the same seed.
+
+    model/       Hugging Face folder: untrained model and tokenizer
+    sft.jsonl    28,800 rows prompt, response, answer: 450 steps of 64
+    train.jsonl  8,192 different problems (prompt, answer), none held out
+    eval.jsonl   512 held-out problems, the same for every seed
+
+    Raises DataError where the folder cannot be written.
+    """
+    write_files(
+        folder, seed, draw_problem, lambda problem, rng: (problem, teach(problem, rng)), SFT_ROWS, TRAIN_ROWS
+    )
+    write_model(folder / "model", seed, build_tokenizer())
+
+
+def held_out(prompt: str) -> bool:
+    """Return whether a prompt belongs to evaluation: one in ten does.
+
+    By a checksum: a plain hash like sum(x * 31**i) % 10 would be the digit sum."""
+    return zlib.crc32(prompt.encode()) % 10 == 0
+
+
+def draw_problems(draw: Callable[[random.Random], P], rng: random.Random, *, evaluation: bool) -> Iterator[P]:
+    """Draw problems without end, from the held-out tenth or from the rest."""
+    while True:
+        problem = draw(rng)
+        if held_out(problem.prompt) == evaluation:
+            yield problem
+
+
+def write_files(
+    folder: Path,
+    seed: int,
+    draw: Callable[[random.Random], P],
+    answer: Callable[[P, random.Random], tuple[P, str]],
+    sft_rows: int,
+    train_rows: int,
+) -> None:
+    """Write sft.jsonl, train.jsonl and eval.jsonl of a task; no prompt of the first two is held out.
+
+    draw: draws a problem. answer: gives the problem as the warm start shows it, with the teacher's response.
+    Raises DataError where the folder cannot be written."""
+
+    def taught() -> Iterator[dict[str, str]]:
+        rng = random.Random(f"{seed}/sft")
+        for drawn, _ in zip(draw_problems(draw, rng, evaluation=False), range(sft_rows), strict=False):
+            problem, response = answer(drawn, rng)
+            yield {"prompt": problem.prompt, "response": response, "answer": problem.answer}
+
+    def different(rng: random.Random, count: int, *, evaluation: bool) -> Iterator[dict[str, str]]:
+        seen: set[P] = set()
+        for problem in draw_problems(draw, rng, evaluation=evaluation):
+            if problem not in seen:
+                seen.add(problem)
+                yield {"prompt": problem.prompt, "answer": problem.answer}
+            if len(seen) == count:
+                return
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, rows in {
+            "sft": taught(),
+            "train": different(random.Random(f"{seed}/train"), train_rows, evaluation=False),
+            "eval": different(random.Random("eval"), EVAL_ROWS, evaluation=True),
+        }.items():
+            (folder / f"{name}.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+            )
+    except OSError as error:
+        raise DataError(
+            f"{folder}: cannot be written: {error.strerror or error} (choose another folder)"
+        ) from error
+
+
+def build_tokenizer(alphabet: str = ALPHABET, words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
+    """Build a BPE tokenizer: each character of the alphabet is a token, and each word, built up by merges.
+
+    40 tokens for the demo: `Answer: `, `Wait` and `=?` with its newline are its words. Digits never merge, so
+    that the model sees numbers digit by digit. Text with other characters loses them."""
+    vocabulary = {PAD: 0, EOS: 1} | {character: i + 2 for i, character in enumerate(alphabet)}
+    merges: list[tuple[str, str]] = []
+    for word in words:
+        for end in range(1, len(word)):
+            merges.append((word[:end], word[end]))
+            vocabulary[word[: end + 1]] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.decoder = decoders.Fuse()  # without it the tokens are joined by spaces
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """Build an untrained Qwen3 of 2 layers, drawn from the seed; torch's own generator is left as it was."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.06,  # Qwen's 0.02 is for wide models: at width 64 it learns much later
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def write_model(folder: Path, seed: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write the Hugging Face folder of the untrained model and its tokenizer. Raises DataError where it
+    cannot."""
+    model = build_model(tokenizer, seed)
+    # Not model.save_pretrained: for 0.4 MB it draws a progress bar over the demo's own output.
+    weights = {
+        name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"
+    }  # tied
+    try:
+        tokenizer.save_pretrained(folder)
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    except OSError as error:
+        raise DataError(
+            f"{folder}: cannot be written: {error.strerror or error} (choose another folder)"
+        ) from error
