@@ -17,7 +17,7 @@ from megarl.config.ablation import SUFFIX, AblationTable, load_table
 from megarl.config.errors import ConfigError
 from megarl.config.load import PACKAGE, config_file
 from megarl.observe.ablations import Result, RowResult, markdown
-from megarl.observe.metrics import read_metrics
+from megarl.observe.runs import read_metrics
 from megarl.parallel.jobs import Ended, locked, run_jobs
 from megarl.schedule.ablation import OURS, Planned, Settings, make_task, row_run, task_writer, warm_start, write_json
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megarl.observe import page
 from megarl.observe.ablations import Result, RowResult, protocol, score_text, table_cells
 from megarl.observe.figures import BLUE
 from megarl.observe.plots import COLOURS, GRID, INK, MUTED, figure, finish, svg
+from megarl.observe.report import page
 from megarl.observe.runs import Points
 
 GREY = COLOURS[-1]

@@ -20,7 +20,7 @@ from megarl.config.ablation import AblationRow, AblationTable
 from megarl.config.errors import ConfigError
 from megarl.config.load import set_key
 from megarl.config.schema import Config
-from megarl.observe.metrics import read_metrics
+from megarl.observe.runs import read_metrics
 from megarl.parallel.jobs import Job
 from megarl.schedule.preflight import versions
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from megarl.observe.samples import Sample
+from megarl.observe.run_log import Sample
 from megarl.schedule.recorded import record_rollout
 from megarl.schedule.run import Step
 from megarl.training.advantages import add_gae, add_group_advantages, add_returns, lambda_table, value_error_table

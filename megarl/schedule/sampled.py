@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megarl.observe.samples import Sample
+from megarl.observe.run_log import Sample
 from megarl.parallel.comm import gather_on_0
 from megarl.schedule.run import Step
 from megarl.training.token_worth import response_ids, token_worth

@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,7 @@ from typing import Any
 import torch
 
 from megarl.config.errors import DeviceMemoryError, MegarlError, NumericalError
-from megarl.observe.distributions import DistributionLog
-from megarl.observe.events import EventLog
-from megarl.observe.jsonl import JsonlWriter
-from megarl.observe.metrics import MetricsLog
-from megarl.observe.samples import Sample, SampleLog
+from megarl.observe.run_log import JsonlWriter, RunLog, Sample
 from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.parallel.comm import barrier, from_rank_0, gather_objects
 from megarl.parallel.runtime import set_generator_states
@@ -66,10 +62,7 @@ class Scheduler:
         if watchdog is not None:
             watchdog.depths |= {**run.depths(), "bytes of a checkpoint": lambda: self.writer.pending}
         append = self.checkpoint is not None
-        self.metrics = MetricsLog(self.folder, log.tensorboard, log.wandb, append) if self.writes else None
-        self.samples = SampleLog(self.folder, log.samples, append) if self.writes else None
-        self.distributions = DistributionLog(self.folder, append) if self.writes else None
-        self.events = EventLog(self.folder, append) if self.writes else None
+        self.log = RunLog(self.folder, append, log.samples, log.tensorboard, log.wandb) if self.writes else None
 
     def _facts(self) -> RunFacts:
         config, layout, hf = self.config, self.runtime.layout, self.run.hf
@@ -88,9 +81,9 @@ class Scheduler:
         try:
             self._execute()
         except MegarlError as error:
-            if self.events is not None:
+            if self.log is not None:
                 with suppress(OSError):  # a full disk may be the error itself, which is to reach the user
-                    self.events.write(str(error))
+                    self.log.write_event(str(error))
             raise
         self.close()
 
@@ -118,9 +111,8 @@ class Scheduler:
 
     def close(self) -> None:
         """Closes what is written to."""
-        for log in (self.metrics, self.samples, self.distributions, self.events):
-            if log is not None:
-                log.close()
+        if self.log is not None:
+            self.log.close()
 
     def _resume(self) -> int:
         """Goes back to the newest complete checkpoint, if there is one, and forgets what was recorded after it. Gives the steps done."""
@@ -142,11 +134,10 @@ class Scheduler:
         if len(state["generators"]) == self.runtime.world:
             set_generator_states(state["generators"][self.runtime.rank])
         self.points.begins(stage, step)
-        for log in (self.metrics, self.samples, self.distributions):
-            if log is not None:
-                log.truncate_after(step, stage)
+        if self.log is not None:
+            self.log.truncate_after(step, stage)
         if self.writes and (self.folder / EVALUATIONS).exists():
-            with JsonlWriter(self.folder / EVALUATIONS, append=True) as answers:
+            with closing(JsonlWriter(self.folder / EVALUATIONS, append=True)) as answers:
                 answers.keep(lambda record: record["step"] <= done)
         self._event(f"continues from {self.checkpoint.path}")
         if self.checkpoint.manifest["versions"] != versions():
@@ -156,8 +147,8 @@ class Scheduler:
     def _event(self, line: str) -> None:
         """Of the run, not of a step, whose events stand in its record."""
         self.view.event(line)
-        if self.events is not None:
-            self.events.write(line)
+        if self.log is not None:
+            self.log.write_event(line)
 
     def _enter(self, phase: str, stage: str | None = None, step: int | None = None) -> None:
         """Everything that a run does is a phase, for whoever looks on and for the watchdog."""
@@ -208,10 +199,10 @@ class Scheduler:
         for line in step.events:
             self.view.event(line)
         self._record(step.stage, step.number, step.metrics | ({"events": step.events} if step.events else {}))
-        if self.samples is not None and self.distributions is not None:
-            self.samples.write(samples)
+        if self.log is not None:
+            self.log.write_samples(samples)
             if step.distributions:
-                self.distributions.write(step.number, step.stage, step.distributions)
+                self.log.write_distributions(step.number, step.stage, step.distributions)
         self.guards.check_judged()
 
     def _samples(self, step: Step) -> list[Sample]:
@@ -255,8 +246,8 @@ class Scheduler:
         metrics |= {name: max(found[name] for found in theirs) for name in mine}
 
     def _record(self, stage: str, number: int, metrics: Mapping[str, Any]) -> None:
-        if self.metrics is not None:
-            self.view.step(self.metrics.write({"step": number, "stage": stage, **metrics}))
+        if self.log is not None:
+            self.view.step(self.log.write_metrics({"step": number, "stage": stage, **metrics}))
 
     def _kept(self, step: Step, phase: str, error: NumericalError) -> NumericalError:
         """The batch goes to disk, one file a rank, before the run stops."""

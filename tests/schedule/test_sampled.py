@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.data.experience import Experience
-from megarl.observe.samples import Sample
+from megarl.observe.run_log import Sample
 from megarl.schedule import sampled
 from megarl.schedule.sampled import has_tokens, token_texts, with_tokens
 from megarl.training.token_worth import response_ids, token_worth
