@@ -75,8 +75,8 @@ def render(runs: Sequence[Run]) -> str:
         shorten=shorten,
         alarms=alarms(runs),
         tables=[
-            compared("Configuration", "keys", [flatten(run.config) for run in runs], runs),
-            compared("Versions", "packages", [flatten(run.versions) for run in runs], runs),
+            compared("Configuration", "keys", runs, [flatten(run.config) for run in runs]),
+            compared("Versions", "packages", runs, [flatten(run.versions) for run in runs]),
         ],
     )
 
@@ -169,14 +169,12 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def compared(title: str, what: str, flats: Sequence[dict[str, str]], runs: Sequence[Run]) -> dict[str, Any]:
-    """Return a table with a column per run, in which the keys stand out whose values differ between runs."""
-    names = list(dict.fromkeys(name for flat in flats for name in flat))
-    values = {name: [flat.get(name) for flat in flats] for name in names}
-    rows = [
-        ([name, *("-" if v is None else v for v in values[name])], len(set(values[name])) > 1)
-        for name in names
-    ]
+def compared(title: str, what: str, runs: Sequence[Run], flats: Sequence[dict[str, str]]) -> dict[str, Any]:
+    """Return a table with a column per run; rows in which the runs differ stand out."""
+    rows = []
+    for name in dict.fromkeys(name for flat in flats for name in flat):
+        differs = len({flat.get(name) for flat in flats}) > 1
+        rows.append(([name, *(flat.get(name, "-") for flat in flats)], differs))
     heads = [what.removesuffix("s"), *(run.name if len(runs) > 1 else "value" for run in runs)]
     differing = [(cells, False) for cells, differs in rows if differs]
     return {"title": title, "what": what, "heads": heads, "rows": rows, "differing": differing}

@@ -137,10 +137,10 @@ class JsonlWriter:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab" if append else "wb")
+            self.keep(lambda record: True)
         except OSError as error:
             reason = f"cannot be written: {error.strerror} (choose another run_dir)"
             raise ConfigError(f"run_dir: {path}: {reason}") from error
-        self.keep(lambda record: True)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record. Raises ValueError if it holds NaN or infinity, which JSON does not know."""

@@ -1,8 +1,8 @@
-"""A run on the terminal: a live view, or aligned lines for a log file, of this process's run or of another
-one's folder.
+"""A run on the terminal: a live view, or aligned lines for a log file.
 
-`megarl train` calls the view's methods as the run goes on; `megarl watch` follows metrics.jsonl and calls the
-same ones."""
+`megarl train` calls the view's methods as the run goes on; `megarl watch` follows the metrics.jsonl of a run
+that another process trains, and calls the same methods.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +38,13 @@ WATCH_PERIOD = 0.5  # seconds between two looks at a folder
 
 @dataclass(frozen=True)
 class Column:
-    """A quantity of a step: its short name in plain lines, its long one in the live table, the metrics that
-    it shows (several are joined by a slash), how each is formatted, and the width of one of them in a plain
-    line."""
+    """A quantity of a step, from one metric or from several that are joined by a slash."""
 
-    short: str
-    long: str
+    short: str  # its name in plain lines
+    long: str  # its name in the live table
     keys: tuple[str, ...]
-    form: str
-    width: int
+    form: str  # see `number`
+    width: int  # of one number in a plain line
 
 
 COLUMNS = (
@@ -230,10 +228,7 @@ class TerminalView:
                 self._evaluation = dict(record)
             else:
                 self._advance(record)
-        if record["stage"] == "eval":
-            digits = len(str(self.facts.steps))
-            self._print(f"eval  {record['step']:>{digits}}/{self.facts.steps}  {evaluation_text(record)}")
-        elif self.mode == "plain":
+        if self.mode == "plain":
             self._print_step(record)
         for alarm in record.get("alarms", ()):
             self.event(f"{record['stage']} step {record['step']}: not finite: {alarm}")
@@ -270,18 +265,21 @@ class TerminalView:
     def _print_step(self, record: Mapping[str, Any]) -> None:
         stage, step = record["stage"], record["step"]
         total = self.facts.total(stage)
+        place = f"{step:>{len(str(total))}}/{total}" if total else f"{step}"
+        if stage == "eval":
+            return self._print(f"eval  {place}  {evaluation_text(record)}")
         # The first record of a stage decides on its columns, so that they stay aligned.
         if stage not in self._columns:
             self._columns[stage] = [c for c in present(record) if c.short not in PLAIN_LEAVES_OUT[stage]]
         elif step % self.every and step != total:
-            return
+            return None
         name = "value" if stage == "value_pretraining" else stage
-        parts = [f"{name:<5} {step:>{len(str(total))}}/{total}" if total else f"{name:<5} {step}"]
+        parts = [f"{name:<5} {place}"]
         for column in self._columns[stage]:
             texts = [text.rjust(column.width) for text in values(column, record)]
             parts.append(f"{column.short} {'/'.join(texts)}")
         left = self._left()
-        self._print("  ".join([*parts, f"left {left}"] if left else parts))
+        return self._print("  ".join([*parts, f"left {left}"] if left else parts))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._lock:
@@ -341,8 +339,7 @@ class TerminalView:
 
 
 class Follower:
-    """Reads a metrics.jsonl that grows; of one that shrinks or is replaced (the run went back to a
-    checkpoint) all anew."""
+    """Reads a metrics.jsonl as it grows, from its beginning again when a run that went back replaced it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -350,8 +347,7 @@ class Follower:
         self._inode = 0
 
     def look(self) -> tuple[bool, list[Record]]:
-        """Return whether the file was begun anew, and the records of whole lines that came since the last
-        look."""
+        """Return whether the file was begun anew, and the records that have come since the last look."""
         try:
             with open(self.path, "rb") as file:
                 status = self.path.stat()
@@ -394,9 +390,7 @@ def watch(
         raise DataError(f"{run_dir}: no config.yaml (is this the folder of a run?)")
     settings = read_mapping(run_dir / "config.yaml", yaml.safe_load, yaml.YAMLError)
     facts = read_facts(run_dir, settings)
-    last = {
-        ("sft" if facts.recipe == "sft" else "train", facts.steps)
-    }  # what has been recorded once the run is done
+    last = {("sft" if facts.recipe == "sft" else "train", facts.steps)}  # recorded once the run is done
     if facts.recipe != "sft" and settings.get("data", {}).get("eval"):
         last.add(("eval", facts.steps))
     follower = Follower(run_dir / METRICS_FILE)
@@ -429,9 +423,8 @@ def read_facts(run_dir: Path, settings: Mapping[str, Any]) -> RunFacts:
     model = path.name
     if (path / "config.json").is_file():
         sizes = read_json(path / "config.json")
-        model = (
-            f"{sizes.get('model_type')} {sizes.get('num_hidden_layers')} layers x {sizes.get('hidden_size')}"
-        )
+        layers, width = sizes.get("num_hidden_layers"), sizes.get("hidden_size")
+        model = f"{sizes.get('model_type')} {layers} layers x {width}"
     critic = settings.get("algorithm", {}).get("advantage") == "gae"
     return RunFacts(
         name=run_dir.resolve().name,

@@ -1,6 +1,6 @@
 """A run's folder with metrics and samples of realistic shape, for the tests and for looking at the report:
 
-python tests/observe/synthetic_run.py FOLDER writes a VAPO, a DAPO and a warm-start run below FOLDER with their reports."""
+python tests/observe/synthetic_run.py FOLDER writes a VAPO, a DAPO and a warm-start run with their reports."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def train_record(
 
 
 def tables(recipe: str, progress: float, rng: random.Random) -> dict[str, dict[str, list[float]]]:
-    """What distributions.jsonl has of a step: errors grow towards the end of a response, and shrink as the critic learns."""
+    """A step of distributions.jsonl: errors grow towards a response's end and shrink as the critic learns."""
     found = {"mismatch": {"tokens": [float(round(8000 * 10.0 ** (-abs(i - 15) / 1.4))) for i in range(31)]}}
     if recipe == "vapo":
         responses = [float(round(60 * math.exp(-(((i - 10 - 4 * progress) / 4) ** 2)))) for i in range(24)]

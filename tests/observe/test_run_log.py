@@ -1,4 +1,4 @@
-"""The logs of a run: what is written is what is read, whatever cut a file, and a resumed run leaves no trace of its end."""
+"""The logs of a run: what is written is read, whatever cut it; a resumed run leaves no trace of its end."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_without_append_the_file_starts_anew(tmp_path: Path) -> None:
 def test_truncation_leaves_what_was_written_before(
     pretraining: int, steps: int, every: int, cut_line: bool, data: st.DataObject
 ) -> None:
-    """The lines of an undisturbed run in their order; continuing from any of its steps keeps exactly those up to it."""
+    """Continuing from any step of an undisturbed run keeps exactly the lines up to it."""
     lines = [(0, "eval")] + [(s, "value_pretraining") for s in range(1, pretraining + 1)]
     for step in range(1, steps + 1):
         lines += [(step, "train")] + ([(step, "eval")] if step % every == 0 else [])

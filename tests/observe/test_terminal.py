@@ -1,4 +1,4 @@
-"""The terminal view: plain lines that stay aligned, a live view that draws on anything, numbers that mean what they say.
+"""The terminal view: plain lines stay aligned, the live view draws on anything, numbers are right.
 
 `megarl watch`: a run seen from its folder while another process writes it."""
 
@@ -278,7 +278,7 @@ def test_a_finished_run_is_shown_and_left(run_dir: Path) -> None:
 
 
 def test_one_that_goes_on_is_followed(run_dir: Path) -> None:
-    """What comes between two looks is shown, a line that is half written once it is whole, and the end ends it."""
+    """What comes between two looks is shown, a half-written line once it is whole, and the end ends it."""
     todo = [
         lambda: write(run_dir, WHOLE[:2]),
         lambda: write(run_dir, WHOLE[2:3], end=""),
