@@ -59,20 +59,18 @@ def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
     Runs that differ in their seed only are drawn as one: their mean within the band of all of them."""
 
     def points(run: Run, key: str) -> Points:
-        # With one sample a problem, pass and majority are the average again and are left out.
-        if (
-            key in ("eval/pass", "eval/majority")
-            and max(run.points("eval", "eval/k").values(), default=1) <= 1
-        ):
-            return {}
-        return run.points(spec.stage, key)
+        # With one sample a problem, pass and majority are the average again.
+        repeated = max(run.points("eval", "eval/k").values(), default=1) <= 1
+        return {} if repeated and key in ("eval/pass", "eval/majority") else run.points(spec.stage, key)
 
+    if spec.nonzero and not any(any(points(run, key).values()) for run in runs for key in spec.curves):
+        return None
     related = families(runs)
     found = []
     for r, family in enumerate(related):
         for c, key in enumerate(spec.curves):
             mean, band = mean_course([course for run in family if (course := points(run, key))])
-            if mean and (not spec.nonzero or any(any(points(run, key).values()) for run in runs)):
+            if mean:
                 found.append((r, c, mean, band))
     several, overlay = len({c for _, c, _, _ in found}) > 1, len(related) > 1
     lines = []
