@@ -28,7 +28,7 @@ from megarl.ablation.table import AblationTable, find_table, load_table
 from megarl.config import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import config_file
-from megarl.observe.metrics import read_metrics
+from megarl.observe.runs import read_metrics
 from megarl.parallel.jobs import locked, run_jobs
 
 

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megarl.ablation.result import Curve, Result, RowResult, score_text
-from megarl.observe import page
 from megarl.observe.plots import COLOURS, GRID, INK, MUTED, figure, finish, svg
+from megarl.observe.report import page
 
 BLUE, GREY = COLOURS[0], COLOURS[-1]
 COLUMNS = 3

@@ -21,7 +21,7 @@ from megarl.config import dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import set_key
 from megarl.config.schema import Config
-from megarl.observe.metrics import read_metrics
+from megarl.observe.runs import read_metrics
 from megarl.parallel.jobs import Job
 from megarl.schedule.preflight import versions
 

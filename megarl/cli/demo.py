@@ -90,7 +90,7 @@ def _warm_start(file: Path, overrides: Sequence[str]) -> int:
 
 
 def _print_end(config: Config) -> None:
-    from megarl.observe.metrics import read_metrics
+    from megarl.observe.runs import read_metrics
 
     print()
     scores = [record for record in read_metrics(config.run_dir).records if record["stage"] == "eval"]

@@ -296,7 +296,7 @@ def _report(given: argparse.Namespace) -> int:
 
 
 def _watch(given: argparse.Namespace) -> int:
-    from megarl.observe.watch import watch
+    from megarl.observe.terminal import watch
 
     try:
         watch(given.run, once=given.once)

@@ -1,48 +1,67 @@
-"""A run's folder as the report reads it: metrics, samples, configuration, versions."""
+"""A run's folder as the report, `megarl watch` and other commands read it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from megarl.config.errors import DataError
-from megarl.observe.distributions import read_distributions
-from megarl.observe.events import read_events
-from megarl.observe.jsonl import Record
-from megarl.observe.metrics import read_metrics
-from megarl.observe.samples import Sample, read_samples
+from megarl.observe import run_log
+from megarl.observe.run_log import Record, Sample, is_step, parse
 
 Points = dict[int, float]
 
 
-def kept_share(record: Mapping[str, Any]) -> dict[str, float] | None:
-    """Shares of the sampled groups that were mixed, all right and all wrong; None where the record does not say.
+class JsonLines(NamedTuple):
+    """The records of a file in their order, and the numbers (from 1) of the lines that could not be read."""
 
-    Takes counts as well as shares: only their proportions matter."""
-    names = ("kept", "all_right", "all_wrong")
-    found = [record.get(f"rollout/groups_{name}") for name in names]
-    counts = [float(count) for count in found if count is not None]
-    if len(counts) < len(names) or sum(counts) <= 0:
-        return None
-    return {name: count / sum(counts) for name, count in zip(names, counts, strict=True)}
+    records: list[Record]
+    unreadable: list[int]
+
+
+def read_jsonl(path: Path, valid: Callable[[Record], bool]) -> JsonLines:
+    """Read the records of a file that are `valid`; any other line that is not blank counts as unreadable.
+
+    Raises DataError if the file cannot be opened."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror} (is this the folder of a run?)") from error
+    found = JsonLines([], [])
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        record = parse(line)
+        if record is not None and valid(record):
+            found.records.append(record)
+        elif line.strip():
+            found.unreadable.append(number)
+    return found
+
+
+def read_metrics(run_dir: Path) -> JsonLines:
+    """Read run_dir/metrics.jsonl. A line that was cut, or has no step and known stage, counts as unreadable.
+
+    Raises DataError if there is no such file."""
+    return read_jsonl(Path(run_dir) / run_log.METRICS_FILE, is_step)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder holds. `config` and `versions` are empty where their files are missing."""
+    """What a run's folder holds; all but the records of metrics.jsonl may be empty.
+
+    unreadable: lines that could not be read; events: {"time": seconds since 1970, "event": text}."""
 
     name: str
     records: list[Record]
-    samples: list[Sample]
-    config: dict[str, Any]
-    versions: dict[str, str]
-    unreadable: int
+    samples: list[Sample] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    unreadable: int = 0
     distributions: list[Record] = field(default_factory=list)
     events: list[Record] = field(default_factory=list)
 
@@ -54,21 +73,25 @@ class Run:
             stages.setdefault(record["stage"], {})[record["step"]] = record
         return {stage: dict(sorted(steps.items())) for stage, steps in stages.items()}
 
-    def points(self, stage: str, key: str) -> Points:
-        """step -> value of one metric in one stage; empty where it was never recorded."""
-        return {step: record[key] for step, record in self.by_stage.get(stage, {}).items() if isinstance(record.get(key), int | float)}
-
-    def keys(self, stage: str, prefix: str) -> list[str]:
-        """The metrics of a stage whose names start with `prefix`, in the order of their first appearance."""
-        return list(dict.fromkeys(k for record in self.by_stage.get(stage, {}).values() for k in record if k.startswith(prefix)))
+    @property
+    def main_stage(self) -> str:
+        """The stage whose times and memory are shown: training, else what there is before it."""
+        stages = ("train", "sft", "value_pretraining")
+        return next((stage for stage in stages if stage in self.by_stage), "train")
 
     @property
     def seconds(self) -> float:
-        """The sum of all recorded steps, evaluations included where they say how long they took."""
-        return sum(record.get("time/step") or 0.0 for steps in self.by_stage.values() for record in steps.values())
+        """The time of all recorded steps, evaluations included where they say how long they took."""
+        records = (record for steps in self.by_stage.values() for record in steps.values())
+        return sum(record.get("time/step") or 0.0 for record in records)
+
+    def points(self, stage: str, key: str) -> Points:
+        """Return step -> value of one metric in one stage; empty where it was never recorded."""
+        steps = self.by_stage.get(stage, {}).items()
+        return {step: record[key] for step, record in steps if isinstance(record.get(key), int | float)}
 
     def setting(self, *keys: str, default: Any = None) -> Any:
-        """One value of the configuration; `default` where the run has none."""
+        """Return one value of the configuration, or `default` where the run has none."""
         node: Any = self.config
         for key in keys:
             if not isinstance(node, Mapping) or key not in node:
@@ -77,59 +100,91 @@ class Run:
         return node
 
 
-def families(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs whose configurations differ in nothing but seed and folder, together; in the order of their first ones."""
-    found: dict[str, list[Run]] = {}
-    for number, run in enumerate(runs):
-        rest = {key: value for key, value in run.config.items() if key not in ("seed", "run_dir")}
-        key = json.dumps(rest, sort_keys=True, default=str) if rest else str(number)  # what has no configuration is like nothing else
-        found.setdefault(key, []).append(run)
-    return list(found.values())
-
-
-def mean_course(courses: Sequence[Points]) -> tuple[Points, dict[int, tuple[float, float]]]:
-    """(mean, (least, most)) at the steps that all courses have; of a single one itself and nothing."""
-    if len(courses) == 1:
-        return courses[0], {}
-    steps = sorted(set(courses[0]).intersection(*courses[1:]))
-    values = {step: [course[step] for course in courses] for step in steps}
-    return {step: sum(v) / len(v) for step, v in values.items()}, {step: (min(v), max(v)) for step, v in values.items()}
-
-
-def layout_text(parallel: Mapping[str, Any]) -> str:
-    """`TP 2 x PP 1 x DP 1` from the `parallel` section of a configuration; degrees of 1 beyond these three are left out."""
-    degrees = [("TP", "tp"), ("PP", "pp"), ("DP", "dp")] + [(k.upper(), k) for k in ("cp", "ep") if (parallel.get(k) or 1) > 1]
-    return " x ".join(f"{label} {parallel.get(key) or 1}" for label, key in degrees)
-
-
 def load_run(run_dir: Path) -> Run:
-    """Reads a run's folder. Raises DataError if it has no metrics.jsonl or its config.yaml or versions.json is damaged."""
+    """Read a run's folder. Raises DataError if metrics.jsonl is missing or another file is damaged."""
     run_dir = Path(run_dir)
+
+    def read(name: str, valid: Callable[[Record], bool]) -> JsonLines:
+        path = run_dir / name
+        return read_jsonl(path, valid) if path.exists() else JsonLines([], [])
+
+    def is_event(record: Record) -> bool:
+        return isinstance(record.get("time"), int | float) and isinstance(record.get("event"), str)
+
+    known = {f.name: f.default for f in fields(Sample)}
+    needed = {name for name, default in known.items() if default is MISSING}
     metrics = read_metrics(run_dir)
-    samples, lost = read_samples(run_dir)
-    distributions, cut = read_distributions(run_dir)
-    events, damaged = read_events(run_dir)
-    config, versions = run_dir / "config.yaml", run_dir / "versions.json"
+    samples = read(run_log.SAMPLES_FILE, lambda record: needed <= record.keys())
+    distributions = read(run_log.DISTRIBUTIONS_FILE, is_step)
+    events = read(run_log.EVENTS_FILE, is_event)
+    hangs = [  # the watchdog's reports
+        {"time": path.stat().st_mtime, "event": f"hang, {_first_line(path)} ({path.name})"}
+        for path in run_dir.glob("hang-*.txt")
+    ]
     return Run(
         name=run_dir.resolve().name,
         records=metrics.records,
-        samples=samples,
-        config=mapping(config, yaml.safe_load, yaml.YAMLError),
-        versions=mapping(versions, json.loads, ValueError),
-        unreadable=len(metrics.unreadable) + lost + cut + damaged,
-        distributions=distributions,
-        events=events,
+        samples=[Sample(**{k: v for k, v in record.items() if k in known}) for record in samples.records],
+        config=read_mapping(run_dir / "config.yaml", yaml.safe_load, yaml.YAMLError),
+        versions=read_mapping(run_dir / "versions.json", json.loads, ValueError),
+        unreadable=sum(len(found.unreadable) for found in (metrics, samples, distributions, events)),
+        distributions=distributions.records,
+        events=sorted([*events.records, *hangs], key=lambda record: record["time"]),
     )
 
 
-def mapping(path: Path, parse: Any, damage: type[Exception]) -> dict[str, Any]:
-    """The mapping that a small file holds; empty where there is no such file."""
+def _first_line(path: Path) -> str:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.readline().strip()
+
+
+def read_mapping(path: Path, load: Callable[[str], Any], damage: type[Exception]) -> dict[str, Any]:
+    """Read a mapping from a small file, empty if there is none; DataError if the file holds anything else."""
     if not path.exists():
         return {}
     try:
-        content = parse(path.read_text(encoding="utf-8"))
+        content = load(path.read_text(encoding="utf-8"))
     except (damage, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be parsed (restore it, or remove it to leave it out)") from error
     if not isinstance(content, dict):
         raise DataError(f"{path}: holds no mapping (restore it, or remove it to leave it out)")
     return content
+
+
+def families(runs: Sequence[Run]) -> list[list[Run]]:
+    """Group the runs whose configurations differ in nothing but seed and folder, in their order."""
+    found: dict[str, list[Run]] = {}
+    for number, run in enumerate(runs):
+        rest = {key: value for key, value in run.config.items() if key not in ("seed", "run_dir")}
+        # A run without a configuration is like no other.
+        key = json.dumps(rest, sort_keys=True, default=str) if rest else str(number)
+        found.setdefault(key, []).append(run)
+    return list(found.values())
+
+
+def mean_course(courses: Sequence[Points]) -> tuple[Points, dict[int, tuple[float, float]]]:
+    """Return step -> mean, and step -> (least, most), where all courses have a value; one has no range."""
+    if len(courses) < 2:
+        return (courses[0] if courses else {}), {}
+    steps = sorted(set(courses[0]).intersection(*courses[1:]))
+    values = {step: [course[step] for course in courses] for step in steps}
+    means = {step: sum(v) / len(v) for step, v in values.items()}
+    return means, {step: (min(v), max(v)) for step, v in values.items()}
+
+
+def kept_share(record: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the shares of the sampled groups that were kept, all right and all wrong, from counts or shares.
+
+    None where the record does not say."""
+    names = ("kept", "all_right", "all_wrong")
+    found = [record.get(f"rollout/groups_{name}") for name in names]
+    counts = [float(count) for count in found if count is not None]
+    if len(counts) < len(names) or sum(counts) <= 0:
+        return None
+    return {name: count / sum(counts) for name, count in zip(names, counts, strict=True)}
+
+
+def layout_text(parallel: Mapping[str, Any]) -> str:
+    """Return `TP 2 x PP 1 x DP 1` for a configuration's `parallel`; CP and EP are named if above 1."""
+    shown = ["tp", "pp", "dp", *(key for key in ("cp", "ep") if (parallel.get(key) or 1) > 1)]
+    return " x ".join(f"{key.upper()} {parallel.get(key) or 1}" for key in shown)

@@ -1,15 +1,21 @@
-"""What a person sees while a run goes on: a live view on a terminal, or aligned lines for a log file."""
+"""A run on the terminal: a live view, or aligned lines for a log file.
+
+`megarl train` calls the view's methods as the run goes on; `megarl watch` follows the metrics.jsonl of a run
+that another process trains, and calls the same methods.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, Self
 
+import yaml
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.panel import Panel
@@ -17,28 +23,132 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megarl.observe.terminal_format import (
-    ASCII_BLOCKS,
-    BLOCKS,
-    PLAIN_LEAVES_OUT,
-    Column,
-    duration,
-    evaluation_text,
-    number,
-    plain_line,
-    present,
-    sparkline,
-    values,
-)
+from megarl.config.errors import DataError
+from megarl.config.files import read_json
+from megarl.observe.run_log import METRICS_FILE, Record, is_step, parse
+from megarl.observe.runs import kept_share, layout_text, read_mapping
 
-SPARKS = {"accuracy": ("reward/accuracy", ".3f"), "length": ("response/length_mean", "tokens"), "entropy": ("policy/entropy", ".3f")}
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = "_.:-=+*#"
+MISSING = "-"
 EVENTS_SHOWN = 4
 STEPS_TIMED = 10
+WATCH_PERIOD = 0.5  # seconds between two looks at a folder
+
+
+@dataclass(frozen=True)
+class Column:
+    """A quantity of a step, from one metric or from several that are joined by a slash."""
+
+    short: str  # its name in plain lines
+    long: str  # its name in the live table
+    keys: tuple[str, ...]
+    form: str  # see `number`
+    width: int  # of one number in a plain line
+
+
+COLUMNS = (
+    Column("acc", "accuracy", ("reward/accuracy",), ".3f", 5),
+    Column("reward", "reward", ("reward/mean",), "+.3f", 6),
+    Column("nll", "NLL loss", ("policy/nll_loss",), ".4f", 6),
+    Column("len", "response length", ("response/length_mean",), "tokens", 6),
+    Column("cut", "truncated", ("reward/truncated",), ".3f", 5),
+    Column("ent", "entropy", ("policy/entropy",), ".3f", 5),
+    Column("clip", "clipped low / high", ("policy/clip_fraction_low", "policy/clip_fraction_high"), ".4f", 6),
+    Column("vloss", "value loss", ("value/loss",), ".4f", 7),
+    Column("ev", "explained variance", ("value/explained_variance",), "+.2f", 5),
+    Column("lr", "learning rate", ("policy/lr",), ".1e", 7),
+    Column("gnorm", "gradient norm", ("policy/grad_norm",), ".3g", 6),
+    Column("kept", "groups kept", ("groups_kept",), ".2f", 4),
+    Column(
+        "tok/s",
+        "tokens/s rollout / train",
+        ("throughput/rollout_tokens", "throughput/train_tokens"),
+        "count",
+        5,
+    ),
+    Column("step", "time of the step", ("time/step",), "seconds", 6),
+)
+# What a plain line leaves out in a stage: quantities that say nothing there.
+PLAIN_LEAVES_OUT = {"train": {"nll", "vloss", "cut"}, "value_pretraining": {"nll", "cut"}, "sft": set[str]()}
+SPARKS = {
+    "accuracy": ("reward/accuracy", ".3f"),
+    "length": ("response/length_mean", "tokens"),
+    "entropy": ("policy/entropy", ".3f"),
+}
+
+
+def compact(value: float) -> str:
+    """Return a number in at most 5 characters up to 999T: 1234567 -> 1.23M."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(value) < 999.5 or unit == "T":
+            return f"{value:.0f}{unit}" if unit == "" or abs(value) >= 99.95 else f"{value:.3g}{unit}"
+        value /= 1000
+    raise AssertionError("unreachable: T is the last unit")
+
+
+def duration(seconds: float) -> str:
+    """Return a time as text: 0.82 -> 0.82s, 75 -> 1:15, 3700 -> 1:01:40, 90000 -> 1d 1:00."""
+    if seconds < 59.95:
+        return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours // 24}d {hours % 24}:{minutes:02}"
+
+
+def number(value: Any, form: str) -> str:
+    """Return a metric as text, MISSING where it was not recorded or was not finite."""
+    if not isinstance(value, int | float):
+        return MISSING
+    if form == "count":
+        return compact(value)
+    if form == "tokens":
+        return f"{value:.1f}" if value < 9999.5 else f"{value:.0f}"
+    if form == "seconds":
+        return duration(value)
+    return format(value, form)
+
+
+def values(column: Column, record: Mapping[str, Any]) -> list[str]:
+    """Return the column's numbers in this record, formatted."""
+    found = {**record, "groups_kept": (kept_share(record) or {}).get("kept")}
+    return [number(found.get(key), column.form) for key in column.keys]
+
+
+def present(record: Mapping[str, Any]) -> list[Column]:
+    """Return the columns of which this record has at least one number."""
+    return [column for column in COLUMNS if any(text != MISSING for text in values(column, record))]
+
+
+def evaluation_text(record: Mapping[str, Any]) -> str:
+    """Return `0.621 avg  0.700 pass  0.650 majority  (k 4, 512 problems)`; only avg if k is 1."""
+    k = record.get("eval/k") or 1
+    names = ("avg", "pass", "majority") if k > 1 else ("avg",)
+    text = "  ".join(f"{number(record.get(f'eval/{name}'), '.3f')} {name}" for name in names)
+    return f"{text}  (k {k}, {record['eval/problems']} problems)" if "eval/problems" in record else text
+
+
+def resample(points: Sequence[float], width: int) -> list[float]:
+    """Return at most `width` means of neighbouring points, so that a whole run fits."""
+    if len(points) <= width:
+        return list(points)
+    edges = [len(points) * i // width for i in range(width + 1)]
+    return [sum(points[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def sparkline(points: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
+    """Return the course of `points` within the height of a character; a constant is drawn at the bottom."""
+    shown = resample(points, width)
+    low, high = min(shown), max(shown)
+    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
+    return "".join(blocks[round((p - low) * scale)] for p in shown)
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The header. steps: of training (or of warm start); value_pretraining_steps: at most so many before them."""
+    """The header. steps: of training (or of warm start); value_pretraining_steps: at most, before them."""
 
     name: str
     recipe: str
@@ -49,15 +159,19 @@ class RunFacts:
     value_pretraining_steps: int = 0
 
     def total(self, stage: str) -> int:
-        """Steps that `stage` has."""
+        """Return the steps of `stage`."""
         return self.value_pretraining_steps if stage == "value_pretraining" else self.steps
+
+    def header(self, separator: str) -> str:
+        return separator.join((self.recipe, self.model, self.layout, self.device, f"{self.steps} steps"))
 
 
 class TerminalView:
     """Shows the course of a run; used as a context manager.
 
-    mode "live": a view that is redrawn in place (on something that is no terminal only its last state is printed);
-    "plain": a line every `every` steps, for evaluations and for events; "quiet": nothing; "auto": live on a terminal, else plain."""
+    mode "live": redrawn in place (on something that is no terminal only its last state is printed); "plain":
+    a line every `every` steps, for evaluations and for events; "quiet": nothing; "auto": live on a terminal,
+    else plain."""
 
     def __init__(
         self,
@@ -73,8 +187,8 @@ class TerminalView:
         self._ascii = self.console.options.ascii_only
         self._lock = threading.RLock()  # rich redraws from a thread of its own
         self._phase, self._phase_since = "starting", clock()
-        self._record: dict[str, Any] = {}
-        self._evaluation: dict[str, Any] = {}
+        self._record: Record = {}
+        self._evaluation: Record = {}
         self._history: dict[str, list[float]] = {name: [] for name in SPARKS}
         self._events: deque[str] = deque(maxlen=EVENTS_SHOWN)
         self._columns: dict[str, list[Column]] = {}
@@ -84,20 +198,31 @@ class TerminalView:
     def __enter__(self) -> Self:
         if self._live:
             self._live.start()
-        elif self.mode == "plain":
-            self._print(self._printable(f"megarl {self.facts.name} | {self._header(' | ')}"))
+        self._print(self._printable(f"megarl {self.facts.name} | {self.facts.header(' | ')}"))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
+    def close(self) -> None:
+        """End the view and leave its last state on the screen; may be called more than once."""
+        if self._live:
+            self._live.stop()
+
     def phase(self, name: str) -> None:
-        """A phase of the step begins; its time is counted from now on."""
+        """Show that a phase of the step begins; its time is counted from now on."""
         with self._lock:
             self._phase, self._phase_since = name, self.clock()
 
+    def event(self, text: str) -> None:
+        """Show something worth a line of its own: a checkpoint, a warning, a limit that was reached."""
+        line = self._printable(text)
+        with self._lock:
+            self._events.append(line)
+        self._print(f"      {line}")
+
     def step(self, record: Mapping[str, Any]) -> None:
-        """Shows a record of metrics.jsonl: a step of any stage, or an evaluation."""
+        """Show a record of metrics.jsonl: a step of any stage, or an evaluation."""
         with self._lock:
             if record["stage"] == "eval":
                 self._evaluation = dict(record)
@@ -108,25 +233,12 @@ class TerminalView:
         for alarm in record.get("alarms", ()):
             self.event(f"{record['stage']} step {record['step']}: not finite: {alarm}")
 
-    def event(self, text: str) -> None:
-        """Something worth a line of its own: a checkpoint, a warning, a limit that was reached."""
-        line = self._printable(text)
-        with self._lock:
-            self._events.append(line)
-        if self.mode == "plain":
-            self._print(f"      {line}")
-
-    def close(self) -> None:
-        """Ends the view and leaves its last state on the screen; may be called more than once."""
-        if self._live:
-            self._live.stop()
-
     def _advance(self, record: Mapping[str, Any]) -> None:
-        if record["stage"] != self._record.get("stage") and self._record:
-            self._finished = deque([(self._finished[-1][0], 0)], maxlen=STEPS_TIMED + 1)
-        elif not self._record:
+        if not self._record:
             # A resumed run does not begin at step 0: its first step here took the time since the start.
             self._finished[0] = (self._finished[0][0], record["step"] - 1)
+        elif record["stage"] != self._record["stage"]:
+            self._finished = deque([(self._finished[-1][0], 0)], maxlen=STEPS_TIMED + 1)
         self._record = dict(record)
         self._finished.append((self.clock(), record["step"]))
         for name, (key, _) in SPARKS.items():
@@ -134,71 +246,82 @@ class TerminalView:
                 self._history[name].append(record[key])
 
     def _left(self) -> str:
-        """Time left in this stage at the pace of the last steps, with what happened between them; empty where unknown."""
+        """Return the time left in this stage at the pace of the last steps; empty if unknown."""
         (began, first), (now, last) = self._finished[0], self._finished[-1]
         total = self.facts.total(self._record.get("stage", ""))
         if last <= first or not total:
             return ""
         return duration((now - began) / (last - first) * max(0, total - last))
 
-    def _header(self, separator: str) -> str:
-        facts = self.facts
-        return separator.join((facts.recipe, facts.model, facts.layout, facts.device, f"{facts.steps} steps"))
-
     def _printable(self, text: str) -> str:
-        """`text` on one line, in what the console's encoding can hold."""
+        """Return `text` on one line, in what the console's encoding can hold."""
         line = " ".join(text.split())
         return line.encode("ascii", "replace").decode() if self._ascii else line
 
     def _print(self, text: str) -> None:
-        self.console.print(Text(text), soft_wrap=True)
+        if self.mode == "plain":
+            self.console.print(Text(text), soft_wrap=True)
 
     def _print_step(self, record: Mapping[str, Any]) -> None:
         stage, step = record["stage"], record["step"]
-        if stage == "eval":
-            return self._print(f"eval  {step:>{len(str(self.facts.steps))}}/{self.facts.steps}  {evaluation_text(record)}")
         total = self.facts.total(stage)
+        place = f"{step:>{len(str(total))}}/{total}" if total else f"{step}"
+        if stage == "eval":
+            return self._print(f"eval  {place}  {evaluation_text(record)}")
         # The first record of a stage decides on its columns, so that they stay aligned.
         if stage not in self._columns:
             self._columns[stage] = [c for c in present(record) if c.short not in PLAIN_LEAVES_OUT[stage]]
         elif step % self.every and step != total:
             return None
-        return self._print(plain_line(record, self._columns[stage], total, self._left()))
+        name = "value" if stage == "value_pretraining" else stage
+        parts = [f"{name:<5} {place}"]
+        for column in self._columns[stage]:
+            texts = [text.rjust(column.width) for text in values(column, record)]
+            parts.append(f"{column.short} {'/'.join(texts)}")
+        left = self._left()
+        return self._print("  ".join([*parts, f"left {left}"] if left else parts))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._lock:
             yield self._panel(options.max_width)
 
     def _panel(self, width: int) -> Panel:
-        facts = Text(self._printable(self._header("  ")), style="dim", overflow="ellipsis", no_wrap=True)
-        parts: list[Any] = [facts, self._progress(), self._phase_line(), Text(), self._table(width)]
-        sparks = self._sparks(width)
+        whole: dict[str, Any] = {"overflow": "ellipsis", "no_wrap": True}
+        facts = Text(self._printable(self.facts.header("  ")), style="dim", **whole)
+
+        stage, step = self._record.get("stage", "train"), self._record.get("step", 0)
+        total, left = self.facts.total(stage), self._left()
+        progress = Table.grid(padding=(0, 1), expand=True)
+        progress.add_column(no_wrap=True)
+        progress.add_column(ratio=1)
+        progress.add_column(no_wrap=True)
+        title = Text(f"{stage.replace('_', ' ')} {step}/{total}", style="bold")
+        bar = ProgressBar(total=max(total, 1), completed=step)
+        progress.add_row(title, bar, Text(f"{left} left" if left else ""))
+
+        elapsed = duration(self.clock() - self._phase_since)
+        phase = Text.assemble((self._printable(self._phase), "cyan"), f" {elapsed}", **whole)
+        if self._evaluation:
+            phase.append(f"\nevaluation at step {self._evaluation['step']}  ", "dim")
+            phase.append(evaluation_text(self._evaluation))
+
+        sparks = Table.grid(padding=(0, 1))
+        for name, (_, form) in SPARKS.items():
+            if course := self._history[name]:
+                line = sparkline(course, max(8, width - 40), ASCII_BLOCKS if self._ascii else BLOCKS)
+                ends = f"{number(course[0], form)} to {number(course[-1], form)}"
+                sparks.add_row(Text(name, "dim"), Text(line, "green"), ends)
+
+        parts: list[Any] = [facts, progress, phase, Text(), self._numbers(width)]
         if sparks.row_count:
             parts += [Text(), sparks]
         if self._events:
-            parts += [Text(), *(Text(event, style="dim", overflow="ellipsis", no_wrap=True) for event in self._events)]
-        return Panel(Group(*parts), title=Text(f"megarl {self._printable(self.facts.name)}", style="bold"), title_align="left")
+            parts += [Text(), *(Text(event, style="dim", **whole) for event in self._events)]
+        heading = Text(f"megarl {self._printable(self.facts.name)}", style="bold")
+        return Panel(Group(*parts), title=heading, title_align="left")
 
-    def _progress(self) -> Table:
-        stage, step = self._record.get("stage", "train"), self._record.get("step", 0)
-        total = self.facts.total(stage)
-        left = self._left()
-        row = Table.grid(padding=(0, 1), expand=True)
-        row.add_column(no_wrap=True)
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True)
-        title = Text(f"{stage.replace('_', ' ')} {step}/{total}", style="bold")
-        row.add_row(title, ProgressBar(total=max(total, 1), completed=step), Text(f"{left} left" if left else ""))
-        return row
-
-    def _phase_line(self) -> Text:
-        elapsed = duration(self.clock() - self._phase_since)
-        line = Text.assemble((self._printable(self._phase), "cyan"), f" {elapsed}", overflow="ellipsis", no_wrap=True)
-        if self._evaluation:
-            line.append(f"\nevaluation at step {self._evaluation['step']}  ", "dim").append(evaluation_text(self._evaluation))
-        return line
-
-    def _table(self, width: int) -> Table:
+    def _numbers(self, width: int) -> Table:
+        """Return the last step's numbers in as many columns as fit."""
         pairs = max(1, min(3, (width - 4) // 36))
         columns = present(self._record)
         rows = -(-len(columns) // pairs)
@@ -214,12 +337,101 @@ class TerminalView:
             table.add_row(*cells)
         return table
 
-    def _sparks(self, width: int) -> Table:
-        table = Table.grid(padding=(0, 1))
-        for name, (_, form) in SPARKS.items():
-            course = self._history[name]
-            if course:
-                line = sparkline(course, max(8, width - 40), ASCII_BLOCKS if self._ascii else BLOCKS)
-                ends = f"{number(course[0], form)} to {number(course[-1], form)}"
-                table.add_row(Text(name, "dim"), Text(line, "green"), ends)
-        return table
+
+class Follower:
+    """Reads a metrics.jsonl as it grows, from its beginning again when a run that went back replaced it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read = 0
+        self._inode = 0
+
+    def look(self) -> tuple[bool, list[Record]]:
+        """Return whether the file was begun anew, and the records that have come since the last look."""
+        try:
+            with open(self.path, "rb") as file:
+                status = self.path.stat()
+                anew = self._read > 0 and (status.st_size < self._read or status.st_ino != self._inode)
+                if anew:
+                    self._read = 0
+                self._inode = status.st_ino
+                file.seek(self._read)
+                content = file.read()
+        except FileNotFoundError:
+            return False, []
+        end = content.rfind(b"\n") + 1
+        self._read += end
+        records = (parse(line) for line in content[:end].split(b"\n"))
+        return anew, [record for record in records if record is not None and is_step(record)]
+
+
+class _Clock:
+    """The run's own time, `past`, while what it did before is read; real time from `since` on."""
+
+    def __init__(self) -> None:
+        self.past = 0.0
+        self.since: float | None = None
+
+    def __call__(self) -> float:
+        return self.past + (0.0 if self.since is None else time.monotonic() - self.since)
+
+
+def watch(
+    run_dir: Path,
+    *,
+    once: bool = False,
+    console: Console | None = None,
+    wait: Callable[[float], None] = time.sleep,
+) -> None:
+    """Show a run that another process trains until it is done, or its state once.
+
+    Raises DataError if the folder is not a run's."""
+    if not (run_dir / "config.yaml").is_file():
+        raise DataError(f"{run_dir}: no config.yaml (is this the folder of a run?)")
+    settings = read_mapping(run_dir / "config.yaml", yaml.safe_load, yaml.YAMLError)
+    facts = read_facts(run_dir, settings)
+    last = {("sft" if facts.recipe == "sft" else "train", facts.steps)}  # recorded once the run is done
+    if facts.recipe != "sft" and settings.get("data", {}).get("eval"):
+        last.add(("eval", facts.steps))
+    follower = Follower(run_dir / METRICS_FILE)
+    anew, records = follower.look()
+    while True:
+        missing, clock = set(last), _Clock()
+        with TerminalView("auto", facts, console, clock=clock) as view:
+            while True:
+                for record in records:
+                    if clock.since is None:
+                        clock.past += float(record.get("time/step") or record.get("time/evaluation") or 0.0)
+                    for event in record.get("events", ()):
+                        view.event(str(event))
+                    view.step(record)
+                    view.phase(f"after {record['stage'].replace('_', ' ')} step {record['step']}")
+                    missing.discard((record["stage"], record["step"]))
+                clock.since = clock.since or time.monotonic()
+                if once or not missing:
+                    return
+                wait(WATCH_PERIOD)
+                anew, records = follower.look()
+                if anew:
+                    view.event("the run went back to a checkpoint")
+                    break
+
+
+def read_facts(run_dir: Path, settings: Mapping[str, Any]) -> RunFacts:
+    """Return the header of a run from its own configuration."""
+    path = Path(str(settings.get("model", {}).get("path")))
+    model = path.name
+    if (path / "config.json").is_file():
+        sizes = read_json(path / "config.json")
+        layers, width = sizes.get("num_hidden_layers"), sizes.get("hidden_size")
+        model = f"{sizes.get('model_type')} {layers} layers x {width}"
+    critic = settings.get("algorithm", {}).get("advantage") == "gae"
+    return RunFacts(
+        name=run_dir.resolve().name,
+        recipe=str(settings.get("recipe")),
+        model=model,
+        layout=layout_text(settings.get("parallel", {})),
+        device=str(settings.get("parallel", {}).get("device", "auto")),
+        steps=int(settings.get("steps", 0)),
+        value_pretraining_steps=int(settings.get("value_pretraining", {}).get("steps", 0)) if critic else 0,
+    )

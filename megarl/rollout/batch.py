@@ -13,7 +13,7 @@ import torch
 
 from megarl.algorithms.evaluation import avg_at_k, interval, ks_up_to, majority_at_k, pass_at_k
 from megarl.data.experience import Experience
-from megarl.observe.samples import Sample, choose
+from megarl.observe.run_log import Sample, choose_samples
 from megarl.rollout.groups import Group, Response
 
 
@@ -87,7 +87,7 @@ class RolloutBatch:
         return Experience(torch.from_numpy(tokens), cu_seqlens, torch.from_numpy(mask), columns)
 
     def samples(self, tokenizer: Any, limit: int) -> dict[int, Sample]:
-        """At most `limit` responses of the first groups as `choose` takes them, as text, by their row of the Experience."""
+        """At most `limit` responses of the first groups as `choose_samples` takes them, as text, by their row of the Experience."""
         if not limit:
             return {}
         groups = self.groups[: max(2, math.ceil(limit / len(self.groups[0].responses)))]
@@ -107,7 +107,7 @@ class RolloutBatch:
             )
             for group, r in rows
         ]
-        wanted = {id(sample) for sample in choose(found, limit)}
+        wanted = {id(sample) for sample in choose_samples(found, limit)}
         chosen = [row for row, sample in enumerate(found) if id(sample) in wanted]
         texts = tokenizer.batch_decode([rows[row][1].tokens.tolist() for row in chosen], skip_special_tokens=True)
         return {row: replace(found[row], response=text) for row, text in zip(chosen, texts, strict=True)}

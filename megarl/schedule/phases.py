@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch
 
 from megarl.data.experience import Experience
-from megarl.observe.samples import Sample
+from megarl.observe.run_log import Sample
 from megarl.schedule.run import Run, Step
 from megarl.training.batch import distribute
 from megarl.training.checkpoint import PRETRAINING

@@ -12,7 +12,8 @@ import torch
 from megarl.config.errors import CheckpointError, ConfigError, DataError
 from megarl.config.phases import ROLLOUT, WEIGHT_TRANSFER, training_phases
 from megarl.config.schema import Config
-from megarl.observe.metrics import plain, read_metrics
+from megarl.observe.run_log import plain
+from megarl.observe.runs import read_metrics
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.phases import FUNCTIONS

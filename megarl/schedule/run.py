@@ -19,7 +19,7 @@ from megarl.data.experience import Experience
 from megarl.data.prompts import Prompt, PromptSampler
 from megarl.data.reader import ReadReport, read_pairs, read_prompts
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
-from megarl.observe.samples import Sample
+from megarl.observe.run_log import Sample
 from megarl.parallel.comm import barrier, gather_objects
 from megarl.parallel.offload import HostPool, empty_cache
 from megarl.parallel.runtime import Runtime

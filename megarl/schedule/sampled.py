@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megarl.data.experience import Experience
-from megarl.observe.samples import Sample
+from megarl.observe.run_log import Sample
 from megarl.parallel.comm import gather_on_0
 from megarl.schedule.run import Run, Step
 

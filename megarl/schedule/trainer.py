@@ -10,7 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,7 @@ from torch import Tensor
 
 from megarl.config.errors import DeviceMemoryError, MegarlError, NumericalError
 from megarl.config.phases import VALUE_PRETRAINING, WEIGHT_TRANSFER, Phase, check_phases, training_phases
-from megarl.observe.distributions import DistributionLog
-from megarl.observe.events import EventLog
-from megarl.observe.jsonl import JsonlWriter
-from megarl.observe.metrics import MetricsLog
-from megarl.observe.samples import SampleLog
+from megarl.observe.run_log import JsonlWriter, RunLog
 from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.parallel.comm import barrier, from_rank_0, gather_objects
 from megarl.parallel.runtime import set_generator_states
@@ -68,10 +64,9 @@ class Trainer:
         if watchdog is not None:
             watchdog.depths |= {**run.depths(), "bytes of a checkpoint": lambda: self.writer.pending}
         append = self.checkpoint is not None
-        self.metrics = MetricsLog(self.folder, log.tensorboard, log.wandb, append) if self.is_rank_0 else None
-        self.samples = SampleLog(self.folder, log.samples, append) if self.is_rank_0 else None
-        self.distributions = DistributionLog(self.folder, append) if self.is_rank_0 else None
-        self.events = EventLog(self.folder, append) if self.is_rank_0 else None
+        self.log = None  # of rank 0
+        if self.is_rank_0:
+            self.log = RunLog(self.folder, append, log.samples, log.tensorboard, log.wandb)
 
     def train(self) -> None:
         """Train to the last step, from the newest checkpoint where there is one. Errors are also written to events.jsonl."""
@@ -79,13 +74,12 @@ class Trainer:
             with self.view:
                 self._train()
         except MegarlError as error:
-            if self.events is not None:
+            if self.log is not None:
                 with suppress(OSError):  # a full disk may be the error itself, which must reach the user
-                    self.events.write(str(error))
+                    self.log.write_event(str(error))
             raise
-        for log in (self.metrics, self.samples, self.distributions, self.events):
-            if log is not None:
-                log.close()
+        if self.log is not None:
+            self.log.close()
 
     def _train(self) -> None:
         config, run = self.config, self.run
@@ -137,10 +131,10 @@ class Trainer:
         for line in step.events:
             self.view.event(line)
         self._record(step.stage, step.number, step.metrics | ({"events": step.events} if step.events else {}))
-        if self.samples is not None and self.distributions is not None:
-            self.samples.write(samples)
+        if self.log is not None:
+            self.log.write_samples(samples)
             if step.distributions:
-                self.distributions.write(step.number, step.stage, step.distributions)
+                self.log.write_distributions(step.number, step.stage, step.distributions)
         self.guards.check_judged()
 
     def run_phases(self, step: Step, phases: Sequence[Phase], *, changed: bool = False) -> None:
@@ -236,11 +230,10 @@ class Trainer:
         if len(state["generators"]) == self.runtime.world:
             set_generator_states(state["generators"][self.runtime.rank])
         self.preemption.start(stage, step)
-        for log in (self.metrics, self.samples, self.distributions):
-            if log is not None:
-                log.truncate_after(step, stage)
+        if self.log is not None:
+            self.log.truncate_after(step, stage)
         if self.is_rank_0 and (self.folder / EVALUATIONS).exists():
-            with JsonlWriter(self.folder / EVALUATIONS, append=True) as answers:
+            with closing(JsonlWriter(self.folder / EVALUATIONS, append=True)) as answers:
                 answers.keep(lambda record: record["step"] <= done)
         self._event(f"continues from {self.checkpoint.path}")
         if self.checkpoint.manifest["versions"] != versions():
@@ -280,12 +273,12 @@ class Trainer:
     def _event(self, line: str) -> None:
         """Show and record an event of the run; those of a step stand in its record."""
         self.view.event(line)
-        if self.events is not None:
-            self.events.write(line)
+        if self.log is not None:
+            self.log.write_event(line)
 
     def _record(self, stage: str, number: int, metrics: Mapping[str, Any]) -> None:
-        if self.metrics is not None:
-            self.view.step(self.metrics.write({"step": number, "stage": stage, **metrics}))
+        if self.log is not None:
+            self.view.step(self.log.write_metrics({"step": number, "stage": stage, **metrics}))
 
     def _samples(self, step: Step) -> list[Any]:
         steps = self.config.value_pretraining.steps if step.stage == PRETRAINING else self.config.steps

@@ -1,6 +1,6 @@
 """A run's folder with metrics and samples of realistic shape, for the tests and for looking at the report:
 
-python tests/observe/synthetic_run.py FOLDER writes a VAPO, a DAPO and a warm-start run below FOLDER with their reports."""
+python tests/observe/synthetic_run.py FOLDER writes a VAPO, a DAPO and a warm-start run with their reports."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import math
 import random
 import re
 import sys
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
-from megarl.observe.distributions import DistributionLog
-from megarl.observe.metrics import MetricsLog
 from megarl.observe.report import write_report
-from megarl.observe.samples import Sample, SampleLog
+from megarl.observe.run_log import RunLog, Sample
 
 PHASES = {
     "rollout": 0.41,
@@ -31,7 +28,9 @@ PHASES = {
 }
 
 
-def train_record(step: int, steps: int, recipe: str, rng: random.Random, scale: float = 1.0) -> dict[str, object]:
+def train_record(
+    step: int, steps: int, recipe: str, rng: random.Random, scale: float = 1.0
+) -> dict[str, object]:
     """A training step whose accuracy climbs from a third to nine tenths."""
     progress = 1 - math.exp(-3 * step / steps)
     accuracy = min(1.0, max(0.0, 0.36 + 0.57 * progress + rng.gauss(0, 0.025)))
@@ -84,7 +83,7 @@ def train_record(step: int, steps: int, recipe: str, rng: random.Random, scale: 
 
 
 def tables(recipe: str, progress: float, rng: random.Random) -> dict[str, dict[str, list[float]]]:
-    """What distributions.jsonl has of a step: errors grow towards the end of a response, and shrink as the critic learns."""
+    """A step of distributions.jsonl: errors grow towards a response's end and shrink as the critic learns."""
     found = {"mismatch": {"tokens": [float(round(8000 * 10.0 ** (-abs(i - 15) / 1.4))) for i in range(31)]}}
     if recipe == "vapo":
         responses = [float(round(60 * math.exp(-(((i - 10 - 4 * progress) / 4) ** 2)))) for i in range(24)]
@@ -136,7 +135,9 @@ def samples(step: int, steps: int, rng: random.Random, values: bool) -> list[Sam
     return found
 
 
-def write_run(run_dir: Path, recipe: str = "vapo", steps: int = 60, seed: int = 0, k: int = 1, scale: float = 1.0) -> Path:
+def write_run(
+    run_dir: Path, recipe: str = "vapo", steps: int = 60, seed: int = 0, k: int = 1, scale: float = 1.0
+) -> Path:
     """Writes metrics.jsonl, samples.jsonl, config.yaml and versions.json."""
     rng = random.Random(seed)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -147,18 +148,28 @@ def write_run(run_dir: Path, recipe: str = "vapo", steps: int = 60, seed: int = 
         "seed": seed,
         "model": {"path": "runs/demo/warm_start/hf", "dtype": "fp32"},
         "parallel": {"tp": 2, "pp": 1, "dp": 1, "cp": 1, "device": "cpu"},
-        "rollout": {"prompts": 32, "group_size": 8, "max_response_tokens": 80, "dynamic_sampling": {"enabled": recipe == "dapo"}},
+        "rollout": {
+            "prompts": 32,
+            "group_size": 8,
+            "max_response_tokens": 80,
+            "dynamic_sampling": {"enabled": recipe == "dapo"},
+        },
         "actor": {"lr": 4e-4, "betas": [0.9, 0.95]},
         "log": {"terminal": "auto"},
     }
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    versions = {"megarl": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "megatron-core": "0.16.1", "transformers": "5.19.0"}
+    versions = {
+        "megarl": "0.1.0",
+        "python": "3.11.7",
+        "torch": "2.13.0",
+        "megatron-core": "0.16.1",
+        "transformers": "5.19.0",
+    }
     (run_dir / "versions.json").write_text(json.dumps(versions))
-    distributions = DistributionLog(run_dir)
-    with closing(distributions), MetricsLog(run_dir) as log, SampleLog(run_dir, 8) as sample_log:
+    with RunLog(run_dir, samples=8) as log:
         if recipe == "sft":
             for step in range(1, steps + 1):
-                log.write(
+                log.write_metrics(
                     {
                         "step": step,
                         "stage": "sft",
@@ -169,7 +180,7 @@ def write_run(run_dir: Path, recipe: str = "vapo", steps: int = 60, seed: int = 
                 )
             return run_dir
         for step in range(1, 5 if recipe == "vapo" else 0):
-            log.write(
+            log.write_metrics(
                 {
                     "step": step,
                     "stage": "value_pretraining",
@@ -180,10 +191,14 @@ def write_run(run_dir: Path, recipe: str = "vapo", steps: int = 60, seed: int = 
             )
         for step in range(steps + 1):
             if step:
-                log.write(train_record(step, steps, recipe, rng, scale))
+                log.write_metrics(train_record(step, steps, recipe, rng, scale))
                 found = samples(step, steps, rng, recipe == "vapo")
-                sample_log.write(found if step % -(-steps // 100) == 0 else [replace(sample, tokens=None) for sample in found])
-                distributions.write(step, "train", tables(recipe, step / steps, rng))
+                log.write_samples(
+                    found
+                    if step % -(-steps // 100) == 0
+                    else [replace(sample, tokens=None) for sample in found]
+                )
+                log.write_distributions(step, "train", tables(recipe, step / steps, rng))
             if step % max(1, steps // 6) == 0:
                 average = 0.36 + 0.56 * (1 - math.exp(-3 * step / steps)) + rng.gauss(0, 0.012)
                 spread = (
@@ -191,8 +206,16 @@ def write_run(run_dir: Path, recipe: str = "vapo", steps: int = 60, seed: int = 
                     if k > 1
                     else {"eval/pass": average, "eval/majority": average}
                 )
-                log.write(
-                    {"step": step, "stage": "eval", "eval/avg": average, **spread, "eval/k": k, "eval/problems": 512, "time/step": 1.1}
+                log.write_metrics(
+                    {
+                        "step": step,
+                        "stage": "eval",
+                        "eval/avg": average,
+                        **spread,
+                        "eval/k": k,
+                        "eval/problems": 512,
+                        "time/step": 1.1,
+                    }
                 )
     return run_dir
 
@@ -203,5 +226,11 @@ if __name__ == "__main__":
     dapo = write_run(root / "demo-dapo", "dapo", seed=1, scale=1.25)
     warm = write_run(root / "warm-start", "sft", steps=450)
     long = write_run(root / "long", "vapo", steps=5000, seed=2, k=32)
-    for run_dirs, name in (([vapo], "vapo"), ([dapo], "dapo"), ([warm], "warm"), ([long], "long"), ([vapo, dapo], "both")):
+    for run_dirs, name in (
+        ([vapo], "vapo"),
+        ([dapo], "dapo"),
+        ([warm], "warm"),
+        ([long], "long"),
+        ([vapo, dapo], "both"),
+    ):
         print(write_report(run_dirs, root / f"{name}.html"))

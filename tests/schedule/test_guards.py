@@ -10,7 +10,7 @@ import torch
 
 from megarl.config.errors import ConfigError, NumericalError
 from megarl.config.schema import GuardConfig
-from megarl.observe.metrics import read_metrics
+from megarl.observe.runs import read_metrics
 from megarl.schedule.guards import Guards
 from tests.chaos.harness import make_config, prepare
 from tests.ranks import RankPool

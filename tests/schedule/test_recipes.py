@@ -12,8 +12,7 @@ import torch
 import megarl.config.phases as config_phases
 from megarl.config.phases import Phase, check_phases, declare
 from megarl.data.experience import Experience
-from megarl.observe.distributions import read_distributions
-from megarl.observe.samples import read_samples
+from megarl.observe.runs import load_run
 from megarl.schedule.phases import FUNCTIONS
 from megarl.schedule.run import Step
 from megarl.schedule.trainer import enforced
@@ -134,7 +133,7 @@ def test_a_seed_gives_the_same_run_and_the_layout_the_same_responses(warm: Path,
             elif isinstance(mine[name], float) and not name.startswith(OF_A_RANK):
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
     # The group's advantages do not depend on the layout, whichever replica has the response.
-    shown = [[s for s in read_samples(tmp_path / name)[0] if s.step == 1] for name in ("first", "other")]
+    shown = [[s for s in load_run(tmp_path / name).samples if s.step == 1] for name in ("first", "other")]
     assert shown[0] == shown[1] and all(s.tokens and s.advantages and len(s.tokens) == len(s.advantages) for s in shown[1])
-    tokens = [sum(read_distributions(tmp_path / name)[0][0]["mismatch"]["tokens"]) for name in ("first", "other")]
+    tokens = [sum(load_run(tmp_path / name).distributions[0]["mismatch"]["tokens"]) for name in ("first", "other")]
     assert tokens[0] == tokens[1] > 0

@@ -26,7 +26,7 @@ from megarl.cli.main import main
 from megarl.config import dump_config
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
-from megarl.observe.events import read_events
+from megarl.observe.runs import load_run
 from megarl.schedule.preflight import claim_run_dir
 from megarl.training.checkpoint import FREE, Checkpoint, check_continues, find_checkpoint, read_state, seal, settings_of, write_state
 from tests.ranks import RankPool
@@ -165,7 +165,7 @@ def test_a_killed_run_ends_in_the_same_bits(folder: Path, undisturbed: Path) -> 
     assert records(config.run_dir) == records(undisturbed)
     for name in ("samples.jsonl", "distributions.jsonl"):
         assert (config.run_dir / name).read_text() == (undisturbed / name).read_text()
-    happened = [event["event"] for event in read_events(config.run_dir)[0]]
+    happened = [event["event"] for event in load_run(config.run_dir).events]
     assert f"continues from {checkpoint.path}" in happened and sum("(skipped)" in event for event in happened) == 2
     # None of this would be seen in a run that learns nothing or has no surplus to keep.
     assert read_state(undisturbed / "checkpoints/step-000002")["samplers"]["rollout"]["surplus"]

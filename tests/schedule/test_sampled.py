@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.data.experience import Experience
-from megarl.observe.samples import Sample
+from megarl.observe.run_log import Sample
 from megarl.schedule import sampled
 from megarl.schedule.sampled import has_tokens, response_ids, token_texts, token_worth, with_tokens
 from tests.tiny_models import make_tokenizer

@@ -1,9 +1,12 @@
-"""The report: one file that refers to nothing outside itself, with every figure that the data allows, and only those."""
+"""The report: one file that refers to nothing outside itself, with every figure that the data allows.
+
+The sample browser: whose tokens get which colour, and that whatever a response holds is text."""
 
 from __future__ import annotations
 
 import json
 import re
+from html import unescape
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -15,21 +18,19 @@ from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError, DataError
 from megarl.observe.figures import SECTIONS
-from megarl.observe.metrics import MetricsLog
 from megarl.observe.plots import MAX_POINTS, Line, draw_lines, moving_average, spread, thin, value_text
-from megarl.observe.report import flatten, headline, render, write_report
-from megarl.observe.runs import families, kept_share, load_run, mean_course
-from megarl.observe.sample_browser import pick_steps
-from megarl.observe.samples import Sample, SampleLog
+from megarl.observe.report import LEVELS, flatten, headline, level, pick_steps, render, write_report
+from megarl.observe.run_log import RunLog, Sample
+from megarl.observe.runs import Run, families, kept_share, load_run, mean_course
 
 from .synthetic_run import write_run
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
-TITLES = [spec.title for _, specs in SECTIONS for spec in specs]
+TITLES = [spec.title for specs in SECTIONS.values() for spec in specs]
 
 
 class Page(HTMLParser):
-    """Checks that tags are closed in the order in which they were opened; collects references, ids, headings and text."""
+    """Checks that tags are closed in the order of their opening; collects references, ids, headings, text."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -51,7 +52,9 @@ class Page(HTMLParser):
         self._note(attrs)
 
     def _note(self, attrs: list[tuple[str, str | None]]) -> None:
-        self.references += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href", "action", "data", "srcset")]
+        self.references += [
+            v or "" for k, v in attrs if k in ("src", "href", "xlink:href", "action", "data", "srcset")
+        ]
         self.references += [m for _, v in attrs for m in re.findall(r"url\((.*?)\)", v or "")]
         self.ids += [v or "" for k, v in attrs if k == "id"]
 
@@ -89,7 +92,11 @@ def test_report_of_a_vapo_run(vapo: Path, tmp_path: Path) -> None:
     assert all(reference.startswith("#") for reference in parsed.references)
     assert {reference[1:] for reference in parsed.references} <= set(parsed.ids)
     assert len(parsed.ids) == len(set(parsed.ids))
-    assert "http" not in re.sub(r'xmlns(:xlink)?="[^"]*"', "", html) and "@import" not in html and "<script" not in html
+    assert (
+        "http" not in re.sub(r'xmlns(:xlink)?="[^"]*"', "", html)
+        and "@import" not in html
+        and "<script" not in html
+    )
     assert left_out(parsed) == {
         "Filter waste",
         "Peak memory per phase",
@@ -101,7 +108,10 @@ def test_report_of_a_vapo_run(vapo: Path, tmp_path: Path) -> None:
     assert html.count("<svg") == len(TITLES) - 5
     text = " ".join(parsed.text)
     run = load_run(vapo)
-    first, last = run.points("eval", "eval/avg")[0], run.points("eval", "eval/avg")[max(run.points("eval", "eval/avg"))]
+    first, last = (
+        run.points("eval", "eval/avg")[0],
+        run.points("eval", "eval/avg")[max(run.points("eval", "eval/avg"))],
+    )
     assert f"{first:.3f} → {last:.3f}" in text
     for fact in (
         "runs/demo/warm_start/hf",
@@ -123,21 +133,38 @@ def test_a_run_without_critic_says_what_is_left_out(dapo: Path, tmp_path: Path) 
     parsed, html = page([dapo], tmp_path)
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == html
     missing = left_out(parsed)
-    assert {"Explained variance", "Value loss", "Length-adaptive lambda", "Value loss in pretraining"} <= missing
+    assert {
+        "Explained variance",
+        "Value loss",
+        "Length-adaptive lambda",
+        "Value loss in pretraining",
+    } <= missing
     assert missing.isdisjoint(parsed.headings) and missing | set(parsed.headings) >= set(TITLES)
     # With one sample a problem pass and majority are avg again.
-    assert "maj" not in re.search(r'aria-label="Evaluation accuracy".*?</svg>', html, re.DOTALL)[0]  # type: ignore[index]
+    drawn = re.search(r'aria-label="Evaluation accuracy".*?</svg>', html, re.DOTALL)
+    assert drawn and "maj" not in drawn[0]
 
 
 def test_several_runs_lie_over_each_other(vapo: Path, dapo: Path, tmp_path: Path) -> None:
     parsed, html = page([vapo, dapo], tmp_path / "both.html")
     legend = re.search(r'<ul class="legend runs">(.*?)</ul>', html)
-    assert legend and re.findall(r"var\((--s\d)\)\"></i>([\w-]+)<", legend[1]) == [("--s0", "demo-vapo"), ("--s1", "demo-dapo")]
-    for title, colours in (("Reward", {"--s0", "--s1"}), ("Explained variance", {"--s0"}), ("Groups sampled", {"--s0", "--s1"})):
+    assert legend and re.findall(r"var\((--s\d)\)\"></i>([\w-]+)<", legend[1]) == [
+        ("--s0", "demo-vapo"),
+        ("--s1", "demo-dapo"),
+    ]
+    for title, colours in (
+        ("Reward", {"--s0", "--s1"}),
+        ("Explained variance", {"--s0"}),
+        ("Groups sampled", {"--s0", "--s1"}),
+    ):
         drawn = re.search(rf'aria-label="{title}".*?</svg>', html, re.DOTALL)
         assert drawn and set(re.findall(r"var\((--s\d)\)", drawn[0])) == colours
     text = " ".join(parsed.text)
-    assert "Samples of demo-vapo" in text and "Samples of demo-dapo" in text and "demo-vapo and demo-dapo" in text
+    assert (
+        "Samples of demo-vapo" in text
+        and "Samples of demo-dapo" in text
+        and "demo-vapo and demo-dapo" in text
+    )
     configuration = html[html.index("<h2>Configuration") :]
     before_fold = configuration[: configuration.index("<details>")]
     assert "recipe" in before_fold and "seed" in before_fold and "actor.lr" not in before_fold
@@ -151,9 +178,17 @@ def test_colours_are_left_to_the_page(vapo: Path, tmp_path: Path) -> None:
 
 def test_texts_are_escaped_and_troubles_shown(tmp_path: Path) -> None:
     evil = '<script src="http://x">&</pre>'
-    with MetricsLog(tmp_path) as log, SampleLog(tmp_path, 4) as samples:
-        log.write({"step": 1, "stage": "train", "reward/mean": float("nan"), "reward/accuracy": 0.5, "events": [evil]})
-        samples.write([Sample(1, evil, evil, None, False, True, 3, answer=evil)])
+    with RunLog(tmp_path, samples=4) as log:
+        log.write_metrics(
+            {
+                "step": 1,
+                "stage": "train",
+                "reward/mean": float("nan"),
+                "reward/accuracy": 0.5,
+                "events": [evil],
+            }
+        )
+        log.write_samples([Sample(1, evil, evil, None, False, True, 3, answer=evil)])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 2, "st')
     (tmp_path / "config.yaml").write_text(f"model: {{path: '{evil}'}}\n")
@@ -166,21 +201,28 @@ def test_texts_are_escaped_and_troubles_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "records", [[], [{"step": 1, "stage": "sft", "policy/nll_loss": 2.0}], [{"step": 0, "stage": "eval", "eval/avg": 0.0}]]
+    "records",
+    [
+        [],
+        [{"step": 1, "stage": "sft", "policy/nll_loss": 2.0}],
+        [{"step": 0, "stage": "eval", "eval/avg": 0.0}],
+    ],
 )
 def test_a_run_that_has_hardly_begun(tmp_path: Path, records: list[dict[str, object]]) -> None:
-    with MetricsLog(tmp_path) as log:
+    with RunLog(tmp_path) as log:
         for record in records:
-            log.write(record)
+            log.write_metrics(record)
     parsed, html = page([tmp_path], tmp_path)
     assert html.count("<svg") == len(records) and len(left_out(parsed)) == len(TITLES) - len(records)
-    assert headline(load_run(tmp_path))[1] == ("" if not records else "2.000" if records[0]["stage"] == "sft" else "0.000")
+    assert headline(load_run(tmp_path))[1] == (
+        "" if not records else "2.000" if records[0]["stage"] == "sft" else "0.000"
+    )
 
 
 def test_memory_and_unknown_phases_are_drawn(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path) as log:
+    with RunLog(tmp_path) as log:
         for step in (1, 2):
-            log.write(
+            log.write_metrics(
                 {
                     "step": step,
                     "stage": "train",
@@ -217,7 +259,7 @@ def test_errors_of_the_user(tmp_path: Path, vapo: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         write_report([vapo], tmp_path / "file" / "report.html")
-    MetricsLog(tmp_path).close()
+    RunLog(tmp_path).close()
     for name, content in (("config.yaml", "a: [1"), ("versions.json", "{"), ("versions.json", "[1]")):
         (tmp_path / name).write_text(content)
         with pytest.raises(DataError, match=rf"{name}: (cannot be parsed|holds no mapping)"):
@@ -226,9 +268,9 @@ def test_errors_of_the_user(tmp_path: Path, vapo: Path) -> None:
 
 
 def test_a_step_that_was_done_again_counts_once(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path) as log:
+    with RunLog(tmp_path) as log:
         for value in (0.1, 0.7):
-            log.write({"step": 5, "stage": "eval", "eval/avg": value, "time/step": 2.0})
+            log.write_metrics({"step": 5, "stage": "eval", "eval/avg": value, "time/step": 2.0})
     run = load_run(tmp_path)
     assert run.points("eval", "eval/avg") == {5: 0.7} and run.seconds == 2.0
 
@@ -269,10 +311,26 @@ def test_shares_of_groups() -> None:
 
 
 def test_picked_steps_and_flat_keys() -> None:
-    samples = [Sample(step, "p", "r", 0.0, True, False, 1) for step in (2, 4, 6, 8, 10)]
-    assert pick_steps(samples) == {"Early": 2, "Middle": 6, "Late": 10}
-    assert pick_steps(samples[:1]) == {"Early": 2} and pick_steps([]) == {}
+    assert pick_steps([2, 4, 6, 8, 10]) == {"Early": 2, "Middle": 6, "Late": 10}
+    assert (
+        pick_steps([2, 4]) == {"Early": 2, "Middle": 4}
+        and pick_steps([2]) == {"Early": 2}
+        and pick_steps([]) == {}
+    )
     assert flatten({"a": {"b": 1, "c": {}}, "d": None}) == {"a.b": "1", "a.c": "{}", "d": ""}
+
+
+def test_events_and_hangs_are_shown_in_the_order_of_their_times(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.write_metrics({"step": 1, "stage": "train", "reward/accuracy": 0.5})
+    (tmp_path / "hang-20261121-100000.txt").write_text("culprit: rank 1 is behind\nwhy now: ...")
+    events = [{"time": 9e9, "event": "continues from step-000001"}, {"time": 0, "event": "rank 3 <died>"}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    html = render([load_run(tmp_path)])
+    hang = "hang, culprit: rank 1 is behind (hang-20261121-100000.txt)"
+    shown = ("1970-01-01 00:00 UTC", "rank 3 &lt;died&gt;", hang, "continues from step-000001")
+    places = [html.index(text) for text in shown]
+    assert places == sorted(places)
 
 
 def seeds(folder: Path, values: dict[int, list[float]], **config: object) -> list[Path]:
@@ -281,8 +339,12 @@ def seeds(folder: Path, values: dict[int, list[float]], **config: object) -> lis
     for seed, course in values.items():
         run = folder / f"seed{seed}"
         run.mkdir(parents=True)
-        (run / "config.yaml").write_text(yaml.safe_dump({"recipe": "dapo", "seed": seed, "run_dir": str(run), **config}))
-        records = [{"step": t, "stage": "train", "reward/accuracy": value} for t, value in enumerate(course, 1)]
+        (run / "config.yaml").write_text(
+            yaml.safe_dump({"recipe": "dapo", "seed": seed, "run_dir": str(run), **config})
+        )
+        records = [
+            {"step": t, "stage": "train", "reward/accuracy": value} for t, value in enumerate(course, 1)
+        ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         made.append(run)
     return made
@@ -292,11 +354,148 @@ def test_seeds_are_one_run_with_a_band(tmp_path: Path) -> None:
     low = seeds(tmp_path / "low", {0: [0.1, 0.2, 0.3], 1: [0.3, 0.4, 0.5], 2: [0.2, 0.3]})
     high = seeds(tmp_path / "high", {0: [0.5, 0.6, 0.7]}, steps=9)
     runs = [load_run(folder) for folder in (*low, *high)]
-    assert [[run.name for run in family] for family in families(runs)] == [["seed0", "seed1", "seed2"], ["seed0"]]
+    assert [[run.name for run in family] for family in families(runs)] == [
+        ["seed0", "seed1", "seed2"],
+        ["seed0"],
+    ]
     mean, band = mean_course([run.points("train", "reward/accuracy") for run in runs[:3]])
-    assert mean == pytest.approx({1: 0.2, 2: 0.3}) and band == {1: (0.1, 0.3), 2: (0.2, 0.4)}  # as far as all of them have come
+    assert mean == pytest.approx({1: 0.2, 2: 0.3}) and band == {
+        1: (0.1, 0.3),
+        2: (0.2, 0.4),
+    }  # as far as all of them have come
     html = render(runs)
     assert "seed0, seed1, seed2: 3 seeds, mean and range" in html
     shaded = [line for line in html.split("<path") if "fill-opacity: 0.18" in line or "opacity: 0.18" in line]
     assert len(shaded) == 1  # the band, and none around a run alone
     assert "opacity: 0.18" not in render([runs[0], runs[3]])
+
+
+EVIL = ["<script>alert(1)</script>", "</pre>", '" onload="x', "&lt;", "\n", "<eos>"]
+
+
+class Tokens(HTMLParser):
+    """(class, title, text) of each span within a response, and every tag that there is."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.spans: list[list[str]] = []
+        self.tags: list[str] = []
+        self.inside = False
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        found = dict(attrs)
+        self.inside = tag == "span" and "title" in found
+        if self.inside:
+            self.spans.append([found["class"] or "", found["title"] or "", ""])
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.spans[-1][2] += data
+
+
+def browser(samples: list[Sample]) -> str:
+    """The page of a run that has nothing but samples, without its style sheet."""
+    return render([Run("run", [], samples)]).split("</style>")[1]
+
+
+def sample(step: int = 1, **fields: object) -> Sample:
+    return Sample(
+        **{
+            "step": step,
+            "prompt": "p",
+            "response": "r",
+            "reward": 1.0,
+            "correct": True,
+            "truncated": False,
+            "length": 6,
+        }
+        | fields
+    )
+
+
+def test_tokens_are_coloured_by_what_they_are_worth() -> None:
+    made = sample(
+        prompt="1+1=?",
+        answer="2",
+        group_size=8,
+        group_right=5,
+        tokens=["a", "b", "c", "d", "\n", "[... 3 tokens left out ...]", "e"],
+        advantages=[2.0, 1.0, 1.0, 0.0, -1.0, None, -2.0],
+        values=[0.5, 0.5, 0.5, 0.5, -0.25, None, 0.0],
+    )
+    html = browser([made])
+    assert Tokens(html).spans == [
+        ["ap4 vp4", "advantage +2, value +0.5", "a"],
+        ["ap2 vp4", "advantage +1, value +0.5", "bc"],
+        ["vp4", "advantage +0, value +0.5", "d"],
+        ["an2 vn2", "advantage -1, value -0.25", "↵\n"],
+        ["an4", "advantage -2, value +0", "e"],
+    ]
+    assert "</span>[... 3 tokens left out ...]<span" in html
+    assert "answer 2 · 5 of its 8 responses right" in html and "reward +1" in html
+    assert (
+        html.count('type="radio"') == 3
+        and html.count("checked") == 1
+        and 'class="by-advantage" checked' in html
+    )
+    style = render([]).split("</style>")[0]
+    for name in ("an4", "ap1", "vn2", "vp4"):
+        assert f".by-{'advantage' if name[0] == 'a' else 'value'}:checked ~ .samples .{name}" in style
+
+
+@pytest.mark.parametrize("numbers", [None, [1.0, -1.0, 0.5, 0.1, 0.0, -0.2]])
+def test_hostile_responses_are_text(numbers: list[float] | None, tmp_path: Path) -> None:
+    evil = "".join(EVIL)
+    made = [
+        sample(step, prompt=evil, response=evil, answer=evil, tokens=EVIL, advantages=numbers)
+        for step in range(1, 12)
+    ]
+    with RunLog(tmp_path, samples=4) as log:
+        log.write_samples(made)
+        for one in made:
+            log.write_samples([one])
+    html = browser(load_run(tmp_path).samples)
+    found = Tokens(html)
+    assert "script" not in found.tags and html.count("</pre>") == html.count("<pre>")
+    if numbers is None:
+        assert "radio" not in html and not found.spans
+    else:
+        assert [text.replace("↵", "") for _, _, text in found.spans[: len(EVIL)]] == EVIL
+    assert unescape(html).count(evil) > 10
+
+
+def test_more_steps_are_folded_and_steps_with_tokens_chosen() -> None:
+    plain = [sample(step, prompt=f"{step}") for step in range(1, 41)]
+    with_tokens = [sample(step, prompt=f"{step}", tokens=["x"], advantages=[1.0]) for step in (5, 10, 15, 20)]
+    html = browser(plain)
+    steps = r'<h3>(\w+) <span class="unit">step (\d+)</span>'
+    assert re.findall(steps, html)[:3] == [("Early", "1"), ("Middle", "21"), ("Late", "40")]
+    assert len(re.findall(r"<h3>Samples", html)) == 6 and "6 more steps" in html and "radio" not in html
+    tokens = re.findall(steps, browser([*plain, *with_tokens]))
+    assert tokens == [("Early", "5"), ("Middle", "15"), ("Late", "20"), ("Samples", "10")]
+    assert "Samples" not in browser([]) and "<details>" not in browser(plain[:3])
+
+
+def test_a_long_run_makes_a_small_page() -> None:
+    tokens = ["wörd "] * 512
+    worth = [(i % 100) / 100 - 0.5 for i in range(512)]
+    made = [
+        sample(step, response="x" * 20_000, tokens=tokens, advantages=worth, values=worth)
+        for step in range(1, 101)
+        for _ in range(4)
+    ]
+    assert len(browser(made)) < 1_000_000
+
+
+@settings(deadline=None)
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+def test_levels_are_symmetric_and_bounded(number: float, scale: float) -> None:
+    assert level(number, scale) == -level(-number, scale)
+    assert abs(level(number, scale)) <= LEVELS and (
+        abs(number) < scale or abs(level(number, scale)) == LEVELS
+    )

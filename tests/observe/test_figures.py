@@ -1,8 +1,7 @@
-"""distributions.jsonl and events.jsonl: what is written is what is read, what is added up, and what the page shows of it."""
+"""The figures of distributions.jsonl: what is added up, and what the page shows of it."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,32 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.observe.distribution_figures import draw_lambda, draw_mismatch, draw_value_error, parts
-from megarl.observe.distributions import DistributionLog, added, read_distributions, thirds
-from megarl.observe.events import EventLog, read_events
-from megarl.observe.figures import draw_waste
-from megarl.observe.metrics import MetricsLog
+from megarl.observe.figures import (
+    SECTIONS,
+    add_tables,
+    draw,
+    draw_lambda,
+    draw_mismatch,
+    draw_value_error,
+    parts,
+    thirds,
+)
 from megarl.observe.plots import Drawing
-from megarl.observe.report import render
 from megarl.observe.runs import load_run
 
 from .synthetic_run import write_run
-
-
-def test_written_and_read_and_cut_back(tmp_path: Path) -> None:
-    log = DistributionLog(tmp_path)
-    for stage, step in (("value_pretraining", 1), ("train", 1), ("train", 2), ("train", 3)):
-        log.write(step, stage, {"mismatch": {"tokens": [1.0, step / 3]}})
-    assert log.truncate_after(1) == 2
-    log.close()
-    with (tmp_path / "distributions.jsonl").open("ab") as file:
-        file.write(b'{"step": 2, "stage": "tr')
-    records, lost = read_distributions(tmp_path)
-    assert [(r["stage"], r["step"]) for r in records] == [("value_pretraining", 1), ("train", 1)] and lost == 1
-    assert records[1]["mismatch"] == {"tokens": [1.0, 0.333333333]}
-    assert read_distributions(tmp_path / "nowhere") == ([], 0)
-    DistributionLog(tmp_path, append=True).close()
-    assert read_distributions(tmp_path) == (records, 0)
 
 
 @settings(deadline=None)
@@ -53,13 +40,15 @@ def test_thirds_are_sums_of_the_first_and_last_steps(steps: int) -> None:
 
 
 def test_other_shapes_are_not_added() -> None:
-    assert added([{"a": [1, 2]}, {"a": [1, 2, 3]}, {"b": [1]}, {"a": [None, 5]}]) == {"a": [1.0, 7]}
+    assert add_tables([{"a": [1, 2]}, {"a": [1, 2, 3]}, {"b": [1]}, {"a": [None, 5]}]) == {"a": [1.0, 7]}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
-    made = {name: write_run(folder / name, "vapo", steps=9, seed=seed) for name, seed in (("zero", 0), ("one", 1))}
+    made = {
+        name: write_run(folder / name, "vapo", steps=9, seed=seed) for name, seed in (("zero", 0), ("one", 1))
+    }
     return {**made, "dapo": write_run(folder / "dapo", "dapo", steps=9)}
 
 
@@ -87,23 +76,6 @@ def test_seeds_are_added_and_runs_lie_over_each_other(runs: dict[str, Path]) -> 
         assert part[2]["responses"][10] == sum(expected) > 0
     both = [*seeds, load_run(runs["dapo"])]
     assert colours(draw_mismatch(both)) == {"--s0", "--s1"} and colours(draw_value_error(both)) == {"--s0"}
-    assert draw_waste(seeds) is None and draw_waste(both) is not None
+    [waste] = [spec for spec in SECTIONS["Policy update and sampling"] if spec.title == "Filter waste"]
+    assert draw(waste, seeds) is None and draw(waste, both) is not None
     assert draw_lambda(both[2:]) is draw_value_error(both[2:]) is None
-
-
-def test_events_survive_a_restart_and_are_shown(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path) as log:
-        log.write({"step": 1, "stage": "train", "reward/accuracy": 0.5})
-    for append, text in ((False, "rank 3 <died>"), (True, "continues from step-000001")):
-        events = EventLog(tmp_path, append)
-        events.write(text)
-        events.close()
-    with (tmp_path / "events.jsonl").open("ab") as file:
-        file.write(b'{"time": "yesterday", "event": "foreign"}\n')
-    found, lost = read_events(tmp_path)
-    assert [event["event"] for event in found] == ["rank 3 <died>", "continues from step-000001"] and lost == 1
-    (tmp_path / "hang-20261121-100000.txt").write_text("culprit: rank 1 is behind\nwhy now: ...")
-    (tmp_path / "events.jsonl").write_text(json.dumps(found[0] | {"time": 0}) + "\n" + json.dumps(found[1]) + "\n")
-    html = render([load_run(tmp_path)])
-    assert "hang, culprit: rank 1 is behind (hang-20261121-100000.txt)" in html
-    assert "1970-01-01 00:00 UTC" in html and "rank 3 &lt;died&gt;" in html and "continues from step-000001" in html

@@ -1,0 +1,304 @@
+"""The logs of a run: JSON lines in its folder, and the same metrics to TensorBoard and W&B if wanted.
+
+A run may be killed at any moment: readers skip a line that was cut, writers remove it before they append.
+A run that continues from a checkpoint first drops what was recorded after it (`RunLog.truncate_after`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import zip_longest
+from numbers import Integral
+from pathlib import Path
+from typing import Any, Self
+
+from megarl.config.errors import ConfigError
+
+METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
+DISTRIBUTIONS_FILE, EVENTS_FILE = "distributions.jsonl", "events.jsonl"
+STAGES = ("sft", "value_pretraining", "train", "eval")  # in the order of a run; "eval" is between its steps
+DIGITS = 9  # significant digits of a recorded number
+SAMPLE_CHARACTERS = 20_000  # of a prompt or a response
+
+Record = dict[str, Any]
+Tables = Mapping[str, Mapping[str, Sequence[float]]]
+
+
+def parse(line: bytes) -> Record | None:
+    """Return the JSON object that a line holds, or None if the line is cut or holds something else."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def is_step(record: Mapping[str, Any]) -> bool:
+    """Return whether a record has an integer `step` and a known `stage`."""
+    return isinstance(record.get("step"), int) and record.get("stage") in STAGES
+
+
+def precedes(record: Mapping[str, Any], step: int, stage: str) -> bool:
+    """Return whether a record was written by the end of `step` of `stage`, where a run continues.
+
+    Each stage counts its own steps; an evaluation has that of training, 0 until value pretraining ends."""
+    if not is_step(record):
+        return False
+    if record["stage"] == "eval":
+        return bool(record["step"] <= (0 if stage == "value_pretraining" else step))
+    return (STAGES.index(record["stage"]), record["step"]) <= (STAGES.index(stage), step)
+
+
+def plain(value: Any, name: str, alarms: list[str]) -> Any:
+    """Return `value` as JSON can hold it, floats rounded to 9 significant digits.
+
+    A number that is not finite becomes None, and `name: value` is appended to `alarms`."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, f"{name}.{key}", alarms) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, f"{name}[{i}]", alarms) for i, item in enumerate(value)]
+    if isinstance(value, Integral):
+        return int(value)
+    number = float(value)
+    if not math.isfinite(number):
+        alarms.append(f"{name}: {number}")
+        return None
+    return float(f"{number:.{DIGITS}g}")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response of a step, for people to read. A field is None where nothing was recorded.
+
+    reward: as it entered the advantages, with penalties; length: response tokens; group_size, group_right:
+    responses to the same prompt, and how many are right; advantage_mean, _min, _max: over all tokens of the
+    response; tokens: their texts, each with its advantage and value (None: not known)."""
+
+    step: int
+    prompt: str
+    response: str
+    reward: float | None
+    correct: bool
+    truncated: bool
+    length: int
+    answer: str = ""
+    stage: str = "train"
+    advantage_mean: float | None = None
+    advantage_min: float | None = None
+    advantage_max: float | None = None
+    group_size: int | None = None
+    group_right: int | None = None
+    tokens: list[str] | None = None
+    advantages: list[float | None] | None = None
+    values: list[float | None] | None = None
+
+
+def choose_samples(samples: Sequence[Sample], limit: int) -> list[Sample]:
+    """Return at most `limit` of one step's samples, in their order.
+
+    Groups are taken whole from the first one on. Of a group that does not fit, right and wrong responses are
+    taken in turn, so that both are seen."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt, []).append(sample)
+    chosen: list[Sample] = []
+    for group in groups.values():
+        right, wrong = ([s for s in group if s.correct is flag] for flag in (True, False))
+        turns = [s for pair in zip_longest(right, wrong) for s in pair if s is not None]
+        wanted = {id(s) for s in turns[: limit - len(chosen)]}
+        chosen += [s for s in group if id(s) in wanted]
+    return chosen
+
+
+def shorten(text: str, limit: int) -> str:
+    """Return `text`, without its middle if it has more than `limit` characters: the answer is at the end."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+
+
+class JsonlWriter:
+    """Appends records to a file; each has reached the operating system when `write` returns.
+
+    append=False empties the file; append=True continues it without the lines that cannot be read: the last
+    one may have been cut. Raises ConfigError if the file cannot be opened."""
+
+    def __init__(self, path: Path, append: bool) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab" if append else "wb")
+            self.keep(lambda record: True)
+        except OSError as error:
+            reason = f"cannot be written: {error.strerror} (choose another run_dir)"
+            raise ConfigError(f"run_dir: {path}: {reason}") from error
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record. Raises ValueError if it holds NaN or infinity, which JSON does not know."""
+        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def keep(self, wanted: Callable[[Record], bool]) -> int:
+        """Drop the lines that are not `wanted` or cannot be read, all at once; return how many."""
+        content = self.path.read_bytes()
+        lines = [line for line in content.split(b"\n") if line.strip()]
+        kept = [line for line in lines if (record := parse(line)) is not None and wanted(record)]
+        if len(kept) < len(lines) or not content.endswith(b"\n" if lines else b""):
+            replacement = self.path.with_suffix(".rewritten")
+            with replacement.open("wb") as file:
+                file.write(b"".join(line + b"\n" for line in kept))
+                file.flush()
+                os.fsync(file.fileno())
+            self._file.close()
+            os.replace(replacement, self.path)
+            self._file = self.path.open("ab")
+        return len(lines) - len(kept)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RunLog:
+    """Writes the logs of a run; a context manager. append=True continues the files, False starts them anew.
+
+    samples: at most so many a step. Raises ConfigError if the folder cannot be written, or if a tracker that
+    was asked for is not installed."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        append: bool = False,
+        samples: int = 0,
+        tensorboard: bool = False,
+        wandb: bool = False,
+    ) -> None:
+        self.samples_per_step = samples
+        self._trackers: list[_TensorBoard | _Wandb] = []
+        if tensorboard:
+            self._trackers.append(_TensorBoard(run_dir))
+        if wandb:
+            self._trackers.append(_Wandb(run_dir, append))
+        names = (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE, EVENTS_FILE)
+        self._files = {name: JsonlWriter(run_dir / name, append) for name in names}
+
+    def write_metrics(self, record: Mapping[str, Any]) -> Record:
+        """Write the metrics of a step or an evaluation, and return them as written, for the terminal view.
+
+        `record` needs "step" (int) and "stage" (one of STAGES), else ValueError. Values are texts, numbers,
+        0-dimensional tensors, or lists and mappings of these. A number that is not finite becomes null and is
+        named in the record's "alarms". The report shows "alarms" and "events" (lists of texts)."""
+        if not isinstance(record.get("step"), Integral) or record.get("stage") not in STAGES:
+            got = f"{record.get('step')}, {record.get('stage')}"
+            raise ValueError(f"a metrics record needs an int `step` and a `stage` of {STAGES} (got {got})")
+        alarms = [str(text) for text in record.get("alarms", ())]
+        written = {name: plain(value, name, alarms) for name, value in record.items() if name != "alarms"}
+        if alarms:
+            written["alarms"] = alarms
+        self._files[METRICS_FILE].write(written)
+        # Warm start and value pretraining count their own steps, so their curves get names of their own.
+        prefix = "" if written["stage"] in ("train", "eval") else f"{written['stage']}/"
+        numbers = {name: v for name, v in written.items() if isinstance(v, int | float) and name != "step"}
+        for tracker in self._trackers:
+            tracker.log(written["step"], {f"{prefix}{name}": float(v) for name, v in numbers.items()})
+        return written
+
+    def write_samples(self, samples: Iterable[Sample]) -> int:
+        """Write some of a step's samples (see `choose_samples`), long texts shortened; return how many."""
+        chosen = choose_samples(list(samples), self.samples_per_step)
+        for sample in chosen:
+            # The lists are of tokens: texts, and numbers that are rounded already.
+            record = {k: v if isinstance(v, list) else plain(v, k, []) for k, v in vars(sample).items()}
+            texts = {"prompt": sample.prompt, "response": sample.response}
+            short = {name: shorten(text, SAMPLE_CHARACTERS) for name, text in texts.items()}
+            self._files[SAMPLES_FILE].write(record | short)
+        return len(chosen)
+
+    def write_distributions(self, step: int, stage: str, tables: Tables) -> None:
+        """Write a step's histograms: name -> row -> one sum per bin, so that steps can be added up."""
+        self._files[DISTRIBUTIONS_FILE].write({"step": step, "stage": stage, **plain(tables, "", [])})
+
+    def write_event(self, text: str) -> None:
+        """Write what happened to the run rather than in a step, with the time in seconds since 1970."""
+        self._files[EVENTS_FILE].write({"time": round(time.time(), 1), "event": text})
+
+    def truncate_after(self, step: int, stage: str = "train") -> int:
+        """Drop what was recorded after `step` of `stage`, except events; return the number of lines."""
+        for tracker in self._trackers:
+            tracker.continue_from(step)
+        stepwise = (self._files[name] for name in (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE))
+        return sum(file.keep(lambda record: precedes(record, step, stage)) for file in stepwise)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _tracker(option: str, name: str, module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        remedy = "pip install 'megarl[track]', or set it to false"
+        raise ConfigError(f"log.{option}: {name} is not installed ({remedy})") from error
+
+
+class _TensorBoard:
+    """Writes event files into run_dir/tensorboard."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._open = _tracker("tensorboard", "TensorBoard", "torch.utils.tensorboard").SummaryWriter
+        self._folder = str(run_dir / "tensorboard")
+        self._writer = self._open(self._folder)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def continue_from(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._open(self._folder, purge_step=step + 1)  # hides what was logged later
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """Logs to one W&B run per run folder: run_dir/wandb_id lets a resumed run continue its curves."""
+
+    def __init__(self, run_dir: Path, append: bool) -> None:
+        wandb = _tracker("wandb", "wandb", "wandb")
+        known = run_dir / "wandb_id"
+        run_dir.mkdir(parents=True, exist_ok=True)
+        identity = known.read_text().strip() if append and known.exists() else None
+        folder = {"name": run_dir.name, "dir": str(run_dir)}
+        self._run = wandb.init(project="megarl", id=identity, resume="allow", **folder)
+        # W&B's own step must never fall, ours starts again with each stage: ours is a metric and the x axis.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        known.write_text(f"{self._run.id}\n")
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **numbers})
+
+    def continue_from(self, step: int) -> None:
+        """Do nothing: W&B cannot take back what was sent, so steps that are done again show twice."""
+
+    def close(self) -> None:
+        self._run.finish()
