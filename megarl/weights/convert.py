@@ -1,7 +1,7 @@
 """Conversion of a model's folder: Hugging Face safetensors to a Megatron checkpoint and back, bit for bit.
 
-By one process or many. A process has one chunk of a checkpoint, or a block of a tensor, in memory. The folder
-appears under its name only when it is whole, on disk, and (if asked) compared with its source.
+By one process or many. A few blocks of a tensor are in memory. The folder appears under its name only when it
+is whole, on disk, and (if asked) compared with its source.
 """
 
 from __future__ import annotations

@@ -58,14 +58,14 @@ class FileTensor(NamedTuple):
     shape: Shape
     dtype: torch.dtype
 
-    def read(self, box: Box, name: str) -> Tensor:
-        """Return `tensor[box]` on the CPU; only its own bytes are read.
+    def read(self, box: Box, name: str, out: Tensor | None = None) -> Tensor:
+        """Return `tensor[box]` on the CPU, or fill the contiguous `out` with it; only its own bytes are read.
 
         Raises CheckpointError, naming the file and the tensor `name`, where the bytes are no longer there.
         """
         extents = tuple(stop - start for start, stop in box)
-        tensor = torch.empty(extents, dtype=self.dtype)
-        out = as_bytes(tensor)
+        tensor = torch.empty(extents, dtype=self.dtype) if out is None else out
+        memory = as_bytes(tensor)
         # Bytes follow one another from the last dimension that is not whole.
         axis = max((axis for axis, size in enumerate(extents) if size != self.shape[axis]), default=0)
         run = prod(extents[axis:]) * self.dtype.itemsize
@@ -75,7 +75,7 @@ class FileTensor(NamedTuple):
             with open(self.path, "rb", buffering=0) as file:
                 for number, start in enumerate(starts):
                     at = self.offset + sum(map(mul, start, strides))
-                    left = out[number * run : (number + 1) * run]
+                    left = memory[number * run : (number + 1) * run]
                     while left:
                         count = os.preadv(file.fileno(), [left], at)
                         if count == 0:
@@ -117,6 +117,7 @@ class HashedFile:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by `__exit__`)
         self._digest = hashlib.sha256()
         self._hasher = ThreadPoolExecutor(1)
+        self._hashing = self._hasher.submit(lambda: None)  # of the data before
 
     def __enter__(self) -> HashedFile:
         return self
@@ -130,10 +131,11 @@ class HashedFile:
         return self._file.tell()
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all of it."""
-        # torch.save writes some dozens of small pieces a tensor.
-        hashing = self._hasher.submit(self._digest.update, data) if len(data) > SMALL else None
-        if hashing is None:
+        """Write all of it; what is larger than SMALL must not change afterwards, as it is hashed later."""
+        self._hashing.result()
+        if len(data) > SMALL:
+            self._hashing = self._hasher.submit(self._digest.update, data)
+        else:
             self._digest.update(data)
         left = memoryview(data)
         try:
@@ -141,9 +143,6 @@ class HashedFile:
                 left = left[self._file.write(left) :]
         except OSError as error:
             raise self._refused(error) from error
-        finally:
-            if hashing is not None:
-                hashing.result()
         return len(data)
 
     def flush(self) -> None:
@@ -155,6 +154,7 @@ class HashedFile:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise self._refused(error) from error
+        self._hashing.result()
         return self._digest.hexdigest()
 
     def _refused(self, error: OSError) -> CheckpointError:

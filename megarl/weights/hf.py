@@ -127,9 +127,9 @@ class HFFolder(ModelFolder):
         self.missing = tuple(name for name in self.shapes if name not in self._entries)
         self.extra = tuple(name for name in self._entries if name not in self.shapes)
 
-    def read(self, name: str, box: Box) -> Tensor:
+    def read(self, name: str, box: Box, out: Tensor | None = None) -> Tensor:
         entry = self._entries[name]
-        return FileTensor(entry.path, entry.offset, entry.shape, DTYPES[entry.dtype]).read(box, name)
+        return FileTensor(entry.path, entry.offset, entry.shape, DTYPES[entry.dtype]).read(box, name, out)
 
     def dtype(self, name: str) -> torch.dtype:
         return DTYPES[self._entries[name].dtype]

@@ -107,9 +107,8 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1) ->
         require("tp", tp, number, what, dividable.values())
     require("pp", pp, sizes.layers, "layers", [sizes.layers])
     if ep > 1 and not moe:
-        raise ConfigError(
-            f"parallel.ep: {ep}, but a {hf_config.get('model_type')} model has no experts (set it to 1)"
-        )
+        model_type = hf_config.get("model_type")
+        raise ConfigError(f"parallel.ep: {ep}, but a {model_type} model has no experts (set it to 1)")
     if moe:
         require("ep", ep, sizes.experts, "experts", [sizes.experts])
 
@@ -119,7 +118,8 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1) ->
 
 def whole_model(hf_config: Mapping[str, Any], *, critic: bool = False) -> list[tuple[Pair, int, int]]:
     """Return (pair, layer, expert) of every parameter of an undivided model, in the model's order."""
-    return [place for _, *place in parameters(hf_config, Layout(), pp_rank=0, critic=critic)]  # type: ignore[misc]
+    named = parameters(hf_config, Layout(), pp_rank=0, critic=critic)
+    return [(pair, layer, expert) for _, pair, layer, expert in named]
 
 
 def hf_shapes(hf_config: Mapping[str, Any], *, critic: bool = False) -> dict[str, Shape]:

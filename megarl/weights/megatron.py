@@ -11,6 +11,7 @@ import json
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from io import BytesIO
 from itertools import product
 from math import prod
@@ -39,7 +40,7 @@ from megarl.weights.families import (
     is_tied,
     read_config,
 )
-from megarl.weights.files import FileTensor, HashedFile, blocks, damaged
+from megarl.weights.files import SMALL, FileTensor, HashedFile, as_bytes, blocks, damaged
 from megarl.weights.hf import OUTPUT_NAME, HFFolder, ModelFolder, dtype_name
 from megarl.weights.layout import Box, Region, full_box, hf_shapes, pair_shard, parameters, whole_model
 from megarl.weights.plan import intersect, shift, volume
@@ -149,11 +150,12 @@ class MegatronFolder(ModelFolder):
             chunk = self._chunk(index, name)
             check_dtype(chunk.dtype, dtype, chunk.path, name)
             lead = len(src) - len(dst)
-            values = chunk.read((*src[:lead], *shift(common, dst, src[lead:])), name)
-            if common == box:
-                return values.view(out.shape)
+            part = (*src[:lead], *shift(common, dst, src[lead:]))
             target = view(out, shift(common, box, full_box(tuple(out.shape))))
-            target.copy_(values.view(target.shape))
+            if target.is_contiguous():
+                chunk.read(part, name, target)
+            else:
+                target.copy_(chunk.read(part, name).view(target.shape))
         return out
 
     def _find(self) -> dict[str, list[_Piece]]:
@@ -283,8 +285,7 @@ def _first_line(error: BaseException) -> str:
 class Chunk(NamedTuple):
     """Part of the tensor `key`, whose whole shape is `size`: at `offsets`, of extents (1, ..., *shape).
 
-    It is made of `regions`, whose local boxes are within `shape`; `hf_name` is the tensor that gives the
-    dtype.
+    It is made of `regions`, whose local boxes are within `shape`; the tensor `hf_name` gives the dtype.
     """
 
     key: str
@@ -305,18 +306,19 @@ class Chunk(NamedTuple):
     def nbytes(self, folder: HFFolder) -> int:
         return prod(self.shape) * self.dtype(folder).itemsize
 
-    def read(self, folder: HFFolder) -> Tensor:
-        """Return it, made of the folder's tensors; padding and a missing value head are zero."""
-        tensor = torch.zeros(self.shape, dtype=self.dtype(folder))
-        for hf_name, hf_box, local_box in self.regions:
-            if hf_name not in folder.missing:
-                path = folder.files(hf_name)[0][0]
-                check_dtype(folder.dtype(hf_name), tensor.dtype, path, self.hf_name)
-                whole = full_box(tuple(stop - start for start, stop in hf_box))
-                for box in blocks(tuple(stop for _, stop in whole), tensor.itemsize):
-                    values = folder.read(hf_name, shift(box, whole, hf_box))
-                    view(tensor, shift(box, whole, local_box)).copy_(values)
-        return tensor.view(self.extents)
+    def read(self, folder: HFFolder, box: Box) -> Tensor:
+        """Return a box of it from the folder's tensors; padding and a missing value head are zero."""
+        extents = tuple(stop - start for start, stop in box)
+        tensor = torch.empty(extents, dtype=self.dtype(folder))
+        regions = [] if self.hf_name in folder.missing else self.regions
+        inside = [(region, common) for region in regions if (common := intersect(region.local_box, box))]
+        if sum(volume(common) for _, common in inside) < volume(box):
+            tensor.zero_()
+        for (hf_name, hf_box, local_box), common in inside:
+            check_dtype(folder.dtype(hf_name), tensor.dtype, folder.files(hf_name)[0][0], self.hf_name)
+            rows = view(tensor, shift(common, box, full_box(extents)))  # whole ones, so contiguous
+            folder.read(hf_name, shift(common, local_box, hf_box), rows)
+        return tensor
 
 
 class Record(NamedTuple):
@@ -334,54 +336,86 @@ def rank_chunks(
 ) -> Iterator[Chunk]:
     """Yield the chunks of one rank; tied embeddings are in the first stage's only."""
     sizes, place, ep_rank = Sizes.of(hf_config), layout.coords(rank), layout.ep_rank(rank)
-    for _, pair, layer, expert in parameters(
-        hf_config, layout, pp_rank=place.pp, ep_rank=ep_rank, critic=critic
-    ):
+    named = parameters(hf_config, layout, pp_rank=place.pp, ep_rank=ep_rank, critic=critic)
+    for _, pair, layer, expert in named:
         if pair is TIED_OUTPUT:
             continue
         tp, tp_rank = (1, 0) if pair.per_expert else (layout.tp, place.tp)
-        shard = pair_shard(pair, layer, expert, sizes, tp, tp_rank)
         key, size, lead = keys_of(pair)[0], _key_shape(pair, sizes, tp), _lead(pair, layer, expert)
-        parts = [(0, shard.shape, shard.regions)]  # (first row in the whole parameter, shape, regions)
-        if pair.operation in ("qkv", "vocabulary"):
-            parts = [(tp_rank * shard.shape[0], shard.shape, shard.regions)]
-        elif pair.operation == "column":  # Megatron keeps the ranks' gates together, and then their ups
-            parts, first = [], 0
-            for region in shard.regions:
-                rows = volume(region.local_box[:1])
-                box = full_box((rows, *shard.shape[1:]))
-                parts.append(
-                    (first + tp_rank * rows, (rows, *shard.shape[1:]), (region._replace(local_box=box),))
-                )
-                first += tp * rows
-        for row, shape, regions in parts:
-            hf_name = (
-                regions[0].hf_name if regions else pair.hf[0][0]
-            )  # a share of the vocabulary may be all padding
-            rest = [tp_rank * shape[1]] if pair.operation == "row" else [0] * (len(shape) - 1)
-            yield Chunk(key, size, (*lead, row, *rest), shape, regions, hf_name)
+        parts, first = [pair], 0
+        if pair.operation == "column":  # Megatron keeps the ranks' gates together, and then their ups
+            parts = [replace(pair, hf=(tensor,)) for tensor in pair.hf]
+        for part in parts:
+            shard = pair_shard(part, layer, expert, sizes, tp, tp_rank)
+            offsets = [0] * len(shard.shape)
+            if pair.operation != "replicated":
+                axis = 1 if pair.operation == "row" else 0
+                offsets[axis] = first + tp_rank * shard.shape[axis]
+            hf_name = part.hf[0][0].format(l=layer, e=expert)
+            yield Chunk(key, size, (*lead, *offsets), shard.shape, shard.regions, hf_name)
+            first += tp * shard.shape[0]
+
+
+class _Framed:
+    """What torch.save writes a chunk to: passes on everything but the numbers, which `fill` writes instead.
+
+    So the format is torch's own, and no chunk is ever in memory: torch.save gets memory that nobody touches.
+    """
+
+    def __init__(self, file: HashedFile, nbytes: int, fill: Callable[[], None]) -> None:
+        self.file, self.nbytes, self.fill = file, nbytes, fill
+        self.filled = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        if len(data) != self.nbytes:
+            return self.file.write(data)
+        self.filled += 1
+        try:
+            self.fill()
+        except CheckpointError as error:
+            self.file.error = error
+            raise
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing, for nothing is held back."""
 
 
 def write_chunks(
     path: Path, chunks: Sequence[Chunk], folder: HFFolder, advance: Callable[[int], None]
 ) -> tuple[list[Record], str]:
-    """Write one file of chunks, one after the other; return where they are, and the file's SHA-256."""
+    """Write one file of chunks, block by block; return where they are, and the file's SHA-256."""
     checked = torch.serialization.get_crc32_options()
-    # The zip's own checksum takes longer than everything else together, and nobody looks at it; the file has
-    # a better one.
+    # The zip's own checksum takes longer than everything else together; the file has a better one.
     torch.serialization.set_crc32_options(False)
     records = []
+
+    def write(chunk: Chunk, file: HashedFile) -> None:
+        kind, nbytes = chunk.dtype(folder), chunk.nbytes(folder)
+        if nbytes <= SMALL:  # the other records that torch.save writes are of some hundred bytes
+            tensor = chunk.read(folder, full_box(chunk.shape)).view(chunk.extents)
+            torch.save(tensor, cast(IO[bytes], file))
+            advance(nbytes)
+            return
+
+        def fill() -> None:
+            for box in blocks(chunk.shape, kind.itemsize):
+                advance(file.write(as_bytes(chunk.read(folder, box))))
+
+        framed = _Framed(file, nbytes, fill)
+        torch.save(torch.empty(chunk.extents, dtype=kind), cast(IO[bytes], framed))
+        assert framed.filled == 1, "torch.save did not write a tensor as one record"
+
     try:
         with HashedFile(path) as file:
             for chunk in chunks:
                 offset, file.writing = file.tell(), chunk.hf_name
-                tensor = chunk.read(folder)
                 try:
-                    torch.save(tensor, cast(IO[bytes], file))
+                    write(chunk, file)
                 except RuntimeError as error:  # torch.save's own words for an error below it
                     raise file.error or error from None
-                records.append(Record(chunk, tensor.dtype, path.name, offset, file.tell() - offset))
-                advance(tensor.nbytes)
+                length = file.tell() - offset
+                records.append(Record(chunk, chunk.dtype(folder), path.name, offset, length))
             return records, file.finish()
     finally:
         torch.serialization.set_crc32_options(checked)
@@ -402,19 +436,16 @@ def write_metadata(folder: Path, records: Sequence[Record], hf_config: Mapping[s
     # the local spec calls it by the name that it has in dense models. Two names, one place.
     aliases: dict[str, tuple[str, ...]] = {}
     if family_of(hf_config).is_moe:
-        norms = (
-            pair for pair in family_of(hf_config).layer if pair.megatron.endswith("pre_mlp_layernorm.weight")
-        )
-        aliases = {keys_of(pair)[0]: keys_of(pair) for pair in norms}
+        keys = [keys_of(pair) for pair in family_of(hf_config).layer]
+        aliases = {names[0]: names for names in keys if names[-1].endswith("pre_mlp_layernorm.weight")}
     entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     results = []
     for chunk, dtype, file, offset, length in records:
         storage = _StorageInfo(file, offset, length)
         for key in aliases.get(chunk.key, (chunk.key,)):
             if key not in entries:
-                entries[key] = dcp.TensorStorageMetadata(
-                    dcp.TensorProperties(dtype), torch.Size(chunk.size), []
-                )
+                kind = dcp.TensorProperties(dtype)
+                entries[key] = dcp.TensorStorageMetadata(kind, torch.Size(chunk.size), [])
             part = dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.extents))
             cast(dcp.TensorStorageMetadata, entries[key]).chunks.append(part)
             results.append(WriteResult(dcp.MetadataIndex(key, part.offsets), length, storage))

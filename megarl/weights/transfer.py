@@ -170,6 +170,7 @@ class Transfer:
         self._weights, self._targets = source_tensors, target_tensors
         self._sources = {**source_tensors, **self._scales.tensors} if self._scales.tensors else source_tensors
         self._check_tensors()
+        self._local = [copy for copy in plan.copies if copy.src_rank == copy.dst_rank == rank]
         self._rounds = rounds_of(plan, rank, dtype.itemsize, bucket_bytes)
         self._staging = staging or Staging(self._device)
         self._staging.reserve(max((round_.size for round_ in self._rounds), default=0))
@@ -239,9 +240,8 @@ class Transfer:
         if addresses == self._addresses and packed is self._packed:
             return
         self._here = _Moves()
-        for copy in self._plan.copies:
-            if copy.src_rank == copy.dst_rank == self._rank:
-                self._move(self._here, copy, view(self._targets[copy.dst_name], copy.dst_box))
+        for copy in self._local:
+            self._move(self._here, copy, view(self._targets[copy.dst_name], copy.dst_box))
         shards = self._plan.targets.get(self._rank, {})
         self._padding = [
             view(self._targets[name], box) for name, shard in shards.items() for box in shard.padding

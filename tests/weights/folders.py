@@ -1,4 +1,5 @@
-"""Random configurations and Hugging Face folders whose every number is different, so that no mistake can hide."""
+"""Random configurations and Hugging Face folders whose every number is different, so that no mistake can
+hide."""
 
 from __future__ import annotations
 
@@ -20,10 +21,18 @@ PREFIX = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 
 
 @st.composite
-def hf_configs(draw: st.DrawFn, tps: tuple[int, ...] = (1, 2, 4), pps: tuple[int, ...] = (1, 2, 4)) -> tuple[dict[str, Any], list[Layout]]:
-    """A config.json and two layouts that fit it: 1 to 7 queries per group, prime vocabularies, head_dim unlike hidden / heads."""
-    layouts = [Layout(tp=draw(st.sampled_from(tps)), pp=draw(st.sampled_from(pps)), dp=draw(st.integers(1, 3))) for _ in range(2)]
-    kv_heads = 4 * draw(st.integers(1, 2)) if any(layout.tp > 1 for layout in layouts) else draw(st.integers(1, 3))
+def hf_configs(
+    draw: st.DrawFn, tps: tuple[int, ...] = (1, 2, 4), pps: tuple[int, ...] = (1, 2, 4)
+) -> tuple[dict[str, Any], list[Layout]]:
+    """A config.json and two layouts that fit it: 1 to 7 queries per group, prime vocabularies, head_dim
+    unlike hidden / heads."""
+    layouts = [
+        Layout(tp=draw(st.sampled_from(tps)), pp=draw(st.sampled_from(pps)), dp=draw(st.integers(1, 3)))
+        for _ in range(2)
+    ]
+    kv_heads = (
+        4 * draw(st.integers(1, 2)) if any(layout.tp > 1 for layout in layouts) else draw(st.integers(1, 3))
+    )
     heads = kv_heads * draw(st.sampled_from((1, 2, 7)))
     family = draw(st.sampled_from(sorted(PREFIX)))
     config = {
@@ -66,18 +75,34 @@ def folder_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def loaded(layout: list[tuple[int, Shards]], folder: HFFolder, dtype: torch.dtype = torch.float32) -> dict[int, dict[str, Tensor]]:
-    """Rank -> local tensors, read from the folder; they start as NaN, so that whatever is not written shows."""
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether both have the same tensors, NaNs with their payloads among them."""
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype and torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8))
+        for name in a
+    )
+
+
+def loaded(
+    layout: list[tuple[int, Shards]], folder: HFFolder, dtype: torch.dtype = torch.float32
+) -> dict[int, dict[str, Tensor]]:
+    """Rank -> local tensors, read from the folder; they start as NaN, so that whatever is not written
+    shows."""
     ranks = {}
     for rank, shards in layout:
-        ranks[rank] = {name: torch.full(shard.shape, torch.nan, dtype=dtype) for name, shard in shards.items()}
+        ranks[rank] = {
+            name: torch.full(shard.shape, torch.nan, dtype=dtype) for name, shard in shards.items()
+        }
         assert load_into(ranks[rank], shards, folder) == []
     return ranks
 
 
 def execute(plan: Plan, sources: dict[int, dict[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
     """A plan carried out by plain slicing in one process; target elements that no copy writes stay NaN."""
-    targets = {r: {n: torch.full(s.shape, torch.nan) for n, s in shards.items()} for r, shards in plan.targets.items()}
+    targets = {
+        r: {n: torch.full(s.shape, torch.nan) for n, s in shards.items()}
+        for r, shards in plan.targets.items()
+    }
     for copies, from_ in ((plan.copies, sources), (plan.relays, targets)):
         for copy in copies:
             src, dst = (tuple(slice(*ends) for ends in box) for box in (copy.src_box, copy.dst_box))

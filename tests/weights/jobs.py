@@ -1,18 +1,25 @@
-"""What ranks do in the tests of transfer and export: messages between real processes."""
+"""What ranks do in the tests: transfers, exports and engines between real processes, Megatron's own loading
+and saving."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megarl.config.errors import CheckpointError
+from megarl.config.errors import CheckpointError, TransferError
+from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 from megarl.weights.hf import HFFolder, export_hf, load_into
-from megarl.weights.layout import Shards, hf_shards, megatron_layout
-from megarl.weights.plan import make_plan, rounds_of
-from megarl.weights.transfer import Staging, Transfer
+from megarl.weights.layout import Shards, hf_shapes, hf_shards, megatron_layout, sglang_shards
+from megarl.weights.plan import fp8_block, make_plan, rounds_of
+from megarl.weights.transfer import FORMAT_DTYPES, Staging, Transfer
+from tests.parallel.jobs import load, make_config
 
 
 def read(shards: Shards, folder: HFFolder, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -21,9 +28,17 @@ def read(shards: Shards, folder: HFFolder, dtype: torch.dtype) -> dict[str, torc
     return tensors
 
 
-def transfer(runtime: Runtime, folder: Path, layouts: list[tuple[Layout, Layout | None]], bucket: int, dtype: torch.dtype) -> list[str]:
-    """For each pair: weights in the first layout (fp32) are sent to the second one (None: the whole model on every rank) as `dtype`,
-    changed, moved in memory, and sent again, through staging memory that all share. Returns what was found wrong on this rank."""
+def transfer(
+    runtime: Runtime,
+    folder: Path,
+    layouts: list[tuple[Layout, Layout | None]],
+    bucket: int,
+    dtype: torch.dtype,
+) -> list[str]:
+    """For each pair: weights in the first layout (fp32) are sent to the second one (None: the whole model on
+    every rank) as `dtype`,
+    changed, moved in memory, and sent again, through staging memory that all share. Returns what was found
+    wrong on this rank."""
     hf = HFFolder(folder)
     wrong = []
     staging = Staging(runtime.device)
@@ -42,7 +57,9 @@ def transfer(runtime: Runtime, folder: Path, layouts: list[tuple[Layout, Layout 
             for tensor in held.values():
                 tensor.data = tensor.data * factor  # a new place in memory, as after offloading
             stats = moving.run()
-            largest = max((round_.size for round_ in rounds_of(plan, runtime.rank, dtype.itemsize, bucket)), default=0)
+            largest = max(
+                (round_.size for round_ in rounds_of(plan, runtime.rank, dtype.itemsize, bucket)), default=0
+            )
             if not largest <= staging.nbytes <= bucket:
                 wrong.append(f"{layout}: {staging.nbytes} bytes of staging are there for {largest}")
             staging.release()
@@ -57,13 +74,180 @@ def transfer(runtime: Runtime, folder: Path, layouts: list[tuple[Layout, Layout 
     return wrong
 
 
-def export(runtime: Runtime, folder: Path, out: Path, layout: Layout, critic: bool, max_shard_bytes: int) -> str:
+def export(
+    runtime: Runtime, folder: Path, out: Path, layout: Layout, critic: bool, max_shard_bytes: int
+) -> str:
     """Loads and exports in one layout; the message of a CheckpointError, or nothing."""
     hf = HFFolder(folder, critic=critic)
     shards = megatron_layout(hf.config, layout, critic=critic)[runtime.rank][1]
     tensors = read(shards, hf, torch.float32)
     try:
-        export_hf(out, folder, layout, runtime.rank, tensors, critic=critic, max_shard_bytes=max_shard_bytes, bucket_bytes=3000)
+        export_hf(
+            out,
+            folder,
+            layout,
+            runtime.rank,
+            tensors,
+            critic=critic,
+            max_shard_bytes=max_shard_bytes,
+            bucket_bytes=3000,
+        )
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+def whole_model(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """The Hugging Face tensors, normal, with outliers and one block of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in hf_shapes(config).items():
+        tensors[name] = torch.randn(shape, generator=generator) * torch.rand((), generator=generator) * 0.1
+        tensors[name].view(-1)[::997] *= 30
+        if "down_proj" in name:
+            tensors[name][:128, :128] = 0
+    return tensors
+
+
+def sliced(shards: Shards, hf: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A rank's tensors out of the whole ones."""
+    tensors = {}
+    for name, shard in shards.items():
+        tensors[name] = torch.zeros(shard.shape, dtype=next(iter(hf.values())).dtype)
+        for region in shard.regions:
+            to, from_ = (tuple(slice(*ends) for ends in box) for box in (region.local_box, region.hf_box))
+            tensors[name][to] = hf[region.hf_name][from_]
+    return tensors
+
+
+def into_engines(
+    runtime: Runtime,
+    config: dict[str, Any],
+    layout: Layout,
+    tps: list[tuple[int, int]],
+    fp8: bool,
+    bucket: int,
+    dtype: torch.dtype,
+) -> tuple[dict[str, Tensor], str, list[str], int]:
+    """Every rank r is rank tps[r][1] of an engine of tensor-parallel size tps[r][0]; two ranks are a node.
+    Returns its tensors after two
+    transfers of weights that changed in between, what the check says after one bit of a tensor of rank 1 was
+    turned, what it said before,
+    and how many copies go from one rank of a node to the other when it has received them."""
+    sources = megatron_layout(config, layout)
+    shards = {place: sglang_shards(config, *place) for place in tps}
+    targets = [(rank, shards[place]) for rank, place in enumerate(tps)]
+    formats: dict[str, str] = {}
+    if fp8:
+        sources, targets, formats = fp8_block(sources, targets, hf_shapes(config))
+    plan = make_plan(sources, targets, formats=formats, gpus_per_node=2)
+    plan.verify()
+    weights = sliced(
+        {n: s for n, s in plan.sources[runtime.rank].items() if not n.endswith("_scale_inv")},
+        whole_model(config, 1),
+    )
+    mine = plan.targets[runtime.rank]
+    out = {
+        n: torch.zeros(s.shape, dtype=FORMAT_DTYPES[formats[n]] if n in formats else dtype)
+        for n, s in mine.items()
+    }
+    transfer = Transfer(plan, runtime.rank, weights, out, bucket, dtype=dtype)
+    failed = []
+    for seed in (1, 2):
+        for name, tensor in sliced(
+            {n: plan.sources[runtime.rank][n] for n in weights}, whole_model(config, seed)
+        ).items():
+            weights[name].copy_(tensor)
+        transfer.run()
+        try:
+            transfer.check()
+        except TransferError as error:
+            failed.append(str(error))
+    result = {name: tensor.clone() for name, tensor in out.items()}
+    if runtime.rank == 1:
+        name = next(name for name in out if "norm" in name)
+        out[name].view(torch.int16 if dtype.itemsize == 2 else torch.int32)[3] ^= 1
+    try:
+        transfer.check()
+        said = ""
+    except TransferError as error:
+        said = str(error)
+    return result, said, failed, len(plan.relays)
+
+
+def build(folder: Path, runtime: Runtime, critic: bool) -> Any:
+    from megarl.model.builder import build_actor, build_critic, read_hf_config
+
+    return (build_critic if critic else build_actor)(make_config(folder), read_hf_config(folder), runtime)
+
+
+def load_checkpoint(
+    runtime: Runtime, folder: Path, checkpoint: Path, critic: bool, sequences: list[list[int]]
+) -> tuple[list[str], Any]:
+    """A converted checkpoint in Megatron: (names of this rank's parameters that differ from the Hugging Face
+    folder's, logits or values of
+    each sequence, where there is one pipeline stage)."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.transformer.module import MegatronModule
+
+    model, expected = (build(folder, runtime, critic) for _ in range(2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    with warnings.catch_warnings(), on_cpu():
+        warnings.simplefilter("ignore")
+        state = MegatronModule.sharded_state_dict(model) if critic else model.sharded_state_dict()
+        model.load_state_dict(dist_checkpointing.load({"model": state}, str(checkpoint))["model"])
+    load(expected, folder, runtime, critic)
+    pairs = zip(model.named_parameters(), expected.parameters(), strict=True)
+    different = [name for (name, found), wanted in pairs if not torch.equal(found, wanted)]
+    return different, None if runtime.layout.pp > 1 else [
+        _outputs(model, tokens, critic) for tokens in sequences
+    ]
+
+
+@torch.no_grad()
+def _outputs(model: Any, sequence: list[int], critic: bool) -> torch.Tensor:
+    """Logits [tokens, vocabulary] or values [tokens, 1] of one sequence, whose length tensor-parallel ranks
+    can share evenly."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.mappings import (
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+    )
+
+    tokens, at = torch.tensor([sequence]), torch.arange(len(sequence))
+    packed = model.pack(torch.tensor([0, len(sequence)]))
+    with on_cpu():
+        if critic:
+            return model(tokens, at[None], packed, at, at)[:, None]
+        hidden = GPTModel.forward(model, tokens, at[None], None, packed_seq_params=packed)
+        if model.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        tied = model.share_embeddings_and_output_weights
+        logits = hidden @ (model.shared_embedding_or_output_weight() if tied else model.output_layer.weight).T
+        return gather_from_tensor_model_parallel_region(logits)[:, 0]
+
+
+def save_checkpoint(runtime: Runtime, folder: Path, out: Path, critic: bool) -> None:
+    """A learner's checkpoint as a run writes it."""
+    from megarl.training.model import TrainableModel
+    from megarl.training.sharded import allocate_moments
+    from tests.checkpoints import save_model
+
+    model = build(folder, runtime, critic)
+    load(model, folder, runtime, critic)
+    config = make_config(folder)
+    learner = TrainableModel("critic" if critic else "actor", model, config.critic, config.steps, runtime)
+    for part in learner.optimizers:
+        allocate_moments(part.optimizer)  # as after a first step, without which it cannot be saved
+    save_model(learner, out)
+
+
+def keys(checkpoint: Path) -> dict[str, Any]:
+    """The model's keys of a checkpoint and their shapes (None: an object); optimizer state left out."""
+    entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    # Any tensor-parallel size pads the vocabulary in its own way; here both are of the same size.
+    return {
+        key: getattr(entry, "size", None) for key, entry in entries.items() if not key.startswith("optimizer")
+    }

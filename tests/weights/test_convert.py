@@ -1,4 +1,5 @@
-"""The converters: bit for bit there and back, loaded by Megatron itself, streaming, and leaving nothing behind when something is wrong."""
+"""The converters: bit for bit there and back, loaded by Megatron itself, streaming, and leaving nothing
+behind when something is wrong."""
 
 from __future__ import annotations
 
@@ -28,12 +29,13 @@ from megarl.weights.megatron import MegatronFolder
 from tests.ranks import RankPool
 from tests.tiny_models import MODELS as MODEL_CLASSES
 from tests.tiny_models import make_tiny_model
-from tests.weights import convert_jobs
-from tests.weights.folders import folder_tensors
+from tests.weights import jobs
+from tests.weights.folders import folder_tensors, same_bits
 
 Ranks = Callable[..., RankPool]
 BF16, FP16 = torch.bfloat16, torch.float16
-# (family, options of the tiny model, (tp, pp, ep) that the checkpoint is cut for): odd shapes, each dtype, each head.
+# (family, options of the tiny model, (tp, pp, ep) that the checkpoint is cut for): odd shapes, each dtype,
+# each head.
 MODELS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [
     ("qwen2", {"dtype": BF16, "hidden": 56, "heads": 14, "kv_heads": 2, "vocab": 307}, (2, 1, 1)),
     ("qwen2", {"dtype": FP16, "tied": True, "vocab": 263, "layers": 4}, (1, 4, 1)),
@@ -47,20 +49,24 @@ CRITICS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [
     ("qwen3", {"classification": "sequence", "tied": True}, (1, 2, 1)),
     ("qwen3_moe", {"classification": "token"}, (1, 1, 2)),
 ]
-CARRIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-
-def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(
-        a[name].dtype == b[name].dtype and torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a
-    )
+CARRIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 
 
 @pytest.mark.parametrize(("family", "options", "sizes"), MODELS + CRITICS)
-def test_there_and_back_changes_no_bit(family: Any, options: dict[str, Any], sizes: tuple[int, int, int], tmp_path: Path) -> None:
+def test_there_and_back_changes_no_bit(
+    family: Any, options: dict[str, Any], sizes: tuple[int, int, int], tmp_path: Path
+) -> None:
     folder = make_tiny_model(tmp_path / "model", family, **options)
     critic = "classification" in options
-    done = hf_to_megatron(folder, tmp_path / "megatron", conversion_layout(*sizes), critic=critic, verify=True)
+    done = hf_to_megatron(
+        folder, tmp_path / "megatron", conversion_layout(*sizes), critic=critic, verify=True
+    )
     assert done.left_out == () and done.size >= sum(
         tensor.nbytes for name, tensor in folder_tensors(folder).items() if name != "score.bias"
     )
@@ -71,14 +77,20 @@ def test_there_and_back_changes_no_bit(family: Any, options: dict[str, Any], siz
         for name in CARRIED:
             assert (made / name).read_bytes() == (folder / name).read_bytes(), name
         sums = dict(reversed(line.split("  ")) for line in (made / "SHA256SUMS").read_text().splitlines())
-        assert sums == {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in made.iterdir() if p.name != "SHA256SUMS"}
+        assert sums == {
+            p.name: hashlib.sha256(p.read_bytes()).hexdigest()
+            for p in made.iterdir()
+            if p.name != "SHA256SUMS"
+        }
 
 
 def test_numbers_that_are_not_numbers_survive(tmp_path: Path) -> None:
     """Each of the 65,536 patterns of 16 bits, NaNs with their payloads among them."""
     folder = make_tiny_model(tmp_path / "model", "llama", dtype=BF16, vocab=2048, hidden=32)
     tensors = folder_tensors(folder)
-    tensors["lm_head.weight"] = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(BF16).view(2048, 32)
+    tensors["lm_head.weight"] = (
+        torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(BF16).view(2048, 32)
+    )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     hf_to_megatron(folder, tmp_path / "megatron", conversion_layout(2, 1, 1), verify=True)
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", verify=True)
@@ -95,12 +107,20 @@ def hf_outputs(folder: Path, classification: str | None, sequence: list[int]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}-ep{0[3]}".format
+    "layout",
+    [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 1)],
+    ids="tp{0[0]}-pp{0[1]}-dp{0[2]}-ep{0[3]}".format,
 )
-def test_megatron_loads_what_was_converted(layout: tuple[int, int, int, int], ranks: Ranks, tmp_path: Path) -> None:
-    """`dist_checkpointing.load` with the model's own sharded_state_dict, in a layout that the files were not cut for: parameters bit for
+def test_megatron_loads_what_was_converted(
+    layout: tuple[int, int, int, int], ranks: Ranks, tmp_path: Path
+) -> None:
+    """`dist_checkpointing.load` with the model's own sharded_state_dict, in a layout that the files were not
+    cut for: parameters bit for
     bit, and logits (a critic's: values) of the model that was loaded so."""
-    sequences = [torch.randint(0, 101, (size,), generator=torch.Generator().manual_seed(size)).tolist() for size in (2, 24)]
+    sequences = [
+        torch.randint(0, 101, (size,), generator=torch.Generator().manual_seed(size)).tolist()
+        for size in (2, 24)
+    ]
     for number, (family, options, sizes) in enumerate(MODELS + CRITICS):
         if layout[3] > 1 and family != "qwen3_moe":
             continue
@@ -108,8 +128,13 @@ def test_megatron_loads_what_was_converted(layout: tuple[int, int, int, int], ra
         kind, checkpoint = options.get("classification"), tmp_path / f"{number}m"
         hf_to_megatron(folder, checkpoint, conversion_layout(*sizes), critic=kind is not None)
         expected = [hf_outputs(folder, kind, sequence) for sequence in sequences]
-        arguments = {"folder": folder, "checkpoint": checkpoint, "critic": kind is not None, "sequences": sequences}
-        for wrong, outputs in ranks(*layout).run(convert_jobs.load_checkpoint, **arguments):
+        arguments = {
+            "folder": folder,
+            "checkpoint": checkpoint,
+            "critic": kind is not None,
+            "sequences": sequences,
+        }
+        for wrong, outputs in ranks(*layout).run(jobs.load_checkpoint, **arguments):
             assert wrong == [], (family, options)
             if layout[1] == 1:
                 for found, wanted in zip(outputs, expected, strict=True):
@@ -119,14 +144,19 @@ def test_megatron_loads_what_was_converted(layout: tuple[int, int, int, int], ra
 
 @pytest.mark.slow
 def test_checkpoints_of_training_become_hugging_face_folders(ranks: Ranks, tmp_path: Path) -> None:
-    """A training run's keys and shapes are those that the converter writes, and its checkpoint goes back to where it came from."""
+    """A training run's keys and shapes are those that the converter writes, and its checkpoint goes back to
+    where it came from."""
     for number, (family, options, _) in enumerate((MODELS[2], MODELS[5], CRITICS[0])):
         folder = make_tiny_model(tmp_path / str(number), family, **{**options, "dtype": torch.float32})  # type: ignore[arg-type]
-        critic, trained, converted = "classification" in options, tmp_path / f"{number}t", tmp_path / f"{number}c"
+        critic, trained, converted = (
+            "classification" in options,
+            tmp_path / f"{number}t",
+            tmp_path / f"{number}c",
+        )
         trained.mkdir()
-        ranks(2, 1, 1).run(convert_jobs.save_checkpoint, folder=folder, out=trained, critic=critic)
+        ranks(2, 1, 1).run(jobs.save_checkpoint, folder=folder, out=trained, critic=critic)
         hf_to_megatron(folder, converted, conversion_layout(2, 1, 1), critic=critic)
-        wanted, found = convert_jobs.keys(trained), convert_jobs.keys(converted)
+        wanted, found = jobs.keys(trained), jobs.keys(converted)
         assert {key: found.get(key) for key in wanted} == wanted
         with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
             megatron_to_hf(trained, tmp_path / "never")
@@ -138,13 +168,18 @@ def test_dtypes(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen3", seed=3)
     hf_to_megatron(folder, tmp_path / "megatron", Layout())
     megatron_to_hf(tmp_path / "megatron", tmp_path / "half", dtype=BF16, verify=True)
-    assert same_bits({name: tensor.bfloat16() for name, tensor in folder_tensors(folder).items()}, folder_tensors(tmp_path / "half"))
+    assert same_bits(
+        {name: tensor.bfloat16() for name, tensor in folder_tensors(folder).items()},
+        folder_tensors(tmp_path / "half"),
+    )
     assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     tensors = folder_tensors(folder)
     tensors["model.norm.weight"][3] = 1e6
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     hf_to_megatron(folder, tmp_path / "large", Layout())
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: has numbers beyond the range of float16"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.norm\.weight: has numbers beyond the range of float16"
+    ):
         megatron_to_hf(tmp_path / "large", tmp_path / "never", dtype=FP16)
     assert not list(tmp_path.glob("*never*"))
 
@@ -156,12 +191,16 @@ def test_a_critic_that_was_never_one_starts_at_zero(tmp_path: Path) -> None:
     after = folder_tensors(tmp_path / "back")
     assert after.pop("score.weight").count_nonzero() == after.pop("score.bias").count_nonzero() == 0
     assert same_bits(folder_tensors(folder), after)
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == ["Qwen3ForTokenClassification"]
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == [
+        "Qwen3ForTokenClassification"
+    ]
 
 
 def test_a_rank_reads_no_more_than_its_slices(tmp_path: Path) -> None:
     """Counted by the kernel: bytes of read calls while rank after rank loads, from either kind of folder."""
-    folder = make_tiny_model(tmp_path / "model", "qwen3_moe", hidden=64, ffn=96, vocab=2003, dtype=BF16, max_shard_bytes=200_000)
+    folder = make_tiny_model(
+        tmp_path / "model", "qwen3_moe", hidden=64, ffn=96, vocab=2003, dtype=BF16, max_shard_bytes=200_000
+    )
     layout = Layout(tp=2, pp=2, ep=2)
     hf_to_megatron(folder, tmp_path / "megatron", layout)
     for source in (HFFolder(folder), MegatronFolder(tmp_path / "megatron")):
@@ -169,7 +208,9 @@ def test_a_rank_reads_no_more_than_its_slices(tmp_path: Path) -> None:
             source.read(name, full_box(source.shapes[name]))  # the headers are read once
         for rank, shards in megatron_layout(source.config, layout):
             tensors = {name: torch.empty(shard.shape) for name, shard in shards.items()}
-            slices = sum(region_size(r.hf_box) * BF16.itemsize for shard in shards.values() for r in shard.regions)
+            slices = sum(
+                region_size(r.hf_box) * BF16.itemsize for shard in shards.values() for r in shard.regions
+            )
             before = read_bytes()
             load_into(tensors, shards, source)
             assert slices <= read_bytes() - before <= slices + 4096, rank  # 4096: reading the counter itself
@@ -195,6 +236,19 @@ def test_boxes_of_files_are_those_of_slicing(tmp_path: Path) -> None:
         stored.read(full_box((6, 7, 5)), "x")
 
 
+def test_boxes_of_a_checkpoint_are_those_of_slicing(tmp_path: Path) -> None:
+    """Whatever number of chunks a box lies in."""
+    folder = make_tiny_model(tmp_path / "model", "qwen3_moe", dtype=BF16, vocab=101)
+    hf_to_megatron(folder, tmp_path / "megatron", conversion_layout(2, 2, 2))
+    checkpoint = MegatronFolder(tmp_path / "megatron")
+    for name, whole in folder_tensors(folder).items():
+        for box in product(*(((0, n), (n // 3, n - n // 4), (n - 1, n)) for n in whole.shape)):
+            assert torch.equal(checkpoint.read(name, box), whole[tuple(slice(*ends) for ends in box)]), (
+                name,
+                box,
+            )
+
+
 @pytest.mark.slow
 def test_several_processes_write_what_one_does(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen3_moe", dtype=BF16, max_shard_bytes=20_000)
@@ -218,7 +272,9 @@ def torchrun(processes: int, command: list[Any]) -> subprocess.CompletedProcess[
     script = Path(__file__).parents[2] / "tools" / tool
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launch, script, *command[1:]], capture_output=True, text=True, timeout=300, env=environment)
+    return subprocess.run(
+        [*launch, script, *command[1:]], capture_output=True, text=True, timeout=300, env=environment
+    )
 
 
 # Converts in a process of its own and prints by how much its peak memory grew beyond that of the bare import.
@@ -230,7 +286,8 @@ def peak():
     return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
 if sys.argv[1] == "to-megatron":
-    hf_to_megatron(Path(sys.argv[2]), Path(sys.argv[3]), conversion_layout(int(sys.argv[4]), 1, 1), verify=True)
+    layout = conversion_layout(int(sys.argv[4]), 1, 1)
+    hf_to_megatron(Path(sys.argv[2]), Path(sys.argv[3]), layout, verify=True)
 else:
     megatron_to_hf(Path(sys.argv[2]), Path(sys.argv[3]), verify=True)
 print("GREW", peak() - before)
@@ -239,15 +296,30 @@ print("GREW", peak() - before)
 
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
-    """Far below the limit of 1.5 x the largest tensor + 512 MiB: the second term is 48 MiB here, and the model is 7 times the first."""
+    """Far below the limit of 1.5 x the largest tensor + 512 MiB: the second term is 48 MiB here, and the
+    model is 7 times the first."""
     folder = make_tiny_model(
-        tmp_path / "model", "qwen2", hidden=1024, ffn=4096, heads=16, kv_heads=2, vocab=20_011, layers=14, dtype=BF16, tied=True
+        tmp_path / "model",
+        "qwen2",
+        hidden=1024,
+        ffn=4096,
+        heads=16,
+        kv_heads=2,
+        vocab=20_011,
+        layers=14,
+        dtype=BF16,
+        tied=True,
     )
     largest = max(tensor.nbytes for tensor in folder_tensors(folder).values())
     limit = 1.5 * largest + (48 << 20)
     assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) > 3 * limit
-    for command in (["to-megatron", folder, tmp_path / "megatron", 1], ["to-hf", tmp_path / "megatron", tmp_path / "back"]):
-        run = subprocess.run([sys.executable, "-c", GROWTH, *map(str, command)], capture_output=True, text=True, timeout=400)
+    for command in (
+        ["to-megatron", folder, tmp_path / "megatron", 1],
+        ["to-hf", tmp_path / "megatron", tmp_path / "back"],
+    ):
+        run = subprocess.run(
+            [sys.executable, "-c", GROWTH, *map(str, command)], capture_output=True, text=True, timeout=400
+        )
         assert run.returncode == 0, run.stderr[-2000:]
         assert int(run.stdout.split("GREW")[1]) <= limit, (command, limit)
 
@@ -255,7 +327,9 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
 def test_blocks_are_rows_that_tile_a_tensor() -> None:
     for shape in ((1, 10), (100_000, 64), (3, 4_000_000), (7,), (5_000_000,)):
         boxes = list(blocks(shape, 4))
-        assert [box[0][0] for box in boxes] == [0, *(box[0][1] for box in boxes[:-1])] and boxes[-1][0][1] == shape[0]
+        assert [box[0][0] for box in boxes] == [0, *(box[0][1] for box in boxes[:-1])] and boxes[-1][0][
+            1
+        ] == shape[0]
         assert all(box[1:] == full_box(shape[1:]) for box in boxes)
         row = 4 * math.prod(shape[1:])
         assert all((box[0][1] - box[0][0]) * row <= max(BLOCK, row) for box in boxes)

@@ -1,4 +1,5 @@
-"""Conversions that cannot be: the error names file and tensor, and nothing is left under the final name or beside it."""
+"""Conversions that cannot be: the error names file and tensor, and nothing is left under the final name or
+beside it."""
 
 from __future__ import annotations
 
@@ -58,14 +59,19 @@ K = "model.layers.1.self_attn.k_proj.weight"
     [
         (lambda f: change(f, lambda t: t.update({K: torch.zeros(8, 32)}), K), [K, "shape (8, 32)"]),
         (lambda f: change(f, lambda t: t.update({K: t[K].double()}), K), [K, "dtype F64 is not supported"]),
-        (lambda f: change(f, lambda t: t.update({K: t[K].bfloat16()}), K), [K.replace("k_proj", "q_proj"), "bfloat16", "float32"]),
+        (
+            lambda f: change(f, lambda t: t.update({K: t[K].bfloat16()}), K),
+            [K.replace("k_proj", "q_proj"), "bfloat16", "float32"],
+        ),
         (lambda f: change(f, lambda t: t.pop(K), K), ["index.json", K, "which does not have it"]),
         (lambda f: truncate(change(f, lambda t: None, K)), [".safetensors", "truncated"]),
         (lambda f: change(f, lambda t: None, K).unlink(), [".safetensors", "no such file"]),
     ],
     ids=["shape", "dtype", "mixed dtypes", "absent", "truncated", "missing file"],
 )
-def test_damaged_sources(damage: Callable[[Path], Any], said: list[str], folder: Path, tmp_path: Path) -> None:
+def test_damaged_sources(
+    damage: Callable[[Path], Any], said: list[str], folder: Path, tmp_path: Path
+) -> None:
     damage(folder)
     refused(lambda out: hf_to_megatron(folder, out, Layout()), tmp_path, *said)
 
@@ -103,7 +109,9 @@ def test_damaged_checkpoints(folder: Path, tmp_path: Path) -> None:
 
     def untie(path: Path) -> None:
         config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps({**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+        (path / "config.json").write_text(
+            json.dumps({**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+        )
 
     def tie(path: Path) -> None:
         config = json.loads((path / "config.json").read_text())
@@ -116,7 +124,10 @@ def test_damaged_checkpoints(folder: Path, tmp_path: Path) -> None:
         (lambda path: (path / ".metadata").write_bytes(b"nonsense"), [".metadata", "not a readable index"]),
         (lambda path: (path / ".metadata").unlink(), ["no .metadata"]),
         (resize, [".metadata", "decoder.layers.mlp.linear_fc1.weight", "config.json asks for"]),
-        (tie, [".distcp: lm_head.weight: differs from model.embed_tokens.weight", "tie_word_embeddings: true"]),
+        (
+            tie,
+            [".distcp: lm_head.weight: differs from model.embed_tokens.weight", "tie_word_embeddings: true"],
+        ),
         (untie, [".metadata", "decoder.layers.self_attention.linear_qkv.bias", "no such tensor"]),
     ]
     for action, said in cases:
@@ -125,8 +136,17 @@ def test_damaged_checkpoints(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_layout_that_does_not_fit(folder: Path, tmp_path: Path) -> None:
-    refused(lambda out: hf_to_megatron(folder, out, conversion_layout(3, 1, 1)), tmp_path, "parallel.tp: 3 does not divide")
-    refused(lambda out: hf_to_megatron(folder, out, conversion_layout(1, 1, 2)), tmp_path, "parallel.ep: 2", "no experts")
+    refused(
+        lambda out: hf_to_megatron(folder, out, conversion_layout(3, 1, 1)),
+        tmp_path,
+        "parallel.tp: 3 does not divide",
+    )
+    refused(
+        lambda out: hf_to_megatron(folder, out, conversion_layout(1, 1, 2)),
+        tmp_path,
+        "parallel.ep: 2",
+        "no experts",
+    )
 
 
 def test_targets_that_exist(folder: Path, tmp_path: Path) -> None:
@@ -135,8 +155,13 @@ def test_targets_that_exist(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("file", "empty", "link", "megatron"):
-        for convert in (lambda out: hf_to_megatron(folder, out, Layout()), lambda out: megatron_to_hf(tmp_path / "megatron", out)):
-            with pytest.raises(CheckpointError, match=rf"{name}: already exists \(choose another folder, or remove it\)"):
+        for convert in (
+            lambda out: hf_to_megatron(folder, out, Layout()),
+            lambda out: megatron_to_hf(tmp_path / "megatron", out),
+        ):
+            with pytest.raises(
+                CheckpointError, match=rf"{name}: already exists \(choose another folder, or remove it\)"
+            ):
                 convert(tmp_path / name)
     assert (tmp_path / "file").read_text() == "mine" and not list((tmp_path / "empty").iterdir())
     assert not list(tmp_path.glob(".*"))
@@ -188,10 +213,20 @@ for convert in (
 @pytest.mark.slow
 def test_a_killed_conversion_leaves_nothing_under_the_name(folder: Path, tmp_path: Path) -> None:
     hf_to_megatron(folder, tmp_path / "megatron", Layout())
-    run = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, timeout=200)
+    run = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, timeout=200
+    )
     assert (run.stdout, run.returncode) == ("9\n9\n", 0), run.stderr[-2000:]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".back.partial", ".forth.partial", "megatron", "model"]
-    assert all(any(path.stat().st_size for path in (tmp_path / name).iterdir()) for name in (".back.partial", ".forth.partial"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".back.partial",
+        ".forth.partial",
+        "megatron",
+        "model",
+    ]
+    assert all(
+        any(path.stat().st_size for path in (tmp_path / name).iterdir())
+        for name in (".back.partial", ".forth.partial")
+    )
     (tmp_path / ".forth.partial" / "junk").write_text("of another layout")
     hf_to_megatron(folder, tmp_path / "forth", Layout(), verify=True)
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", verify=True)
@@ -202,7 +237,8 @@ def test_a_killed_conversion_leaves_nothing_under_the_name(folder: Path, tmp_pat
 
 
 def test_two_at_once_do_not_mix(folder: Path, tmp_path: Path) -> None:
-    """The second one is refused and the first one's work stays; flock tells two descriptors of one process apart as well."""
+    """The second one is refused and the first one's work stays; flock tells two descriptors of one process
+    apart as well."""
 
     @contextmanager
     def interrupted(_what: str, _size: int) -> Iterator[Callable[[int], None]]:
@@ -227,10 +263,18 @@ def test_verify_finds_one_wrong_bit(where: str, folder: Path, tmp_path: Path) ->
 
     hf_to_megatron(folder, tmp_path / "megatron", Layout())
     if where.endswith("distcp"):
-        refused(lambda out: hf_to_megatron(folder, out, Layout(), verify=True, watch=meddling), tmp_path, where, "is not what was written")
+        refused(
+            lambda out: hf_to_megatron(folder, out, Layout(), verify=True, watch=meddling),
+            tmp_path,
+            where,
+            "is not what was written",
+        )
     else:
         refused(
-            lambda out: megatron_to_hf(tmp_path / "megatron", out, verify=True, watch=meddling), tmp_path, where, "is not what was written"
+            lambda out: megatron_to_hf(tmp_path / "megatron", out, verify=True, watch=meddling),
+            tmp_path,
+            where,
+            "is not what was written",
         )
 
 
@@ -239,7 +283,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 400 KiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = shutil.which("mount") and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", disk], capture_output=True)
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", disk], capture_output=True
+    )
     if not mounted or mounted.returncode:
         pytest.skip("mounting a tmpfs is not permitted here")
     yield disk
@@ -247,10 +293,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_is_full(folder: Path, tmp_path: Path, small_disk: Path) -> None:
-    """Found full before, in the middle of a tensor, at the index, at the tokenizer, at the checksums: at whatever comes when it is full."""
+    """Found full before, in the middle of a tensor, at the index, at the tokenizer, at the checksums: at
+    whatever comes when it is full."""
     hf_to_megatron(folder, tmp_path / "megatron", Layout())
     seen = set()
-    for convert in (lambda out: hf_to_megatron(folder, out, Layout(), verify=True), lambda out: megatron_to_hf(tmp_path / "megatron", out)):
+    for convert in (
+        lambda out: hf_to_megatron(folder, out, Layout(), verify=True),
+        lambda out: megatron_to_hf(tmp_path / "megatron", out),
+    ):
         said = []
         for filled in range(270_000, 0, -8192):
             (small_disk / "other").write_bytes(b"x" * filled)
@@ -281,7 +331,10 @@ def test_a_file_that_may_not_grow(folder: Path, tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
         refused(
-            lambda out: hf_to_megatron(folder, out, Layout()), tmp_path, ".distcp: model.", ".weight: cannot be written (File too large)"
+            lambda out: hf_to_megatron(folder, out, Layout()),
+            tmp_path,
+            ".distcp: model.",
+            ".weight: cannot be written (File too large)",
         )
         refused(
             lambda out: megatron_to_hf(tmp_path / "megatron", out),
@@ -295,7 +348,8 @@ def test_a_file_that_may_not_grow(folder: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def open_to_all() -> Iterator[Path]:
-    """A folder for another user too. pytest's own are closed to others whenever a pytest starts on this machine."""
+    """A folder for another user too. pytest's own are closed to others whenever a pytest starts on this
+    machine."""
     with tempfile.TemporaryDirectory() as made:
         Path(made).chmod(0o755)
         yield Path(made)
@@ -310,7 +364,8 @@ def test_no_permission_to_write(folder: Path, open_to_all: Path) -> None:
     code = f"""
 import os
 from megarl.cli.main import main
-assert main(["convert", "to-megatron", {str(folder)!r}, {str(open_to_all / "first")!r}]) == 0  # whatever is imported, is now
+# Whatever is imported, is now.
+assert main(["convert", "to-megatron", {str(folder)!r}, {str(open_to_all / "first")!r}]) == 0
 if os.getuid() == 0:
     os.setgid(65534)
     os.setuid(65534)

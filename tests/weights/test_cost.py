@@ -1,4 +1,5 @@
-"""Costs: what a plan moves counted one byte at a time, the full gather counted from sets of elements, and known models' sizes."""
+"""Costs: what a plan moves counted one byte at a time, the full gather counted from sets of elements, and
+known models' sizes."""
 
 from __future__ import annotations
 
@@ -49,7 +50,11 @@ PUBLISHED = {
 def test_bytes_of_each_link(drawn: tuple[dict[str, Any], list[Layout]], node: int, bucket: int) -> None:
     config, (layout, other) = drawn
     shards = [sglang_shards(config, other.tp, rank, cpu=True) for rank in range(other.tp)]
-    plan = make_plan(megatron_layout(config, layout), [(r, shards[r % other.tp]) for r in range(2 * other.tp)], gpus_per_node=node)
+    plan = make_plan(
+        megatron_layout(config, layout),
+        [(r, shards[r % other.tp]) for r in range(2 * other.tp)],
+        gpus_per_node=node,
+    )
     counted: Counter[tuple[int, str]] = Counter()
     for copy in (*plan.copies, *plan.relays):
         size = 2
@@ -73,7 +78,9 @@ def test_bytes_of_each_link(drawn: tuple[dict[str, Any], list[Layout]], node: in
 
 @settings(max_examples=25, deadline=None)
 @given(hf_configs(), st.sampled_from((1, 2, 4)))
-def test_a_full_gather_gives_everything_to_everyone(drawn: tuple[dict[str, Any], list[Layout]], node: int) -> None:
+def test_a_full_gather_gives_everything_to_everyone(
+    drawn: tuple[dict[str, Any], list[Layout]], node: int
+) -> None:
     config, (layout, _) = drawn
     plan = make_plan(megatron_layout(config, layout), [], gpus_per_node=node)
     held: dict[int, set[tuple[str, int, int]]] = {}
@@ -93,7 +100,8 @@ def test_a_full_gather_gives_everything_to_everyone(drawn: tuple[dict[str, Any],
 
 
 def test_a_wait_for_another_rank_counts() -> None:
-    """Rank 2's bytes come from rank 1, which is busy with rank 0's until then: 8 GB each at 4 and 2 GB/s, two buckets."""
+    """Rank 2's bytes come from rank 1, which is busy with rank 0's until then: 8 GB each at 4 and 2 GB/s, two
+    buckets."""
     box = ((0, 8 * 10**9),)
     shard = {"a": Shard((8 * 10**9,), (Region("x", box, box),))}
     plan = make_plan([(1, shard)], [(0, dict(shard)), (2, dict(shard))], gpus_per_node=2)
@@ -120,7 +128,9 @@ def test_which_model_is_planned_for(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(own))
     assert planning_config(tmp_path)[1] == own
     with pytest.raises(
-        ConfigError, match=r"model.path: models/mine: no config.json there, and 'mine' is not a known model \(known: Qwen2.5-0.5B"
+        ConfigError,
+        match=r"model.path: models/mine: no config.json there, and 'mine' is not a known model "
+        r"\(known: Qwen2.5-0.5B",
     ):
         planning_config(Path("models/mine"))
     with pytest.raises(ConfigError, match=r"--model: 'Qwen9' is not a known model"):

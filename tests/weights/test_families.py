@@ -1,4 +1,7 @@
-"""Families against transformers on the same weights: mixtures under expert parallelism, and a family added as docs/families.md says."""
+"""Families against transformers on the same weights, one added as docs/families.md says, and Transformer
+Engine's layers beside portable
+ones: other names of parameters, derived from megatron-core's own map between its two layer specs, one table,
+one checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from megarl.config.errors import CheckpointError, ConfigError
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 from megarl.weights.convert import conversion_layout, hf_to_megatron, megatron_to_hf
-from megarl.weights.families import FAMILIES, family_of
+from megarl.weights.families import FAMILIES, TE_ALIASES, family_of, read_config, table_names
 from megarl.weights.layout import check_layout, megatron_layout
 from tests.parallel import jobs
 from tests.parallel.test_invariance import VOCAB, make_batch, relative_difference
@@ -38,14 +41,17 @@ def largest_difference(pool: RankPool, folder: Path, vocab: int = 101) -> float:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids="tp{0[0]}-pp{0[1]}-dp{0[2]}-ep{0[3]}".format)
 def test_experts_equal_hugging_face(layout: tuple[int, int, int, int], ranks: Ranks, tmp_path: Path) -> None:
-    for number, options in enumerate(({"head_dim": 12}, {"norm_topk_prob": False, "active": 3, "tied": True})):
+    for number, options in enumerate(
+        ({"head_dim": 12}, {"norm_topk_prob": False, "active": 3, "tied": True})
+    ):
         folder = make_tiny_model(tmp_path / str(number), "qwen3_moe", vocab=101, **options)
         assert largest_difference(ranks(*layout), folder) <= 1e-5
 
 
 @pytest.mark.slow
 def test_gradients_of_experts_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
-    """Ragged sequences of which a replica may have one micro-batch and another three: all of them must reach the experts."""
+    """Ragged sequences of which a replica may have one micro-batch and another three: all of them must reach
+    the experts."""
     folder = make_tiny_model(tmp_path / "model", "qwen3_moe", vocab=VOCAB, layers=2)
     arguments = {"folder": folder, "batch": make_batch(), "which": "actor"}
     options = {"clip_high": 0.28, "nll_weight": 0.1}
@@ -64,7 +70,10 @@ def test_values_of_a_mixture_equal_hugging_face(ranks: Ranks, tmp_path: Path) ->
     prompts, responses = sequences(101)
     model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        expected = [model(torch.tensor([p + r])).logits[0, len(p) - 1 : -1, 0] for p, r in zip(prompts, responses, strict=True)]
+        expected = [
+            model(torch.tensor([p + r])).logits[0, len(p) - 1 : -1, 0]
+            for p, r in zip(prompts, responses, strict=True)
+        ]
     for found in ranks(2, 1, 1, 2).run(jobs.values, folder=folder, prompts=prompts, responses=responses):
         assert (found - torch.cat(expected)).abs().max() <= 1e-5
 
@@ -83,9 +92,19 @@ def places_of_megatron(layouts: list[tuple[int, int, int, int]]) -> list[Any]:
         for rank in range(tp * pp * dp):
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp * dp)
             ps.initialize_model_parallel(
-                tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1, create_gloo_process_groups=False
+                tp,
+                pp,
+                expert_model_parallel_size=ep,
+                expert_tensor_parallel_size=1,
+                create_gloo_process_groups=False,
             )
-            found.append([ps.get_expert_model_parallel_rank(), ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank()])
+            found.append(
+                [
+                    ps.get_expert_model_parallel_rank(),
+                    ps.get_tensor_model_parallel_rank(),
+                    ps.get_pipeline_model_parallel_rank(),
+                ]
+            )
             ps.destroy_model_parallel()
             dist.destroy_process_group()
     return found
@@ -96,7 +115,10 @@ def test_experts_are_where_megatron_has_them() -> None:
     expected = []
     for tp, pp, dp, ep in layouts:
         layout = Layout(tp=tp, pp=pp, dp=dp, ep=ep)
-        expected += [[layout.ep_rank(rank), layout.coords(rank).tp, layout.coords(rank).pp] for rank in range(layout.world)]
+        expected += [
+            [layout.ep_rank(rank), layout.coords(rank).tp, layout.coords(rank).pp]
+            for rank in range(layout.world)
+        ]
     assert in_a_fork(places_of_megatron, layouts) == expected
 
 
@@ -118,12 +140,22 @@ def test_each_expert_is_whole_and_held_once_in_each_group() -> None:
     for layout in (Layout(tp=2, pp=2, dp=3, ep=3), Layout(tp=2, ep=2), Layout(dp=2, ep=2)):
         ranks = megatron_layout(MOE, layout)
         names = {"gate_proj": (5, 16), "up_proj": (5, 16), "down_proj": (16, 5)}
-        held = [(rank, r) for rank, shards in ranks for shard in shards.values() for r in shard.regions if ".experts." in r.hf_name]
+        held = [
+            (rank, r)
+            for rank, shards in ranks
+            for shard in shards.values()
+            for r in shard.regions
+            if ".experts." in r.hf_name
+        ]
         for layer in range(2):
             for expert in range(6):
                 for name, (rows, columns) in names.items():
                     full = f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
-                    holders = [rank for rank, region in held if region.hf_name == full and region.hf_box == ((0, rows), (0, columns))]
+                    holders = [
+                        rank
+                        for rank, region in held
+                        if region.hf_name == full and region.hf_box == ((0, rows), (0, columns))
+                    ]
                     assert len(holders) == layout.tp * layout.dp // layout.ep
                     assert {layout.ep_rank(rank) for rank in holders} == {expert // (6 // layout.ep)}
 
@@ -144,7 +176,9 @@ def test_mixtures_that_the_table_does_not_describe(change: dict[str, Any], messa
 
 
 def test_layouts_that_the_experts_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match=r"parallel.ep: 4 does not divide the model's 6 experts \(possible: 1, 2, 3, 6\)"):
+    with pytest.raises(
+        ConfigError, match=r"parallel.ep: 4 does not divide the model's 6 experts \(possible: 1, 2, 3, 6\)"
+    ):
         check_layout(MOE, 1, 1, 4)
     with pytest.raises(ConfigError, match=r"parallel.ep: 2, but a qwen2 model has no experts"):
         check_layout({**MOE, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, 1, 1, 2)
@@ -166,7 +200,9 @@ def run_block(table: str) -> Any:
     return names["SEED_OSS"]
 
 
-def test_a_family_is_added_as_the_docs_say(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_is_added_as_the_docs_say(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
     [table] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.setitem(CONFIGS, "seed_oss", SeedOssConfig)
@@ -181,5 +217,63 @@ def test_a_family_is_added_as_the_docs_say(ranks: Ranks, tmp_path: Path, monkeyp
     prompts, responses = sequences(101)
     expected, _ = hf_logprobs(folder, prompts, responses, 1.0)
     for tp in (1, 2):
-        for found, _ in ranks(tp, 1, 1).run(with_table, table=table, folder=folder, prompts=prompts, responses=responses):
+        for found, _ in ranks(tp, 1, 1).run(
+            with_table, table=table, folder=folder, prompts=prompts, responses=responses
+        ):
             assert (found - expected).abs().max() <= 1e-5
+
+
+def names(runtime: Runtime, folder: Path, critic: bool) -> dict[str, Any]:
+    """Of the portable model's parameters, of what its checkpoint holds, and Megatron's map from the former to
+    Transformer Engine's."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from megarl.model.builder import build_actor, build_critic, read_hf_config
+    from megarl.training.sharded import model_state
+
+    model = (build_critic if critic else build_actor)(
+        jobs.make_config(folder), read_hf_config(folder), runtime
+    )
+    fused = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
+    return {
+        "portable": [name for name, _ in model.named_parameters()],
+        "checkpoint": {value.key for value in model_state(model).values()},
+        "fused": dict(fused),
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "critic"), [("qwen2", False), ("qwen3", True), ("llama", False), ("qwen3_moe", False)]
+)
+def test_one_table_and_one_checkpoint_for_both(
+    family: Any, critic: bool, ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
+    kind = "token" if critic else None
+    folder = make_tiny_model(tmp_path, family, classification=kind)
+    [found] = ranks(1, 1, 1).run(names, folder=folder, critic=critic)
+    fused = {
+        short: long
+        for short, long in found["fused"].items()
+        if family != "qwen3_moe" or short != "pre_mlp_layernorm."
+    }
+    assert {f"{long}weight": f"{short}weight" for short, long in found["fused"].items()} == TE_ALIASES
+
+    def in_te(name: str) -> str:
+        for short, long in fused.items():
+            name = name.replace(f".{short}", f".{long}")
+        return name
+
+    theirs = [in_te(name) for name in found["portable"]]
+    assert sum(name != mine for name, mine in zip(theirs, found["portable"], strict=True)) == 2 * len(
+        fused
+    ), "two layers"
+    for wrapped in (theirs, [f"module.module.{name}" for name in theirs]):
+        mapped = table_names(dict(zip(wrapped, found["portable"], strict=True)))
+        assert mapped == {name: name for name in found["portable"]}
+    assert set(mapped) == set(megatron_layout(read_config(folder), Layout(), critic=critic)[0][1])
+    collapsed = {
+        name.replace("layers.0.", "layers.").replace("layers.1.", "layers.")
+        for name in theirs
+        if "experts" not in name
+    }
+    assert {key for key in found["checkpoint"] if "experts" not in key} == collapsed

@@ -1,4 +1,5 @@
-"""Fingerprints: the same however a tensor is cut, different for every kind of error, and a failed check stops every rank by name."""
+"""Fingerprints: the same however a tensor is cut, different for every kind of error, and a failed check stops
+every rank by name."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from megarl.weights.layout import full_box, megatron_layout, sglang_shards
 from megarl.weights.plan import make_plan
 from megarl.weights.transfer import Transfer, fingerprint
 from tests.ranks import RankPool
-from tests.weights.engine_jobs import into_engines, sliced, whole_model
+from tests.weights.jobs import into_engines, sliced, whole_model
 
 CONFIG = {
     "model_type": "qwen2",
@@ -42,21 +43,29 @@ def test_the_sum_is_the_documented_one() -> None:
         return fingerprint(one, box).item() * inverse % 2**64
 
     base = fingerprint(torch.ones(1, 1, dtype=torch.int32).view(torch.float32), ((0, 1), (0, 1))).item()
-    bits = torch.randint(-(2**31), 2**31, (5, 7), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    expected = sum(int(bits[i, j]) * base * weight(0, i) * weight(1, j) for i in range(5) for j in range(7)) % 2**64
+    bits = torch.randint(
+        -(2**31), 2**31, (5, 7), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
+    )
+    expected = (
+        sum(int(bits[i, j]) * base * weight(0, i) * weight(1, j) for i in range(5) for j in range(7)) % 2**64
+    )
     assert fingerprint(bits.view(torch.float32), full_box((5, 7))).item() % 2**64 == expected
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.sampled_from(DTYPES), st.data())
 def test_parts_add_up(shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
-    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))).to(dtype)
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))).to(
+        dtype
+    )
     axis = data.draw(st.integers(0, len(shape) - 1))
     cut = data.draw(st.integers(0, shape[axis]))
     total = 0
     for start, stop in ((0, cut), (cut, shape[axis])):
         if start < stop:
-            box = tuple((start, stop) if dimension == axis else (0, size) for dimension, size in enumerate(shape))
+            box = tuple(
+                (start, stop) if dimension == axis else (0, size) for dimension, size in enumerate(shape)
+            )
             total += fingerprint(tensor.narrow(axis, start, stop - start), box).item()
     assert (total - fingerprint(tensor, full_box(tuple(shape))).item()) % 2**64 == 0
 
@@ -86,9 +95,20 @@ def test_errors_show(rows: int, columns: int, dtype: torch.dtype, data: st.DataO
         assert fingerprint(changed.view(dtype), full_box((rows, columns))) != before
 
 
-@pytest.mark.parametrize("tps", [[(2, 0), (2, 1), (4, 0), (1, 0)], [(1, 0)] * 4], ids=["copied-heads-and-padding", "passed-on"])
-def test_a_wrong_transfer_is_named_on_every_rank(ranks: Callable[..., RankPool], tps: list[tuple[int, int]]) -> None:
-    arguments = {"config": CONFIG, "layout": Layout(tp=2, pp=2), "tps": tps, "fp8": False, "bucket": 3000, "dtype": torch.float32}
+@pytest.mark.parametrize(
+    "tps", [[(2, 0), (2, 1), (4, 0), (1, 0)], [(1, 0)] * 4], ids=["copied-heads-and-padding", "passed-on"]
+)
+def test_a_wrong_transfer_is_named_on_every_rank(
+    ranks: Callable[..., RankPool], tps: list[tuple[int, int]]
+) -> None:
+    arguments = {
+        "config": CONFIG,
+        "layout": Layout(tp=2, pp=2),
+        "tps": tps,
+        "fp8": False,
+        "bucket": 3000,
+        "dtype": torch.float32,
+    }
     found = ranks(2, 2, 1).run(into_engines, **arguments)
     hf = whole_model(CONFIG, 2)
     for (tensors, said, failed, _), place in zip(found, tps, strict=True):
@@ -96,7 +116,8 @@ def test_a_wrong_transfer_is_named_on_every_rank(ranks: Callable[..., RankPool],
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
         assert failed == []
         assert (
-            said == "weight transfer: fingerprints of 1 engine tensors are not the actor's: model.layers.0.input_layernorm.weight of rank 1"
+            said == "weight transfer: fingerprints of 1 engine tensors are not the actor's: "
+            "model.layers.0.input_layernorm.weight of rank 1"
         )
 
 

@@ -1,4 +1,5 @@
-"""The tables and layouts: against real Megatron and transformers models, and against loops that know nothing of regions."""
+"""The tables and layouts: against real Megatron and transformers models, and against loops that know nothing
+of regions."""
 
 from __future__ import annotations
 
@@ -48,13 +49,16 @@ def test_ranks_are_numbered_as_megatron_does(tp: int, pp: int, dp: int) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_tables_have_the_tensors_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     for kind, critic in ((None, False), ("token", True), ("sequence", True)):
-        folder = HFFolder(make_tiny_model(tmp_path / str(kind), family, tied=tied, classification=kind), critic=critic)
+        folder = HFFolder(
+            make_tiny_model(tmp_path / str(kind), family, tied=tied, classification=kind), critic=critic
+        )
         assert folder.missing == ()
         assert folder.extra == (("score.bias",) if kind == "token" else ())
 
 
 def built_by_megatron(cases: list[dict[str, Any]]) -> list[Any]:
-    """Builds one rank's model of each case under a process group that only pretends; its place, its parameters' names and shapes."""
+    """Builds one rank's model of each case under a process group that only pretends; its place, its
+    parameters' names and shapes."""
     import torch.distributed as dist
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -70,7 +74,11 @@ def built_by_megatron(cases: list[dict[str, Any]]) -> list[Any]:
         tp, pp, dp, rank, c = case["tp"], case["pp"], case["dp"], case["rank"], case["config"]
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp * dp)
         ps.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
-        places = [ps.get_tensor_model_parallel_rank(), ps.get_data_parallel_rank(), ps.get_pipeline_model_parallel_rank()]
+        places = [
+            ps.get_tensor_model_parallel_rank(),
+            ps.get_data_parallel_rank(),
+            ps.get_pipeline_model_parallel_rank(),
+        ]
         config = TransformerConfig(
             num_layers=c["num_hidden_layers"],
             hidden_size=c["hidden_size"],
@@ -114,9 +122,27 @@ def test_names_and_shapes_are_those_of_megatron() -> None:
     cases: list[dict[str, Any]] = []
     for family, tied in (("qwen2", False), ("qwen3", True), ("llama", True)):
         prefix = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family]
-        config = {**CONFIG, "model_type": family, "architectures": [prefix + "ForCausalLM"], "tie_word_embeddings": tied, "head_dim": 6}
-        for layout, rank in ((Layout(), 0), (Layout(tp=2, pp=3, dp=2), 2), (Layout(tp=2, pp=3, dp=2), 5), (Layout(tp=4, pp=2), 7)):
-            cases.append({**asdict(layout), "rank": rank, "config": config, "vocab": padded_vocab(config["vocab_size"], layout.tp)})
+        config = {
+            **CONFIG,
+            "model_type": family,
+            "architectures": [prefix + "ForCausalLM"],
+            "tie_word_embeddings": tied,
+            "head_dim": 6,
+        }
+        for layout, rank in (
+            (Layout(), 0),
+            (Layout(tp=2, pp=3, dp=2), 2),
+            (Layout(tp=2, pp=3, dp=2), 5),
+            (Layout(tp=4, pp=2), 7),
+        ):
+            cases.append(
+                {
+                    **asdict(layout),
+                    "rank": rank,
+                    "config": config,
+                    "vocab": padded_vocab(config["vocab_size"], layout.tp),
+                }
+            )
     for case, (places, parameters) in zip(cases, in_a_fork(built_by_megatron, cases), strict=True):
         layout = Layout(tp=case["tp"], pp=case["pp"], dp=case["dp"])
         assert tuple(places) == tuple(layout.coords(case["rank"]))
@@ -127,7 +153,9 @@ def test_names_and_shapes_are_those_of_megatron() -> None:
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(hf_configs())
-def test_shards_equal_explicit_loops(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Layout]]) -> None:
+def test_shards_equal_explicit_loops(
+    tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Layout]]
+) -> None:
     config, (layout, _) = drawn
     hf = numbered(config)
     folder = HFFolder(write_folder(tmp_path_factory.mktemp("hf"), config, hf))
@@ -148,13 +176,25 @@ def test_shards_equal_explicit_loops(tmp_path_factory: pytest.TempPathFactory, d
                         rows += [k[group * d + i] for i in range(d)]
                         rows += [v[group * d + i] for i in range(d)]
                 assert torch.equal(local[mine + f"self_attention.linear_qkv.{kind}"], torch.stack(rows))
-            gate, up = (hf[theirs + f"mlp.{which}_proj.weight"].chunk(layout.tp)[place.tp] for which in ("gate", "up"))
+            gate, up = (
+                hf[theirs + f"mlp.{which}_proj.weight"].chunk(layout.tp)[place.tp] for which in ("gate", "up")
+            )
             assert torch.equal(local[mine + "mlp.linear_fc1.weight"], torch.cat([gate, up]))
-            for ours, name in (("mlp.linear_fc2", "mlp.down_proj"), ("self_attention.linear_proj", "self_attn.o_proj")):
-                assert torch.equal(local[mine + ours + ".weight"], hf[theirs + name + ".weight"].chunk(layout.tp, 1)[place.tp])
-            assert torch.equal(local[mine + "pre_mlp_layernorm.weight"], hf[theirs + "post_attention_layernorm.weight"])
+            for ours, name in (
+                ("mlp.linear_fc2", "mlp.down_proj"),
+                ("self_attention.linear_proj", "self_attn.o_proj"),
+            ):
+                assert torch.equal(
+                    local[mine + ours + ".weight"],
+                    hf[theirs + name + ".weight"].chunk(layout.tp, 1)[place.tp],
+                )
+            assert torch.equal(
+                local[mine + "pre_mlp_layernorm.weight"], hf[theirs + "post_attention_layernorm.weight"]
+            )
         table = {"embedding.word_embeddings.weight": "model.embed_tokens.weight"}
-        table["output_layer.weight"] = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
+        table["output_layer.weight"] = (
+            "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
+        )
         for ours in table.keys() & local.keys():
             padded = torch.zeros(-(-sizes.vocab // layout.tp) * layout.tp, sizes.hidden)
             padded[: sizes.vocab] = hf[table[ours]]
@@ -174,28 +214,43 @@ def test_critic_has_a_value_head_on_the_last_stage_and_no_output_layer() -> None
 
 def test_stages_take_the_layers_in_order() -> None:
     for rank, shards in megatron_layout(CONFIG, Layout(pp=3)):
-        norms = [shards[f"decoder.layers.{local}.input_layernorm.weight"].regions[0].hf_name for local in (0, 1)]
+        norms = [
+            shards[f"decoder.layers.{local}.input_layernorm.weight"].regions[0].hf_name for local in (0, 1)
+        ]
         assert norms == [f"model.layers.{layer}.input_layernorm.weight" for layer in (2 * rank, 2 * rank + 1)]
         assert "decoder.layers.2.input_layernorm.weight" not in shards
 
 
 def test_transformer_engine_names_are_the_tables_names() -> None:
+    qkv_norm = "module.module.decoder.layers.3.self_attention.linear_qkv.layer_norm_weight"
     names = {
-        "module.module.decoder.layers.3.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.3.input_layernorm.weight",
+        qkv_norm: "decoder.layers.3.input_layernorm.weight",
         "decoder.layers.0.mlp.linear_fc1.layer_norm_weight": "decoder.layers.0.pre_mlp_layernorm.weight",
         "module.decoder.layers.0.mlp.linear_fc1.weight": "decoder.layers.0.mlp.linear_fc1.weight",
         "output_layer.weight": "output_layer.weight",
     }
     assert {name: table_name(name) for name in names} == names
-    assert table_names({name: index for index, name in enumerate(names)}) == {ours: index for index, ours in enumerate(names.values())}
+    assert table_names({name: index for index, name in enumerate(names)}) == {
+        ours: index for index, ours in enumerate(names.values())
+    }
 
 
 @pytest.mark.parametrize(
     ("sizes", "tp", "pp", "message"),
     [
         ({}, 8, 1, "parallel.tp: 8 does not divide the model's 4 key/value heads (possible: 1, 2, 4)"),
-        ({"num_attention_heads": 12}, 8, 1, "parallel.tp: 8 does not divide the model's 12 attention heads (possible: 1, 2, 4)"),
-        ({"intermediate_size": 22}, 4, 1, "parallel.tp: 4 does not divide the model's 22 feed-forward columns (possible: 1, 2)"),
+        (
+            {"num_attention_heads": 12},
+            8,
+            1,
+            "parallel.tp: 8 does not divide the model's 12 attention heads (possible: 1, 2, 4)",
+        ),
+        (
+            {"intermediate_size": 22},
+            4,
+            1,
+            "parallel.tp: 4 does not divide the model's 22 feed-forward columns (possible: 1, 2)",
+        ),
         ({}, 2, 4, "parallel.pp: 4 does not divide the model's 6 layers (possible: 1, 2, 3, 6)"),
     ],
 )

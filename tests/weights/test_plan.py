@@ -1,4 +1,5 @@
-"""Plans: every target byte comes from the right place, exactly once, and a plan for which that is false is found out."""
+"""Plans: every target byte comes from the right place, exactly once, and a plan for which that is false is
+found out."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from megarl.config.schema import ClusterConfig
 from megarl.parallel.layout import Layout
 from megarl.weights.cost import KNOWN_MODELS, direct_cost
 from megarl.weights.hf import HFFolder
-from megarl.weights.layout import Region, Shard, Shards, full_box, hf_shapes, hf_shards, megatron_layout, sglang_shards
+from megarl.weights.layout import (
+    Region,
+    Shard,
+    Shards,
+    full_box,
+    hf_shapes,
+    hf_shards,
+    megatron_layout,
+    sglang_shards,
+)
 from megarl.weights.plan import Copy, Plan, PlanError, make_plan
 from tests.weights.folders import execute, hf_configs, loaded, numbered, write_folder
 
@@ -23,8 +33,10 @@ Drawn = tuple[dict[str, Any], list[Layout]]
 
 
 def fused_engine(config: dict[str, Any], tp: int, tp_rank: int) -> Shards:
-    """A layout of the kind that SGLang has, from torch's own cat and chunk over tensors of element numbers: [q; k; v] and [gate; up]
-    of the rank as one tensor each, the output projection's columns, the vocabulary padded to a multiple of 8 rows per rank."""
+    """A layout of the kind that SGLang has, from torch's own cat and chunk over tensors of element numbers:
+    [q; k; v] and [gate; up]
+    of the rank as one tensor each, the output projection's columns, the vocabulary padded to a multiple of 8
+    rows per rank."""
     shapes = hf_shapes(config)
 
     def rows(name: str) -> tuple[str, int, int]:
@@ -34,11 +46,16 @@ def fused_engine(config: dict[str, Any], tp: int, tp_rank: int) -> Shards:
     shards: Shards = {}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        for fused, parts in (("self_attn.qkv", ("self_attn.q", "self_attn.k", "self_attn.v")), ("mlp.gate_up", ("mlp.gate", "mlp.up"))):
+        for fused, parts in (
+            ("self_attn.qkv", ("self_attn.q", "self_attn.k", "self_attn.v")),
+            ("mlp.gate_up", ("mlp.gate", "mlp.up")),
+        ):
             regions, offset = [], 0
             hidden = (0, config["hidden_size"])
             for name, start, stop in (rows(f"{prefix}{part}_proj.weight") for part in parts):
-                regions.append(Region(name, ((start, stop), hidden), ((offset, offset + stop - start), hidden)))
+                regions.append(
+                    Region(name, ((start, stop), hidden), ((offset, offset + stop - start), hidden))
+                )
                 offset += stop - start
             shards[f"{prefix}{fused}_proj.weight"] = Shard((offset, hidden[1]), tuple(regions))
         name = prefix + "self_attn.o_proj.weight"
@@ -77,12 +94,16 @@ def test_into_shards_and_back_is_bitwise(tmp_path_factory: pytest.TempPathFactor
     moved, expected = execute(reshard, held), loaded(targets, folder)
     for rank, tensors in expected.items():
         for name, tensor in tensors.items():
-            assert torch.equal(moved[rank][name].nan_to_num(0.0), tensor), name  # padding is not the plan's to write
+            assert torch.equal(moved[rank][name].nan_to_num(0.0), tensor), (
+                name
+            )  # padding is not the plan's to write
 
 
 @settings(max_examples=30, deadline=None)
 @given(hf_configs(), st.sampled_from((1, 2, 4)))
-def test_into_an_engines_fused_shards(tmp_path_factory: pytest.TempPathFactory, drawn: Drawn, tp: int) -> None:
+def test_into_an_engines_fused_shards(
+    tmp_path_factory: pytest.TempPathFactory, drawn: Drawn, tp: int
+) -> None:
     config, (layout, _) = drawn
     assume(config["num_key_value_heads"] % tp == 0 and config["intermediate_size"] % tp == 0)
     hf = numbered(config)
@@ -94,24 +115,32 @@ def test_into_an_engines_fused_shards(tmp_path_factory: pytest.TempPathFactory, 
         mine = [rank % tp]
         for layer in range(config["num_hidden_layers"]):
             parts = {
-                p: hf[f"model.layers.{layer}.{p}_proj.weight"] for p in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+                p: hf[f"model.layers.{layer}.{p}_proj.weight"]
+                for p in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
             }
             q, k, v, gate, up = (part.chunk(tp)[mine[0]] for part in parts.values())
-            assert torch.equal(tensors[f"model.layers.{layer}.self_attn.qkv_proj.weight"], torch.cat([q, k, v]))
-            assert torch.equal(tensors[f"model.layers.{layer}.mlp.gate_up_proj.weight"], torch.cat([gate, up]))
+            assert torch.equal(
+                tensors[f"model.layers.{layer}.self_attn.qkv_proj.weight"], torch.cat([q, k, v])
+            )
+            assert torch.equal(
+                tensors[f"model.layers.{layer}.mlp.gate_up_proj.weight"], torch.cat([gate, up])
+            )
             o_proj = f"model.layers.{layer}.self_attn.o_proj.weight"
             assert torch.equal(tensors[o_proj], hf[o_proj].chunk(tp, 1)[mine[0]])
 
 
 def mutations(copy: Copy, others: tuple[Copy, ...]) -> list[tuple[Copy, ...]]:
-    """What could be wrong with one copy: it is lacking, done twice, reads the wrong rows, rank or tensor, or writes the wrong place."""
+    """What could be wrong with one copy: it is lacking, done twice, reads the wrong rows, rank or tensor, or
+    writes the wrong place."""
     (start, stop), *rest = copy.src_box
     (first, last), *rest_of_target = copy.dst_box
     wrong: list[tuple[Copy, ...]] = [(), (copy, copy)]
     wrong.append((copy._replace(src_box=((start + 1, stop + 1), *rest)),))
     wrong.append((copy._replace(src_box=((start, stop + 1), *rest)),))
     wrong.append((copy._replace(dst_box=((first + 1, last + 1), *rest_of_target)),))
-    wrong.append((copy._replace(src_box=((start, stop - 1), *rest), dst_box=((first, last - 1), *rest_of_target)),))
+    wrong.append(
+        (copy._replace(src_box=((start, stop - 1), *rest), dst_box=((first, last - 1), *rest_of_target)),)
+    )
     wrong.append((copy._replace(src_rank=1000),))
     same_bytes = {"embedding.word_embeddings.weight", "output_layer.weight"}  # where embeddings are tied
     for other in others:
@@ -222,13 +251,16 @@ def test_the_order_of_a_plan_does_not_depend_on_who_makes_it() -> None:
     }
 
     def plan() -> Plan:
-        return make_plan(megatron_layout(config, Layout(tp=4, pp=2, dp=2)), megatron_layout(config, Layout(tp=2, dp=3)))
+        return make_plan(
+            megatron_layout(config, Layout(tp=4, pp=2, dp=2)), megatron_layout(config, Layout(tp=2, dp=3))
+        )
 
     assert plan().copies == plan().copies
 
 
 def test_the_node_comes_before_the_rest_and_nothing_comes_to_a_node_twice() -> None:
-    """8 ranks, 2 on a node, actor tp 2 pp 2 dp 2: each of 8 engines of one rank gets its node's stage from there, the other stage once."""
+    """8 ranks, 2 on a node, actor tp 2 pp 2 dp 2: each of 8 engines of one rank gets its node's stage from
+    there, the other stage once."""
     config = {
         "model_type": "llama",
         "num_hidden_layers": 4,
@@ -244,7 +276,10 @@ def test_the_node_comes_before_the_rest_and_nothing_comes_to_a_node_twice() -> N
     model = sum(int(torch.tensor(shape).prod()) for shape in hf_shapes(config).values())
     cost = direct_cost(plan, 1, 1 << 20, ClusterConfig())
     stage = {rank: sum(shard_size(rank + other, sources) for other in (0, 1)) for rank in (0, 2, 4, 6)}
-    norms = {rank: sum(shard.shape[0] for shard in sources[rank][1].values() if len(shard.shape) == 1) for rank in (0, 2, 4, 6)}
+    norms = {
+        rank: sum(shard.shape[0] for shard in sources[rank][1].values() if len(shard.shape) == 1)
+        for rank in (0, 2, 4, 6)
+    }
     for first in (0, 2, 4, 6):
         here = stage[first] - norms[first]  # both ranks of a stage hold its norms
         pair = [cost[first], cost[first + 1]]
@@ -261,10 +296,13 @@ def shard_size(rank: int, layout: list[tuple[int, Shards]]) -> int:
 
 
 def test_engines_are_served_at_the_same_time() -> None:
-    """At full size no link waits long for another one: rounds and seconds are near what the bytes alone would take."""
+    """At full size no link waits long for another one: rounds and seconds are near what the bytes alone would
+    take."""
     config = KNOWN_MODELS["Qwen2.5-32B"]
     shards = [sglang_shards(config, 8, rank) for rank in range(8)]
-    plan = make_plan(megatron_layout(config, Layout(tp=8, pp=4, dp=4)), [(rank, shards[rank % 8]) for rank in range(128)])
+    plan = make_plan(
+        megatron_layout(config, Layout(tp=8, pp=4, dp=4)), [(rank, shards[rank % 8]) for rank in range(128)]
+    )
     cost = direct_cost(plan, 2, 256 << 20, ClusterConfig())
     per_rank = sum(int(torch.tensor(shape).prod()) for shape in hf_shapes(config).values()) * 2 / 8
     assert max(c.received for c in cost.values()) <= 1.02 * per_rank

@@ -1,4 +1,5 @@
-"""Block FP8 from shards, however they are cut, against the whole Hugging Face tensor quantised by a loop in float64."""
+"""Block FP8 from shards, however they are cut, against the whole Hugging Face tensor quantised by a loop in
+float64."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from megarl.weights.layout import hf_shapes, hf_shards, megatron_layout, sglang_
 from megarl.weights.plan import fp8_block, make_plan
 from megarl.weights.transfer import Transfer
 from tests.ranks import RankPool
-from tests.weights.engine_jobs import into_engines, sliced, whole_model
+from tests.weights.jobs import into_engines, sliced, whole_model
 
 # 4 tensor-parallel ranks cut blocks in two (q and k: 192 rows, ffn: 96), 3 do not.
 CONFIG: dict[str, Any] = {
@@ -30,15 +31,21 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 67,
     "tie_word_embeddings": False,
 }
-# Every number that float8_e4m3fn has, from its definition: 3 bits of mantissa, exponents -6 to 8, subnormals below, 480 left out.
-MAGNITUDES = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 3) for m in range(8) for e in range(-6, 9)]
+# Every number that float8_e4m3fn has, from its definition: 3 bits of mantissa, exponents -6 to 8, subnormals
+# below, 480 left out.
+MAGNITUDES = [m * 2.0**-9 for m in range(8)] + [
+    (8 + m) * 2.0 ** (e - 3) for m in range(8) for e in range(-6, 9)
+]
 E4M3 = sorted({sign * magnitude for sign in (1, -1) for magnitude in MAGNITUDES if magnitude < 480})
 
 
 def quantised(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """(float64 values that float8 has, float32 scales) of a whole tensor, block by block; ties go to the even mantissa."""
+    """(float64 values that float8 has, float32 scales) of a whole tensor, block by block; ties go to the even
+    mantissa."""
     codes = torch.tensor(E4M3, dtype=torch.float64)
-    even = torch.tensor([torch.tensor(code).to(torch.float8_e4m3fn).view(torch.uint8).item() % 2 == 0 for code in E4M3])
+    even = torch.tensor(
+        [torch.tensor(code).to(torch.float8_e4m3fn).view(torch.uint8).item() % 2 == 0 for code in E4M3]
+    )
     values = torch.empty(tensor.shape, dtype=torch.float64)
     scales = torch.empty([-(-size // 128) for size in tensor.shape], dtype=torch.float32)
     for i in range(scales.shape[0]):
@@ -63,7 +70,9 @@ def reference(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return wanted, scales
 
 
-def check(tensors: dict[str, Tensor], seed: int, config: dict[str, Any], tp: int, rank: int, dtype: torch.dtype) -> None:
+def check(
+    tensors: dict[str, Tensor], seed: int, config: dict[str, Any], tp: int, rank: int, dtype: torch.dtype
+) -> None:
     """One engine rank's tensors: the linear layers in float8 with scales, the others in the model's dtype."""
     wanted, scales = reference(seed)
     shards = sglang_shards(config, tp, rank)
@@ -87,27 +96,38 @@ def check(tensors: dict[str, Tensor], seed: int, config: dict[str, Any], tp: int
     [(Layout(tp=4), 40_000, [(3, 0), (3, 1), (3, 2), (1, 0)]), (Layout(tp=2, pp=2), 1 << 20, [(1, 0)] * 4)],
     ids=["one-of-three-and-one-of-one", "four-of-one"],
 )
-def test_four_ranks(ranks: Callable[..., RankPool], layout: Layout, bucket: int, tps: list[tuple[int, int]]) -> None:
+def test_four_ranks(
+    ranks: Callable[..., RankPool], layout: Layout, bucket: int, tps: list[tuple[int, int]]
+) -> None:
     """Blocks that two sources share; what comes to a node once and is passed on there."""
-    found = ranks(2, 2, 1).run(into_engines, config=CONFIG, layout=layout, tps=tps, fp8=True, bucket=bucket, dtype=torch.bfloat16)
+    found = ranks(2, 2, 1).run(
+        into_engines, config=CONFIG, layout=layout, tps=tps, fp8=True, bucket=bucket, dtype=torch.bfloat16
+    )
     for (tensors, said, failed, relays), (tp, rank) in zip(found, tps, strict=True):
         assert (relays > 0) == (len(set(tps)) == 1)
         check(tensors, 2, CONFIG, tp, rank, torch.bfloat16)
         assert failed == []
         assert (
-            said == "weight transfer: fingerprints of 1 engine tensors are not the actor's: model.layers.0.input_layernorm.weight of rank 1"
+            said == "weight transfer: fingerprints of 1 engine tensors are not the actor's: "
+            "model.layers.0.input_layernorm.weight of rank 1"
         )
 
 
 def test_bf16_weights_and_published_names() -> None:
-    """In the Hugging Face layout the result is a block-FP8 checkpoint; bf16 sources are quantised from what they hold."""
+    """In the Hugging Face layout the result is a block-FP8 checkpoint; bf16 sources are quantised from what
+    they hold."""
     hf = {name: tensor.bfloat16() for name, tensor in whole_model(CONFIG).items()}
-    sources, targets, formats = fp8_block(megatron_layout(CONFIG, Layout()), [(0, hf_shards(CONFIG))], hf_shapes(CONFIG))
+    sources, targets, formats = fp8_block(
+        megatron_layout(CONFIG, Layout()), [(0, hf_shards(CONFIG))], hf_shapes(CONFIG)
+    )
     plan = make_plan(sources, targets, formats=formats)
     plan.verify()
     weights = sliced(megatron_layout(CONFIG, Layout())[0][1], hf)
     dtypes = {"float8_e4m3fn": torch.float8_e4m3fn, "float32": torch.float32}
-    out = {n: torch.zeros(s.shape, dtype=dtypes[formats[n]] if n in formats else torch.bfloat16) for n, s in plan.targets[0].items()}
+    out = {
+        n: torch.zeros(s.shape, dtype=dtypes[formats[n]] if n in formats else torch.bfloat16)
+        for n, s in plan.targets[0].items()
+    }
     transfer = Transfer(plan, 0, weights, out, 1)
     stats = transfer.run()
     transfer.check()
@@ -117,17 +137,29 @@ def test_bf16_weights_and_published_names() -> None:
             values, scale = quantised(tensor)
             assert torch.equal(out[name].double(), values), name
             assert torch.equal(out[f"{name}_scale_inv"], scale), name
-            back = out[name].float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: tensor.shape[0], : tensor.shape[1]]
+            back = (
+                out[name].float()
+                * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[
+                    : tensor.shape[0], : tensor.shape[1]
+                ]
+            )
             largest = tensor.float().abs().max()
-            assert (back - tensor.float()).abs().max() <= largest / 16  # half a unit of three bits of mantissa
+            assert (
+                back - tensor.float()
+            ).abs().max() <= largest / 16  # half a unit of three bits of mantissa
         else:
             assert torch.equal(out[name], tensor), name
-    assert {name for name in out if name.endswith("_scale_inv")} == {f"{name}_scale_inv" for name in hf if "_proj" in name}
+    assert {name for name in out if name.endswith("_scale_inv")} == {
+        f"{name}_scale_inv" for name in hf if "_proj" in name
+    }
 
 
 def test_shards_that_cut_a_block_are_refused() -> None:
     shapes = hf_shapes(CONFIG)
-    with pytest.raises(ConfigError, match=r"rollout.weights_dtype: .*gate_up_proj.weight .* 0 to 192 of 384 of .*gate_proj.weight"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout.weights_dtype: .*gate_up_proj.weight .* 0 to 192 of 384 of .*gate_proj.weight",
+    ):
         fp8_block([], [(0, sglang_shards(CONFIG, 2, 0))], shapes)
     padded = {**CONFIG, "intermediate_size": 128 * 3 - 1}
     with pytest.raises(ConfigError, match=r"the engine pads .*gate_up_proj"):

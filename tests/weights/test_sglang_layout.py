@@ -1,4 +1,5 @@
-"""SGLang's fused shards against whole tensors cut and joined head by head, from random actor layouts, experts and copied heads included."""
+"""SGLang's fused shards against whole tensors cut and joined head by head, from random actor layouts, experts
+and copied heads included."""
 
 from __future__ import annotations
 
@@ -45,9 +46,14 @@ def held(layout: list[tuple[int, Shards]], hf: dict[str, Tensor]) -> dict[int, d
     return ranks
 
 
-def expected(config: dict[str, Any], hf: dict[str, Tensor], tp: int, rank: int, cpu: bool) -> dict[str, Tensor]:
+def expected(
+    config: dict[str, Any], hf: dict[str, Tensor], tp: int, rank: int, cpu: bool
+) -> dict[str, Tensor]:
     """One rank's tensors, by torch's cat, pad and chunk; heads one by one."""
-    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
+    heads, kv_heads = (
+        config["num_attention_heads"],
+        config.get("num_key_value_heads", config["num_attention_heads"]),
+    )
     dim = config.get("head_dim") or config["hidden_size"] // heads
     group = heads // kv_heads
     if cpu and (heads % tp or kv_heads % tp):
@@ -57,7 +63,9 @@ def expected(config: dict[str, Any], hf: dict[str, Tensor], tp: int, rank: int, 
     kv_mine = sorted({head // group for head in mine})  # a key/value head is where its queries are
 
     def take(tensor: Tensor, wanted: Any, axis: int = 0) -> Tensor:
-        whole = pad(tensor.movedim(axis, -1), (0, (max(wanted) + 1) * dim))  # zeros for heads that do not exist
+        whole = pad(
+            tensor.movedim(axis, -1), (0, (max(wanted) + 1) * dim)
+        )  # zeros for heads that do not exist
         return torch.cat([whole[..., head * dim : (head + 1) * dim] for head in wanted], -1).movedim(-1, axis)
 
     def chunk(tensor: Tensor, axis: int, multiple: int) -> Tensor:
@@ -71,11 +79,15 @@ def expected(config: dict[str, Any], hf: dict[str, Tensor], tp: int, rank: int, 
     for name, tensor in hf.items():
         if "q_proj" in name:
             k, v = (hf[name.replace("q_proj", part)] for part in ("k_proj", "v_proj"))
-            out[name.replace("q_proj", "qkv_proj")] = torch.cat([take(tensor, mine), take(k, kv_mine), take(v, kv_mine)])
+            out[name.replace("q_proj", "qkv_proj")] = torch.cat(
+                [take(tensor, mine), take(k, kv_mine), take(v, kv_mine)]
+            )
         elif "o_proj" in name:
             out[name] = take(tensor, mine, 1)
         elif "gate_proj" in name:
-            fused = torch.cat([chunk(part, 0, multiple) for part in (tensor, hf[name.replace("gate_proj", "up_proj")])])
+            fused = torch.cat(
+                [chunk(part, 0, multiple) for part in (tensor, hf[name.replace("gate_proj", "up_proj")])]
+            )
             expert = name.partition(".experts.")[2].partition(".")[0]
             moe = name.partition(".experts.")[0] + f".experts.w13_weight.{expert}"
             out[moe if expert else name.replace("gate_proj", "gate_up_proj")] = fused
@@ -109,16 +121,28 @@ def check(config: dict[str, Any], layout: Layout, tp: int, engines: int, cpu: bo
 
 
 @settings(max_examples=60, deadline=None)
-@given(hf_configs(), st.sampled_from((1, 2, 4, 8)), st.integers(1, 3), st.booleans(), st.sampled_from((1, 2, 4, 8)))
+@given(
+    hf_configs(),
+    st.sampled_from((1, 2, 4, 8)),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sampled_from((1, 2, 4, 8)),
+)
 def test_shards_are_those_of_whole_tensors(drawn: Any, tp: int, engines: int, cpu: bool, node: int) -> None:
     config, (layout, _) = drawn
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     if not cpu:
-        assume(heads % tp == 0 and max(kv_heads, tp) % min(kv_heads, tp) == 0 and config["intermediate_size"] % tp == 0)
+        assume(
+            heads % tp == 0
+            and max(kv_heads, tp) % min(kv_heads, tp) == 0
+            and config["intermediate_size"] % tp == 0
+        )
     check(config, layout, tp, engines, cpu, node)
 
 
-@pytest.mark.parametrize("layout", [Layout(ep=1), Layout(dp=4, ep=4), Layout(tp=2, dp=2, ep=2), Layout(tp=2, pp=2, dp=2, ep=4)])
+@pytest.mark.parametrize(
+    "layout", [Layout(ep=1), Layout(dp=4, ep=4), Layout(tp=2, dp=2, ep=2), Layout(tp=2, pp=2, dp=2, ep=4)]
+)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_experts(layout: Layout, tp: int) -> None:
     check(MOE, layout, tp, 2, False, 2)
@@ -140,7 +164,11 @@ def test_heads_that_are_copied() -> None:
     ("changes", "tp", "message"),
     [
         ({"num_attention_heads": 6}, 4, "does not divide the model's 6 attention heads"),
-        ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, "neither a divisor nor a multiple of the model's 6 key/value heads"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 6},
+            4,
+            "neither a divisor nor a multiple of the model's 6 key/value heads",
+        ),
         ({"intermediate_size": 6}, 4, "does not divide the model's 6 feed-forward columns"),
     ],
 )

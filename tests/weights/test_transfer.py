@@ -35,7 +35,9 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("bucket", "dtype"), [(4000, torch.bfloat16), (1 << 20, torch.float32)])
 def test_four_ranks(ranks: Callable[..., RankPool], tmp_path: Path, bucket: int, dtype: torch.dtype) -> None:
-    folder = make_tiny_model(tmp_path / "model", "qwen2", tied=True, layers=4, heads=28, kv_heads=4, hidden=56, vocab=61)
+    folder = make_tiny_model(
+        tmp_path / "model", "qwen2", tied=True, layers=4, heads=28, kv_heads=4, hidden=56, vocab=61
+    )
     found = ranks(2, 2, 1).run(jobs.transfer, folder=folder, layouts=LAYOUTS, bucket=bucket, dtype=dtype)
     assert found == [[], [], [], []]
 
@@ -59,16 +61,27 @@ def test_pieces_tile_the_copy(extents: list[tuple[int, int]], limit: int, shift:
 @pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(hf_configs(), st.integers(120, 12000), st.sampled_from((1, 2, 4)))
-def test_rounds_of_all_ranks_fit_together(drawn: tuple[dict[str, Any], list[Layout]], limit: int, node: int) -> None:
-    """Both ends have the same messages in the same order, staging is bounded, and working off the rounds comes to an end; what is passed
+def test_rounds_of_all_ranks_fit_together(
+    drawn: tuple[dict[str, Any], list[Layout]], limit: int, node: int
+) -> None:
+    """Both ends have the same messages in the same order, staging is bounded, and working off the rounds
+    comes to an end; what is passed
     on has come before."""
     config, (layout, other) = drawn
     plan = make_plan(megatron_layout(config, layout), megatron_layout(config, other), gpus_per_node=node)
     world = range(max(layout.world, other.world))
     rounds = {rank: rounds_of(plan, rank, 4, limit) for rank in world}
     assert all(round_.size <= limit for mine in rounds.values() for round_ in mine)
-    sent = {(src, dst): [pieces for r in rounds[src] for p, pieces in r.sends.items() if p == dst] for src in world for dst in world}
-    received = {(src, dst): [pieces for r in rounds[dst] for p, pieces in r.receives.items() if p == src] for src in world for dst in world}
+    sent = {
+        (src, dst): [pieces for r in rounds[src] for p, pieces in r.sends.items() if p == dst]
+        for src in world
+        for dst in world
+    }
+    received = {
+        (src, dst): [pieces for r in rounds[dst] for p, pieces in r.receives.items() if p == src]
+        for src in world
+        for dst in world
+    }
     assert sent == received
     moved = sum(copy.size for copy in (*plan.copies, *plan.relays) if copy.src_rank != copy.dst_rank)
     assert sum(piece.size for messages in sent.values() for pieces in messages for piece in pieces) == moved
@@ -88,7 +101,9 @@ def test_rounds_of_all_ranks_fit_together(drawn: tuple[dict[str, Any], list[Layo
                 posted.update(("send", rank, peer) for peer in round_.sends)
                 posted.update(("receive", peer, rank) for peer in round_.receives)
             met = all(posted["receive", rank, peer] >= posted["send", rank, peer] for peer in round_.sends)
-            if met and all(posted["send", peer, rank] >= posted["receive", peer, rank] for peer in round_.receives):
+            if met and all(
+                posted["send", peer, rank] >= posted["receive", peer, rank] for peer in round_.receives
+            ):
                 place[rank] += 1
                 moving = True
     assert place == {rank: len(rounds[rank]) for rank in world}, "ranks wait for each other for ever"
@@ -96,7 +111,9 @@ def test_rounds_of_all_ranks_fit_together(drawn: tuple[dict[str, Any], list[Layo
 
 @settings(max_examples=20, deadline=None)
 @given(hf_configs(tps=(1,), pps=(1,)))
-def test_one_rank_needs_no_process_group(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Layout]]) -> None:
+def test_one_rank_needs_no_process_group(
+    tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Layout]]
+) -> None:
     config, _ = drawn
     hf = numbered(config)
     layout = megatron_layout(config, Layout())
@@ -104,12 +121,20 @@ def test_one_rank_needs_no_process_group(tmp_path_factory: pytest.TempPathFactor
     targets = {name: torch.full_like(tensor, torch.nan) for name, tensor in hf.items()}
     stats = Transfer(make_plan(layout, [(0, hf_shards(config))]), 0, held, targets, 1).run()
     assert all(torch.equal(targets[name], hf[name]) for name in hf)
-    assert (stats.bytes_sent, stats.bytes_received, stats.bytes_local) == (0, 0, sum(t.nbytes for t in hf.values()))
+    assert (stats.bytes_sent, stats.bytes_received, stats.bytes_local) == (
+        0,
+        0,
+        sum(t.nbytes for t in hf.values()),
+    )
 
 
 def one_tensor(padding: bool = False) -> Plan:
     box = full_box((4, 3))
-    target = Shard((6, 3), (Region("x", box, box),), (((4, 6), (0, 3)),)) if padding else Shard((4, 3), (Region("x", box, box),))
+    target = (
+        Shard((6, 3), (Region("x", box, box),), (((4, 6), (0, 3)),))
+        if padding
+        else Shard((4, 3), (Region("x", box, box),))
+    )
     return make_plan([(0, {"a": Shard((4, 3), (Region("x", box, box),))})], [(0, {"b": target})])
 
 
@@ -124,7 +149,11 @@ def test_tensors_that_are_not_the_plans_are_refused_before_anything_is_sent() ->
     good, plan = torch.ones(4, 3), one_tensor()
     for source, target, message in (
         ({"z": good}, {"b": good}, "source tensor a: .* there is nothing"),
-        ({"a": good}, {"b": torch.ones(3, 4)}, r"target tensor b: the plan expects \(4, 3\), there is \(3, 4\)"),
+        (
+            {"a": good},
+            {"b": torch.ones(3, 4)},
+            r"target tensor b: the plan expects \(4, 3\), there is \(3, 4\)",
+        ),
         ({"a": good}, {}, "the dtype of the others' must be given"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -145,7 +174,9 @@ def test_memory_that_is_given_back_is_taken_again() -> None:
 
 
 def test_the_demos_transfer_takes_a_few_milliseconds(tmp_path: Path) -> None:
-    folder = HFFolder(make_tiny_model(tmp_path / "m", "qwen3", tied=True, vocab=41, hidden=64, ffn=192, head_dim=16))
+    folder = HFFolder(
+        make_tiny_model(tmp_path / "m", "qwen3", tied=True, vocab=41, hidden=64, ffn=192, head_dim=16)
+    )
     layout = megatron_layout(folder.config, Layout())
     shards = hf_shards(folder.config)
     targets = {name: torch.zeros(shard.shape) for name, shard in shards.items()}
