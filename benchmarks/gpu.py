@@ -131,7 +131,7 @@ def memory(tiny: bool) -> dict[str, Any]:
 
 def transfer(tiny: bool) -> dict[str, float]:
     """GB/s of the plan's copies into SGLang's layout, bucket after bucket, without SGLang."""
-    from megarl.rollout.sglang import Place, SGLangEngine
+    from megarl.rollout.sglang import SGLangEngine
     from megarl.weights.families import table_names
     from megarl.weights.plan import engine_plan
     from megarl.weights.transfer import Staging, Transfer
@@ -142,7 +142,7 @@ def transfer(tiny: bool) -> dict[str, float]:
         scene.offload.onload("weight_transfer", WEIGHTS)
         device = scene.runtime.device
         plan = engine_plan(scene.config, scene.sizes, scene.runtime.layout, cpu=device.type == "cpu")
-        engine = SGLangEngine(scene.config, scene.sizes, Place(0, 1, device), (EOS,))
+        engine = SGLangEngine(scene.config, scene.sizes, 0, device, (EOS,))
         sources = table_names(dict(scene.actor.model.named_parameters()))
         dtype = next(iter(sources.values())).dtype
         staging, memory = Staging(device), Staging(device)

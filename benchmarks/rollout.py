@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from megarl.rollout.engine import Request, SamplingParams
-from megarl.rollout.seeds import response_seed
+from megarl.rollout.sampling import Request, SamplingParams, response_seed
 from megarl.rollout.transformers_engine import TransformersEngine
 
 VOCAB, EOS = 40, 1
@@ -37,10 +36,15 @@ def make_engine(folder: Path, max_batch: int) -> TransformersEngine:
         initializer_range=0.02,
     )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    model.save_pretrained(folder)
     engine = TransformersEngine(folder, max_batch=max_batch, eos_ids=[EOS])
     engine.start()
-    engine.load_folder()
+    engine.begin_update()
+    weights = dict(model.named_parameters())
+    for name, parameter in engine.parameters().items():
+        parameter.copy_(weights[name].data)
+    engine.end_update(0)
     return engine
 
 

@@ -3,8 +3,8 @@
     .venv-sglang/bin/python benchmarks/sglang.py [--responses 256] [--tokens 96] [--repeats 3]
 
 Straight is one call of SGLang's `generate` with the whole batch, in the process of the engine, sampled by SGLang's own sampler without
-seeds. Through megarl is a wave: requests and answers cross the process border, each response has its seed, and is decoded and verified.
-The model has no end-of-sequence token, so that both make the same number of tokens.
+seeds. Through megarl is a generation batch: requests and answers cross the process border, each response has its seed, and is decoded
+and verified. The model has no end-of-sequence token, so that both make the same number of tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def make_engine(folder: Path, responses: int, tokens: int) -> Any:
     """An engine with undefined weights of the demo's shape; finite ones, as SGLang's dummy weights are small."""
     from megarl.config.schema import Config
-    from megarl.rollout.sglang import Place, SGLangEngine
+    from megarl.rollout.sglang import SGLangEngine
     from megarl.weights.families import read_config
     from tests.tiny_models import make_tiny_model
 
@@ -39,7 +39,7 @@ def make_engine(folder: Path, responses: int, tokens: int) -> Any:
     config = Config(
         recipe="dapo", run_dir=folder, steps=1, model={"path": folder, "dtype": "fp32"}, data={"max_prompt_tokens": 16}, rollout=rollout
     )
-    engine = SGLangEngine(config, read_config(folder), Place(0, 1, torch.device("cpu")), ())
+    engine = SGLangEngine(config, read_config(folder), 0, torch.device("cpu"), ())
     assert engine.process is not None
     engine.process.module = "benchmarks.sglang_straight"
     return engine
@@ -54,10 +54,10 @@ def deliver(engine: Any, folder: Path) -> None:
 
     source = HFFolder(folder)
     shards = sglang_shards(source.config, 1, 0, cpu=True)
-    [(_, tensors)] = engine.buckets(Plan((), {}, {0: shards}), Staging(engine.place.device))
+    [(_, tensors)] = engine.buckets(Plan((), {}, {0: shards}), Staging(engine.device))
     load_into(tensors, shards, source)
     engine.begin_update()
-    engine.deliver(0, [engine.handle(0)], 0)
+    engine.load_bucket(0, [engine.handle(0)], 0)
     engine.end_update(0)
 
 
@@ -72,11 +72,12 @@ def main() -> int:
     torch.set_num_threads(1)
     from transformers import AutoTokenizer
 
-    from megarl.config.schema import RewardConfig
+    from megarl.config.schema import ParallelConfig
     from megarl.data.prompts import Prompt
+    from megarl.parallel import runtime as parallel
     from megarl.rewards.pool import VerifierPool
-    from megarl.rollout.engine import SamplingParams
-    from megarl.rollout.wave import WaveRunner
+    from megarl.rollout.sampler import GroupRequest, RolloutWorker
+    from megarl.rollout.sampling import SamplingParams
 
     verdicts = Verdicts()
     print(f"sglang: {machine()}")
@@ -85,6 +86,7 @@ def main() -> int:
         engine = make_engine(folder, args.responses, args.tokens)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         prompts = [Prompt(i, f"{i}+1=?", tuple(tokenizer(f"{i}+1=?").input_ids), "7") for i in range(args.responses // args.group)]
+        runtime = parallel.start(ParallelConfig(device="cpu"), seed=0)
         engine.start()
         try:
             while not engine.ready(60.0):
@@ -93,17 +95,18 @@ def main() -> int:
             with VerifierPool("dapo", 1, 10.0) as verifier:
                 speeds: dict[str, list[float]] = {"straight": [], "megarl": []}
                 for repeat in range(args.repeats + 1):  # the first warms both up
-                    seeds = [[repeat * 10_000 + p.uid * args.group + i for i in range(args.group)] for p in prompts]
+                    first = [repeat * 10_000 + p.uid * args.group for p in prompts]
+                    requests = [GroupRequest(p, range(n, n + args.group)) for p, n in zip(prompts, first, strict=True)]
                     rows = [list(p.tokens) for p in prompts for _ in range(args.group)]
                     engine.process.call("straight", str(Path(name) / "straight.json"), rows, args.tokens)
                     straight = json.loads((Path(name) / "straight.json").read_text())
-                    runner = WaveRunner(0, 1, engine, verifier, tokenizer, lambda value: [value], RewardConfig())
+                    worker = RolloutWorker(engine.config, runtime, engine, verifier, tokenizer)
                     begin = time.perf_counter()
-                    groups = runner.run(prompts, seeds, SamplingParams(args.tokens))
+                    groups = worker.generate(requests, SamplingParams(args.tokens))
                     seconds = time.perf_counter() - begin
                     made = sum(r.tokens.size for group in groups for r in group.responses)
                     assert made == straight["tokens"] == args.tokens * len(rows), (made, straight["tokens"])
-                    print(f"straight {made / straight['seconds']:,.0f} tokens/s, megarl {made / seconds:,.0f} tokens/s ({runner.seconds})")
+                    print(f"straight {made / straight['seconds']:,.0f} tokens/s, megarl {made / seconds:,.0f} tokens/s ({worker.seconds})")
                     if repeat:
                         speeds["straight"].append(made / straight["seconds"])
                         speeds["megarl"].append(made / seconds)

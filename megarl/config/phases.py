@@ -20,26 +20,29 @@ GROUPS: tuple[str, ...] = get_args(TensorGroup)
 class Phase:
     """One phase of a step.
 
-    name    as in the metric time/<name>
-    reads   columns of the batch that must have been written before
-    writes  columns that it adds or changes
-    on_gpu  tensor groups that must be on the GPU; what is not named is offloaded before. Empty: nothing moves.
+    name       as in the metric time/<name>
+    reads      columns of the batch that must have been written before
+    writes     columns that it adds or changes
+    may_write  columns that it adds in some runs
+    on_gpu     tensor groups that must be on the GPU; what is not named is offloaded before. Empty: nothing moves.
     """
 
     name: str
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
     on_gpu: frozenset[str] = frozenset()
+    may_write: frozenset[str] = frozenset()
 
 
-def declare(name: str, *, reads: str = "", writes: str = "", on_gpu: str = "") -> Phase:
+def declare(name: str, *, reads: str = "", writes: str = "", on_gpu: str = "", may_write: str = "") -> Phase:
     """Declare a phase; the names are separated by spaces."""
-    return Phase(name, frozenset(reads.split()), frozenset(writes.split()), frozenset(on_gpu.split()))
+    return Phase(name, *(frozenset(names.split()) for names in (reads, writes, on_gpu, may_write)))
 
 
 ROLLOUT = declare(
     "rollout",
     writes="tokens engine_logprobs policy_version rewards correct truncated group_ids response_index",
+    may_write="token_versions",  # where responses were continued under newer weights
     on_gpu="engine.weights engine.kv_cache",
 )
 GROUP_ADVANTAGES = declare("group_advantages", reads="rewards group_ids", writes="advantages")

@@ -116,7 +116,7 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
             "assign_req_to_token_pool_func",
             READS,
             "",
-            "rollout/sglang_cpu.py: the one kernel of a generation on a CPU",
+            f"{_HOST}: the one kernel of a generation on a CPU",
         ),
         Internal(f"{_S}utils.common", "SafeUnpickler.ALLOWED_GLOBALS", READS, "", "rollout/sglang.py: what a handle may name"),
     ),

@@ -51,7 +51,7 @@ LOCKED_FIRST = ("torch", "transformer-engine", "transformer-engine-torch", "mega
 INSTALL = "make install-gpu"
 NEEDS_TE = "needs a CUDA device and transformer-engine"
 # In a process of its own: an import of SGLang changes the process.
-SGLANG_IMPORT = "from megarl.rollout import sglang_cpu; sglang_cpu.install(); import sglang.srt.entrypoints.engine"
+SGLANG_IMPORT = "import megarl.rollout.sglang_host, sglang.srt.entrypoints.engine"  # the former stands for what a CPU lacks
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 EXPANDABLE = re.compile(r"(?:^|,)\s*expandable_segments\s*:\s*(\w*)", re.IGNORECASE)
 

@@ -1,24 +1,101 @@
-"""What a rollout step hands on: the groups to train on, and what became of the problems of an evaluation."""
+"""What a rollout gives: responses, groups of them, the batch to train on, and the result of an evaluation."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from megarl.algorithms.evaluation import avg_at_k, interval, ks_up_to, majority_at_k, pass_at_k
 from megarl.data.experience import Experience
+from megarl.data.prompts import Prompt
 from megarl.observe.run_log import Sample, choose_samples
-from megarl.rollout.groups import Group, Response
+
+
+@dataclass
+class Response:
+    """A verified response.
+
+    tokens     int32 [l]
+    logprobs   float32 [l], as the engine gave them
+    extracted  as in Verdict, and error
+    reward     as it enters the advantages, penalty included
+    penalty    soft overlong punishment, <= 0
+    versions   int32 [l], of the weights that each token was sampled from; None where it is the group's for all of them
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    finish: Literal["stop", "length"]
+    correct: bool
+    extracted: str | None
+    error: str | None
+    reward: float
+    penalty: float
+    versions: np.ndarray | None = None
+
+    @property
+    def truncated(self) -> bool:
+        """Return whether it reached the limit of tokens."""
+        return self.finish == "length"
+
+
+@dataclass
+class Group:
+    """All responses to one prompt; `version`: of the weights that they were sampled from."""
+
+    prompt: Prompt
+    responses: list[Response]
+    version: int
+
+    @property
+    def correct(self) -> int:
+        """Return the number of correct responses."""
+        return sum(r.correct for r in self.responses)
+
+    @property
+    def mixed(self) -> bool:
+        """Return whether 0 < correct < group size (DAPO eq. 11): then the group has a group-relative signal."""
+        return 0 < self.correct < len(self.responses)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return lists, dicts, numbers and texts only; exact (a float32 survives as a float64)."""
+        responses = [
+            vars(r)
+            | {"tokens": r.tokens.tolist(), "logprobs": r.logprobs.tolist()}
+            | {"versions": None if r.versions is None else r.versions.tolist()}
+            for r in self.responses
+        ]
+        return {"prompt": prompt_state(self.prompt), "responses": responses, "version": self.version}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> Group:
+        """Undo `state_dict`."""
+        responses = [Response(**r) for r in state["responses"]]
+        for r in responses:
+            r.tokens = np.array(r.tokens, dtype=np.int32)
+            r.logprobs = np.array(r.logprobs, dtype=np.float32)
+            r.versions = None if r.versions is None else np.array(r.versions, dtype=np.int32)
+        return Group(prompt_from_state(state["prompt"]), responses, state["version"])
+
+
+def prompt_state(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt as JSON holds it."""
+    return vars(prompt) | {"tokens": list(prompt.tokens)}
+
+
+def prompt_from_state(state: Mapping[str, Any]) -> Prompt:
+    """Undo `prompt_state`."""
+    return Prompt(**{**state, "tokens": tuple(state["tokens"])})
 
 
 def response_stats(responses: Sequence[Response]) -> dict[str, float]:
-    """reward/* and response/* over `responses` (at least one)."""
+    """Return reward/* and response/* over `responses` (at least one)."""
     lengths = [r.tokens.size for r in responses]
     count = len(responses)
     return {
@@ -35,8 +112,13 @@ def response_stats(responses: Sequence[Response]) -> dict[str, float]:
 
 @dataclass
 class RolloutBatch:
-    """groups: to train on, in the order of their prompts (surplus of the step before first); stats: rollout/*, reward/*, response/*, the
-    same on every rank; seconds: this rank's time per part; errors: verifiers' failures and how often each occurred."""
+    """The rollout of one step.
+
+    groups   to train on, in the order of their prompts (surplus of the step before first)
+    stats    rollout/*, reward/*, response/*, the same on every rank
+    seconds  of this rank, per part
+    errors   verifiers' failures, and how often each occurred
+    """
 
     step: int
     groups: list[Group]
@@ -46,48 +128,45 @@ class RolloutBatch:
 
     @property
     def responses(self) -> list[Response]:
-        """All responses, group after group: row i of the Experience is responses[i]."""
+        """Return all responses, group after group: row i of the Experience is responses[i]."""
         return [r for group in self.groups for r in group.responses]
 
     def to_experience(self) -> Experience:
-        """Columns: engine_logprobs float32 [T]; rewards float32, correct, truncated bool, group_ids, policy_version and
-        response_index int64 [n]. policy_version is that of a response's oldest token; where some go on under new weights,
-        token_versions int32 [T] has each token's.
+        """Return the packed batch with the columns engine_logprobs float32 [T]; rewards float32, correct and truncated bool,
+        group_ids, policy_version and response_index int64 [n].
 
-        group_ids[i] is the position of its group in `groups`, response_index[i] its position in the group."""
-        prompts = {id(group): np.array(group.prompt.tokens, dtype=np.int64) for group in self.groups}
-        rows = [(prompts[id(group)], r) for group in self.groups for r in group.responses]
-        lengths = np.array([prompt.size + r.tokens.size for prompt, r in rows], dtype=np.int64)
-        tokens = np.concatenate([part for prompt, r in rows for part in (prompt, r.tokens)])
-        logprobs = np.concatenate([part for prompt, r in rows for part in (np.zeros(prompt.size, dtype=np.float32), r.logprobs)])
-        spans = np.array([n for prompt, r in rows for n in (prompt.size, r.tokens.size)], dtype=np.int64)
-        mask = np.repeat(np.tile([False, True], len(rows)), spans)
-        responses = [r for _, r in rows]
-        places = [(g, i) for g, group in enumerate(self.groups) for i in range(len(group.responses))]
+        group_ids[i] is the position of its group in `groups`, response_index[i] its position in the group. policy_version
+        is that of a response's oldest token; where some were continued under new weights, token_versions int32 [T] has
+        each token's."""
+        rows = [(g, i, r) for g, group in enumerate(self.groups) for i, r in enumerate(group.responses)]
+        prompts = [np.array(group.prompt.tokens, dtype=np.int64) for group in self.groups]
+        cu_seqlens = np.cumsum([0, *(prompts[g].size + r.tokens.size for g, _, r in rows)], dtype=np.int64)
+        total = int(cu_seqlens[-1])
+        tokens, mask = np.empty(total, dtype=np.int64), np.zeros(total, dtype=bool)
+        logprobs, versions = np.zeros(total, dtype=np.float32), np.zeros(total, dtype=np.int32)
+        oldest = []
+        for (g, _, r), start, end in zip(rows, cu_seqlens, cu_seqlens[1:], strict=False):
+            first = start + prompts[g].size
+            tokens[start:first], tokens[first:end], mask[first:end] = prompts[g], r.tokens, True
+            logprobs[first:end] = r.logprobs
+            versions[first:end] = self.groups[g].version if r.versions is None else r.versions
+            oldest.append(self.groups[g].version if r.versions is None else int(r.versions.min()))
         columns = {
             "engine_logprobs": torch.from_numpy(logprobs),
-            "rewards": torch.tensor([r.reward for r in responses], dtype=torch.float32),
-            "correct": torch.tensor([r.correct for r in responses], dtype=torch.bool),
-            "truncated": torch.tensor([r.truncated for r in responses], dtype=torch.bool),
-            "group_ids": torch.tensor([g for g, _ in places], dtype=torch.int64),
-            "policy_version": torch.tensor(
-                [g.version if r.versions is None else r.versions.min() for g in self.groups for r in g.responses]
-            ),
-            "response_index": torch.tensor([i for _, i in places], dtype=torch.int64),
+            "rewards": torch.tensor([r.reward for _, _, r in rows], dtype=torch.float32),
+            "correct": torch.tensor([r.correct for _, _, r in rows], dtype=torch.bool),
+            "truncated": torch.tensor([r.truncated for _, _, r in rows], dtype=torch.bool),
+            "group_ids": torch.tensor([g for g, _, _ in rows], dtype=torch.int64),
+            "policy_version": torch.tensor(oldest, dtype=torch.int64),
+            "response_index": torch.tensor([i for _, i, _ in rows], dtype=torch.int64),
         }
-        if any(r.versions is not None for r in responses):
-            zeros = [np.zeros(prompt.size, dtype=np.int32) for prompt, _ in rows]
-            own = [
-                np.full(r.tokens.size, g.version, dtype=np.int32) if r.versions is None else r.versions
-                for g in self.groups
-                for r in g.responses
-            ]
-            columns["token_versions"] = torch.from_numpy(np.concatenate([part for both in zip(zeros, own, strict=True) for part in both]))
-        cu_seqlens = torch.from_numpy(np.concatenate([[0], lengths.cumsum()]))
-        return Experience(torch.from_numpy(tokens), cu_seqlens, torch.from_numpy(mask), columns)
+        if any(r.versions is not None for _, _, r in rows):
+            columns["token_versions"] = torch.from_numpy(versions)
+        arrays = torch.from_numpy(tokens), torch.from_numpy(cu_seqlens), torch.from_numpy(mask)
+        return Experience(*arrays, columns)
 
     def samples(self, tokenizer: Any, limit: int) -> dict[int, Sample]:
-        """At most `limit` responses of the first groups as `choose_samples` takes them, as text, by their row of the Experience."""
+        """Return at most `limit` responses of the first groups, as `choose_samples` takes them, by their row of the Experience."""
         if not limit:
             return {}
         groups = self.groups[: max(2, math.ceil(limit / len(self.groups[0].responses)))]
@@ -109,20 +188,22 @@ class RolloutBatch:
         ]
         wanted = {id(sample) for sample in choose_samples(found, limit)}
         chosen = [row for row, sample in enumerate(found) if id(sample) in wanted]
-        texts = tokenizer.batch_decode([rows[row][1].tokens.tolist() for row in chosen], skip_special_tokens=True)
+        texts = tokenizer.batch_decode(
+            [rows[row][1].tokens.tolist() for row in chosen], skip_special_tokens=True
+        )
         return {row: replace(found[row], response=text) for row, text in zip(chosen, texts, strict=True)}
 
 
 @dataclass
 class EvaluationResult:
-    """k answers to each problem. `groups` are in the order of the problems."""
+    """k answers to each problem, in the order of the problems."""
 
     k: int
     groups: list[Group]
 
     def table(self) -> list[dict[str, Any]]:
-        """One row per problem: its scores, pass@j for every j of `ks_up_to`, the most frequent answer and its votes, mean length in
-        tokens, share of truncated answers and of verifier failures."""
+        """Return one row per problem: its scores, pass@j for every j of `ks_up_to`, the most frequent answer and its votes,
+        mean length in tokens, share of truncated answers and of verifier failures."""
         rows = []
         for group in self.groups:
             answers, correct = group.responses, [r.correct for r in group.responses]
@@ -147,15 +228,17 @@ class EvaluationResult:
         return rows
 
     def stats(self) -> dict[str, float]:
-        """eval/*: means over the problems."""
+        """Return eval/*: means over the problems."""
         table = self.table()
         means = {
-            f"eval/{name}": sum(row[name] for row in table) / len(table) for name in ("avg", "pass", "majority", "length_mean", "truncated")
+            f"eval/{name}": sum(row[name] for row in table) / len(table)
+            for name in ("avg", "pass", "majority", "length_mean", "truncated")
         }
         return {**means, "eval/k": self.k, "eval/problems": len(table)}
 
     def scores(self) -> dict[str, dict[str, float]]:
-        """avg@k, pass@1 ... pass@k and majority@k: the mean over the problems and its 95 % confidence interval, low to high."""
+        """Return avg@k, pass@1 ... pass@k and majority@k, each with its mean over the problems and the 95 % confidence
+        interval, low to high."""
         table = self.table()
         columns = {
             f"avg@{self.k}": [row["avg"] for row in table],
@@ -169,7 +252,7 @@ class EvaluationResult:
         return found
 
     def counts(self) -> dict[str, int]:
-        """What became of the answers. unverified: the verifier failed on it, and it counts as wrong."""
+        """Count answers by what became of them. unverified: the verifier failed on it, and it counts as wrong."""
         answers = [answer for group in self.groups for answer in group.responses]
         return {
             "all": len(answers),
@@ -180,9 +263,11 @@ class EvaluationResult:
         }
 
     def answers(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        """Every answer with its text, for a jsonl file; decoded as it is asked for, so that one rank alone need do it."""
+        """Yield every answer with its text, for a jsonl file. Decoded on demand, since only one rank needs it."""
         for group in self.groups:
-            texts = tokenizer.batch_decode([r.tokens.tolist() for r in group.responses], skip_special_tokens=True)
+            texts = tokenizer.batch_decode(
+                [r.tokens.tolist() for r in group.responses], skip_special_tokens=True
+            )
             for i, (r, text) in enumerate(zip(group.responses, texts, strict=True)):
                 yield {
                     "uid": group.prompt.uid,

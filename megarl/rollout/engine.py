@@ -1,115 +1,108 @@
-"""The protocol of a rollout engine: what the scheduler and the samplers may ask, whatever generates the tokens."""
+"""The protocol of a rollout engine, and the choice of one by its name.
+
+A new engine needs: a class with this protocol, in a file of its own; a case in `make_engine`; its name in
+`RolloutConfig.engine` (config/schema.py) and its limits in config/check.py; the layout of its weights in
+weights/engine_plan.py; and its memory and speed in plan/memory.py and plan/times.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, assert_never
 
 from torch import Tensor
 
+from megarl.config.schema import Config
+from megarl.model.builder import DTYPES
+from megarl.parallel.runtime import Runtime
+from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sglang import SGLangEngine
+from megarl.rollout.transformers_engine import TransformersEngine
+from megarl.weights.families import read_config
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
 
-TAGS = ("weights", "kv_cache")  # what can sleep
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How responses are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop: tuple[str, ...] = ()
-
-
-@dataclass
-class Completion:
-    """tokens: the response's ids, end-of-sequence included when it was reached; logprobs: of each of them, under the
-    distribution that was sampled from (after temperature, before top-p and top-k), float32; versions: the weights that each of them
-    was sampled from.
-
-    finish: "stop" (end-of-sequence or a stop text), "length" (max_tokens reached) or "abort"."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish: Literal["stop", "length", "abort"] = "abort"
-    versions: list[int] = field(default_factory=list)
-
-    def extended(self, tokens: list[int], logprobs: list[float], finish: Literal["stop", "length", "abort"], version: int) -> Completion:
-        """What it has become after some more tokens of one version."""
-        return Completion(self.tokens + tokens, self.logprobs + logprobs, finish, self.versions + [version] * len(tokens))
-
-
-@dataclass(frozen=True)
-class Request:
-    """One response to one prompt. The same seed gives the same response, whatever else is in the batch. `begun`: what there is of it."""
-
-    prompt: tuple[int, ...]
-    seed: int
-    begun: Completion | None = None
-
 
 class RolloutEngine(Protocol):
-    """Lives on one or several ranks of the training job; each of them has such an object and calls the methods of updates, sleep, wake,
-    start and stop. The first of them, the leader, alone is given requests, and alone can meet an EngineFailure.
+    """An engine over one or several ranks of the training job, each of which has such an object. All of them call the
+    methods of start, stop, updates, sleep and wake. The first of them, the leader, alone is given requests, and alone can
+    meet an EngineFailure.
 
-    streams: whether requests end one by one, so that more can be submitted while some run, and what is left over be aborted."""
+    weight_version  version of the weights that it generates with
+    streams         whether requests end one by one: more can be submitted while some run, and the rest be aborted
+    """
 
     weight_version: int
     streams: bool
 
     def start(self) -> None:
-        """Allocates the model with undefined weights; an update must follow before `submit`."""
+        """Begin the start with undefined weights; an update must follow before `submit`."""
 
     def ready(self, seconds: float) -> bool:
-        """Whether the start has ended; waits for it, at most `seconds`."""
+        """Return whether the start has ended; wait for it, at most `seconds`."""
 
     def restart(self) -> None:
-        """After an EngineFailure. An update must follow, with which unfinished requests go on, from the same seeds."""
+        """Start anew after an EngineFailure. After the next update unfinished requests continue, from the same seeds."""
 
-    def is_one_of(self, ranks: Sequence[int]) -> bool:
-        """Whether this engine is that of one of these ranks."""
+    def stop(self) -> None:
+        """End the engine and free everything."""
 
     def buckets(self, plan: Plan, memory: Staging) -> list[tuple[Plan, dict[str, Tensor]]]:
-        """The plan of a weight transfer in parts, each with this rank's tensors that it writes. Where these are not the engine's own, all
-        parts share `memory`, which is there during a delivery: each is delivered before the next is written."""
+        """Divide the plan of a weight transfer into parts, each with the tensors of this rank that it writes. Where these
+        are not the engine's own, all parts share `memory`: each is loaded before the next is written."""
 
     def handle(self, bucket: int) -> Any:
-        """How the engine finds what this rank has written."""
+        """Return how the engine finds what this rank has written."""
 
     def begin_update(self) -> None:
-        """Before the first delivery."""
+        """Prepare for new weights. Called before the first bucket."""
 
-    def deliver(self, bucket: int, handles: Sequence[Any], version: int) -> None:
-        """After all ranks have written the bucket; `handles` of all of them, by rank."""
+    def load_bucket(self, bucket: int, handles: Sequence[Any], version: int) -> None:
+        """Load a bucket that all ranks have written. `handles`: of all ranks, by rank."""
 
     def end_update(self, version: int) -> None:
-        """After the last delivery: caches that depend on the old weights are dropped, `weight_version` becomes `version`."""
+        """Drop what depends on the old weights and set `weight_version`. Called after the last bucket."""
 
     def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
-        """Begins generating; the keys are given back by `poll`."""
+        """Begin generating; `poll` gives the keys back."""
 
     def poll(self, seconds: float) -> list[tuple[int, Completion]]:
-        """What has ended. Waits at most `seconds` for the first to end, unless the engine does not stream: then all end now."""
+        """Return what has ended. Waits at most `seconds` for the first, unless the engine does not stream: then all end
+        now."""
 
     @property
     def running(self) -> int:
-        """Requests that have not come back."""
+        """Return the number of requests that have not come back."""
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """One completion per request, in the order of the requests."""
+        """Return one completion per request, in the order of the requests."""
 
     def abort(self) -> list[tuple[int, Completion]]:
-        """Ends what runs, and gives it back with finish "abort"."""
+        """End everything that runs and return it with finish "abort"."""
 
-    def sleep(self, tags: Sequence[str] = TAGS) -> None:
-        """Frees the device memory that the tags name; `wake` must follow before `submit`, and an update where they name weights."""
+    def sleep(self, tags: Sequence[str]) -> None:
+        """Free the device memory of the tags ("weights", "kv_cache"). `wake` must follow before `submit`, and an update
+        where the tags name weights."""
 
-    def wake(self, tags: Sequence[str] = TAGS) -> None:
-        """Undoes `sleep`."""
+    def wake(self, tags: Sequence[str]) -> None:
+        """Allocate the memory of the tags again; weights are undefined until an update."""
 
-    def stop(self) -> None:
-        """Ends the engine and frees everything."""
+
+def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
+    """Make the engine that `rollout.engine` names, not started."""
+    eos_ids = (tokenizer.eos_token_id,)
+    match config.rollout.engine:
+        case "sglang":
+            hf_config = read_config(config.model.path)
+            return SGLangEngine(config, hf_config, runtime.rank, runtime.device, eos_ids)
+        case "transformers":
+            return TransformersEngine(
+                config.model.path,
+                dtype=DTYPES[config.model.dtype],
+                device=runtime.device,
+                max_batch=config.rollout.max_batch,
+                eos_ids=eos_ids,
+                tokenizer=tokenizer,
+            )
+        case other:
+            assert_never(other)

@@ -1,149 +1,525 @@
-"""The rollout of a step: prompts in, judged groups of responses out, with dynamic sampling; and the evaluation on held-out problems."""
+"""The rollout of a step: prompts in, verified groups of responses out.
+
+`RolloutSampler` draws prompts and keeps what a step leaves to the next, `GroupCollector` decides which groups a step trains
+on (dynamic sampling), `RolloutWorker` generates over all ranks. All ranks call them alike and take the same decisions, since
+they see the same gathered groups.
+"""
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from megarl.config.errors import DataError
-from megarl.config.schema import Config
+import numpy as np
+
+from megarl.config.errors import ConfigError, DataError, EngineError, EngineFailure, MegarlError
+from megarl.config.schema import Config, DynamicSamplingConfig
 from megarl.data.prompts import Prompt
-from megarl.rollout.batch import EvaluationResult, RolloutBatch, response_stats
-from megarl.rollout.delivery import Failures
-from megarl.rollout.engine import Completion, RolloutEngine, SamplingParams
-from megarl.rollout.groups import Group, GroupCollector, prompt_from_state, prompt_state
-from megarl.rollout.seeds import evaluation_seed, response_seed
-from megarl.rollout.wave import Asked, Verifier, WaveRunner, give_up
+from megarl.parallel.comm import gather_objects
+from megarl.parallel.runtime import Runtime
+from megarl.rewards.verdict import Verdict, soft_overlong_punishment
+from megarl.rollout.batch import (
+    EvaluationResult,
+    Group,
+    Response,
+    RolloutBatch,
+    prompt_from_state,
+    prompt_state,
+    response_stats,
+)
+from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.sampling import Completion, Request, SamplingParams, evaluation_seed, response_seed
+from megarl.rollout.weight_sync import Failures
+
+TICK = 0.25  # seconds after which ranks exchange what has ended, so that none waits in a collective for a whole response
+
+
+class Verifier(Protocol):
+    """What a worker needs of a VerifierPool."""
+
+    def verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]: ...
+
+
+@dataclass
+class GroupRequest:
+    """A prompt, and a seed for each of its responses. `partial`: the responses as far as an earlier step made them."""
+
+    prompt: Prompt
+    seeds: Sequence[int]
+    partial: Sequence[Completion | None] = ()
 
 
 class RolloutSampler:
-    """Every rank has one and calls it alike; all take the same decisions, since they see the same gathered groups.
+    """Collects a step's groups, and evaluates.
 
-    draw        the next n prompts of the training data, the same on every rank
-    rank, world this rank's engine among all engines
-    gather      every rank's object, by rank, on every rank
-    oversample  see GroupCollector
-    recover     see WaveRunner
+    worker  of this rank
+    draw    the next n prompts of the training data, the same on every rank
 
-    Where the engine streams, prompts are drawn ahead as long as groups are missing, groups are accepted in the order of their prompts,
-    and once there are enough what still runs is aborted: its prompts come first in the next step, with
-    `rollout.continue_partial` with what there is of their responses.
+    With an engine that streams, prompts are drawn ahead as long as groups are missing, and groups are accepted in the order
+    of their prompts. Once there are enough, what still runs is aborted: its prompts come first in the next step, with
+    `rollout.continue_partial` together with their partial responses.
+    """
+
+    def __init__(
+        self, worker: RolloutWorker, draw: Callable[[int], Sequence[Prompt]] = lambda prompts: ()
+    ) -> None:
+        self.worker, self.draw, self.config = worker, draw, worker.config
+        self.surplus: list[Group] = []
+        self.returned: list[GroupRequest] = []
+
+    def collect(self, step: int) -> RolloutBatch:
+        """Collect `rollout.prompts` groups for a step. reward/* and response/* count all responses of this step, whether
+        their groups were accepted or not, so that dynamic sampling does not hide the policy's accuracy.
+
+        Raises DataError at the limit of generation batches where the configuration says so, and what engine and verifiers
+        raise."""
+        rollout, worker, streams = self.config.rollout, self.worker, self.worker.engine.streams
+        params = SamplingParams(
+            rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop
+        )
+        collector = GroupCollector(rollout.prompts, rollout.dynamic_sampling, self.surplus)
+        drawn: Counter[int] = Counter()
+
+        def more() -> list[GroupRequest]:
+            n = collector.refill(worker.ahead, worker.running) if streams else collector.next_batch()
+            return self._draw(n, step, drawn)
+
+        worker.reset()
+        while requests := more():
+            worker.submit(requests, params)
+            while worker.running:
+                worker.tick()
+                while groups := worker.take(collector.missing if streams else None):
+                    collector.offer(groups)  # of which some may be rejected: then there is more to take
+                if streams and not collector.missing:
+                    self.returned = worker.abort(rollout.continue_partial) + self.returned
+                elif streams:
+                    worker.submit(more(), params)
+        groups, self.surplus = collector.result()
+        responses = [r for group in collector.offered or groups for r in group.responses]
+        errors = Counter(r.error for r in responses if r.error is not None)
+        stats = {**collector.stats(), **response_stats(responses)}
+        return RolloutBatch(step, groups, stats, worker.seconds, dict(errors))
+
+    def _draw(self, prompts: int, step: int, drawn: Counter[int]) -> list[GroupRequest]:
+        """Return requests for the next prompts: first those that an earlier step returned. A prompt drawn again in one
+        step gets further seeds."""
+        requests, self.returned = self.returned[:prompts], self.returned[prompts:]
+        if len(requests) < prompts:
+            requests += [GroupRequest(prompt, ()) for prompt in self.draw(prompts - len(requests))]
+        size = self.config.rollout.group_size
+        for i, request in enumerate(requests):
+            uid = request.prompt.uid
+            if not request.partial:
+                first = drawn[uid] * size
+                seeds = [response_seed(self.config.seed, step, uid, first + j) for j in range(size)]
+                requests[i] = GroupRequest(request.prompt, seeds)
+            drawn[uid] += 1
+        return requests
+
+    def evaluate(
+        self, problems: Sequence[Prompt], k: int | None = None, params: SamplingParams | None = None
+    ) -> EvaluationResult:
+        """Sample and verify k answers (default `evaluation.samples`) to each problem. Raises DataError where there is no
+        problem."""
+        if not problems:
+            raise DataError("data.eval: there is no problem to evaluate on (name a file that holds some)")
+        evaluation, rollout = self.config.evaluation, self.config.rollout
+        k = k or evaluation.samples
+        params = params or SamplingParams(
+            rollout.max_response_tokens, evaluation.temperature, evaluation.top_p, 0, rollout.stop
+        )
+        drawn: Counter[int] = Counter()
+        requests = []
+        for problem in problems:
+            first = drawn[problem.uid] * k
+            seeds = [evaluation_seed(self.config.seed, problem.uid, first + i) for i in range(k)]
+            requests.append(GroupRequest(problem, seeds))
+            drawn[problem.uid] += 1
+        self.worker.reset()
+        return EvaluationResult(k, self.worker.generate(requests, params))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next step needs besides the weights and the prompts' order; lists and dicts only."""
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that puts the present `state_dict` together, at any later time: groups and requests never
+        change once they are made."""
+        surplus, returned = list(self.surplus), list(self.returned)
+
+        def state() -> dict[str, Any]:
+            requests = [
+                {
+                    "prompt": prompt_state(request.prompt),
+                    "seeds": list(request.seeds),
+                    "begun": [completion and vars(completion) for completion in request.partial],
+                }
+                for request in returned
+            ]
+            return {"surplus": [group.state_dict() for group in surplus], "returned": requests}
+
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Undo `state_dict`."""
+        self.surplus = [Group.from_state(group) for group in state["surplus"]]
+        self.returned = []
+        for request in state.get("returned", ()):
+            partial = [Completion(**c) if c else None for c in request["begun"]]
+            self.returned.append(
+                GroupRequest(prompt_from_state(request["prompt"]), request["seeds"], partial)
+            )
+
+
+class GroupCollector:
+    """Decides which groups a rollout step trains on. They come in generation batches or, from an engine that streams, one by
+    one (`refill`):
+
+        while n := collector.next_batch():
+            collector.offer(<groups of the next n prompts, in their order>)
+        groups, surplus = collector.result()
+
+    prompts  groups wanted
+    surplus  accepted groups left over from the step before, which are taken first
+
+    Every decision follows from the groups offered, in their order, and from nothing else.
+    """
+
+    def __init__(self, prompts: int, dynamic: DynamicSamplingConfig, surplus: Iterable[Group] = ()) -> None:
+        self.prompts, self.dynamic = prompts, dynamic
+        self.accepted = list(surplus)
+        self.offered: list[Group] = []  # of this step, in order
+        self.rejected: list[Group] = []
+        self.batches = 0
+        self.submitted = 0  # prompts, where the engine streams
+
+    @property
+    def missing(self) -> int:
+        """Return how many groups are still to be accepted."""
+        return max(0, self.prompts - len(self.accepted))
+
+    def next_batch(self) -> int:
+        """Return the prompts of the next generation batch; 0 when the step has what it needs or has reached its limit.
+
+        Raises DataError (ConfigError where the verifier always failed) at the limit where the configuration says stop."""
+        if not self.missing:
+            return 0
+        if self.batches >= self.dynamic.max_batches:
+            self._check_limit()
+            return 0
+        self.batches += 1
+        if self.batches == 1:
+            return self._first
+        return min(self.prompts, max(self.missing, self._estimate(self.missing, ())))
+
+    def refill(self, ahead: Sequence[Group], running: int) -> int:
+        """Return how many prompts to submit beside those that run. Never more run at once than `prompts` (or the first
+        batch), and a step has at most `prompts` * max_batches. How many run ahead depends on time; which groups are
+        accepted does not.
+
+        ahead    groups that are complete but not offered, as one before them still runs
+        running  prompts whose groups are not complete
+
+        Raises DataError (ConfigError where the verifier always failed) at the limit where the configuration says stop."""
+        missing = self.missing - sum(group.mixed or not self.dynamic.enabled for group in ahead)
+        if missing <= 0:
+            return 0
+        if not self.submitted:
+            self.submitted = self._first
+            return self.submitted
+        left = self.prompts * self.dynamic.max_batches - self.submitted
+        if self.dynamic.enabled and left <= 0 and not running and not ahead:
+            self._check_limit()
+        if not self.dynamic.enabled or left <= 0 or not (self.offered or ahead):
+            return 0
+        more = max(0, min(left, min(self._estimate(missing, ahead), self.prompts) - running))
+        self.submitted += more
+        return more
+
+    @property
+    def _first(self) -> int:
+        return math.ceil(self.missing * self.dynamic.oversample) if self.dynamic.enabled else self.missing
+
+    def _estimate(self, missing: int, ahead: Sequence[Group]) -> int:
+        """Estimate the prompts for `missing` accepted groups, by Laplace's rule: never 0, and careful after few prompts."""
+        kept = len(self.offered) - len(self.rejected) + sum(group.mixed for group in ahead)
+        return math.ceil(missing * (len(self.offered) + len(ahead) + 2) / (kept + 1))
+
+    def _check_limit(self) -> None:
+        if self.dynamic.at_limit == "stop":
+            count = len(self.offered)
+            errors = {response.error for group in self.offered for response in group.responses}
+            if errors and None not in errors:
+                raise ConfigError(
+                    f"reward.verifier: it failed on every answer of {count} prompts: {min(map(str, errors))}"
+                )
+            raise DataError(
+                f"rollout.dynamic_sampling.max_batches: after {self.dynamic.max_batches} generation batches ({count} "
+                f"prompts) only {len(self.accepted)} of {self.prompts} groups have right and wrong answers "
+                "(raise it, choose other prompts, or set rollout.dynamic_sampling.at_limit to continue)"
+            )
+
+    def offer(self, groups: Sequence[Group]) -> None:
+        """Accept or reject complete groups, in the order of their prompts."""
+        self.offered += groups
+        for group in groups:
+            (self.accepted if group.mixed or not self.dynamic.enabled else self.rejected).append(group)
+
+    def result(self) -> tuple[list[Group], list[Group]]:
+        """Return the `prompts` groups to train on, and the surplus for the next step (at most `prompts`; the rest is
+        dropped). Where too few were accepted, the first rejected ones follow the accepted."""
+        groups = (self.accepted + self.rejected)[: self.prompts]
+        return groups, self.accepted[self.prompts : 2 * self.prompts]
+
+    def stats(self) -> dict[str, float]:
+        """Return rollout/*: counts over the groups offered in this step. kept + all right + all wrong = prompts, with or
+        without filtering. waste: the share of their tokens that are neither trained on nor kept for the next step."""
+        groups, surplus = self.result()
+        used = {id(group) for group in (*groups, *surplus)}
+        tokens = [sum(r.tokens.size for r in group.responses) for group in self.offered]
+        waste = sum(n for group, n in zip(self.offered, tokens, strict=True) if id(group) not in used)
+        right = sum(group.correct == len(group.responses) for group in self.offered)
+        wrong = sum(group.correct == 0 for group in self.offered)
+        return {
+            "rollout/groups_kept": len(self.offered) - right - wrong,
+            "rollout/groups_all_right": right,
+            "rollout/groups_all_wrong": wrong,
+            "rollout/batches": self.batches or math.ceil(len(self.offered) / self.prompts),
+            "rollout/prompts": len(self.offered),
+            "rollout/tokens": sum(tokens),
+            "rollout/waste": waste / max(sum(tokens), 1),
+            "rollout/surplus": len(surplus),
+        }
+
+
+def raise_failure(failures: Failures) -> None:
+    """Raise the first failure: what `recover` is where engines cannot be started again."""
+    raise next(failure for failure in failures if failure is not None)
+
+
+class RolloutWorker:
+    """One rank's part in generating: splits requests over the engines, generates, verifies, and puts the groups of all ranks
+    together on every rank.
+
+    recover  brings engines that failed back, see WeightSync
+    seconds  of this rank per part: generate, verify, gather (waiting for slower ranks included); `reset` begins anew
     """
 
     def __init__(
         self,
         config: Config,
+        runtime: Runtime,
         engine: RolloutEngine,
-        draw: Callable[[int], Sequence[Prompt]],
         verifier: Verifier,
         tokenizer: Any,
-        rank: int = 0,
-        world: int = 1,
-        gather: Callable[[Any], list[Any]] = lambda value: [value],
-        oversample: float = 1.0,
-        recover: Callable[[Failures], None] = give_up,
+        recover: Callable[[Failures], None] = raise_failure,
     ) -> None:
-        self.config, self.engine, self.draw, self.verifier, self.tokenizer = config, engine, draw, verifier, tokenizer
-        self.rank, self.world, self.gather, self.oversample, self.recover = rank, world, gather, oversample, recover
-        self.surplus: list[Group] = []
-        self.returned: list[Asked] = []
+        self.config, self.runtime, self.engine = config, runtime, engine
+        self.verifier, self.tokenizer, self.recover = verifier, tokenizer, recover
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all requests, and begin to count seconds."""
+        self.seconds = dict.fromkeys(("generate", "verify", "gather"), 0.0)
+        self._params = SamplingParams(0)
+        self._version = -1
+        self._error: MegarlError | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        # Responses have numbers, the same on every rank.
+        self._count = 0
+        self._requests: dict[
+            int, GroupRequest
+        ] = {}  # by the first response's number, until the group is taken
+        self._arrived: dict[int, Response] = {}
+        self._own: dict[int, tuple[Prompt, Completion | None]] = {}  # this rank's, until they are verified
+        self._finished: list[tuple[int, Completion]] = []  # by an earlier step, and yet to be verified
+
+    def generate(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[Group]:
+        """Return one group per request, in their order; the same on every rank."""
+        self.submit(requests, params)
+        while self.running:
+            self.tick()
+        return self.take()
+
+    def submit(self, requests: Sequence[GroupRequest], params: SamplingParams) -> None:
+        """Begin the responses. Ordered by prompt, they are cut into equal stretches, one for each engine, so that a prompt
+        is prefilled on one engine or on neighbours."""
+        self._params = params
+        rows = [(request, i) for request in requests for i in range(len(request.seeds))]
+        first = self._count
+        for request in requests:
+            self._requests[self._count] = request
+            self._count += len(request.seeds)
+        tp = self.config.rollout.engine_tp
+        engine, engines = self.runtime.rank // tp, self.runtime.world // tp
+        if not rows or self.runtime.rank % tp:
+            return
+        own = {}
+        for row in range(engine * len(rows) // engines, (engine + 1) * len(rows) // engines):
+            request, i = rows[row]
+            partial = request.partial[i] if request.partial else None
+            self._own[first + row] = request.prompt, partial
+            if partial is not None and partial.finish != "abort":
+                self._finished.append((first + row, partial))
+            else:
+                own[first + row] = Request(request.prompt.tokens, request.seeds[i], partial)
+        try:
+            self.engine.submit(own, params)
+        except MegarlError as error:
+            self._error = error  # exchanged by the next tick: no rank may be left waiting
 
     @property
-    def params(self) -> SamplingParams:
-        """How training responses are drawn."""
-        rollout = self.config.rollout
-        return SamplingParams(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop)
+    def running(self) -> int:
+        """Return the number of prompts whose groups are not complete."""
+        return sum(not self._complete(first) for first in self._requests)
 
     @property
-    def evaluation_params(self) -> SamplingParams:
-        """How evaluation answers are drawn."""
-        evaluation, rollout = self.config.evaluation, self.config.rollout
-        return SamplingParams(rollout.max_response_tokens, evaluation.temperature, evaluation.top_p, 0, rollout.stop)
+    def ahead(self) -> list[Group]:
+        """Return the groups that are complete, behind one that is not."""
+        return [self._group(first) for first in self._requests if self._complete(first)]
 
-    def collect(self, step: int) -> RolloutBatch:
-        """`rollout.prompts` groups for step `step`. reward/* and response/* count all responses generated in this step, whether
-        their groups were accepted or not, so that dynamic sampling does not hide the policy's accuracy.
+    def _complete(self, first: int) -> bool:
+        return all(first + i in self._arrived for i in range(len(self._requests[first].seeds)))
 
-        Raises DataError at the limit of generation batches where the configuration says so, and what engine and verifiers raise."""
-        rollout, runner = self.config.rollout, self._runner()
-        collector = GroupCollector(rollout.prompts, rollout.dynamic_sampling, self.surplus, self.oversample)
-        drawn: Counter[int] = Counter()
-        while prompts := self._more(collector, runner):
-            runner.submit(self._draw(prompts, step, drawn), self.params)
-            while runner.running:
-                runner.tick()
-                while groups := runner.take(collector.missing if self.engine.streams else None):
-                    collector.offer(groups)  # of which some may be rejected: then there is more to take
-                if self.engine.streams:
-                    if not collector.missing:
-                        self.returned = runner.abort(rollout.continue_partial) + self.returned
-                    elif more := self._more(collector, runner):
-                        runner.submit(self._draw(more, step, drawn), self.params)
-        groups, self.surplus = collector.result()
-        responses = [r for group in collector.offered or groups for r in group.responses]
-        errors = Counter(r.error for r in responses if r.error is not None)
-        return RolloutBatch(step, groups, {**collector.stats(), **response_stats(responses)}, runner.seconds, dict(errors))
+    def _group(self, first: int) -> Group:
+        request = self._requests[first]
+        responses = [self._arrived[first + i] for i in range(len(request.seeds))]
+        return Group(request.prompt, responses, self._version)
 
-    def _more(self, collector: GroupCollector, runner: WaveRunner) -> int:
-        return collector.refill(runner.ahead, runner.running) if self.engine.streams else collector.wave()
+    def take(self, most: int | None = None) -> list[Group]:
+        """Return the complete groups up to the first that is not, in the order of their prompts, at most `most`; each of
+        them once."""
+        groups: list[Group] = []
+        while self._requests and (most is None or len(groups) < most):
+            first = next(iter(self._requests))
+            if not self._complete(first):
+                break
+            groups.append(self._group(first))
+            del self._requests[first]
+        return groups
 
-    def _draw(self, prompts: int, step: int, drawn: Counter[int]) -> list[Asked]:
-        """The next prompts: those that were returned first. A prompt drawn again in one step goes on where it stopped."""
-        asked, self.returned = self.returned[:prompts], self.returned[prompts:]
-        asked += [Asked(prompt, ()) for prompt in (self.draw(prompts - len(asked)) if len(asked) < prompts else ())]
-        size = self.config.rollout.group_size
-        for i, (prompt, begun) in enumerate((a.prompt, a.begun) for a in asked):
-            if not begun:
-                first = drawn[prompt.uid] * size
-                asked[i] = Asked(prompt, [response_seed(self.config.seed, step, prompt.uid, first + j) for j in range(size)])
-            drawn[prompt.uid] += 1
-        return asked
+    def tick(self) -> None:
+        """Generate for a while, verify what has ended, and exchange it. Raises an error of any rank on all of them."""
+        begin = time.perf_counter()
+        payload: dict[str, Any] = {}
+        ended, self._finished = self._finished, []
+        error, self._error = self._error, None
+        end = time.monotonic() + TICK
+        try:
+            if error is not None:
+                raise error
+            while self.engine.running and (left := end - time.monotonic()) > 0:
+                ended += self.engine.poll(left)
+            if any(completion.finish == "abort" for _, completion in ended):
+                raise EngineError("rollout: generation was aborted, the batch is not complete")
+        except EngineFailure as failure:
+            payload["failure"] = failure
+        except MegarlError as problem:
+            payload["error"] = problem
+        payload["version"] = self.engine.weight_version
+        generated = time.perf_counter()
+        if ended:
+            try:
+                payload |= self._verify(ended)
+            except MegarlError as problem:
+                payload["error"] = problem
+        verified = time.perf_counter()
+        payloads = gather_objects(self.runtime, payload)
+        self.seconds["generate"] += generated - begin
+        self.seconds["verify"] += verified - generated
+        self.seconds["gather"] += time.perf_counter() - verified
+        for other in payloads:
+            if "error" in other:
+                raise other["error"]
+        versions = [other["version"] for other in payloads]
+        if len(set(versions)) > 1:
+            raise EngineError(f"rollout: the ranks' engines have different weight versions: {versions}")
+        self._version = versions[0]
+        for other in payloads:
+            if "numbers" in other:
+                self._arrived |= zip(other["numbers"], self._responses(other), strict=True)
+        failures = [other.get("failure") for other in payloads]
+        if any(failures):
+            self.recover(failures)
 
-    def evaluate(self, problems: Sequence[Prompt], k: int | None = None, params: SamplingParams | None = None) -> EvaluationResult:
-        """k answers (default `evaluation.samples`) to each problem. Raises DataError where there is no problem."""
-        if not problems:
-            raise DataError("data.eval: there is no problem to evaluate on (name a file that holds some)")
-        k = k or self.config.evaluation.samples
-        drawn: Counter[int] = Counter()
-        seeds = []
-        for problem in problems:
-            first = drawn[problem.uid] * k
-            seeds.append([evaluation_seed(self.config.seed, problem.uid, first + i) for i in range(k)])
-            drawn[problem.uid] += 1
-        return EvaluationResult(k, self._runner().run(problems, seeds, params or self.evaluation_params))
+    def _verify(self, ended: Sequence[tuple[int, Completion]]) -> dict[str, Any]:
+        """Return this rank's responses and verdicts as flat arrays, which pickle to little more than their bytes."""
+        completions = [completion for _, completion in ended]
+        texts = self.tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
+        answers = [self._own.pop(number)[0].answer for number, _ in ended]
+        verdicts = self.verifier.verify(list(zip(texts, answers, strict=True)))
+        return {
+            "numbers": [number for number, _ in ended],
+            "lengths": np.array([len(c.tokens) for c in completions], dtype=np.int64),
+            "tokens": np.array([t for c in completions for t in c.tokens], dtype=np.int32),
+            "logprobs": np.array([p for c in completions for p in c.logprobs], dtype=np.float32),
+            "versions": np.array([v for c in completions for v in c.versions], dtype=np.int32),
+            "truncated": np.array([c.finish == "length" for c in completions], dtype=bool),
+            "verdicts": [(v.correct, v.extracted, v.error) for v in verdicts],
+        }
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the next step needs besides the weights and the prompts' order; lists and dicts only."""
-        return self.snapshot()()
-
-    def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """The present `state_dict`, put together when it is called: groups and prompts are never changed once they are made."""
-        surplus, asked = list(self.surplus), list(self.returned)
-
-        def state() -> dict[str, Any]:
-            begun = [[completion and vars(completion) for completion in a.begun] for a in asked]
-            returned = [{"prompt": prompt_state(a.prompt), "seeds": list(a.seeds), "begun": b} for a, b in zip(asked, begun, strict=True)]
-            return {"surplus": [group.state_dict() for group in surplus], "returned": returned}
-
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.surplus = [Group.from_state(group) for group in state["surplus"]]
-        self.returned = [
-            Asked(prompt_from_state(a["prompt"]), a["seeds"], [Completion(**c) if c else None for c in a["begun"]])
-            for a in state.get("returned", ())
-        ]
-
-    def _runner(self) -> WaveRunner:
-        return WaveRunner(
-            self.rank,
-            self.world,
-            self.engine,
-            self.verifier,
-            self.tokenizer,
-            self.gather,
-            self.config.reward,
-            tp=self.config.rollout.engine_tp,
-            recover=self.recover,
+    def _responses(self, payload: dict[str, Any]) -> list[Response]:
+        """Return the responses of a rank's payload, with their rewards."""
+        reward, overlong = self.config.reward, self.config.reward.overlong
+        ends = payload["lengths"].cumsum()[:-1]
+        tokens, logprobs, versions = (
+            np.split(payload[name], ends) for name in ("tokens", "logprobs", "versions")
         )
+        responses = []
+        for i, (correct, extracted, error) in enumerate(payload["verdicts"]):
+            penalty = 0.0
+            if overlong.soft_punishment:
+                length = int(payload["lengths"][i])
+                penalty = soft_overlong_punishment(length, self._params.max_tokens, overlong.buffer)
+            responses.append(
+                Response(
+                    tokens=tokens[i],
+                    logprobs=logprobs[i],
+                    finish="length" if payload["truncated"][i] else "stop",
+                    correct=correct,
+                    extracted=extracted,
+                    error=error,
+                    reward=(reward.correct if correct else reward.incorrect) + penalty,
+                    penalty=penalty,
+                    versions=versions[i] if (versions[i] != self._version).any() else None,
+                )
+            )
+        return responses
+
+    def abort(self, keep: bool) -> list[GroupRequest]:
+        """End what runs and forget what was not taken; return the requests of that, in their order. keep: with their
+        partial responses, to be continued."""
+        ended: dict[int, Completion] = {}
+        failure = None
+        try:
+            ended = dict([*self._finished, *self.engine.abort()])
+        except EngineFailure as error:
+            failure = error
+        partial = {n: c for n, c in ended.items() if c.tokens}
+        partial |= {n: c for n, (_, c) in self._own.items() if c is not None and n not in ended}
+        payloads = gather_objects(self.runtime, {"failure": failure, "partial": partial if keep else {}})
+        if any(failures := [other["failure"] for other in payloads]):
+            self.recover(failures)
+        partial = {n: c for other in payloads for n, c in other["partial"].items()}
+        returned = []
+        for first, request in self._requests.items():
+            numbers = range(first, first + len(request.seeds))
+            parts = [partial.get(n) or self._as_completion(n) for n in numbers]
+            returned.append(GroupRequest(request.prompt, request.seeds, parts if keep else ()))
+        self._clear()
+        return returned
+
+    def _as_completion(self, number: int) -> Completion | None:
+        """Return a response that has arrived, of a group that is not complete, as the engine gave it."""
+        if number not in self._arrived:
+            return None
+        r = self._arrived[number]
+        versions = [self._version] * r.tokens.size if r.versions is None else r.versions.tolist()
+        return Completion(r.tokens.tolist(), r.logprobs.tolist(), r.finish, versions)

@@ -1,13 +1,17 @@
-"""Choosing tokens: counter-based random numbers and inverse-CDF sampling, so that a token is a function of its logits, the
-response's seed and the position alone. Vectorised over rows; nothing here knows of models or caches.
+"""What is asked of a rollout engine, what it gives back, and how a token is drawn.
+
+A response follows from its prompt, its seed and the weights alone: seeds are hashes of what is sampled, a token is the
+inverse CDF at a counter-based random number. Imported inside SGLang's processes, so it needs nothing but torch.
 """
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass, field
+from typing import Literal
+
 import torch
 from torch import Tensor
-
-from megarl.rollout.engine import SamplingParams
 
 BLOCK = 1024  # columns whose running sum is made at once
 AT_ONCE = 16  # blocks that are float64 at once, to be summed
@@ -16,15 +20,73 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
+@dataclass(frozen=True)
+class SamplingParams:
+    """How responses are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass
+class Completion:
+    """A response, or the part of it that was made before it was aborted.
+
+    tokens    ids, end-of-sequence included when it was reached
+    logprobs  of each token under the distribution after temperature and before top-p and top-k, float32
+    finish    "stop" (end-of-sequence or a stop text), "length" (max_tokens reached) or "abort"
+    versions  version of the weights that each token was sampled from
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Literal["stop", "length", "abort"] = "abort"
+    versions: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to one prompt. The same seed gives the same response, whatever else is in the batch. `partial`: the
+    aborted response that is to be continued."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    partial: Completion | None = None
+
+
+def _hash(salt: str, *numbers: int) -> int:
+    text = ":".join([salt, *map(str, numbers)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def response_seed(run_seed: int, step: int, prompt_uid: int, index: int) -> int:
+    """Return the seed (63 bits) of response `index` to a prompt in a rollout step; the step separates repeated prompts."""
+    return _hash("megarl.rollout", run_seed, step, prompt_uid, index)
+
+
+def evaluation_seed(run_seed: int, problem_uid: int, index: int) -> int:
+    """Return the seed (63 bits) of answer `index` to a held-out problem. It has no step: every evaluation of a run draws
+    with the same numbers, so that its curve moves because of the policy."""
+    return _hash("megarl.evaluation", run_seed, problem_uid, index)
+
+
+def shuffle_seed(run_seed: int, step: int) -> int:
+    """Return the seed (63 bits) of the shuffle between the rollout and the updates of a step."""
+    return _hash("megarl.shuffle", run_seed, step)
+
+
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64 (torch's is arithmetic)."""
+    """Shift int64 right, filling with zeros (torch's shift is arithmetic)."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def uniform(seeds: Tensor, index: Tensor) -> Tensor:
-    """Element-wise output number `index` (from 0) of splitmix64 started at `seeds`, as float64 in [0, 1).
+    """Return output number `index` (from 0) of splitmix64 started at `seeds`, as float64 in [0, 1).
 
-    seeds and index: int64 of one shape. Integer arithmetic only, so the same on every device."""
+    seeds and index: int64 of one shape; element-wise. Integer arithmetic only, so the same on every device."""
     z = seeds + (index + 1) * _GOLDEN
     z = (z ^ _shift(z, 30)) * _MIX_1
     z = (z ^ _shift(z, 27)) * _MIX_2
@@ -32,18 +94,21 @@ def uniform(seeds: Tensor, index: Tensor) -> Tensor:
 
 
 def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
-    """Per row of weights [rows, n], the first column up to which the sum exceeds (`right`) or reaches `share` ([rows, 1]) of the whole;
-    int64 [rows, 1]. With `right` its weight is positive.
+    """Find in each row of weights [rows, n] the first column up to which the sum exceeds (`right`) or reaches `share`
+    ([rows, 1]) of the row's sum; int64 [rows, 1]. With `right` that column's weight is positive.
 
-    Sums are float64: a float32 sum over 150,000 tokens is off by more than the rare ones' probability. That is no more than a sum for each
-    block of columns, and a running sum within one of them: an array [rows, n] of float64 would be 300 MB at each token."""
+    Sums are float64: a float32 sum over 150,000 tokens is off by more than the probability of the rare ones. Only the
+    sums of blocks and the running sum within one block are: an array [rows, n] of float64 would be 300 MB at each
+    token."""
     size = weights.shape[1]
     if size <= BLOCK:
         cdf = weights.cumsum(-1, dtype=torch.float64)
         return torch.searchsorted(cdf, share * cdf[:, -1:], right=right).clamp_(max=size - 1)
     blocks, whole = -(-size // BLOCK), size // BLOCK * BLOCK
     parts = [part.unflatten(1, (-1, BLOCK)) for part in weights[:, :whole].split(AT_ONCE * BLOCK, dim=1)]
-    sums = torch.cat([part.sum(-1, dtype=torch.float64) for part in (*parts, weights[:, None, whole:])], dim=1)[:, :blocks]
+    sums = torch.cat(
+        [part.sum(-1, dtype=torch.float64) for part in (*parts, weights[:, None, whole:])], dim=1
+    )[:, :blocks]
     ends = sums.cumsum(-1)
     point = share * ends[:, -1:]
     block = torch.searchsorted(ends, point, right=right).clamp_(max=blocks - 1)
@@ -58,8 +123,9 @@ def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
 
 
 def keep_top(probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """probs [rows, vocab] with 0 outside the `top_k` largest (0: all) and, of what is left and renormalised, outside the smallest
-    set whose mass reaches `top_p` (1: all). Equals of the last kept token are kept. The result is not renormalised."""
+    """Set probs [rows, vocab] to 0 outside the `top_k` largest (0: all) and then, of what is left and renormalised, outside
+    the smallest set whose mass reaches `top_p` (1: all). Tokens as probable as the last kept one are kept. The result is
+    not renormalised."""
     if 0 < top_k < probs.shape[-1]:
         least = probs.topk(top_k, dim=-1).values[:, -1:]
         probs = probs.where(probs >= least, 0.0)
@@ -71,16 +137,18 @@ def keep_top(probs: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def choose(logits: Tensor, seeds: Tensor, index: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """The tokens number `index` of responses with `seeds`, and their log-probabilities.
+    """Draw token number `index` of the responses with `seeds`; return the tokens and their log-probabilities.
 
-    logits [rows, vocab]; seeds and index int64 [rows]. Returns tokens int64 [rows] and log-probabilities float32 [rows] under the
-    whole temperature-scaled distribution (greedy: temperature 1). Where a row holds NaN, so does its log-probability."""
+    logits [rows, vocab]; seeds and index int64 [rows]. Tokens are int64 [rows], log-probabilities float32 [rows] under the
+    whole temperature-scaled distribution (greedy: temperature 1), NaN where a row's logits hold NaN."""
     logits = logits.float()
     if params.temperature == 0:
         logprobs = torch.log_softmax(logits, dim=-1)
         tokens = logits.argmax(-1)
     else:
-        logprobs = torch.log_softmax(logits if params.temperature == 1 else logits / params.temperature, dim=-1)
+        logprobs = torch.log_softmax(
+            logits if params.temperature == 1 else logits / params.temperature, dim=-1
+        )
         # A point strictly below the total, so that the token found has a positive probability.
         point = uniform(seeds, index)[:, None]
         tokens = _search(keep_top(logprobs.exp(), params.top_k, params.top_p), point, right=True)[:, 0]

@@ -1,5 +1,7 @@
-"""The SGLang rollout engine as its ranks see it. Each of its ranks holds the memory in which a weight transfer leaves one SGLang rank's
-shard; the first of them, the leader, starts, watches and stops the engine's processes.
+"""The SGLang rollout engine as the ranks of a job see it.
+
+Each rank of an engine holds the memory in which a weight transfer leaves one SGLang rank's shard. The first of them, the
+leader, has an EngineProcess too: the start of the engine's processes, messages to them, a limit on every wait, their end.
 """
 
 from __future__ import annotations
@@ -7,80 +9,243 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.parallel.launch import environment_of_children
-from megarl.rollout.engine import TAGS, Completion, Request, SamplingParams
-from megarl.rollout.sglang_process import EngineProcess
+from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
 
 LOADER = "megarl.rollout.sglang_inside.load_shards"
+TAGS = ("weights", "kv_cache")  # device memory that can sleep
+GRAPHS = "cuda_graph"  # SGLang's tag of the memory of captured graphs, which only decoding needs
 ALIGN = 256  # bytes; tensors of a bucket begin at multiples of this
-GRAPHS = "cuda_graph"  # SGLang's tag of the memory that captured graphs keep, of which decoding alone has need
 LOGPROB_ABOVE_ZERO = 1e-3  # rounding of a probability of 1
-FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FP8_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+POLL = 0.2  # seconds between checks that the process is alive, while waiting
+KILL_WAIT = 30.0  # seconds for the kernel to end what was killed
+LOG_LINES = 4  # of the engine's own log, in an error
 
 
-@dataclass(frozen=True)
-class Place:
-    """A rank among the ranks of its engine, and its engine among the job's engines: rank r is part r % tp of engine r // tp."""
+class EngineProcess:
+    """The process that holds an SGLang engine (sglang_host.py). Whatever goes wrong is an EngineFailure, after which the
+    process must be ended.
 
-    rank: int
-    tp: int
-    device: torch.device
+    arguments    of sglang.Engine
+    environment  of the process
+    limit        seconds without a message from an engine that has work
+    start_limit  seconds until it is ready
+    children     process ids of SGLang's own processes
+    """
+
+    module = "megarl.rollout.sglang_host"
+
+    def __init__(
+        self, arguments: Mapping[str, Any], environment: Mapping[str, str], limit: float, start_limit: float
+    ) -> None:
+        self.arguments, self.environment = dict(arguments), dict(environment)
+        self.limit, self.start_limit = limit, start_limit
+        self.children: list[int] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._calls = 0
+        self._ready = False
+
+    def start(self) -> None:
+        """Begin the start; `ready` awaits its end."""
+        # SGLang leaves sockets and files in the folder for temporary files: one of our own, short enough for a
+        # socket's name.
+        self.folder = Path(tempfile.mkdtemp(prefix="megarl-sglang-"))
+        ours, theirs = socket.socketpair()
+        with (self.folder / "log").open("wb") as log, theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self.module, str(theirs.fileno()), str(os.getpid())],
+                env={**self.environment, "TMPDIR": str(self.folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the rank to answer; and `end` kills the group
+            )
+        self._connection = Connection(ours.detach())
+        self._silent = 0.0  # seconds spent waiting since the last message
+        self._done: list[tuple[int, Any]] = []
+        self._answers: dict[int, str | None] = {}
+        self._ready = False
+        self.children = []
+        self._send(self.arguments)
 
     @property
-    def engine(self) -> int:
-        return self.rank // self.tp
+    def pid(self) -> int:
+        """Return the id of the process that holds the engine."""
+        assert self._process is not None
+        return self._process.pid
 
-    @property
-    def part(self) -> int:
-        return self.rank % self.tp
+    def ready(self, seconds: float) -> bool:
+        """Return whether the engine takes requests; wait for it, at most `seconds`."""
+        end = time.monotonic() + seconds
+        while not self._ready and (left := end - time.monotonic()) > 0:
+            self._wait(left, self.start_limit, "it was not ready")
+        return self._ready
 
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a method of sglang_host.Calls. Raises EngineFailure with what SGLang said where it failed."""
+        self._calls += 1
+        self._silent = 0.0
+        self._send(("call", self._calls, name, arguments))
+        while self._calls not in self._answers:
+            self._wait(self.limit, self.limit, f"{name} was not answered")
+        problem = self._answers.pop(self._calls)
+        if problem is not None:
+            raise EngineFailure(f"SGLang: {name}: {problem}")
 
-@dataclass
-class _Bucket:
-    """Tensors that are delivered together: name -> (first byte in the memory, shape, dtype)."""
+    def submit(
+        self, requests: Sequence[tuple[int, Sequence[int], int, int]], params: Mapping[str, Any]
+    ) -> None:
+        """Send requests, see sglang_host.Host."""
+        self._silent = 0.0
+        self._send(("submit", requests, params))
 
-    tensors: dict[str, tuple[int, list[int], str]]
-    complete: list[str]
+    def abort(self) -> None:
+        """Ask for the end of everything that runs; `poll` then returns it as far as it is."""
+        self._send(("abort",))
+
+    def poll(self, seconds: float) -> list[tuple[int, Any]]:
+        """Return the answers since the last call; wait at most `seconds` for the first."""
+        end = time.monotonic() + seconds
+        while not self._done and (left := end - time.monotonic()) > 0:
+            self._wait(left, self.limit, "no token came")
+        while self._connection.poll(0):
+            self._read()
+        done, self._done = self._done, []
+        return done
+
+    def end(self) -> None:
+        """Kill the engine and everything that it has started, and wait for their end. A second call does nothing."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # the group lives as long as one of its processes
+        self._process.wait()
+        self._connection.close()
+        deadline = time.monotonic() + KILL_WAIT
+        while any(psutil.pid_exists(child) for child in self.children) and time.monotonic() < deadline:
+            time.sleep(0.02)  # they hold device memory until they are gone
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._process, self._ready = None, False
+
+    def _wait(self, seconds: float, limit: float, what: str) -> None:
+        """Wait for one message, at most `seconds` or POLL. Raises EngineFailure where the process has ended, and after
+        `limit` seconds of silence, over however many calls."""
+        begin = time.monotonic()
+        if self._connection.poll(min(seconds, POLL)):
+            self._read()
+            return
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise self._connection_lost()
+        self._silent += time.monotonic() - begin
+        if self._silent >= limit:
+            raise EngineFailure(f"SGLang, process {self.pid}: {what} for {limit:.0f} s{self._log()}")
+
+    def _read(self) -> None:
+        try:
+            word, *rest = self._connection.recv()
+        except (EOFError, OSError):
+            raise self._connection_lost() from None
+        self._silent = 0.0
+        if word == "done":
+            self._done += rest[0]
+        elif word == "answer":
+            self._answers[rest[0]] = rest[1]
+        elif word == "ready":
+            self._ready, self.children = True, rest[0]
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            raise self._connection_lost() from None
+
+    def _connection_lost(self) -> EngineFailure:
+        assert self._process is not None
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return EngineFailure(f"SGLang, process {self.pid}: it closed its connection{self._log()}")
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return EngineFailure(f"SGLang, process {self.pid}: {how}{self._log()}")
+
+    def _log(self) -> str:
+        """Return the last lines of SGLang's own log; in a traceback they say most."""
+        lines = [line.strip() for line in (self.folder / "log").read_text(errors="replace").splitlines()]
+        last = [line for line in lines if line][-LOG_LINES:]
+        return f"; its last lines: {' | '.join(last)[-600:]}" if last else ""
 
 
 class SGLangEngine:
-    """A RolloutEngine over `rollout.engine_tp` ranks. Only the leader is given requests, and only it can meet an EngineFailure; `restart`
-    and an update of the weights must follow one, and what was unfinished is then sent again with the same seeds.
+    """A RolloutEngine over `rollout.engine_tp` ranks: rank r holds part r % engine_tp of engine r // engine_tp. After an
+    EngineFailure unfinished requests are sent again, with the same seeds, by the next `end_update`.
 
-    hf_config: of the model's folder; eos_ids: tokens that end a response, besides those that the folder's configs name."""
+    hf_config  config.json of the model's folder
+    device     of this rank; a CPU build of SGLang runs on CPUs
+    eos_ids    tokens that end a response, besides those that the folder's configs name
+    process    of the engine, on its leader; None on its other ranks
+    """
 
     streams = True
 
-    def __init__(self, config: Config, hf_config: Mapping[str, Any], place: Place, eos_ids: Sequence[int]) -> None:
-        self.config, self.hf_config, self.place, self.eos_ids = config, hf_config, place, tuple(eos_ids)
+    def __init__(
+        self,
+        config: Config,
+        hf_config: Mapping[str, Any],
+        rank: int,
+        device: torch.device,
+        eos_ids: Sequence[int],
+    ) -> None:
+        self.config, self.hf_config, self.rank, self.device = config, hf_config, rank, device
+        self.eos_ids = tuple(eos_ids)
         self.weight_version = -1
         self._dtype = {"bf16": "bfloat16", "fp32": "float32"}[config.model.dtype]
         rollout = config.rollout
         self.process: EngineProcess | None = None
-        if place.part == 0:
+        if rank % rollout.engine_tp == 0:
             environment = environment_of_children() | self._environment()
-            self.process = EngineProcess(self._arguments(), environment, rollout.engine_timeout, rollout.engine_start_timeout)
+            limits = rollout.engine_timeout, rollout.engine_start_timeout
+            self.process = EngineProcess(self._arguments(), environment, *limits)
         self._memory: Tensor | None = None
-        self._buckets: list[_Bucket] = []
+        # Per bucket, as load_shards reads it: "tensors", name -> (first byte in the memory, shape, dtype), and "complete".
+        self._buckets: list[dict[str, Any]] = []
         self._outstanding: dict[int, tuple[Request, SamplingParams]] = {}
-        self._fault: EngineFailure | None = None
-        self._ready = False
+        self._failure: EngineFailure | None = None
+        self._has_weights = False
 
     def _arguments(self) -> dict[str, Any]:
-        """Of sglang.Engine. Its weights are undefined until a transfer."""
-        config, rollout, device = self.config, self.config.rollout, self.place.device
+        """Return the arguments of sglang.Engine. Its weights are undefined until a transfer."""
+        config, rollout = self.config, self.config.rollout
         arguments: dict[str, Any] = {
             "model_path": str(config.model.path),
             "load_format": "dummy",
@@ -98,191 +263,211 @@ class SGLangEngine:
         }
         if rollout.weights_dtype == "fp8_block":
             arguments["json_model_override_args"] = json.dumps({"quantization_config": FP8_CONFIG})
-        if device.type == "cpu":
+        if self.device.type == "cpu":
             # SGLang would give most of the machine's memory to the KV cache.
             longest = config.data.max_prompt_tokens + rollout.max_response_tokens
             arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
             arguments |= {"max_total_tokens": rollout.max_batch * longest}
         else:
-            arguments |= {"base_gpu_id": device.index, "mem_fraction_static": rollout.engine_memory, "enable_memory_saver": True}
-            arguments |= {"disable_prefill_cuda_graph": True}  # see _environment
+            arguments |= {"base_gpu_id": self.device.index, "mem_fraction_static": rollout.engine_memory}
+            arguments |= {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}  # see _environment
         return arguments | rollout.engine_options
 
     def _environment(self) -> dict[str, str]:
-        if self.place.device.type != "cpu":
-            # Graphs can sleep only where SGLang's memory saver has their memory in hand from the start. It ends the start for "breakable"
-            # graphs, its default for prefill (BreakableCudaGraphBackend.__init__): whoever asks for those does without.
+        """Return the environment variables of SGLang's processes, besides the rank's own."""
+        if self.device.type != "cpu":
+            # Graphs can sleep only where SGLang's memory saver manages their memory from the start. It refuses to start
+            # with "breakable" graphs, the default for prefill (BreakableCudaGraphBackend.__init__): with those it is off.
             options = self.config.rollout.engine_options
             sleeps = options.get("disable_prefill_cuda_graph", True) and "breakable" not in str(options)
             return {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1" if sleeps else "0"}
         cores = sorted(os.sched_getaffinity(0))
-        mine = [str(cores[(self.place.rank + part) % len(cores)]) for part in range(self.place.tp)]
+        parts = range(self.config.rollout.engine_tp)
         return {
             "SGLANG_USE_CPU_ENGINE": "1",
-            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(mine),
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
+                str(cores[(self.rank + part) % len(cores)]) for part in parts
+            ),
             "OMP_NUM_THREADS": str(self.config.parallel.threads),
             "GLOO_SOCKET_IFNAME": "lo",
         }
 
     def start(self) -> None:
-        """Begins the start of the processes; the first update awaits its end."""
+        """Begin the start of the processes; `ready` awaits its end."""
         if self.process is not None:
             self.process.start()
 
     def ready(self, seconds: float) -> bool:
-        """Whether the start has ended; waits for it, at most `seconds`."""
+        """Return whether the start has ended; wait for it, at most `seconds`."""
         return self.process is None or self.process.ready(seconds)
 
     def restart(self) -> None:
-        """Ends what is left of the engine and starts it anew. An update must follow."""
-        self._ready, self._fault, self.weight_version = False, None, -1
+        """End what is left of the engine and start it again. An update must follow."""
+        self._has_weights, self._failure, self.weight_version = False, None, -1
         if self.process is not None:
             self.process.end()
             self.process.start()
 
-    def is_one_of(self, ranks: Sequence[int]) -> bool:
-        return any(rank // self.place.tp == self.place.engine for rank in ranks)
+    def stop(self) -> None:
+        """End the processes and free the memory of transfers."""
+        if self.process is not None:
+            self.process.end()
+        self._outstanding.clear()
+        self._has_weights = False
+        if self._memory is not None and self.device.type == "cpu":
+            os.close(self._file)
+        self._memory = None
 
     def buckets(self, plan: Plan, memory: Staging) -> list[tuple[Plan, dict[str, Tensor]]]:
-        """The plan in parts, each with the tensors of this rank that it writes. All parts use the same memory, of at most
-        `rollout.transfer_bucket` (or the largest tensor): each is to be delivered before the next is written. On a CPU that is a file,
-        which another process can open."""
-        shards = plan.targets[self.place.rank]
-        names: list[list[str]] = [[]]
-        self._buckets, start, size = [_Bucket({}, [])], 0, 0
+        """Divide the plan into parts, each with the tensors of this rank that it writes.
+
+        All parts use the same memory of at most `rollout.transfer_bucket`, or the size of the largest tensor: each must be
+        loaded before the next is written. On a CPU it is a file, which another process can open."""
+        shards = plan.targets[self.rank]
+        self._buckets = [{"tensors": {}, "complete": []}]
+        start, size = 0, 0
         for name, shard in shards.items():
             dtype = plan.formats.get(name, self._dtype)
-            needed = -(-math.prod(shard.shape) * _itemsize(dtype) // ALIGN) * ALIGN
+            needed = -(-_nbytes(shard.shape, dtype) // ALIGN) * ALIGN
             if start and start + needed > self.config.rollout.transfer_bucket * 2**20:
-                self._buckets.append(_Bucket({}, []))
-                names.append([])
+                self._buckets.append({"tensors": {}, "complete": []})
                 start = 0
-            self._buckets[-1].tensors[name] = (start, list(shard.shape), dtype)
-            names[-1].append(name)
+            self._buckets[-1]["tensors"][name] = (start, list(shard.shape), dtype)
             start += needed
             size = max(size, start)
-        self._buckets[-1].complete = list(shards)
-        if self.place.device.type == "cpu":
-            self._memory = self._shared_file(size)
+        self._buckets[-1]["complete"] = list(shards)
+        if self.device.type == "cpu":
+            # A file that exists as long as this process has it open.
+            self._file = os.memfd_create("megarl-weights")
+            os.truncate(self._file, size)
+            path = f"/proc/self/fd/{self._file}"
+            self._memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         else:
             memory.reserve(size)
             self._memory = memory.take()
-        tensors = [{name: self._view(*entry) for name, entry in bucket.tensors.items()} for bucket in self._buckets]
-        return list(zip([_part(plan, set(some)) for some in names], tensors, strict=True))
-
-    def _shared_file(self, size: int) -> Tensor:
-        """Memory of a file that exists as long as this process has it open."""
-        self._file = os.memfd_create("megarl-weights")
-        os.truncate(self._file, size)
-        return torch.from_file(f"/proc/self/fd/{self._file}", shared=True, size=size, dtype=torch.uint8)
-
-    def _view(self, start: int, shape: list[int], dtype: str) -> Tensor:
-        assert self._memory is not None
-        return self._memory[start : start + math.prod(shape) * _itemsize(dtype)].view(getattr(torch, dtype)).view(shape)
+        parts = []
+        for bucket in self._buckets:
+            tensors = {
+                name: self._memory[first : first + _nbytes(shape, dtype)]
+                .view(getattr(torch, dtype))
+                .view(shape)
+                for name, (first, shape, dtype) in bucket["tensors"].items()
+            }
+            parts.append((_part(plan, tensors.keys()), tensors))
+        return parts
 
     def handle(self, bucket: int) -> bytes:
-        """Where SGLang's rank finds this rank's part; for one delivery (a CUDA handle is good for one)."""
+        """Return where SGLang's rank finds this rank's part; for one load (a CUDA handle is good for one)."""
         assert self._memory is not None
-        # An alias with a storage of its own: torch wraps a storage once more at each sharing, and keeps what belongs to that as long as it.
-        memory, place = torch.from_dlpack(self._memory), {}
-        if self.place.device.type == "cpu":
-            place = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "size": memory.numel()}
+        part = self._buckets[bucket]
+        if self.device.type == "cpu":
+            part = part | {"path": f"/proc/{os.getpid()}/fd/{self._file}", "size": self._memory.numel()}
             memory = torch.empty(0, dtype=torch.uint8)
-        part = {"tensors": self._buckets[bucket].tensors, "complete": self._buckets[bucket].complete, **place}
+        else:
+            # An alias with a storage of its own: torch wraps a storage once more at each sharing, and keeps the wrappers
+            # as long as the storage.
+            memory = torch.from_dlpack(self._memory)
         return bytes(ForkingPickler.dumps([(json.dumps(part), memory)]))
 
     def begin_update(self) -> None:
-        """Before the first delivery."""
-        self._ready = False
+        """Open SGLang's weight-update session."""
+        self._has_weights = False
         if self.process is not None:
             self.process.call("begin")
 
-    def deliver(self, bucket: int, handles: Sequence[bytes], version: int) -> None:
-        """`handles`: of all ranks of the job, by rank, each of which has written the bucket."""
+    def load_bucket(self, bucket: int, handles: Sequence[bytes], version: int) -> None:
+        """Load a bucket that all ranks have written. `handles`: of all ranks of the job, by rank."""
         if self.process is not None:
-            mine = list(handles[self.place.rank : self.place.rank + self.place.tp])
+            mine = list(handles[self.rank : self.rank + self.config.rollout.engine_tp])
             self.process.call("load", mine, version, bucket == len(self._buckets) - 1)
 
     def end_update(self, version: int) -> None:
-        """After the last delivery, with which the prefix cache was dropped. What was unfinished when the engine failed goes on."""
+        """Close the session; the last bucket has dropped the prefix cache. Requests that were unfinished when the engine
+        failed are sent again."""
         if self.process is not None:
             self.process.call("end")
-        self._ready, self.weight_version = True, version
+        self._has_weights, self.weight_version = True, version
         for params in dict.fromkeys(params for _, params in self._outstanding.values()):
-            self._send({number: request for number, (request, own) in self._outstanding.items() if own == params}, params)
+            own = {n: request for n, (request, theirs) in self._outstanding.items() if theirs == params}
+            self._send(own, params)
 
     def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
-        """Begins generating. The keys, which `poll` gives back, must be free."""
+        """Begin generating. The keys, which `poll` gives back, must be free. Raises EngineError without weights and for
+        a request that does not fit the model."""
         if not requests:
             return
-        if not self._ready:
-            raise EngineError("rollout engine: submit was called while it has no weights: an update must follow start and wake")
-        self._check(requests, params)
-        self._outstanding |= {number: (request, params) for number, request in requests.items()}
-        self._send(requests, params)
-
-    def _send(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
-        assert self.process is not None, "requests are the leader's"
-        rows = [(n, [*r.prompt, *(r.begun.tokens if r.begun else ())], len(r.prompt), r.seed) for n, r in requests.items()]
-        settings = {
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "stop": list(params.stop),
-            "stop_token_ids": list(self.eos_ids),
-        }
-        self.process.submit(rows, settings)
-
-    def _check(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
+        if not self._has_weights:
+            raise EngineError(
+                "rollout engine: submit was called while it has no weights: an update must follow start and wake"
+            )
         longest = max(len(r.prompt) for r in requests.values())
         positions = self.hf_config.get("max_position_embeddings", math.inf)
         if longest + params.max_tokens > positions:
             raise EngineError(
-                f"rollout: a prompt of {longest} tokens and {params.max_tokens} response tokens do not fit "
-                f"the model's {positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
+                f"rollout: a prompt of {longest} tokens and {params.max_tokens} response tokens do not fit the model's "
+                f"{positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
             )
+        self._outstanding |= {number: (request, params) for number, request in requests.items()}
+        self._send(requests, params)
+
+    def _send(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
+        assert self.process is not None, "only the leader takes requests"
+        rows = [
+            (n, [*r.prompt, *(r.partial.tokens if r.partial else ())], len(r.prompt), r.seed)
+            for n, r in requests.items()
+        ]
+        settings = vars(params) | {"stop": list(params.stop), "stop_token_ids": list(self.eos_ids)}
+        self.process.submit(rows, settings)
 
     @property
     def running(self) -> int:
-        """Requests that have not come back."""
+        """Return the number of requests that have not come back."""
         return len(self._outstanding)
 
     def poll(self, seconds: float) -> list[tuple[int, Completion]]:
-        """What has ended; waits at most `seconds` for the first. EngineFailure where the engine is dead, hangs or talks nonsense."""
+        """Return what has ended; wait at most `seconds` for the first. Raises EngineFailure where the engine has died,
+        hangs, or gives what cannot be an answer."""
         if not self._outstanding:
             return []
-        if self._fault is not None:
-            raise self._fault
+        if self._failure is not None:
+            raise self._failure
         assert self.process is not None
         ended = []
         for number, answer in self.process.poll(seconds):
             try:
                 ended.append((number, self._completion(self._outstanding[number][0], answer)))
-            except EngineFailure as fault:
-                self._fault = fault  # for the next call: what is good of this one is not lost
+            except EngineFailure as failure:
+                self._failure = failure  # raised by the next call: the good answers of this one are not lost
                 continue
             del self._outstanding[number]
         return ended
 
     def _completion(self, request: Request, answer: Any) -> Completion:
-        """Raises EngineFailure for what cannot be an answer."""
+        """Return an answer of SGLang behind the request's partial response. Raises EngineFailure for what cannot be an
+        answer."""
         if isinstance(answer, str):
             raise EngineFailure(f"SGLang: generate: {answer}")
         tokens, logprobs, finish, version = answer
         vocab = self.hf_config["vocab_size"]
         if version != str(self.weight_version):
-            raise EngineFailure(f"SGLang answered with weights of version {version}, not {self.weight_version}")
-        if finish not in ("stop", "length", "abort") or len(logprobs) != len(tokens) or (not tokens and finish != "abort"):
-            raise EngineFailure(f"SGLang answered {len(tokens)} tokens with {len(logprobs)} log-probabilities, ended by {finish}")
+            raise EngineFailure(
+                f"SGLang answered with weights of version {version}, not {self.weight_version}"
+            )
+        known_finish = finish in ("stop", "length", "abort")
+        if not known_finish or len(logprobs) != len(tokens) or (not tokens and finish != "abort"):
+            raise EngineFailure(
+                f"SGLang answered {len(tokens)} tokens with {len(logprobs)} log-probabilities, ended by {finish}"
+            )
         if not all(0 <= token < vocab for token in tokens):
             raise EngineFailure(f"SGLang answered a token outside of the vocabulary of {vocab}")
         if not all(-math.inf < logprob <= LOGPROB_ABOVE_ZERO for logprob in logprobs):
             raise EngineFailure("SGLang answered a log-probability that is not a finite number below 0")
-        return (request.begun or Completion()).extended(tokens, logprobs, finish, self.weight_version)
+        before = request.partial or Completion()
+        versions = before.versions + [self.weight_version] * len(tokens)
+        return Completion(before.tokens + tokens, before.logprobs + logprobs, finish, versions)
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """One completion per request, in their order."""
+        """Return one completion per request, in the order of the requests."""
         self.submit(dict(enumerate(requests)), params)
         ended: dict[int, Completion] = {}
         while self._outstanding:
@@ -290,51 +475,45 @@ class SGLangEngine:
         return [ended[i] for i in range(len(requests))]
 
     def abort(self) -> list[tuple[int, Completion]]:
-        """Ends what runs and gives it back, with finish "abort" unless it has just ended; where the engine fails, it is forgotten."""
+        """End what runs and return it, with finish "abort" unless it has just ended. Where the engine fails, everything
+        that runs is forgotten."""
         ended = []
         try:
             while self._outstanding:
                 assert self.process is not None
-                self.process.abort()  # again and again: it does not reach what is only just on its way
+                self.process.abort()  # repeatedly: it misses requests that are still on their way to SGLang
                 ended += self.poll(0.2)
         finally:
             self._outstanding.clear()
         return ended
 
     def sleep(self, tags: Sequence[str] = TAGS) -> None:
-        """`weights` and `kv_cache`, the latter with the graphs of decoding: their device memory is freed, on all ranks of the engine when
-        this ends. A CPU build of SGLang accepts it and does nothing."""
+        """Free device memory, that of the graphs of decoding with the KV cache's; when this ends, all ranks of the engine
+        have done so. A CPU build of SGLang accepts it and does nothing."""
         if "weights" in tags:
-            self._ready = False
+            self._has_weights = False
         if self.process is not None:
             self.process.call("sleep", _with_graphs(tags))
 
     def wake(self, tags: Sequence[str] = TAGS) -> None:
-        """Undoes `sleep`; weights are undefined until an update."""
+        """Allocate the memory again; weights are undefined until an update."""
         if self.process is not None:
             self.process.call("wake", _with_graphs(tags))
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.end()
-        self._outstanding.clear()
-        self._ready = False
-        if self._memory is not None and self.place.device.type == "cpu":
-            os.close(self._file)
-        self._memory = None
 
 
 def _with_graphs(tags: Sequence[str]) -> list[str]:
     return [*tags, GRAPHS] if "kv_cache" in tags else list(tags)
 
 
-def _itemsize(dtype: str) -> int:
-    itemsize: int = getattr(torch, dtype).itemsize
-    return itemsize
+def _nbytes(shape: Sequence[int], dtype: str) -> int:
+    return math.prod(shape) * int(getattr(torch, dtype).itemsize)
 
 
-def _part(plan: Plan, names: set[str]) -> Plan:
-    """The plan of some of the target tensors."""
-    targets = {rank: {name: shard for name, shard in shards.items() if name in names} for rank, shards in plan.targets.items()}
-    copies, relays = (tuple(copy for copy in them if copy.dst_name in names) for them in (plan.copies, plan.relays))
+def _part(plan: Plan, names: Collection[str]) -> Plan:
+    """Return the plan of some of the target tensors."""
+    targets = {
+        rank: {name: shard for name, shard in shards.items() if name in names}
+        for rank, shards in plan.targets.items()
+    }
+    copies, relays = (tuple(c for c in moves if c.dst_name in names) for moves in (plan.copies, plan.relays))
     return replace(plan, copies=copies, relays=relays, targets=targets)

@@ -1,8 +1,9 @@
-"""The process that holds one SGLang engine: `python -m megarl.rollout.sglang_host FD PID`. Messages come and go
-through a socket from the rank with that process id.
+"""The process that holds one SGLang engine: `python -m megarl.rollout.sglang_host FD PID`. Messages come and go through a
+socket from the rank with that process id.
 
-A process of its own, because SGLang kills the process that made an engine when one of the engine's children fails. SGLang's children
-import this module first (multiprocessing's spawn does), so that what a CPU needs is in place in each of them.
+It is a process of its own because SGLang kills the process that made an engine when one of the engine's children fails.
+SGLang's children import this module first (multiprocessing's spawn does), so that the stubs that a CPU needs are in place
+in each of them. Written against SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -15,21 +16,107 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any
 
-from megarl.rollout import sglang_cpu
-
-sglang_cpu.install()
+import torch
+from torch import Tensor
+from transformers.utils import is_torchvision_available
 
 PROGRESS = 0.5  # seconds between signs of progress
+KERNELS, VISION = "sgl_kernel", "torchvision"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class Calls:
-    """The calls that differ between SGLang's versions, or say by their value that they failed. RuntimeError with what SGLang says.
+def install_cpu_stubs() -> None:
+    """Install import stubs of two packages of which SGLang imports names and then uses none. Must run before the first
+    import of sglang, in each of its processes; does nothing where there is CUDA. Calling a stub raises.
 
-    0.5.15 has no weight-update sessions, 0.5.23 refuses updates outside of one; both refuse by returning False."""
+    sgl_kernel    Imported at the top of many modules (srt/mem_cache/allocation.py, srt/layers/moe/topk.py, ...) whose
+                  torch-native code then runs. Nothing is registered in `torch.ops.sgl_kernel`, by which SGLang sees that
+                  there are no CPU kernels (srt/utils/common.py).
+    torchvision   srt/multimodal/internvl_utils.py, which srt/configs imports. The package index has a build for CUDA
+                  alone, which cannot be imported beside a CPU torch and would break transformers too.
+    """
+    if torch.cuda.is_available():
+        return
+    # transformers remembers its first answer, and must go on without torchvision.
+    is_torchvision_available()
+    for package in (KERNELS, VISION):
+        if package not in sys.modules and find_spec(package) is None:
+            sys.meta_path.append(_Stub(package))
+
+
+class _Missing:
+    """Stands for a function, class or module of a stub."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{self.__name__} is not there on a CPU: megarl/rollout/sglang_host.py stands for it"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return _attribute(self.__name__, name)
+
+
+def _attribute(owner: str, name: str) -> _Missing:
+    if name.startswith("__"):
+        raise AttributeError(f"{owner} has no {name}")
+    return _Missing(f"{owner}.{name}")
+
+
+class _Stub(MetaPathFinder, Loader):
+    """Finds a package and every module below it, all of them empty."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if fullname.split(".")[0] == self.package else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        vars(module)["__getattr__"] = lambda attribute: _attribute(name, attribute)
+        if name == KERNELS:
+            vars(module)["__version__"] = "0"
+            vars(module)["assign_req_to_token_pool_cpu"] = _assign_req_to_token_pool
+
+
+def _assign_req_to_token_pool(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
+    pool_len: int,
+) -> None:
+    """Write each request's new cache slots, one request after the other in `out_cache_loc`, into its row of
+    `req_to_token`: the one kernel that a generation calls (srt/mem_cache/allocation.py, assign_req_to_token_pool_func)."""
+    taken = 0
+    for row, start, end in zip(
+        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
+    ):
+        req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
+        taken += end - start
+
+
+install_cpu_stubs()
+
+
+class Calls:
+    """Calls of SGLang that a rank asks for by name. SGLang returns its failures: they raise RuntimeError with what it says.
+
+    0.5.15 has no weight-update sessions, 0.5.23 refuses updates outside of one."""
 
     def __init__(self, engine: Any) -> None:
         from sglang.srt.managers import io_struct
@@ -38,34 +125,48 @@ class Calls:
 
     @staticmethod
     def _check(what: str, result: Any) -> None:
-        success, message = result if isinstance(result, tuple) else (result.success, getattr(result, "message", ""))
+        success, message = (
+            result if isinstance(result, tuple) else (result.success, getattr(result, "message", ""))
+        )
         if not success:
             raise RuntimeError(f"{what}: {message}")
 
     async def begin(self) -> None:
         if hasattr(self.manager, "begin_weight_update"):
-            self._check("begin_weight_update", await self.manager.begin_weight_update(self.io.BeginWeightUpdateReqInput(), None))
+            self._check(
+                "begin_weight_update",
+                await self.manager.begin_weight_update(self.io.BeginWeightUpdateReqInput(), None),
+            )
 
     async def load(self, payloads: list[bytes], version: int, last: bool) -> None:
-        """One payload per rank. With the last one the prefix cache is dropped, and the engine has `version`."""
+        """Load a bucket, one payload per rank. The `last` drops the prefix cache and gives the engine `version`."""
         from megarl.rollout.sglang_inside import LOADER
 
         request = self.io.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=payloads, load_format=LOADER, flush_cache=last, weight_version=str(version) if last else None
+            serialized_named_tensors=payloads,
+            load_format=LOADER,
+            flush_cache=last,
+            weight_version=str(version) if last else None,
         )
-        self._check("update_weights_from_tensor", await self.manager.update_weights_from_tensor(request, None))
+        self._check(
+            "update_weights_from_tensor", await self.manager.update_weights_from_tensor(request, None)
+        )
 
     async def end(self) -> None:
         if hasattr(self.manager, "end_weight_update"):
-            self._check("end_weight_update", await self.manager.end_weight_update(self.io.EndWeightUpdateReqInput(), None))
+            self._check(
+                "end_weight_update",
+                await self.manager.end_weight_update(self.io.EndWeightUpdateReqInput(), None),
+            )
 
     async def sleep(self, tags: list[str]) -> None:
-        """Frees memory; only once nothing runs, else the server dies."""
+        """Free memory, once nothing runs: SGLang dies otherwise."""
         while not (await self.manager.flush_cache()).success:
             await asyncio.sleep(0.1)
         await self.manager.release_memory_occupation(self.io.ReleaseMemoryOccupationReqInput(tags=tags), None)
-        # SGLang answers when its first rank has freed its memory, and the trainer takes all GPUs at once. A call of this kind is answered
-        # after a barrier of all ranks (Scheduler.handle_rpc_request), which each of them reaches once it has freed its own.
+        # SGLang answers when its first rank has freed its memory, and the trainer takes all GPUs at once. A call of this
+        # kind is answered after a barrier of all ranks (Scheduler.handle_rpc_request), which each of them reaches once
+        # it has freed its own.
         await asyncio.to_thread(self.engine.collective_rpc, "flush_cache")
 
     async def wake(self, tags: list[str]) -> None:
@@ -75,9 +176,9 @@ class Calls:
 class Host:
     """Answers messages (word, ...) until the other end is gone:
 
-    submit (id, prompt, its length without what a response begins with, seed), ..., params   -> done [(id, answer), ...]
-    abort                                                                            -> done, of what was running
-    call number, name, arguments of a method of Calls                                -> answer number, error or None
+    submit [(id, prompt and partial response, prompt length, seed), ...], params  ->  done [(id, answer), ...]
+    abort                                                                         ->  done, of what was running
+    call number, name, arguments of a method of Calls                             ->  answer number, error or None
     """
 
     def __init__(self, engine: Any, connection: Connection, calls: Calls) -> None:
@@ -85,7 +186,9 @@ class Host:
 
         self.engine, self.connection, self.calls = engine, connection, calls
         self.processor = KeepParams.to_str()
-        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # a reader that is slow must not stop the engine
+        self.outbox: queue.SimpleQueue[Any] = (
+            queue.SimpleQueue()
+        )  # a reader that is slow must not stop the engine
         self.finished: list[tuple[int, Any]] = []
         self.tasks: set[asyncio.Task[None]] = set()
         self.children = multiprocessing.active_children()
@@ -94,7 +197,7 @@ class Host:
     def serve(self) -> None:
         loop = self.engine.loop
         loop.create_task(self._watch())
-        # Threads, because a loop that watches the socket would make it non-blocking, and a message may be larger than its buffer.
+        # Threads: a loop that watches the socket would make it non-blocking, and a message may be larger than its buffer.
         for work in (self._send, self._receive):
             threading.Thread(target=work, daemon=True).start()
         self.outbox.put(("ready", [child.pid for child in self.children]))
@@ -112,7 +215,7 @@ class Host:
             try:
                 message = self.connection.recv()
             except (EOFError, OSError):
-                os._exit(1)  # the rank has gone; SGLang's children follow their parent
+                os._exit(1)  # the rank has ended; SGLang's children follow their parent
             self.engine.loop.call_soon_threadsafe(self._answer, *message)
 
     def _answer(self, word: str, *rest: Any) -> None:
@@ -137,9 +240,14 @@ class Host:
             self.outbox.put(("answer", number, None))
 
     def _submit(self, requests: list[tuple[int, list[int], int, int]], params: dict[str, Any]) -> None:
-        """`params`: max_tokens, temperature, top_p, top_k, stop, stop_token_ids. SGLang queues what is more than it may run at once."""
+        """Begin the responses; SGLang queues those beyond what it may run at once. `params`: max_tokens, temperature, top_p,
+        top_k, stop, stop_token_ids."""
         for number, prompt, length, seed in requests:
-            own = {"seed": seed, "prompt": length, **{key: params[key] for key in ("temperature", "top_p", "top_k")}}
+            own = {
+                "seed": seed,
+                "prompt": length,
+                **{key: params[key] for key in ("temperature", "top_p", "top_k")},
+            }
             sampling = {
                 "max_new_tokens": params["max_tokens"] - (len(prompt) - length),
                 "stop_token_ids": params["stop_token_ids"],
@@ -152,11 +260,19 @@ class Host:
     async def _generate(self, number: int, prompt: list[int], sampling: dict[str, Any]) -> None:
         try:
             answer = await self.engine.async_generate(
-                input_ids=prompt, sampling_params=sampling, return_logprob=True, custom_logit_processor=self.processor
+                input_ids=prompt,
+                sampling_params=sampling,
+                return_logprob=True,
+                custom_logit_processor=self.processor,
             )
             meta = answer["meta_info"]
             logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-            result: Any = (answer["output_ids"], logprobs, meta["finish_reason"]["type"], meta["weight_version"])
+            result: Any = (
+                answer["output_ids"],
+                logprobs,
+                meta["finish_reason"]["type"],
+                meta["weight_version"],
+            )
         except Exception as error:  # noqa: BLE001 (the rank raises it)
             result = f"{type(error).__name__}: {error}"
         self.generating -= 1
@@ -169,7 +285,7 @@ class Host:
         self.finished = []
 
     async def _watch(self) -> None:
-        """Says that tokens come, and ends this process when one of SGLang's has ended: the rank sees that at once."""
+        """Report that tokens come, and end this process when one of SGLang's has ended: the rank sees that at once."""
         seen = 0.0
         while True:
             await asyncio.sleep(PROGRESS)
@@ -184,9 +300,11 @@ class Host:
 
 
 def main(calls: type[Calls] = Calls) -> None:
-    """Makes the engine that the first message describes, and serves it."""
+    """Make the engine that the first message describes, and serve it."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank that is killed takes its engine with it
+        ctypes.CDLL(None).prctl(
+            _PR_SET_PDEATHSIG, signal.SIGKILL
+        )  # a rank that is killed takes its engine with it
     if os.getppid() != int(sys.argv[2]):
         raise SystemExit("the rank that started this engine has ended")
     connection = Connection(int(sys.argv[1]))

@@ -1,7 +1,7 @@
-"""What megarl runs inside SGLang's own processes: a sampler in which each response has its own seed, and a loader of weight shards.
+"""Runs inside SGLang's own processes: a sampler in which each response has its own seed, and a loader of weight shards.
 
-Imported there alone; it needs sglang. SGLang's own per-request seeds need its deterministic mode, which has no CPU kernels and gives
-up the prefix cache.
+Imported only there, since it needs sglang. SGLang's own per-request seeds need its deterministic mode, which has no CPU
+kernels and gives up the prefix cache.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from torch import Tensor
 
-from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sampling import choose
+from megarl.rollout.sampling import SamplingParams, choose
 
 BACKEND = "pytorch"  # SGLang insists on this name on a CPU
 LOADER = "megarl.rollout.sglang_inside.load_shards"
 
 
 class KeepParams(CustomLogitProcessor):
-    """Never called. A request that names a processor keeps its `custom_params` in the batch, where the sampler finds them."""
+    """Is never called: a request that names a processor keeps its `custom_params` in the batch for the sampler."""
 
     def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
         return logits
 
 
 class Drawn(NamedTuple):
-    """What the requests of a batch draw with, on the device: seeds and lengths of the prompts, int64 [rows]; the rows of each kind of
-    sampling parameters, int64, or None for all."""
+    """The sampling inputs of a batch, on the device.
+
+    seeds, prompts  seeds and prompt lengths, int64 [rows]
+    kinds           sampling parameters, each with the rows that have them, int64, or None for all rows
+    """
 
     seeds: Tensor
     prompts: Tensor
@@ -38,19 +40,21 @@ class Drawn(NamedTuple):
 
 
 class SeededSampler(Sampler):
-    """Draws as the transformers engine does (sampling.py): a token is a function of its logits, the response's seed and the position.
+    """Draws as the transformers engine does (sampling.py): a token follows from its logits, the response's seed and position.
 
-    `custom_params` of a request: seed, prompt (its length: tokens before the response), temperature, top_p, top_k. A batch has the
-    same list of them from token to token until a request joins, which makes it longer, or leaves, which makes a new one
-    (SamplingBatchInfo): only then is anything copied to the device, and never is the device waited for, so that SGLang prepares a
-    step while the one before it runs."""
+    `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k. A batch has the same list
+    of them from token to token until a request joins, which makes it longer, or leaves, which makes a new one
+    (SamplingBatchInfo): only then is anything copied to the device. The device is never waited for, so that SGLang prepares
+    a step while the one before it runs."""
 
     _rows: Any = None
     _count = 0
     _own = False
     _drawn: Drawn
 
-    def forward(self, logits_output: Any, sampling_info: Any, return_logprob: bool, *rest: Any, **options: Any) -> Tensor:
+    def forward(
+        self, logits_output: Any, sampling_info: Any, return_logprob: bool, *rest: Any, **options: Any
+    ) -> Tensor:
         rows, logits = sampling_info.custom_params, logits_output.next_token_logits
         count = len(rows or ())
         if rows and (rows is not self._rows or count != self._count):
@@ -66,9 +70,14 @@ class SeededSampler(Sampler):
         if len(kinds) == 1:
             tokens, logprobs = choose(logits, seeds, index, kinds[0][0])
         else:
-            tokens, logprobs = torch.empty_like(index), torch.empty(count, dtype=torch.float32, device=logits.device)
+            tokens, logprobs = (
+                torch.empty_like(index),
+                torch.empty(count, dtype=torch.float32, device=logits.device),
+            )
             for params, members in kinds:
-                tokens[members], logprobs[members] = choose(logits[members], seeds[members], index[members], params)
+                tokens[members], logprobs[members] = choose(
+                    logits[members], seeds[members], index[members], params
+                )
         logits_output.next_token_logprobs = logprobs
         self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens
@@ -87,7 +96,7 @@ def _drawn(rows: list[dict[str, Any]], device: torch.device) -> Drawn:
 
 
 def run_scheduler(*arguments: Any, **options: Any) -> None:
-    """SGLang's scheduler process, with our sampler."""
+    """Run SGLang's scheduler process with our sampler."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     register_sampler_backend(BACKEND, SeededSampler)
@@ -96,12 +105,14 @@ def run_scheduler(*arguments: Any, **options: Any) -> None:
 
 @torch.no_grad()
 def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """A `custom_weight_loader`: each name is JSON that says where tensors of this rank lie in `size` bytes, those of the tensor that
-    comes with it (CUDA) or, where that is empty, of the file `path`, which is memory of a rank of the job.
+    """Load a bucket of a weight transfer; SGLang calls it as a `custom_weight_loader`.
 
-    `complete`: names that, with this part, have all been delivered. ValueError if they are not the model's, or a shape or dtype differs.
-    When it returns, the device has read the memory: SGLang answers for all its ranks after a barrier of their processes, not of
-    their devices, and then the memory is written anew."""
+    Each name is JSON. `tensors`: where tensors of this rank lie in the memory, which is the tensor that comes with the name
+    (CUDA) or, where that is empty, the file `path` of `size` bytes. `complete`: all names of the transfer, with its last
+    bucket. Raises ValueError if they are not the model's, or a shape or dtype differs.
+
+    When it returns, the device has read the memory: SGLang answers for all its ranks after a barrier of their processes,
+    not of their devices, and then the memory is written again."""
     parameters = dict(model.named_parameters())
     for text, memory in named_tensors:
         part = json.loads(text)
@@ -112,16 +123,20 @@ def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]])
             source = memory[start : start + kind.itemsize * torch.Size(shape).numel()].view(kind).view(shape)
             target = _parameter(parameters, name)
             if target.shape != source.shape or target.dtype != kind:
-                raise ValueError(f"{name}: SGLang has {list(target.shape)} {target.dtype}, megarl sent {shape} {kind}")
+                raise ValueError(
+                    f"{name}: SGLang has {list(target.shape)} {target.dtype}, megarl sent {shape} {kind}"
+                )
             target.copy_(source)
         complete = {_stem(name) for name in part["complete"]}
         if complete and complete != set(parameters):
-            raise ValueError(f"parameters that megarl and SGLang do not share: {sorted(complete ^ set(parameters))}")
+            raise ValueError(
+                f"parameters that megarl and SGLang do not share: {sorted(complete ^ set(parameters))}"
+            )
         torch.get_device_module(memory.device).synchronize()
 
 
 def _stem(name: str) -> str:
-    """The parameter of which `name` is one, or one expert's part (`....w13_weight.7`)."""
+    """Return the parameter's name: `name` itself, or without its end where it is one expert's part (`....w13_weight.7`)."""
     stem, _, expert = name.rpartition(".")
     return stem if expert.isdigit() else name
 

@@ -1,34 +1,42 @@
-"""The rollout engine on Hugging Face transformers: the default on a CPU, and the yardstick for the others. Its weights are written by a
-weight transfer into `parameters()`; decode.py holds the loop.
+"""The rollout engine on Hugging Face transformers: the default on a CPU, and the reference for other engines.
+
+A weight transfer writes its weights in place (`parameters`). Decoding is a loop of our own over the transformers model:
+each response has its own seed, equal prompts share one prefill, and rows that end make room for the next.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from megarl.config.errors import CheckpointError, EngineError
-from megarl.rollout.decode import DecodeLoop, Model, Stopping
-from megarl.rollout.engine import TAGS, Completion, Request, SamplingParams
-from megarl.rollout.kv_cache import ATTENTION, attention
+from megarl.rollout.sampling import Completion, Request, SamplingParams, choose
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
 
-AttentionInterface.register(ATTENTION, attention)
+ATTENTION = "megarl_rollout"  # the name under which `attention` is registered with transformers
+PREFILL_TOKENS = 16384  # padded prompt tokens in one forward pass
+_NAN = (
+    1 << 40
+)  # added to the count of live rows where one holds NaN, so that one device-to-host copy carries both
 
 
 class TransformersEngine:
     """A RolloutEngine in this process, on one device.
 
-    folder: Hugging Face folder, of which `start` reads only config.json; max_batch: responses decoded at once; eos_ids: tokens that
-    end a response; tokenizer: needed for stop texts only."""
+    folder     Hugging Face folder, of which `start` reads only config.json
+    max_batch  responses decoded at once
+    eos_ids    tokens that end a response
+    tokenizer  needed for stop texts only
+    """
 
     streams = False
 
@@ -45,213 +53,522 @@ class TransformersEngine:
         self.max_batch, self.eos_ids, self.tokenizer = max_batch, tuple(eos_ids), tokenizer
         self.weight_version = -1
         self._model: Any = None
-        self._ready = False  # whether the weights are defined
+        self._has_weights = False
         self._asleep = False
-        self._aborted = threading.Event()
+        self.aborted = threading.Event()
         self._submitted: list[tuple[dict[int, Request], SamplingParams]] = []
         self._stopping: dict[tuple[str, ...], Stopping] = {}
 
     def start(self) -> None:
-        """Allocates the model with undefined weights. Raises CheckpointError for a folder that is not one of a usable causal model."""
+        """Allocate the model with undefined weights. Raises CheckpointError for a folder that is not one of a usable
+        causal model."""
         try:
             config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
             # On the meta device first: no time is spent on initial values that a weight transfer will replace.
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation=ATTENTION, trust_remote_code=False)
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=self.dtype, attn_implementation=ATTENTION, trust_remote_code=False
+                )
         except (OSError, ValueError, KeyError) as error:
             line = str(error).strip().splitlines()[0]
-            raise CheckpointError(f"{self.folder}: not the folder of a causal language model: {line} (check config.json)") from error
+            raise CheckpointError(
+                f"{self.folder}: not the folder of a causal language model: {line} (check config.json)"
+            ) from error
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-            raise CheckpointError(f"{self.folder}/config.json: sliding-window attention is not supported (set use_sliding_window to false)")
+            raise CheckpointError(
+                f"{self.folder}/config.json: sliding-window attention is not supported "
+                "(set use_sliding_window to false)"
+            )
         model.to_empty(device=self.device)
         model.tie_weights()  # to_empty gives tied weights a storage each
-        self._renew_rotary(model, config)
-        self._model = model.eval().requires_grad_(False)
-        self._ready = self._asleep = False
-        self.weight_version = -1
-
-    def _renew_rotary(self, model: Any, config: Any) -> None:
-        """The rotary frequencies are buffers outside the checkpoint, which to_empty left undefined."""
+        # The rotary frequencies are buffers outside the checkpoint, which to_empty left undefined.
         body = model.get_decoder()
         body.rotary_emb = type(body.rotary_emb)(config=config).to(self.device)
         others = [name for name, _ in model.named_buffers() if "rotary_emb" not in name]
         if others:
             raise CheckpointError(
-                f"{self.folder}: the model has buffers that nothing defines: {', '.join(others)} (use another model family)"
+                f"{self.folder}: the model has buffers that nothing defines: {', '.join(others)} "
+                "(use another model family)"
             )
-
-    def parameters(self) -> dict[str, Tensor]:
-        """The weights by their Hugging Face names; of tied weights only the embedding. Writing them is for between begin_update and
-        end_update. Raises EngineError before `start` and while asleep."""
-        if self._model is None or self._asleep:
-            raise EngineError(
-                f"rollout engine: it has no weights to write, because it is {'asleep (call wake)' if self._asleep else 'not started'}"
-            )
-        return {name: p.data for name, p in self._model.named_parameters()}
-
-    def buckets(self, plan: Plan, memory: Staging) -> list[tuple[Plan, dict[str, Tensor]]]:
-        """One: the engine's own tensors are written in place."""
-        return [(plan, self.parameters())]
-
-    def handle(self, bucket: int) -> None:
-        return None
-
-    def begin_update(self) -> None:
-        self._ready = False
-
-    def deliver(self, bucket: int, handles: Sequence[None], version: int) -> None:
-        """Nothing: it is where it belongs."""
-
-    def end_update(self, version: int) -> None:
-        """No cache survives a `generate` call, so there is none to drop."""
-        self.parameters()  # raises where there are none
-        self._ready = True
-        self.weight_version = version
-
-    @torch.no_grad()
-    def load_folder(self, version: int = 0) -> None:
-        """A weight update from the folder's safetensors, for use without a trainer. Raises CheckpointError where a tensor is missing or
-        has another shape."""
-        self.begin_update()
-        missing = self.parameters()
-        for path in sorted(self.folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    if name not in missing:
-                        continue  # the second name of a tied weight
-                    target, tensor = missing.pop(name), file.get_tensor(name)
-                    if target.shape != tensor.shape:
-                        raise CheckpointError(f"{path}: {name} is {list(tensor.shape)}, config.json says {list(target.shape)}")
-                    target.copy_(tensor)
-        if missing:
-            raise CheckpointError(f"{self.folder}: {len(missing)} tensors are in no *.safetensors file, the first is {next(iter(missing))}")
-        self.end_update(version)
-
-    @torch.inference_mode()
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """One completion per request, in their order. Raises EngineError without valid weights, for a request that does not fit the
-        model, and for NaN logits. A stop text stays in the response, up to the end of the token that completed it."""
-        if not self._ready:
-            state = (
-                "not started"
-                if self._model is None
-                else "asleep"
-                if self._asleep
-                else "without weights: an update must follow start and wake"
-            )
-            raise EngineError(f"rollout engine: generate was called while it is {state}")
-        self._aborted.clear()
-        if not requests:
-            return []
-        self._check(requests, params)
-        config = self._model.config
-        heads = config.num_attention_heads
-        model = Model(
-            body=self._model.get_decoder(),
-            head=self._model.get_output_embeddings(),
-            layers=config.num_hidden_layers,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            dtype=self.dtype,
-            device=self.device,
-            version=self.weight_version,
-        )
-        return DecodeLoop(model, requests, params, self.max_batch, self._stopping_for(params.stop), self._aborted.is_set).run()
-
-    def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
-        """Keeps them for the next `poll`, which decodes all of them as one batch."""
-        self._submitted.append((dict(requests), params))
-
-    def poll(self, seconds: float) -> list[tuple[int, Completion]]:
-        """All that was submitted, whatever `seconds`."""
-        ended = []
-        while self._submitted:
-            requests, params = self._submitted.pop(0)
-            ended += list(zip(requests, self.generate(list(requests.values()), params), strict=True))
-        return ended
-
-    @property
-    def running(self) -> int:
-        return sum(len(requests) for requests, _ in self._submitted)
-
-    def _check(self, requests: Sequence[Request], params: SamplingParams) -> None:
-        positions, vocab = self._model.config.max_position_embeddings, self._model.config.vocab_size
-        prompts = dict.fromkeys(r.prompt for r in requests)
-        longest = max(map(len, prompts))
-        if params.max_tokens < 1 or longest + params.max_tokens > positions:
-            raise EngineError(
-                f"rollout: a prompt of {longest} tokens and {params.max_tokens} response tokens do not fit "
-                f"the model's {positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
-            )
-        for i, prompt in enumerate(prompts):
-            if not prompt or min(prompt) < 0 or max(prompt) >= vocab:
-                raise EngineError(f"rollout: prompt {i} is empty or has a token id outside the model's vocabulary of {vocab}")
-
-    def _stopping_for(self, texts: tuple[str, ...]) -> Stopping:
-        """Built once per set of stop texts: looking at every token of the vocabulary takes about a second at 150,000."""
-        if texts in self._stopping:
-            return self._stopping[texts]
-        vocab = self._model.config.vocab_size
-        eos = torch.zeros(vocab, dtype=torch.bool)
-        eos[[i for i in self.eos_ids if i < vocab]] = True
-        if not texts:
-            made = Stopping(eos.to(self.device))
-        else:
-            if self.tokenizer is None:
-                raise EngineError("rollout.stop: stop texts need a tokenizer, and the engine was made without one")
-            candidates = torch.ones(vocab, dtype=torch.bool)
-            known = min(vocab, len(self.tokenizer))
-            last = {text[-1] for text in texts}
-            # A token of part of a character decodes to U+FFFD; a lone space may be stripped: these are always looked at.
-            pieces = self.tokenizer.batch_decode([[i] for i in range(known)], skip_special_tokens=True)
-            candidates[:known] = torch.tensor([" " in last or "\ufffd" in p or not last.isdisjoint(p) for p in pieces])
-            window = max(len(text.encode()) for text in texts) + 8
-            made = Stopping(eos.to(self.device), texts, candidates.to(self.device), window, self._text)
-        self._stopping[texts] = made
-        return made
-
-    def _text(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-    def abort(self) -> list[tuple[int, Completion]]:
-        """Forgets what was submitted, and ends a `generate` that runs in another thread after its current step."""
-        self._aborted.set()
-        forgotten = [(number, Completion()) for requests, _ in self._submitted for number in requests]
-        self._submitted.clear()
-        return forgotten
+        self._model = model.eval().requires_grad_(False)
+        self._has_weights = self._asleep = False
+        self.weight_version = -1
 
     def ready(self, seconds: float) -> bool:
+        """Return whether it was started."""
         return self._model is not None
 
     def restart(self) -> None:
+        """Raise EngineError: its errors are those of the rank."""
         raise EngineError("rollout engine: the transformers engine has no process that could be started anew")
 
-    def is_one_of(self, ranks: Sequence[int]) -> bool:
-        """Asked of engines that failed; this one's errors are the rank's own."""
-        return False
+    def stop(self) -> None:
+        """Free the model."""
+        self.aborted.set()
+        self._submitted.clear()
+        self._model, self._has_weights, self._asleep = None, False, False
+        self._stopping.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
-    def sleep(self, tags: Sequence[str] = TAGS) -> None:
-        """Gives the storage of the weights back; the tensors of `parameters` stay the same objects. Its KV cache ends with `generate`."""
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the weights by their Hugging Face names, to be written between begin_update and end_update; of tied
+        weights only the embedding. Raises EngineError before `start` and while asleep."""
+        if self._model is None or self._asleep:
+            state = "asleep (call wake)" if self._asleep else "not started"
+            raise EngineError(f"rollout engine: it has no weights to write, because it is {state}")
+        return {name: p.data for name, p in self._model.named_parameters()}
+
+    def buckets(self, plan: Plan, memory: Staging) -> list[tuple[Plan, dict[str, Tensor]]]:
+        """Return one bucket: the engine's own tensors are written in place."""
+        return [(plan, self.parameters())]
+
+    def handle(self, bucket: int) -> None:
+        """No-op: weights are written in place."""
+        return None
+
+    def begin_update(self) -> None:
+        """Refuse requests until the end of the update."""
+        self._has_weights = False
+
+    def load_bucket(self, bucket: int, handles: Sequence[None], version: int) -> None:
+        """No-op: weights were written in place."""
+
+    def end_update(self, version: int) -> None:
+        """Accept requests again; no cache outlives a `generate` call. Raises EngineError where there are no weights."""
+        self.parameters()
+        self._has_weights = True
+        self.weight_version = version
+
+    def sleep(self, tags: Sequence[str] = ("weights",)) -> None:
+        """Free the storage of the weights; the tensors of `parameters` stay the same objects. The KV cache ends with
+        `generate`."""
         if self._model is None or self._asleep or "weights" not in tags:
             return
-        self._asleep, self._ready = True, False
+        self._asleep, self._has_weights = True, False
         for parameter in self._model.parameters():
             parameter.untyped_storage().resize_(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def wake(self, tags: Sequence[str] = TAGS) -> None:
-        """Allocates the weights again, undefined."""
+    def wake(self, tags: Sequence[str] = ("weights",)) -> None:
+        """Allocate the weights again, undefined."""
         if self._model is None or not self._asleep or "weights" not in tags:
             return
         for parameter in self._model.parameters():
             parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
         self._asleep = False
 
-    def stop(self) -> None:
-        self._aborted.set()
+    def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
+        """Keep requests for the next `poll`, which decodes all of them as one batch."""
+        self._submitted.append((dict(requests), params))
+
+    @property
+    def running(self) -> int:
+        """Return the number of requests that were submitted and not polled."""
+        return sum(len(requests) for requests, _ in self._submitted)
+
+    def poll(self, seconds: float) -> list[tuple[int, Completion]]:
+        """Generate everything that was submitted, whatever `seconds`."""
+        ended = []
+        while self._submitted:
+            requests, params = self._submitted.pop(0)
+            ended += list(zip(requests, self.generate(list(requests.values()), params), strict=True))
+        return ended
+
+    def abort(self) -> list[tuple[int, Completion]]:
+        """Forget what was submitted, and end a `generate` that runs in another thread after its current step."""
+        self.aborted.set()
+        forgotten = [(number, Completion()) for requests, _ in self._submitted for number in requests]
         self._submitted.clear()
-        self._model, self._ready, self._asleep = None, False, False
-        self._stopping.clear()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        return forgotten
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        """Return one completion per request, in their order. A stop text stays in the response, up to the end of the
+        token that completed it.
+
+        Raises EngineError without valid weights, for a request that does not fit the model, and for NaN logits."""
+        if not self._has_weights:
+            state = "without weights: an update must follow start and wake"
+            if self._model is None or self._asleep:
+                state = "asleep" if self._asleep else "not started"
+            raise EngineError(f"rollout engine: generate was called while it is {state}")
+        self.aborted.clear()
+        if not requests:
+            return []
+        positions, vocab = self._model.config.max_position_embeddings, self._model.config.vocab_size
+        prompts = dict.fromkeys(r.prompt for r in requests)
+        longest = max(map(len, prompts))
+        if params.max_tokens < 1 or longest + params.max_tokens > positions:
+            raise EngineError(
+                f"rollout: a prompt of {longest} tokens and {params.max_tokens} response tokens do not fit the model's "
+                f"{positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
+            )
+        for i, prompt in enumerate(prompts):
+            if not prompt or min(prompt) < 0 or max(prompt) >= vocab:
+                raise EngineError(
+                    f"rollout: prompt {i} is empty or has a token id outside the model's vocabulary of {vocab}"
+                )
+        return DecodeLoop(self, requests, params).run()
+
+    def stopping(self, texts: tuple[str, ...]) -> Stopping:
+        """Return what ends a response, kept from call to call: to find the tokens that may complete a stop text takes
+        about a second for a vocabulary of 150,000."""
+        if texts not in self._stopping:
+            self._stopping[texts] = self._make_stopping(texts)
+        return self._stopping[texts]
+
+    def _make_stopping(self, texts: tuple[str, ...]) -> Stopping:
+        vocab = self._model.config.vocab_size
+        eos = torch.zeros(vocab, dtype=torch.bool)
+        eos[[i for i in self.eos_ids if i < vocab]] = True
+        if not texts:
+            return Stopping(eos.to(self.device))
+        if self.tokenizer is None:
+            raise EngineError(
+                "rollout.stop: stop texts need a tokenizer, and the engine was made without one"
+            )
+        candidates = torch.ones(vocab, dtype=torch.bool)
+        known = min(vocab, len(self.tokenizer))
+        last = {text[-1] for text in texts}
+        # A token of part of a character decodes to U+FFFD; a lone space may be stripped: both are always candidates.
+        pieces = self.tokenizer.batch_decode([[i] for i in range(known)], skip_special_tokens=True)
+        candidates[:known] = torch.tensor(
+            [" " in last or "\ufffd" in p or not last.isdisjoint(p) for p in pieces]
+        )
+        window = max(len(text.encode()) for text in texts) + 8
+        return Stopping(eos.to(self.device), texts, candidates.to(self.device), window, self._text)
+
+    def _text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """What ends a response.
+
+    eos         the tokens that end it, bool [vocab]
+    texts       the texts that end it
+    candidates  the tokens that may complete one of the texts, bool [vocab]
+    window      newest tokens that can hold a text
+    decode      from token ids to text
+    """
+
+    eos: Tensor
+    texts: tuple[str, ...] = ()
+    candidates: Tensor | None = None
+    window: int = 0
+    decode: Callable[[list[int]], str] = lambda ids: ""
+
+
+class DecodeLoop:
+    """One `generate` call: admits waiting prompts, decodes at most `max_batch` responses at once, ends and collects them.
+
+    A row of the batch is one response. Requests with equal prompts share one prefill (unless they are more than
+    `max_batch`) and join together, in the order in which their prompts first appear, whenever rows are free. Everything per
+    row lives in tensors and becomes Python lists once, at the end."""
+
+    def __init__(
+        self, engine: TransformersEngine, requests: Sequence[Request], params: SamplingParams
+    ) -> None:
+        self.engine, self.requests, self.params = engine, requests, params
+        self.stopping = engine.stopping(params.stop)
+        model, device, max_batch = engine._model, engine.device, engine.max_batch
+        self.body, self.head, self.device = model.get_decoder(), model.get_output_embeddings(), device
+        self.max_batch = min(max_batch, len(requests))
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(request.prompt, []).append(i)
+        self.waiting = [
+            (p, ids[i : i + max_batch]) for p, ids in groups.items() for i in range(0, len(ids), max_batch)
+        ]
+        self.waiting.reverse()  # the next one is popped from the end
+        self.seeds = torch.tensor([r.seed for r in requests], dtype=torch.int64, device=device)
+        self.cache = KVCache(model.config, self.max_batch, engine.dtype, device)
+        # Per row: the request (len(requests) once it has ended), its seed, newest token, that token's position, and the
+        # number of response tokens so far.
+        self.state = torch.zeros(5, self.max_batch, dtype=torch.int64, device=device)
+        self.request, self.seed, self.token, self.position, self.count = self.state
+        self.newest: Tensor | None = None
+        if self.stopping.texts:
+            self.newest = torch.full(
+                (self.max_batch, self.stopping.window), -1, dtype=torch.int64, device=device
+            )
+        # Per step: requests, tokens, log-probabilities.
+        self.records: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.stopped: set[int] = set()
+
+    def run(self) -> list[Completion]:
+        """Return one completion per request. Raises EngineError where logits are NaN."""
+        while not self.engine.aborted.is_set():
+            if self.waiting and self._worth_admitting():
+                self._admit()
+            elif self.cache.rows:
+                self._step()
+            else:
+                break
+            self._sweep()
+        return self._completions()
+
+    def _worth_admitting(self) -> bool:
+        """Return whether enough rows are free to pay for a prefill, or the batch has run empty."""
+        free = self.max_batch - self.cache.rows
+        return not self.cache.rows or free >= max(len(self.waiting[-1][1]), self.max_batch // 4)
+
+    def _admit(self) -> None:
+        """Prefill waiting prompts while their responses fit, and choose each response's first token."""
+        cache, taken, free = self.cache, [], self.max_batch - self.cache.rows
+        while self.waiting and len(self.waiting[-1][1]) <= free:
+            taken.append(self.waiting.pop())
+            free -= len(taken[-1][1])
+        taken.sort(key=lambda group: len(group[0]))
+        self._make_room(len(taken[-1][0]))
+        longest = 0
+        chunk: list[tuple[tuple[int, ...], list[int]]] = []
+        for group in taken:
+            longest = len(group[0])
+            if chunk and (len(chunk) + 1) * longest > PREFILL_TOKENS:
+                self._prefill(chunk)
+                chunk = []
+            chunk.append(group)
+        self._prefill(chunk)
+        cache.first = min(cache.first, cache.column - longest)
+
+    def _prefill(self, groups: list[tuple[tuple[int, ...], list[int]]]) -> None:
+        cache, device = self.cache, self.device
+        prompts = [torch.tensor(p) for p, _ in groups]
+        tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
+        lengths = torch.tensor([len(p) for p, _ in groups], device=device)
+        source = torch.repeat_interleave(
+            torch.arange(len(groups)), torch.tensor([len(ids) for _, ids in groups])
+        ).to(device)
+        cache.prefilling = True
+        position = torch.arange(tokens.shape[1], device=device)[None]
+        hidden = self.body(
+            input_ids=tokens, position_ids=position, past_key_values=cache, use_cache=True
+        ).last_hidden_state
+        cache.prefilling = False
+        rows = slice(cache.rows, cache.rows + source.numel())
+        cache.place(lengths, source)
+        self.request[rows] = torch.tensor([i for _, ids in groups for i in ids]).to(device)
+        self.seed[rows] = self.seeds[self.request[rows]]
+        self.position[rows] = lengths[source] - 1
+        self.count[rows] = 0
+        if self.newest is not None:
+            self.newest[rows] = -1
+        logits = self.head(hidden[torch.arange(len(groups), device=device), lengths - 1])
+        self._choose(rows, logits[source])
+
+    def _step(self) -> None:
+        """Feed every row's newest token and choose the next."""
+        cache = self.cache
+        if cache.column == cache.columns:
+            self._make_room(0)
+        rows = slice(0, cache.rows)
+        hidden = self.body(
+            input_ids=self.token[rows, None],
+            position_ids=self.position[rows, None],
+            attention_mask=cache.decode_mask(),
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        cache.column += 1
+        self._choose(rows, self.head(hidden[:, 0]))
+
+    def _choose(self, rows: slice, logits: Tensor) -> None:
+        """Choose the next token of `rows` from logits [rows, vocab]; rows that end with it get request len(requests)."""
+        request, count = self.request[rows], self.count[rows]
+        token, logprob = choose(logits, self.seed[rows], count, self.params)
+        self.records.append((request.clone(), token, logprob))
+        self.token[rows] = token
+        self.position[rows] += 1
+        count += 1
+        if self.newest is not None:
+            self._stop_texts(rows, token)
+        request.masked_fill_(self.stopping.eos[token] | (count >= self.params.max_tokens), len(self.requests))
+
+    def _stop_texts(self, rows: slice, token: Tensor) -> None:
+        """End rows whose newest tokens hold a stop text. Only rows whose token can complete one are turned into text."""
+        assert self.newest is not None and self.stopping.candidates is not None
+        request, window = self.request[rows], self.newest[rows]
+        window.copy_(torch.cat([window[:, 1:], token[:, None]], dim=1))
+        look = (self.stopping.candidates[token] & (request < len(self.requests))).nonzero()[:, 0]
+        ended = []
+        for row, tail in zip(look.tolist(), window[look].tolist(), strict=True):
+            text = self.stopping.decode([t for t in tail if t >= 0])
+            if any(stop in text for stop in self.stopping.texts):
+                ended.append(row)
+        if ended:
+            self.stopped.update(request[ended].tolist())
+            request[ended] = len(self.requests)
+
+    def _sweep(self) -> None:
+        """Drop ended rows once they are more than a sixteenth: live rows from the end move into their places."""
+        rows = self.cache.rows
+        live = self.request[:rows] < len(self.requests)
+        status = int(live.sum() + self.records[-1][2].isnan().any() * _NAN)
+        if status >= _NAN:
+            requests, _, logprobs = self.records[-1]
+            request = int(requests[logprobs.isnan()][0])
+            token = sum(int((ids == request).sum()) for ids, _, _ in self.records) - 1
+            raise EngineError(
+                f"rollout: NaN logits in row {request}, response token {token}, with weight version "
+                f"{self.engine.weight_version} (the weights or the last update are damaged; look at the update before "
+                "this version)"
+            )
+        if rows - status <= rows // 16:
+            return
+        target = (~live[:status]).nonzero()[:, 0]
+        source = live[status:].nonzero()[:, 0] + status
+        self.cache.move(source, target, status)
+        self.state[:, target] = self.state[:, source]
+        if self.newest is not None:
+            self.newest[target] = self.newest[source]
+
+    def _make_room(self, prompt: int) -> None:
+        """Lay the cache out anew so that rows of `prompt` tokens fit before its column and some steps behind it. Growth is
+        geometric, but never beyond what the live rows can still need."""
+        cache = self.cache
+        used = (
+            int(self.position[: cache.rows].max()) if cache.rows else 0
+        )  # the newest token is not in the cache yet
+        cache.first = cache.column - used
+        column = max(used, prompt)
+        if prompt > cache.column or cache.column == cache.columns or not cache.rows:
+            cache.relayout(column, min(column * 3 // 2 + 128, column + self.params.max_tokens))
+
+    def _completions(self) -> list[Completion]:
+        if not self.records:
+            return [Completion() for _ in self.requests]
+        total = len(self.requests)
+        requests = torch.cat([r for r, _, _ in self.records]).cpu()
+        order = requests.argsort(stable=True)[: int((requests < total).sum())]
+        ends = [0, *torch.bincount(requests[order], minlength=total).cumsum(0).tolist()]
+        tokens = torch.cat([t for _, t, _ in self.records]).cpu()[order].tolist()
+        logprobs = torch.cat([p for _, _, p in self.records]).cpu()[order].tolist()
+        eos = set(self.stopping.eos.nonzero()[:, 0].tolist())
+        completions = []
+        for i in range(total):
+            span = slice(ends[i], ends[i + 1])
+            completion = Completion(tokens[span], logprobs[span], "abort")
+            if i in self.stopped or (completion.tokens and completion.tokens[-1] in eos):
+                completion.finish = "stop"
+            elif len(completion.tokens) == self.params.max_tokens:
+                completion.finish = "length"
+            completions.append(completion)
+        return completions
+
+
+class KVCache:
+    """Keys and values per layer [rows, kv_heads, columns, dim], and the mask [rows, columns] (0 from a row's start, else -inf).
+
+    Rows are right-aligned: every row's newest token stands in the same column, a row's first token in its own start column,
+    so that one step of all rows is written with one copy and a row's mask never changes while it lives.
+
+    Passed to transformers' forward as `past_key_values`, whose attention layers call only `update`. While `prefilling`,
+    keys and values are set aside for `place`; otherwise the one new column is written at `column`."""
+
+    def __init__(self, config: Any, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        heads, layers = config.num_attention_heads, config.num_hidden_layers
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.keys = [torch.zeros(rows, kv_heads, 0, dim, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [torch.zeros_like(k) for k in self.keys]
+        self.mask = torch.full((rows, 0), -torch.inf, dtype=dtype, device=device)
+        self.column = 0  # columns in use: the next token goes here
+        self.first = 0  # no live row starts before this column
+        self.rows = 0  # live rows: 0..rows-1
+        self.prefilling = False
+        self._aside: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def columns(self) -> int:
+        """Return the columns that it has room for."""
+        return self.mask.shape[1]
+
+    def update(
+        self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add a layer's new keys and values [rows, kv_heads, new, dim]; return all that it attends to."""
+        if self.prefilling:
+            self._aside.append((key, value))
+            return key, value
+        rows, column = self.rows, self.column
+        keys, values = self.keys[layer], self.values[layer]
+        keys[:rows, :, column] = key[:, :, 0]
+        values[:rows, :, column] = value[:, :, 0]
+        return keys[:rows, :, self.first : column + 1], values[:rows, :, self.first : column + 1]
+
+    def decode_mask(self) -> Tensor:
+        """Return the additive mask [rows, 1, 1, columns in use + 1] of the next step, its own token included."""
+        return self.mask[: self.rows, None, None, self.first : self.column + 1]
+
+    def place(self, lengths: Tensor, source: Tensor) -> None:
+        """Append one row per entry of `source`: prompt source[i] of the prefill just run, lengths[source[i]] tokens long, ending
+        before `column` (the caller made room). lengths: int64 [prompts]; source: int64 [new rows]."""
+        width = self._aside[0][0].shape[2]
+        new = slice(self.rows, self.rows + source.numel())
+        left = self.column - width
+        # Right-padded prompts become right-aligned; what lies before a prompt's start is masked.
+        at = torch.arange(width, device=lengths.device) - (width - lengths)[:, None]
+        mask = torch.zeros(at.shape, dtype=self.mask.dtype, device=at.device).masked_fill_(at < 0, -torch.inf)
+        self.mask[new] = -torch.inf
+        self.mask[new, left : self.column] = mask[source]
+        self.mask[new, self.column :] = 0
+        index = at.clamp_(min=0)[:, None, :, None]
+        for layer, pair in enumerate(self._aside):
+            for cache, fresh in zip((self.keys[layer], self.values[layer]), pair, strict=True):
+                aligned = fresh.gather(2, index.expand(-1, fresh.shape[1], -1, fresh.shape[3]))
+                cache[new, :, left : self.column] = aligned[source]
+        self._aside.clear()
+        self.rows += source.numel()
+
+    def move(self, source: Tensor, target: Tensor, rows: int) -> None:
+        """Copy rows `source` over rows `target`; then only the first `rows` rows live."""
+        used = slice(self.first, self.column)
+        for cache in (*self.keys, *self.values):
+            cache[target, :, used] = cache[source, :, used]
+        self.mask[target] = self.mask[source]
+        self.rows = rows
+
+    def relayout(self, column: int, columns: int) -> None:
+        """Move the live content so that the next token's column becomes `column`, in a cache of `columns` columns."""
+        used = self.column - self.first
+        first = column - used
+        for caches in (self.keys, self.values):
+            for layer, old in enumerate(caches):
+                # Zeros, not empty: masked columns get weight 0, and 0 times an uninitialised NaN is NaN.
+                fresh = old.new_zeros(old.shape[0], old.shape[1], columns, old.shape[3])
+                fresh[: self.rows, :, first:column] = old[: self.rows, :, self.first : self.column]
+                caches[layer] = fresh
+        mask = torch.full(
+            (self.mask.shape[0], columns), -torch.inf, dtype=self.mask.dtype, device=self.mask.device
+        )
+        mask[: self.rows, first:column] = self.mask[: self.rows, self.first : self.column]
+        mask[: self.rows, column:] = 0
+        self.mask, self.first, self.column = mask, first, column
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Implement transformers' attention interface: query [rows, heads, q, dim], key and value [rows, kv_heads, k, dim] ->
+    [rows, q, heads, dim].
+
+    In decoding (q = 1) the query heads that share a key head are treated as queries of one head, so that grouped keys are
+    never repeated. Without a mask (prefill) attention is causal."""
+    rows, heads, length, dim = query.shape
+    kv_heads = key.shape[1]
+    scale = kwargs["scaling"]
+    if length == 1:
+        grouped = query.view(rows, kv_heads, heads // kv_heads, dim)
+        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scale)
+        return out.view(rows, 1, heads, dim), None
+    out = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=heads != kv_heads
+    )
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, attention)

@@ -14,7 +14,9 @@ from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.batch import EvaluationResult
-from megarl.schedule.run import load_tokenizer, load_weights, make_delivery, make_engine, make_sampler, start_engine
+from megarl.rollout.engine import make_engine
+from megarl.rollout.sampler import RolloutSampler, RolloutWorker
+from megarl.schedule.run import load_tokenizer, load_weights, make_weight_sync, start_engine
 from megarl.training.checkpoint import FOLDER, MANIFEST, Checkpoint, find_checkpoint, load_actor, open_checkpoint
 from megarl.weights.families import read_config
 from megarl.weights.megatron import open_model
@@ -87,8 +89,8 @@ class Evaluation:
             load_weights(model, open_model(path), runtime)
         else:
             load_actor(self.weights, model)
-        start_engine(self.engine, runtime)  # beside the actor, which must have room at the delivery
-        make_delivery(config, runtime, read_config(path), model, self.engine).run(version=0)
+        start_engine(self.engine, runtime)  # beside the actor, which must have room at the weight sync
+        make_weight_sync(config, runtime, read_config(path), model, self.engine).sync(version=0)
 
     @property
     def policy(self) -> Path:
@@ -99,7 +101,8 @@ class Evaluation:
         """`evaluation.samples` answers to every problem, judged; the same on every rank."""
         reward = self.config.reward
         with VerifierPool(reward.verifier, reward.workers, reward.timeout, reward.memory) as verifiers:
-            return make_sampler(self.config, self.runtime, self.engine, verifiers, self.tokenizer).evaluate(self.problems)
+            worker = RolloutWorker(self.config, self.runtime, self.engine, verifiers, self.tokenizer)
+            return RolloutSampler(worker).evaluate(self.problems)
 
     def close(self) -> None:
         """Ends the engine."""

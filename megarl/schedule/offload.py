@@ -14,7 +14,7 @@ import torch
 from megarl.config.errors import DeviceMemoryError
 from megarl.config.phases import GROUPS
 from megarl.parallel.offload import device_peak, empty_cache, free_memory, reset_device_peak
-from megarl.rollout.delivery import Delivery
+from megarl.rollout.weight_sync import WeightSync
 
 GIB = 2**30
 UPDATE_ADVICE = (
@@ -51,16 +51,16 @@ class EngineMemory:
     """The weights or the KV cache of this rank's share of the engines. `nbytes` is given where it is known beforehand; on
     a GPU it is measured, as what becomes free when the engine goes to sleep."""
 
-    def __init__(self, delivery: Delivery, tag: str, device: torch.device, nbytes: int) -> None:
-        self.delivery, self.tag, self.device, self.nbytes = delivery, tag, device, nbytes
+    def __init__(self, weight_sync: WeightSync, tag: str, device: torch.device, nbytes: int) -> None:
+        self.weight_sync, self.tag, self.device, self.nbytes = weight_sync, tag, device, nbytes
 
     def offload(self) -> None:
         before = free_memory(self.device)
-        self.delivery.sleep((self.tag,))
+        self.weight_sync.sleep((self.tag,))
         self.nbytes = free_memory(self.device) - before or self.nbytes
 
     def onload(self) -> None:
-        self.delivery.wake((self.tag,))
+        self.weight_sync.wake((self.tag,))
 
 
 class Move(NamedTuple):

@@ -47,7 +47,7 @@ def rollout(run: Run, step: Step) -> None:
     step.batch, step.verifier_errors = found.to_experience(), found.errors
     step.samples = found.samples(run.tokenizer, run.config.log.samples)
     step.metrics |= found.stats | {f"inside/{part}": seconds for part, seconds in found.seconds.items()}
-    step.events += run.delivery.take_events()
+    step.events += run.weight_sync.take_events()
     if step.stage == PRETRAINING:
         samples = {str(row): asdict(sample) for row, sample in step.samples.items()}
         state = {"stats": found.stats, "samplers": run.state_dict(), "samples": samples}
@@ -131,7 +131,7 @@ def actor_update(run: Run, step: Step) -> None:
 def weight_transfer(run: Run, step: Step) -> None:
     """Write the actor's shards into the engine's, in place."""
     step.metrics |= run.sync_weights(step.number)
-    step.events += run.delivery.take_events()
+    step.events += run.weight_sync.take_events()
 
 
 def read_pairs(run: Run, step: Step) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, assert_never
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoTokenizer
@@ -16,28 +16,25 @@ from megarl.config.errors import ConfigError
 from megarl.config.phases import never_offloaded
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
-from megarl.data.prompts import Prompt, PromptSampler
+from megarl.data.prompts import PromptSampler
 from megarl.data.reader import ReadReport, read_pairs, read_prompts
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
 from megarl.observe.run_log import Sample
-from megarl.parallel.comm import barrier, gather_objects
+from megarl.parallel.comm import barrier
 from megarl.parallel.offload import HostPool, empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.delivery import Delivery, Failures
-from megarl.rollout.engine import RolloutEngine
-from megarl.rollout.sampler import RolloutSampler
-from megarl.rollout.seeds import shuffle_seed
-from megarl.rollout.sglang import Place, SGLangEngine
-from megarl.rollout.transformers_engine import TransformersEngine
-from megarl.rollout.wave import give_up
+from megarl.rollout.engine import RolloutEngine, make_engine
+from megarl.rollout.sampler import RolloutSampler, RolloutWorker
+from megarl.rollout.sampling import shuffle_seed
+from megarl.rollout.weight_sync import Failures, WeightSync
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.rollout_store import RolloutStore, pretraining_rollouts, step_rollouts
 from megarl.training.batch import LocalBatch
 from megarl.training.checkpoint import PRETRAINING
 from megarl.training.model import InferenceModel, TrainableModel
 from megarl.training.tensor_groups import tensor_groups
-from megarl.weights.families import read_config, table_names
+from megarl.weights.families import table_names
 from megarl.weights.files import Processes
 from megarl.weights.hf import ModelFolder, export_hf, load_into
 from megarl.weights.layout import megatron_layout
@@ -51,26 +48,6 @@ Model = TypeVar("Model", bound=InferenceModel)
 def load_tokenizer(folder: Path) -> Any:
     """Load the model's tokenizer; its end-of-sequence token ends responses."""
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-
-
-def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
-    """Make the rollout engine that `rollout.engine` names, not started."""
-    stop_ids = (tokenizer.eos_token_id,)
-    match config.rollout.engine:
-        case "sglang":
-            place = Place(runtime.rank, config.rollout.engine_tp, runtime.device)
-            return SGLangEngine(config, read_config(config.model.path), place, stop_ids)
-        case "transformers":
-            return TransformersEngine(
-                config.model.path,
-                dtype=DTYPES[config.model.dtype],
-                device=runtime.device,
-                max_batch=config.rollout.max_batch,
-                eos_ids=stop_ids,
-                tokenizer=tokenizer,
-            )
-        case other:
-            assert_never(other)
 
 
 def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
@@ -92,15 +69,15 @@ def load_weights(
     )
 
 
-def make_delivery(
+def make_weight_sync(
     config: Config,
     runtime: Runtime,
-    described: Mapping[str, Any],
+    hf_config: Mapping[str, Any],
     model: torch.nn.Module,
     engine: RolloutEngine,
-) -> Delivery:
-    """Make the weight sync from the actor `model` to the engine of every rank. `described`: the model's config.json."""
-    plan = engine_plan(config, described, runtime.layout, cpu=runtime.device.type == "cpu")
+) -> WeightSync:
+    """Make the weight sync from the actor `model` to the engine of every rank. `hf_config`: the model's config.json."""
+    plan = engine_plan(config, hf_config, runtime.layout, cpu=runtime.device.type == "cpu")
     sources = table_names(dict(model.named_parameters()))
     dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
     staging, memory = Staging(runtime.device), Staging(runtime.device)
@@ -108,38 +85,10 @@ def make_delivery(
         Transfer(part, runtime.rank, sources, targets, size, dtype=dtype, staging=staging)
         for part, targets in engine.buckets(plan, memory)
     ]
-    failures, check = config.rollout.engine_failures, config.rollout.fingerprint
-    gather = lambda value: gather_objects(runtime, value)  # noqa: E731
-    delivery = Delivery(engine, transfers, gather, failures, check, (staging, memory))
-    empty_cache(
-        runtime.device
-    )  # the engine is starting, and is to find free what the buckets were laid out in
-    return delivery
-
-
-def make_sampler(
-    config: Config,
-    runtime: Runtime,
-    engine: RolloutEngine,
-    verifier: VerifierPool,
-    tokenizer: Any,
-    draw: Callable[[int], Sequence[Prompt]] = lambda n: [],
-    recover: Callable[[Failures], None] = give_up,
-) -> RolloutSampler:
-    """Make a sampler whose work is shared by all ranks. `draw` and `recover`: see RolloutSampler; an evaluation needs
-    neither."""
-    return RolloutSampler(
-        config,
-        engine,
-        draw,
-        verifier,
-        tokenizer,
-        rank=runtime.rank,
-        world=runtime.world,
-        gather=lambda value: gather_objects(runtime, value),
-        oversample=config.rollout.dynamic_sampling.oversample,
-        recover=recover,
-    )
+    weight_sync = WeightSync(config.rollout, runtime, engine, transfers, (staging, memory))
+    # The engine is starting, and is to find free what the buckets were laid out in.
+    empty_cache(runtime.device)
+    return weight_sync
 
 
 class Run:
@@ -212,27 +161,24 @@ class Run:
         self.verifiers = VerifierPool(reward.verifier, reward.workers, reward.timeout, reward.memory)
         self.engine = make_engine(config, self.tokenizer, runtime)
         start_engine(self.engine, runtime)
-        self.delivery = make_delivery(config, runtime, self.folder.config, self.actor.model, self.engine)
-        sizes = {"weights": self.delivery.nbytes, "kv_cache": 0}
+        self.weight_sync = make_weight_sync(
+            config, runtime, self.folder.config, self.actor.model, self.engine
+        )
+        sizes = {"weights": self.weight_sync.nbytes, "kv_cache": 0}
         self.offload.register(
             {
-                f"engine.{tag}": EngineMemory(self.delivery, tag, runtime.device, size)
+                f"engine.{tag}": EngineMemory(self.weight_sync, tag, runtime.device, size)
                 for tag, size in sizes.items()
             }
         )
-        self.sampler = make_sampler(
-            config,
-            runtime,
-            self.engine,
-            self.verifiers,
-            self.tokenizer,
-            draw=lambda n: [self.prompts[i] for i in self.prompt_sampler.take(n)],
-            recover=self._recover,
+        worker = RolloutWorker(config, runtime, self.engine, self.verifiers, self.tokenizer, self._recover)
+        self.sampler = RolloutSampler(
+            worker, draw=lambda n: [self.prompts[i] for i in self.prompt_sampler.take(n)]
         )
 
     def _recover(self, failures: Failures) -> None:
         with self.offload.also("rollout", {"actor.weights"}):
-            self.delivery.recover(failures)
+            self.weight_sync.recover(failures)
 
     @cached_property
     def rollouts(self) -> RolloutStore:
@@ -248,13 +194,13 @@ class Run:
         """Have the tensor groups on the device, and nothing else. Engines whose weights were lost get the actor's again,
         unless the phase has both on the device: then it syncs them itself."""
         needs_engine = "engine.weights" in groups and "actor.weights" not in groups
-        if needs_engine and not self.delivery.delivered:
+        if needs_engine and not self.weight_sync.complete:
             self.offload.onload(phase, {"actor.weights", "engine.weights"})
-            self.delivery.run(self.delivery.version)
+            self.weight_sync.sync(self.weight_sync.version)
         self.offload.onload(phase, groups)
-        if needs_engine and not self.delivery.delivered:  # an engine failed when it was to wake up
+        if needs_engine and not self.weight_sync.complete:  # an engine failed when it was to wake up
             with self.offload.also(phase, {"actor.weights"}):
-                self.delivery.run(self.delivery.version)
+                self.weight_sync.sync(self.weight_sync.version)
 
     def onload_for_checkpoint(self, name: str) -> None:
         """Have a model and its optimizer on the device, to be saved or loaded."""
@@ -262,7 +208,7 @@ class Run:
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """Write the actor's present weights into the engine, which then carries `version`; return transfer/*."""
-        return self.delivery.run(version).metrics()
+        return self.weight_sync.sync(version).metrics()
 
     @property
     def models(self) -> dict[str, TrainableModel]:

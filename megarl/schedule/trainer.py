@@ -332,7 +332,7 @@ class DeclaredColumns(dict[str, Tensor]):
         return super().__getitem__(name)
 
     def __setitem__(self, name: str, column: Tensor) -> None:
-        if name not in self.phase.writes:
+        if name not in self.phase.writes | self.phase.may_write:
             raise ValueError(f"phase {self.phase.name} writes column {name}, which it does not declare")
         super().__setitem__(name, column)
 
@@ -360,7 +360,7 @@ def enforced(phase: Phase, step: Step) -> Iterator[None]:
         raise ValueError(
             f"phase {phase.name} has not written {', '.join(sorted(missing))}, which it declares"
         )
-    if undeclared := written - known - phase.writes:
+    if undeclared := written - known - phase.writes - phase.may_write:
         raise ValueError(
             f"phase {phase.name} writes {', '.join(sorted(undeclared))}, which it does not declare"
         )

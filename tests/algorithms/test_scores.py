@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.algorithms import evaluation
 from megarl.data.prompts import Prompt
-from megarl.rollout.batch import EvaluationResult
-from megarl.rollout.groups import Group, Response
+from megarl.rollout.batch import EvaluationResult, Group, Response
 from tests.algorithms.loops import batches
 
 

@@ -18,10 +18,11 @@ from megarl.data.experience import Experience
 from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.offload import HostPool
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.delivery import Delivery
-from megarl.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from megarl.rollout.engine import RolloutEngine, make_engine
+from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule.offload import EngineMemory, OffloadManager
-from megarl.schedule.run import make_delivery, make_engine, start_engine
+from megarl.schedule.run import make_weight_sync, start_engine
 from megarl.training.batch import LocalBatch, distribute
 from megarl.training.losses import supervised_loss
 from megarl.training.model import TrainableModel, UpdateResult
@@ -125,24 +126,24 @@ class Scene:
         return make_engine(self.config, SimpleNamespace(eos_token_id=EOS), self.runtime)
 
     @cached_property
-    def delivery(self) -> Delivery:
+    def weight_sync(self) -> WeightSync:
         """Of the actor's weights; starts the engine, with everything else off the device."""
         self.offload.onload("start", ())
         start_engine(self.engine, self.runtime)
-        made = make_delivery(self.config, self.runtime, self.sizes, self.actor.model, self.engine)
+        made = make_weight_sync(self.config, self.runtime, self.sizes, self.actor.model, self.engine)
         tags = {"weights": made.nbytes, "kv_cache": 0}
         self.offload.register({f"engine.{tag}": EngineMemory(made, tag, self.runtime.device, size) for tag, size in tags.items()})
         return made
 
     def transfer(self, version: int) -> float:
         """The actor's weights into the engine; gives GB/s of what arrived, most of it copied within the device."""
-        delivery = self.delivery
+        weight_sync = self.weight_sync
         self.offload.onload("weight_transfer", TRANSFER)
-        stats = delivery.run(version)
+        stats = weight_sync.sync(version)
         return (stats.bytes_local + stats.bytes_received) / stats.seconds / 1e9
 
     def generate(self, prompts: list[list[int]], tokens: int, temperature: float = 1.0) -> list[Completion]:
-        """Of the engine, whose weights were delivered."""
+        """Of the engine, whose weights were synced."""
         self.offload.onload("rollout", ENGINE)
         requests = [Request(tuple(prompt), seed) for seed, prompt in enumerate(prompts)]
         return self.engine.generate(requests, SamplingParams(tokens, temperature))

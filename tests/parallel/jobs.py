@@ -177,7 +177,7 @@ def rollout_after_update(runtime: Runtime, folder: Path, out: Path, prompts: lis
 
     Gives the engine's parameters, its completions, and the trainer's log-probabilities of the sampled tokens."""
     from megarl.model.builder import DTYPES, build_actor, read_hf_config
-    from megarl.rollout.engine import Request, SamplingParams
+    from megarl.rollout.sampling import Request, SamplingParams
     from megarl.rollout.transformers_engine import TransformersEngine
     from megarl.training.batch import distribute
     from megarl.training.losses import supervised_loss

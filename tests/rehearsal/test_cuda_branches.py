@@ -20,7 +20,7 @@ from megarl.model import builder
 from megarl.parallel import machine, nodes, offload
 from megarl.parallel import runtime as parallel
 from megarl.parallel.nodes import Needs
-from megarl.rollout.sglang import Place, SGLangEngine
+from megarl.rollout.sglang import SGLangEngine
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.schedule import preflight
 from megarl.schedule.offload import EngineMemory, OffloadManager
@@ -175,7 +175,7 @@ class TestEngines:
 
     def test_sglang_on_cuda(self, tmp_path: Path, calls: list[Any]) -> None:
         config = make_config(rollout={"engine": "sglang", "engine_tp": 4, "engine_memory": 0.7}, model={"path": tmp_path, "dtype": "bf16"})
-        engine = SGLangEngine(config, TINY, Place(4, 4, torch.device("cuda", 4)), (1,))
+        engine = SGLangEngine(config, TINY, 4, torch.device("cuda", 4), (1,))
         assert engine.process is not None
         given = engine.process.arguments
         assert given["base_gpu_id"] == 4 and given["mem_fraction_static"] == 0.7 and given["enable_memory_saver"] is True

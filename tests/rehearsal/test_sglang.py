@@ -17,8 +17,7 @@ from torch.multiprocessing import reductions
 
 from megarl.config.schema import Config
 from megarl.parallel.internals import changed
-from megarl.rollout.engine import TAGS
-from megarl.rollout.sglang import LOADER, Place, SGLangEngine
+from megarl.rollout.sglang import LOADER, TAGS, SGLangEngine
 from tests.gpu.scene import sizes_of
 from tests.rehearsal.fakecuda import pretend
 from tests.tiny_models import make_tokenizer
@@ -30,9 +29,8 @@ LENGTHS = {"max_response_tokens": 20480}
 @pytest.fixture(scope="module", autouse=True)
 def node() -> Iterator[None]:
     """8 H100, before the first import of sglang, which asks what there is. Its kernels are stood for where they are not installed."""
-    from megarl.rollout import sglang_cpu
+    from megarl.rollout import sglang_host  # noqa: F401 (installs the stubs)
 
-    sglang_cpu.install()
     patch = pytest.MonkeyPatch()
     pretend(patch)
     yield
@@ -47,7 +45,7 @@ def engine_on(folder: Path, rank: int = 0, **rollout: Any) -> SGLangEngine:
     asked = {"engine": "sglang", "engine_tp": 8, **LENGTHS, **rollout}
     model = {"path": folder, "dtype": "bf16"}
     config = Config(recipe="dapo", run_dir=folder, steps=1, model=model, rollout=asked, data={"max_prompt_tokens": 2048})
-    return SGLangEngine(config, sizes, Place(rank, config.rollout.engine_tp, torch.device("cuda", rank % 8)), (1,))
+    return SGLangEngine(config, sizes, rank, torch.device("cuda", rank % 8), (1,))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +146,7 @@ def test_sglang_unpickles_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for load in (MultiprocessingSerializer.deserialize, lambda data: SafeUnpickler(io.BytesIO(data)).load()):
         [(text, memory)] = load(handle)
         assert json.loads(text) == {"tensors": {}, "complete": []} and memory.numel() == 8
-    assert len(rebuilt) == 2 and engine.place.device.index in rebuilt[0]
+    assert len(rebuilt) == 2 and engine.device.index in rebuilt[0]
 
 
 def test_a_rank_of_an_engine_on_cuda_leaves_its_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.rollout.transformers_engine import TransformersEngine
+from tests.engines import load_folder
 from tests.tiny_models import make_tiny_model
 
 FAMILIES = ["qwen2", "qwen3", "llama"]
@@ -19,6 +20,17 @@ EOS = 1
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gather_by_runtime() -> Iterator[None]:
+    """Ranks are threads, or there is one: what they exchange goes by way of the runtime that the test gives."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("sampler", "weight_sync"):
+            patch.setattr(
+                f"megarl.rollout.{module}.gather_objects", lambda runtime, value: runtime.gather(value)
+            )
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +50,7 @@ def make_engine(folders) -> Callable[..., TransformersEngine]:
         tokenizer = AutoTokenizer.from_pretrained(folders[family])
         engine = TransformersEngine(folders[family], **{"eos_ids": [EOS], "tokenizer": tokenizer, **options})
         engine.start()
-        engine.load_folder(version=7)
+        load_folder(engine, version=7)
         return engine
 
     return make
@@ -47,4 +59,6 @@ def make_engine(folders) -> Callable[..., TransformersEngine]:
 @pytest.fixture(scope="session")
 def reference(folders) -> Callable[[str], torch.nn.Module]:
     """The same weights in plain transformers, with its own attention."""
-    return lambda family: AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32, attn_implementation="eager").eval()
+    return lambda family: AutoModelForCausalLM.from_pretrained(
+        folders[family], dtype=torch.float32, attn_implementation="eager"
+    ).eval()

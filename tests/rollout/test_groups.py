@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import DynamicSamplingConfig
 from megarl.data.prompts import Prompt
-from megarl.rollout.groups import Group, GroupCollector, Response
+from megarl.rollout.batch import Group, Response
+from megarl.rollout.sampler import GroupCollector
 
 SIZE = 3
 
@@ -36,13 +37,13 @@ def group(uid: int, correct: int, version: int = 0) -> Group:
 
 
 def drive(collector: GroupCollector, outcomes: list[int]) -> list[int]:
-    """Offers groups with `outcomes` right answers, in order (then mixed ones for ever); returns the sizes of the waves."""
-    waves, at = [], 0
-    while n := collector.wave():
+    """Offers groups with `outcomes` right answers, in order (then mixed ones for ever); returns the sizes of the generation batches."""
+    batches, at = [], 0
+    while n := collector.next_batch():
         collector.offer([group(i, outcomes[i] if i < len(outcomes) else 1) for i in range(at, at + n)])
         at += n
-        waves.append(n)
-    return waves
+        batches.append(n)
+    return batches
 
 
 @given(
@@ -54,30 +55,38 @@ def drive(collector: GroupCollector, outcomes: list[int]) -> list[int]:
 )
 def test_accepts_mixed_groups_in_prompt_order(outcomes, prompts, limit, surplus, oversample):
     left = [group(1000 + i, 1, version=-1) for i in range(surplus)]
-    collector = GroupCollector(prompts, DynamicSamplingConfig(enabled=True, max_batches=limit), left, oversample)
-    waves = drive(collector, outcomes)
-    offered = [outcomes[i] if i < len(outcomes) else 1 for i in range(sum(waves))]
+    collector = GroupCollector(
+        prompts, DynamicSamplingConfig(enabled=True, max_batches=limit, oversample=oversample), left
+    )
+    batches = drive(collector, outcomes)
+    offered = [outcomes[i] if i < len(outcomes) else 1 for i in range(sum(batches))]
     mixed = [i for i, correct in enumerate(offered) if 0 < correct < SIZE]
     other = [i for i, correct in enumerate(offered) if correct in (0, SIZE)]
     order = [1000 + i for i in range(surplus)] + mixed
     groups, kept = collector.result()
     assert [g.prompt.uid for g in groups] == (order + other)[:prompts] and len(groups) == prompts
     assert [g.prompt.uid for g in kept] == order[prompts : 2 * prompts]
-    assert len(waves) <= limit and all(n <= max(prompts, -(-prompts * oversample // 1)) for n in waves)
-    if len(waves) < limit:
+    assert len(batches) <= limit and all(n <= max(prompts, -(-prompts * oversample // 1)) for n in batches)
+    if len(batches) < limit:
         assert len(order) >= prompts
     stats = collector.stats()
     assert stats["rollout/groups_kept"] == len(mixed)
-    assert stats["rollout/groups_all_right"] == offered.count(SIZE) and stats["rollout/groups_all_wrong"] == offered.count(0)
-    assert stats["rollout/prompts"] == len(offered) and stats["rollout/batches"] == len(waves) and stats["rollout/surplus"] == len(kept)
+    assert stats["rollout/groups_all_right"] == offered.count(SIZE) and stats[
+        "rollout/groups_all_wrong"
+    ] == offered.count(0)
+    assert (
+        stats["rollout/prompts"] == len(offered)
+        and stats["rollout/batches"] == len(batches)
+        and stats["rollout/surplus"] == len(kept)
+    )
     assert stats["rollout/tokens"] == len(offered) * (2 + 3 + 4)
     wasted = len(offered) - sum(g.prompt.uid < 1000 for g in (*groups, *kept))
     assert stats["rollout/waste"] == pytest.approx(wasted / max(len(offered), 1))
 
 
 @given(st.lists(st.integers(0, SIZE), max_size=40), st.integers(1, 12))
-def test_without_dynamic_sampling_one_wave_is_the_batch(outcomes, prompts):
-    collector = GroupCollector(prompts, DynamicSamplingConfig(enabled=False), oversample=2.0)
+def test_without_dynamic_sampling_one_generation_is_the_batch(outcomes, prompts):
+    collector = GroupCollector(prompts, DynamicSamplingConfig(enabled=False, oversample=2.0))
     assert drive(collector, outcomes) == [prompts]
     groups, surplus = collector.result()
     assert [g.prompt.uid for g in groups] == list(range(prompts)) and not surplus
@@ -94,13 +103,20 @@ def test_refills_are_sized_by_the_acceptance_rate():
 
 def test_the_limit_stops_with_a_message_where_asked():
     config = DynamicSamplingConfig(enabled=True, max_batches=2, at_limit="stop")
-    with pytest.raises(DataError, match=r"max_batches: after 2 generation batches \(8 prompts\) only 1 of 4 groups"):
+    with pytest.raises(
+        DataError, match=r"max_batches: after 2 generation batches \(8 prompts\) only 1 of 4 groups"
+    ):
         drive(GroupCollector(4, config), [0, 1, 0, 0, SIZE, 0, 0, 0])
-    assert drive(GroupCollector(4, config), [0, 1, 1, 0, 1, 0, 1]) == [4, 4]  # full at the limit: no reason to stop
+    assert drive(GroupCollector(4, config), [0, 1, 1, 0, 1, 0, 1]) == [
+        4,
+        4,
+    ]  # full at the limit: no reason to stop
     collector = GroupCollector(4, config)
     failed = [replace(response, error="TypeError: no") for response in group(0, 0).responses]
-    with pytest.raises(ConfigError, match=r"^reward\.verifier: it failed on every answer of 8 prompts: TypeError: no"):
-        while n := collector.wave():
+    with pytest.raises(
+        ConfigError, match=r"^reward\.verifier: it failed on every answer of 8 prompts: TypeError: no"
+    ):
+        while n := collector.next_batch():
             collector.offer([replace(group(i, 0), responses=failed) for i in range(n)])
 
 

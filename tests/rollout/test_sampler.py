@@ -7,6 +7,7 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ from megarl.data.prompts import Prompt
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.batch import RolloutBatch
-from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sampler import RolloutSampler
+from megarl.rollout.sampler import RolloutSampler, RolloutWorker
+from megarl.rollout.sampling import SamplingParams
 from megarl.rollout.transformers_engine import TransformersEngine
+from tests.engines import load_folder
 from tests.tiny_models import make_tiny_model
 
 
@@ -34,7 +36,10 @@ class OddText:
 
     def verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
         sums = [zlib.crc32((text + answer).encode()) for text, answer in items]
-        return [Verdict(s % 2 == 0, str(s % 5) if s % 7 else None, "died" if s % 11 == 0 and s % 2 else None) for s in sums]
+        return [
+            Verdict(s % 2 == 0, str(s % 5) if s % 7 else None, "died" if s % 11 == 0 and s % 2 else None)
+            for s in sums
+        ]
 
 
 class Meeting:
@@ -57,13 +62,22 @@ class Meeting:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A tiny engine per rank, their tokenizer, and 9 prompts."""
-    folder = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", layers=1, hidden=16, heads=2, kv_heads=1, ffn=16, head_dim=8)
+    folder = make_tiny_model(
+        tmp_path_factory.mktemp("model"),
+        "qwen3",
+        layers=1,
+        hidden=16,
+        heads=2,
+        kv_heads=1,
+        ffn=16,
+        head_dim=8,
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     engines = []
     for rank in range(4):
         engine = TransformersEngine(folder, eos_ids=range(1, 40), max_batch=5 + 3 * rank)
         engine.start()
-        engine.load_folder(version=3)
+        load_folder(engine, version=3)
         engines.append(engine)
     texts = [f"{a}+{b}=?" for a in range(1, 4) for b in range(1, 4)]
     prompts = [Prompt(100 + i, t, tuple(tokenizer(t).input_ids), str(i)) for i, t in enumerate(texts)]
@@ -72,10 +86,20 @@ def world(tmp_path_factory):
 
 def config(tmp_path_factory, **sections) -> Config:
     rollout = {"prompts": 4, "group_size": 3, "max_response_tokens": 12, **sections.pop("rollout", {})}
-    return Config(recipe="dapo", run_dir="runs/x", steps=1, model={"path": "models/x"}, rollout=rollout, seed=5, **sections)
+    return Config(
+        recipe="dapo",
+        run_dir="runs/x",
+        steps=1,
+        model={"path": "models/x"},
+        rollout=rollout,
+        seed=5,
+        **sections,
+    )
 
 
-def run_ranks(world, settings_: Config, ranks: int, steps: int, act=None, **options) -> list[list[RolloutBatch]]:
+def run_ranks(
+    world, settings_: Config, ranks: int, steps: int, act=None, **options
+) -> list[list[RolloutBatch]]:
     """The batches of every rank. `act(sampler)` replaces collecting steps."""
     engines, tokenizer, prompts = world
     meeting = Meeting(ranks)
@@ -84,16 +108,10 @@ def run_ranks(world, settings_: Config, ranks: int, steps: int, act=None, **opti
     def one(rank: int) -> None:
         torch.set_num_threads(1)
         endless = itertools.cycle(prompts)
-        sampler = RolloutSampler(
-            settings_,
-            engines[rank],
-            lambda n: list(itertools.islice(endless, n)),
-            options.get("verifiers", [OddText()] * ranks)[rank],
-            tokenizer,
-            rank,
-            ranks,
-            meeting.gather(rank),
-        )
+        runtime: Any = SimpleNamespace(rank=rank, world=ranks, gather=meeting.gather(rank))
+        verifier = options.get("verifiers", [OddText()] * ranks)[rank]
+        worker = RolloutWorker(settings_, runtime, engines[rank], verifier, tokenizer)
+        sampler = RolloutSampler(worker, lambda n: list(itertools.islice(endless, n)))
         try:
             results[rank] = act(sampler) if act else [sampler.collect(step) for step in range(steps)]
         except Exception as error:  # noqa: BLE001 (the tests look at it)
@@ -110,7 +128,11 @@ def run_ranks(world, settings_: Config, ranks: int, steps: int, act=None, **opti
 def facts(batch: RolloutBatch) -> Any:
     """Everything that decides, without log-probs (whose last bits depend on the batch) and times."""
     rows = [
-        (g.prompt.uid, g.version, [(r.tokens.tolist(), r.finish, r.correct, r.extracted, r.error, r.reward) for r in g.responses])
+        (
+            g.prompt.uid,
+            g.version,
+            [(r.tokens.tolist(), r.finish, r.correct, r.extracted, r.error, r.reward) for r in g.responses],
+        )
         for g in batch.groups
     ]
     return rows, batch.stats, batch.errors
@@ -125,10 +147,16 @@ def facts(batch: RolloutBatch) -> Any:
     limit=st.integers(1, 4),
     soft=st.booleans(),
 )
-def test_any_split_of_the_work_gives_the_same_run(world, tmp_path_factory, ranks, prompts, group, dynamic, limit, soft):
+def test_any_split_of_the_work_gives_the_same_run(
+    world, tmp_path_factory, ranks, prompts, group, dynamic, limit, soft
+):
     settings_ = config(
         tmp_path_factory,
-        rollout={"prompts": prompts, "group_size": group, "dynamic_sampling": {"enabled": dynamic, "max_batches": limit}},
+        rollout={
+            "prompts": prompts,
+            "group_size": group,
+            "dynamic_sampling": {"enabled": dynamic, "max_batches": limit},
+        },
         reward={"overlong": {"soft_punishment": soft, "buffer": 6}},
     )
     alone = [facts(batch) for batch in run_ranks(world, settings_, 1, steps=3)[0]]
@@ -137,10 +165,17 @@ def test_any_split_of_the_work_gives_the_same_run(world, tmp_path_factory, ranks
 
 
 def test_rewards_flags_and_statistics(world, tmp_path_factory):
-    settings_ = config(tmp_path_factory, reward={"overlong": {"soft_punishment": True, "buffer": 6}, "correct": 1.0, "incorrect": 0.0})
+    settings_ = config(
+        tmp_path_factory,
+        reward={"overlong": {"soft_punishment": True, "buffer": 6}, "correct": 1.0, "incorrect": 0.0},
+    )
     batch = run_ranks(world, settings_, 1, steps=1)[0][0]
     _, tokenizer, _ = world
-    items = [(tokenizer.decode(r.tokens.tolist(), skip_special_tokens=True), g.prompt.answer) for g in batch.groups for r in g.responses]
+    items = [
+        (tokenizer.decode(r.tokens.tolist(), skip_special_tokens=True), g.prompt.answer)
+        for g in batch.groups
+        for r in g.responses
+    ]
     verdicts = OddText().verify(items)
     penalties = []
     for r, verdict in zip(batch.responses, verdicts, strict=True):
@@ -173,11 +208,17 @@ def test_to_experience_is_build_with_the_columns(world, tmp_path_factory):
     built = Experience.build(prompts, [r.tokens.tolist() for r in batch.responses])
     for name in ("tokens", "cu_seqlens", "response_mask"):
         assert (
-            torch.equal(getattr(experience, name), getattr(built, name)) and getattr(experience, name).dtype == getattr(built, name).dtype
+            torch.equal(getattr(experience, name), getattr(built, name))
+            and getattr(experience, name).dtype == getattr(built, name).dtype
         )
     mask = experience.response_mask
-    assert torch.equal(experience["engine_logprobs"][mask], torch.cat([torch.from_numpy(r.logprobs) for r in batch.responses]))
-    assert not experience["engine_logprobs"][~mask].any() and bool((experience["engine_logprobs"][mask] < 0).all())
+    assert torch.equal(
+        experience["engine_logprobs"][mask],
+        torch.cat([torch.from_numpy(r.logprobs) for r in batch.responses]),
+    )
+    assert not experience["engine_logprobs"][~mask].any() and bool(
+        (experience["engine_logprobs"][mask] < 0).all()
+    )
     assert experience["rewards"].tolist() == [r.reward for r in batch.responses]
     assert experience["correct"].tolist() == [r.correct for r in batch.responses]
     assert experience["truncated"].tolist() == [r.truncated for r in batch.responses]
@@ -187,7 +228,11 @@ def test_to_experience_is_build_with_the_columns(world, tmp_path_factory):
     assert len(samples) == 4 and set(samples) <= set(range(6)) and {0, 1, 2} <= set(samples)
     for row, sample in samples.items():
         response, group = batch.responses[row], batch.groups[row // 3]
-        assert (sample.length, sample.reward, sample.prompt) == (response.tokens.size, response.reward, group.prompt.text)
+        assert (sample.length, sample.reward, sample.prompt) == (
+            response.tokens.size,
+            response.reward,
+            group.prompt.text,
+        )
         assert sample.response == world[1].decode(response.tokens.tolist(), skip_special_tokens=True)
         assert (sample.group_size, sample.group_right) == (3, sum(r.correct for r in group.responses))
 
@@ -213,18 +258,22 @@ def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world, tmp_path_fa
 
 
 def test_a_prompt_drawn_twice_in_a_step_gets_other_responses(world, tmp_path_factory):
-    batch = run_ranks(world, config(tmp_path_factory, rollout={"prompts": 18, "max_response_tokens": 30}), 1, steps=1)[0][0]
+    batch = run_ranks(
+        world, config(tmp_path_factory, rollout={"prompts": 18, "max_response_tokens": 30}), 1, steps=1
+    )[0][0]
     for first, second in zip(batch.groups[:9], batch.groups[9:], strict=True):
         assert first.prompt.uid == second.prompt.uid
-        assert {tuple(r.tokens) for r in first.responses}.isdisjoint(tuple(r.tokens) for r in second.responses if r.tokens.size > 2)
+        assert {tuple(r.tokens) for r in first.responses}.isdisjoint(
+            tuple(r.tokens) for r in second.responses if r.tokens.size > 2
+        )
 
 
 def test_an_error_of_one_rank_is_raised_on_all(world, tmp_path_factory):
     engines, _, _ = world
 
     def broken(sampler: RolloutSampler) -> None:
-        if sampler.rank == 2:
-            sampler.engine = TransformersEngine(engines[2].folder)  # never started
+        if sampler.worker.runtime.rank == 2:
+            sampler.worker.engine = TransformersEngine(engines[2].folder)  # never started
         sampler.collect(0)
 
     errors = run_ranks(world, config(tmp_path_factory), 3, steps=0, act=broken)
@@ -242,14 +291,19 @@ def test_ranks_with_different_weights_are_found(world, tmp_path_factory):
 
 
 def test_evaluation(world, tmp_path_factory):
-    settings_, (_, tokenizer, problems) = config(tmp_path_factory, evaluation={"samples": 5, "top_p": 0.9}), world
+    settings_, (_, tokenizer, problems) = (
+        config(tmp_path_factory, evaluation={"samples": 5, "top_p": 0.9}),
+        world,
+    )
     alone, *_ = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(problems))
     for result in run_ranks(world, settings_, 3, 0, act=lambda s: s.evaluate(problems)):
         assert result.table() == alone.table() and result.stats() == alone.stats()
     answers = list(alone.answers(tokenizer))
     verdicts = OddText().verify([(a["response"], a["answer"]) for a in answers])
     assert len(answers) == 9 * 5 and [a["index"] for a in answers[:6]] == [0, 1, 2, 3, 4, 0]
-    assert [(a["correct"], a["extracted"], a["error"]) for a in answers] == [(v.correct, v.extracted, v.error) for v in verdicts]
+    assert [(a["correct"], a["extracted"], a["error"]) for a in answers] == [
+        (v.correct, v.extracted, v.error) for v in verdicts
+    ]
     by_problem = np.array([v.correct for v in verdicts]).reshape(9, 5)
     stats = alone.stats()
     assert stats["eval/avg"] == pytest.approx(by_problem.mean()) and 0 < stats["eval/avg"] < 1
@@ -257,10 +311,19 @@ def test_evaluation(world, tmp_path_factory):
     assert stats["eval/majority"] == pytest.approx(np.mean([row["majority"] for row in alone.table()]))
     assert stats["eval/length_mean"] == pytest.approx(np.mean([a["length"] for a in answers]))
     assert (stats["eval/k"], stats["eval/problems"]) == (5, 9)
-    greedy = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(problems, k=2, params=SamplingParams(6, temperature=0)))[0]
+    greedy = run_ranks(
+        world,
+        settings_,
+        1,
+        0,
+        act=lambda s: s.evaluate(problems, k=2, params=SamplingParams(6, temperature=0)),
+    )[0]
     assert all(np.array_equal(g.responses[0].tokens, g.responses[1].tokens) for g in greedy.groups)
     again = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(problems + problems[:2]))[0].groups
-    assert any(not np.array_equal(a.tokens, b.tokens) for a, b in zip(again[0].responses, again[9].responses, strict=True))
+    assert any(
+        not np.array_equal(a.tokens, b.tokens)
+        for a, b in zip(again[0].responses, again[9].responses, strict=True)
+    )
 
 
 def test_evaluation_needs_a_problem(world, tmp_path_factory):
@@ -272,7 +335,15 @@ def test_with_the_real_verifier_pool(world, tmp_path_factory):
     settings_ = config(tmp_path_factory, rollout={"dynamic_sampling": {"enabled": True, "max_batches": 2}})
     with VerifierPool("dapo") as pool:
         batch = run_ranks(world, settings_, 1, steps=1, verifiers=[pool])[0][0]
-        assert batch.stats["reward/accuracy"] == 0 and batch.stats["rollout/groups_all_wrong"] == batch.stats["rollout/prompts"] == 8
-        assert len(batch.groups) == 4 and {r.reward for r in batch.responses} == {-1.0}  # filled up with rejected groups
-        strict = config(tmp_path_factory, rollout={"dynamic_sampling": {"enabled": True, "max_batches": 2, "at_limit": "stop"}})
+        assert (
+            batch.stats["reward/accuracy"] == 0
+            and batch.stats["rollout/groups_all_wrong"] == batch.stats["rollout/prompts"] == 8
+        )
+        assert len(batch.groups) == 4 and {r.reward for r in batch.responses} == {
+            -1.0
+        }  # filled up with rejected groups
+        strict = config(
+            tmp_path_factory,
+            rollout={"dynamic_sampling": {"enabled": True, "max_batches": 2, "at_limit": "stop"}},
+        )
         assert isinstance(run_ranks(world, strict, 1, steps=1, verifiers=[pool])[0], DataError)

@@ -10,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.rollout import sampling
-from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sampling import choose, keep_top, uniform
-from megarl.rollout.seeds import evaluation_seed, response_seed
+from megarl.rollout.sampling import (
+    SamplingParams,
+    choose,
+    evaluation_seed,
+    keep_top,
+    response_seed,
+    uniform,
+)
 
 SEEDS = st.integers(0, 2**63 - 1)
 DRAWN = [777, 793, 105, 347, 195, 353, 104, 742, 16, 831, 250, 300, 740, 702, 444, 127]
@@ -49,7 +54,9 @@ def slow_keep(probs: list[float], top_k: int, top_p: float) -> set[int]:
 
 
 @given(
-    st.lists(st.integers(1, 1000), min_size=2, max_size=12, unique=True), st.integers(0, 14), st.sampled_from([0.05, 0.31, 0.7, 0.95, 1.0])
+    st.lists(st.integers(1, 1000), min_size=2, max_size=12, unique=True),
+    st.integers(0, 14),
+    st.sampled_from([0.05, 0.31, 0.7, 0.95, 1.0]),
 )
 def test_keep_top_equals_a_loop(weights, top_k, top_p):
     probs = torch.tensor([weights], dtype=torch.float64) / sum(weights)
@@ -58,7 +65,14 @@ def test_keep_top_equals_a_loop(weights, top_k, top_p):
     assert torch.equal(kept[kept > 0], probs[0][kept > 0])
 
 
-@given(LOGITS, SEEDS, st.integers(0, 50), st.sampled_from([0.3, 1.0, 1.7]), st.sampled_from([0, 3]), st.sampled_from([0.6, 1.0]))
+@given(
+    LOGITS,
+    SEEDS,
+    st.integers(0, 50),
+    st.sampled_from([0.3, 1.0, 1.7]),
+    st.sampled_from([0, 3]),
+    st.sampled_from([0.6, 1.0]),
+)
 def test_choose_inverts_the_cdf(logits, seed, index, temperature, top_k, top_p):
     params = SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p)
     token, logprob = choose(torch.tensor([logits]), torch.tensor([seed]), torch.tensor([index]), params)
@@ -73,14 +87,26 @@ def test_choose_inverts_the_cdf(logits, seed, index, temperature, top_k, top_p):
 
 
 @settings(deadline=None)
-@given(st.integers(2, 40), st.integers(1, 8), SEEDS, st.sampled_from([1.0, 0.7]), st.sampled_from([0, 5]), st.sampled_from([0.3, 0.9, 1.0]))
+@given(
+    st.integers(2, 40),
+    st.integers(1, 8),
+    SEEDS,
+    st.sampled_from([1.0, 0.7]),
+    st.sampled_from([0, 5]),
+    st.sampled_from([0.3, 0.9, 1.0]),
+)
 def test_blocks_of_a_large_vocabulary_change_nothing(vocab, block, seed, temperature, top_k, top_p):
     """Sums of whole blocks and a running sum within one, against one running sum."""
     g = torch.Generator().manual_seed(seed % 1000)
     logits = 3 * torch.randn(64, vocab, generator=g)
     logits[:, ::3] = -torch.inf  # and blocks that no token of is possible
     logits[:, 0] = 0.0
-    asked = logits, torch.arange(64) + seed // 2, torch.arange(64), SamplingParams(1, temperature, top_p, top_k)
+    asked = (
+        logits,
+        torch.arange(64) + seed // 2,
+        torch.arange(64),
+        SamplingParams(1, temperature, top_p, top_k),
+    )
     whole = choose(*asked)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "BLOCK", block)
@@ -98,12 +124,16 @@ def test_no_array_of_float64_as_large_as_the_logits():
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             sizes.extend(
-                x.numel() for x in (out if isinstance(out, (tuple, list)) else [out]) if getattr(x, "dtype", None) == torch.float64
+                x.numel()
+                for x in (out if isinstance(out, (tuple, list)) else [out])
+                if getattr(x, "dtype", None) == torch.float64
             )
             return out
 
     with Watch():
-        choose(torch.randn(4, 152_064), torch.arange(4), torch.arange(4), SamplingParams(1, top_p=0.7, top_k=50))
+        choose(
+            torch.randn(4, 152_064), torch.arange(4), torch.arange(4), SamplingParams(1, top_p=0.7, top_k=50)
+        )
     assert 4 <= max(sizes) <= 4 * 152_064 / 8
 
 
@@ -125,7 +155,10 @@ def test_impossible_tokens_are_never_chosen():
 def test_frequencies_over_seeds_and_positions():
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
     n = 40_000
-    for seeds, index in ((torch.arange(n), torch.zeros(n, dtype=torch.int64)), (torch.full((n,), 5), torch.arange(n))):
+    for seeds, index in (
+        (torch.arange(n), torch.zeros(n, dtype=torch.int64)),
+        (torch.full((n,), 5), torch.arange(n)),
+    ):
         token, _ = choose(probs.log().expand(n, 4), seeds, index, SamplingParams(1))
         counts = torch.bincount(token, minlength=4)
         assert bool(((counts - n * probs).abs() < 5 * (n * probs * (1 - probs)).sqrt()).all())
@@ -134,7 +167,9 @@ def test_frequencies_over_seeds_and_positions():
 @settings(max_examples=30)
 @given(LOGITS)
 def test_temperature_zero_is_greedy(logits):
-    token, logprob = choose(torch.tensor([logits]), torch.tensor([1]), torch.tensor([0]), SamplingParams(1, temperature=0))
+    token, logprob = choose(
+        torch.tensor([logits]), torch.tensor([1]), torch.tensor([0]), SamplingParams(1, temperature=0)
+    )
     assert logits[token[0]] == max(logits)
     assert logprob.item() == pytest.approx(max(logits) - math.log(sum(map(math.exp, logits))), abs=1e-5)
 
@@ -143,8 +178,17 @@ def test_seeds_are_stable_and_distinct():
     # Fixed numbers: a change would change every run that is repeated or resumed.
     assert (
         response_seed(0, 1, 2, 3)
-        == int.from_bytes(__import__("hashlib").blake2b(b"megarl.rollout:0:1:2:3", digest_size=8).digest(), "big") >> 1
+        == int.from_bytes(
+            __import__("hashlib").blake2b(b"megarl.rollout:0:1:2:3", digest_size=8).digest(), "big"
+        )
+        >> 1
     )
-    seeds = {response_seed(r, s, u, i) for r in range(3) for s in range(3) for u in (1, 12, 2**60) for i in range(3)}
+    seeds = {
+        response_seed(r, s, u, i)
+        for r in range(3)
+        for s in range(3)
+        for u in (1, 12, 2**60)
+        for i in range(3)
+    }
     seeds |= {evaluation_seed(r, u, i) for r in range(3) for u in (1, 12, 2**60) for i in range(3)}
     assert len(seeds) == 81 + 27 and all(0 <= s < 2**63 for s in seeds)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ from megarl.config.errors import EngineFailure
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.delivery import Failures
-from megarl.rollout.engine import Completion, Request, SamplingParams
-from megarl.rollout.sampler import RolloutSampler
-from megarl.rollout.sglang import Place, SGLangEngine
+from megarl.rollout.sampler import RolloutSampler, RolloutWorker
+from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sglang import SGLangEngine
 from megarl.rollout.transformers_engine import TransformersEngine
+from megarl.rollout.weight_sync import Failures
+from tests.engines import load_folder
 from tests.tiny_models import make_tiny_model
 
 
@@ -34,19 +36,23 @@ class OutOfOrder(TransformersEngine):
     def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
         if not hasattr(self, "ready_made"):
             self.ready_made: dict[int, Completion] = {}
-        wholes = self.generate([Request(request.prompt, request.seed) for request in requests.values()], params)
+        wholes = self.generate(
+            [Request(request.prompt, request.seed) for request in requests.values()], params
+        )
         for (number, request), whole in zip(requests.items(), wholes, strict=True):
             whole.versions = [self.weight_version] * len(whole.tokens)
-            if request.begun is not None:
-                assert whole.tokens[: len(request.begun.tokens)] == request.begun.tokens
-                whole.versions[: len(request.begun.tokens)] = request.begun.versions
+            if request.partial is not None:
+                assert whole.tokens[: len(request.partial.tokens)] == request.partial.tokens
+                whole.versions[: len(request.partial.tokens)] = request.partial.versions
             self.ready_made[number] = whole
 
     def poll(self, seconds: float) -> list[tuple[int, Completion]]:
         self.fail_after -= 1
         if self.fail_after == 0:
             raise EngineFailure("it died")
-        some = self.chance.sample(sorted(self.ready_made), min(len(self.ready_made), self.chance.randint(1, 5)))
+        some = self.chance.sample(
+            sorted(self.ready_made), min(len(self.ready_made), self.chance.randint(1, 5))
+        )
         return [(number, self.ready_made.pop(number)) for number in some]
 
     @property
@@ -54,7 +60,10 @@ class OutOfOrder(TransformersEngine):
         return len(getattr(self, "ready_made", {}))
 
     def abort(self) -> list[tuple[int, Completion]]:
-        ended = [(n, Completion(c.tokens[: len(c.tokens) // 2], c.logprobs[: len(c.tokens) // 2])) for n, c in self.ready_made.items()]
+        ended = [
+            (n, Completion(c.tokens[: len(c.tokens) // 2], c.logprobs[: len(c.tokens) // 2]))
+            for n, c in self.ready_made.items()
+        ]
         for _, completion in ended:
             completion.versions = [self.weight_version] * len(completion.tokens)
         self.ready_made.clear()
@@ -68,26 +77,45 @@ class OddText:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", layers=1, hidden=16, heads=2, kv_heads=1, ffn=16, head_dim=8)
+    folder = make_tiny_model(
+        tmp_path_factory.mktemp("model"),
+        "qwen3",
+        layers=1,
+        hidden=16,
+        heads=2,
+        kv_heads=1,
+        ffn=16,
+        head_dim=8,
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [Prompt(i, f"{i}+1=?", tuple(tokenizer(f"{i}+1=?").input_ids), "") for i in range(200)]
     return folder, tokenizer, prompts
 
 
-def collect(world: Any, order: int, steps: int = 4, fail_after: int = 0, **rollout: Any) -> tuple[list[Any], list[Failures]]:
+def collect(
+    world: Any, order: int, steps: int = 4, fail_after: int = 0, **rollout: Any
+) -> tuple[list[Any], list[Failures]]:
     """The uids of each step's groups with their responses' tokens; and the failures that were to be recovered from."""
     folder, tokenizer, prompts = world
     engine = OutOfOrder(folder, eos_ids=range(1, 60))
     engine.start()
-    engine.load_folder(version=7)
+    load_folder(engine, version=7)
     engine.chance, engine.fail_after = random.Random(order), fail_after
     left = iter(prompts)
-    settings = {"prompts": 5, "group_size": 3, "max_response_tokens": 8, "dynamic_sampling": {"enabled": True, "max_batches": 4}, **rollout}
-    config = Config(recipe="dapo", run_dir="runs/x", steps=1, model={"path": folder}, rollout=settings, seed=5)
-    failures: list[Failures] = []
-    sampler = RolloutSampler(
-        config, engine, lambda n: [next(left) for _ in range(n)], OddText(), tokenizer, recover=failures.append, oversample=1.5
+    settings = {
+        "prompts": 5,
+        "group_size": 3,
+        "max_response_tokens": 8,
+        "dynamic_sampling": {"enabled": True, "max_batches": 4, "oversample": 1.5},
+        **rollout,
+    }
+    config = Config(
+        recipe="dapo", run_dir="runs/x", steps=1, model={"path": folder}, rollout=settings, seed=5
     )
+    failures: list[Failures] = []
+    runtime: Any = SimpleNamespace(rank=0, world=1, gather=lambda value: [value])
+    worker = RolloutWorker(config, runtime, engine, OddText(), tokenizer, failures.append)
+    sampler = RolloutSampler(worker, lambda n: [next(left) for _ in range(n)])
     steps_ = []
     for step in range(steps):
         engine.weight_version = 7 + step
@@ -95,7 +123,12 @@ def collect(world: Any, order: int, steps: int = 4, fail_after: int = 0, **rollo
         state = sampler.state_dict()
         sampler.returned = []
         sampler.load_state_dict(state)
-        steps_.append([(g.prompt.uid, [(r.tokens.tolist(), r.versions is None) for r in g.responses]) for g in batch.groups])
+        steps_.append(
+            [
+                (g.prompt.uid, [(r.tokens.tolist(), r.versions is None) for r in g.responses])
+                for g in batch.groups
+            ]
+        )
         assert batch.stats["rollout/prompts"] >= 5
         versions = batch.to_experience().columns.get("token_versions")
         assert versions is None or set(versions.unique().tolist()) <= {0, *range(7, 8 + step)}
@@ -107,7 +140,9 @@ def test_what_is_accepted_does_not_depend_on_what_ends_first(world: Any) -> None
     for order in range(1, 5):
         assert collect(world, order)[0] == first
     uids = [uid for step in first for uid, _ in step]
-    assert uids == sorted(uids) and len(uids) == len(set(uids))  # in the order of the prompts, of which none is lost or used twice
+    assert uids == sorted(uids) and len(uids) == len(
+        set(uids)
+    )  # in the order of the prompts, of which none is lost or used twice
 
 
 def test_partial_responses_go_on_in_the_next_step(world: Any) -> None:
@@ -140,9 +175,17 @@ def test_a_failure_costs_nothing_but_time(world: Any) -> None:
     ],
 )
 def test_nonsense_is_found(answer: Any, message: str, tmp_path: Path) -> None:
-    config = Config(recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout={"engine": "sglang", "engine_tp": 2})
-    engine = SGLangEngine(config, {"vocab_size": 307}, Place(3, 2, torch.device("cpu")), (1,))  # never started
+    config = Config(
+        recipe="dapo",
+        run_dir=tmp_path,
+        steps=1,
+        model={"path": tmp_path},
+        rollout={"engine": "sglang", "engine_tp": 2},
+    )
+    engine = SGLangEngine(config, {"vocab_size": 307}, 3, torch.device("cpu"), (1,))  # never started
     engine.weight_version = 4
-    assert engine._completion(Request((7,), 0), ([5], [-1.0], "stop", "4")) == Completion([5], [-1.0], "stop", [4])
+    assert engine._completion(Request((7,), 0), ([5], [-1.0], "stop", "4")) == Completion(
+        [5], [-1.0], "stop", [4]
+    )
     with pytest.raises(EngineFailure, match=message):
         engine._completion(Request((7,), 0), answer)

@@ -8,17 +8,18 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
 import megarl.parallel.cpu_platform
 import megarl.schedule.replay  # noqa: F401 (ranks are forked, and have it from here)
-from megarl.config.schema import ParallelConfig, RewardConfig
+from megarl.config.schema import ParallelConfig, RewardConfig, RolloutConfig
 from megarl.parallel import runtime as parallel
 from megarl.parallel.comm import barrier, gather_objects
 from megarl.parallel.launch import launch
-from megarl.rollout.wave import WaveRunner
+from megarl.rollout.sampler import RolloutWorker
 from tests.scale.counted import traffic
 
 IMPORTED_BY = os.getpid()
@@ -41,11 +42,12 @@ def rank(arguments: Sequence[str]) -> int:
     folder, tp, pp, dp = Path(arguments[0]), *map(int, arguments[1:])
     runtime = parallel.start(ParallelConfig(tp=tp, pp=pp, dp=dp, device="cpu", timeout=120), seed=0)
     counts: dict[str, Any] = {"forked": os.getpid() != IMPORTED_BY, "start": dict(traffic())}
-    runner: Any = WaveRunner(runtime.rank, runtime.world, Busy(), None, None, lambda v: gather_objects(runtime, v), RewardConfig())  # type: ignore[arg-type]
-    runner.tick()  # connects ranks
+    config: Any = SimpleNamespace(reward=RewardConfig(), rollout=RolloutConfig())
+    worker = RolloutWorker(config, runtime, Busy(), None, None)  # type: ignore[arg-type]
+    worker.tick()  # connects ranks
     before = traffic()
     for _ in range(TICKS):
-        runner.tick()
+        worker.tick()
     counts["ticks"] = dict(traffic() - before)
     before = traffic()
     assert len(gather_objects(runtime, bytes(NEWS) if runtime.rank == runtime.world - 1 else None)[-1]) == NEWS

@@ -17,15 +17,17 @@ from megarl.data.prompts import Prompt
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.engine import Completion, Request, SamplingParams
+from megarl.rollout.sampler import GroupRequest, RolloutWorker
+from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.rollout.sglang import SGLangEngine
-from megarl.rollout.wave import Asked, WaveRunner
 from tests.parallel import jobs as parallel_jobs
 
 SCENES: dict[str, Any] = {}  # of this rank's process
 PROMPTS = [(3, 9, 4), (7,) * 11, (20, 5), (3, 9, 4), (5, 6, 7, 8, 9, 10), (41, 40, 39)]
 DUMP = "tests.sglang.inside.dump"
-PATIENCE = 20.0  # seconds without progress before an engine hangs: an engine on a loaded machine must not seem to
+PATIENCE = (
+    20.0  # seconds without progress before an engine hangs: an engine on a loaded machine must not seem to
+)
 
 
 class Scene:
@@ -35,12 +37,19 @@ class Scene:
         from transformers import AutoTokenizer
 
         from megarl.model.builder import build_actor, read_hf_config
-        from megarl.schedule.run import make_delivery, make_engine
+        from megarl.rollout.engine import make_engine
+        from megarl.schedule.run import make_weight_sync
         from megarl.training.model import TrainableModel
         from megarl.weights.families import read_config
 
         inside = {"custom_weight_loader": ["megarl.rollout.sglang_inside.load_shards", DUMP]}
-        rollout = {"engine": "sglang", "max_response_tokens": 64, "max_batch": 32, "engine_options": inside, "engine_start_timeout": 1500}
+        rollout = {
+            "engine": "sglang",
+            "max_response_tokens": 64,
+            "max_batch": 32,
+            "engine_options": inside,
+            "engine_start_timeout": 1500,
+        }
         self.config = Config(
             recipe="dapo",
             run_dir=folder,
@@ -60,7 +69,7 @@ class Scene:
         if self.engine.process is not None:
             self.engine.process.module = "tests.sglang.host"
         self.engine.start()
-        self.delivery = make_delivery(self.config, runtime, read_config(folder), model, self.engine)
+        self.weight_sync = make_weight_sync(self.config, runtime, read_config(folder), model, self.engine)
 
     def generate(self, requests: list[Request], params: SamplingParams) -> list[Completion]:
         """From the engine's first rank, on every rank."""
@@ -86,13 +95,19 @@ def deliver(runtime: Runtime, name: str, version: int, dump: Path) -> dict[str, 
     from megarl.weights.hf import export_hf
 
     scene = SCENES[name]
-    stats = scene.delivery.run(version)
+    stats = scene.weight_sync.sync(version)
     if runtime.rank == 0:
-        scene.engine.process.call("dump", str(dump / "rank{rank}.safetensors"), scene.config.rollout.engine_tp)
+        scene.engine.process.call(
+            "dump", str(dump / "rank{rank}.safetensors"), scene.config.rollout.engine_tp
+        )
     named = table_names(dict(scene.actor.model.named_parameters()))
     export_hf(dump / "hf", scene.folder, runtime.layout, runtime.rank, named, dtype=torch.float32)
     children = scene.engine.process.children if scene.engine.process else []
-    return {"buckets": len(scene.delivery.transfers), "moved": stats.bytes_received + stats.bytes_local, "children": children}
+    return {
+        "buckets": len(scene.weight_sync.transfers),
+        "moved": stats.bytes_received + stats.bytes_local,
+        "children": children,
+    }
 
 
 def update(runtime: Runtime, name: str) -> float:
@@ -109,7 +124,9 @@ def update(runtime: Runtime, name: str) -> float:
     return scene.actor.update(local.mini_batches[0], supervised_loss(local.experience)).grad_norm
 
 
-def sample(runtime: Runtime, name: str, params: SamplingParams, count: int = 3) -> tuple[list[Completion], Any]:
+def sample(
+    runtime: Runtime, name: str, params: SamplingParams, count: int = 3
+) -> tuple[list[Completion], Any]:
     """`count` responses to each prompt, and the trainer's log-probabilities of their tokens."""
     from megarl.training.batch import make_micro_batches
 
@@ -122,7 +139,9 @@ def sample(runtime: Runtime, name: str, params: SamplingParams, count: int = 3) 
     return completions, ours
 
 
-def interrupt(runtime: Runtime, name: str, params: SamplingParams) -> tuple[list[Completion], list[Completion], list[Completion]]:
+def interrupt(
+    runtime: Runtime, name: str, params: SamplingParams
+) -> tuple[list[Completion], list[Completion], list[Completion]]:
     """Responses in one go; the same aborted in the middle; and those gone on with."""
     engine = SCENES[name].engine
     requests = {i: Request(PROMPTS[i % len(PROMPTS)], 100 + i) for i in range(40)}
@@ -160,7 +179,7 @@ def sleep_and_wake(runtime: Runtime, name: str, version: int) -> str:
     try:
         scene.engine.submit({0: Request(PROMPTS[0], 0)}, SamplingParams(4))
     except EngineError as error:
-        scene.delivery.run(version)
+        scene.weight_sync.sync(version)
         return str(error)
     return "nothing"
 
@@ -168,15 +187,19 @@ def sleep_and_wake(runtime: Runtime, name: str, version: int) -> str:
 def sleep_of_the_dead(runtime: Runtime, name: str) -> dict[str, Any]:
     """The engine is killed, then all are told to sleep: it is started anew and sleeps too, and wakes to the actor's weights."""
     scene = SCENES[name]
-    delivery, process = scene.delivery, scene.engine.process
+    weight_sync, process = scene.weight_sync, scene.engine.process
     if process is not None:
         os.kill(process.pid, signal.SIGKILL)
-    delivery.most_failures, delivery.failures = 3, 0
-    delivery.sleep(("weights", "kv_cache"))
-    found = {"events": delivery.take_events(), "asleep": set(delivery.asleep), "before": delivery.delivered}
-    delivery.wake(("weights", "kv_cache"))
-    delivery.run(delivery.version)
-    return {**found, "awake": set(delivery.asleep), "after": delivery.delivered}
+    weight_sync.max_failures, weight_sync.failures = 3, 0
+    weight_sync.sleep(("weights", "kv_cache"))
+    found = {
+        "events": weight_sync.take_events(),
+        "asleep": set(weight_sync.asleep),
+        "before": weight_sync.complete,
+    }
+    weight_sync.wake(("weights", "kv_cache"))
+    weight_sync.sync(weight_sync.version)
+    return {**found, "awake": set(weight_sync.asleep), "after": weight_sync.complete}
 
 
 class Parity:
@@ -189,33 +212,40 @@ class Parity:
 def rollout(runtime: Runtime, name: str, harm: str = "", most_failures: int = 3) -> dict[str, Any]:
     """Groups through the whole path of a step. harm: what happens to SGLang's scheduler once it generates."""
     scene = SCENES[name]
-    scene.delivery.failures, scene.delivery.most_failures = 0, most_failures
-    runner = WaveRunner(
-        0, 1, scene.engine, Parity(), scene.tokenizer, lambda value: [value], scene.config.reward, recover=scene.delivery.recover
+    scene.weight_sync.failures, scene.weight_sync.max_failures = 0, most_failures
+    worker = RolloutWorker(
+        scene.config, runtime, scene.engine, Parity(), scene.tokenizer, scene.weight_sync.recover
     )
-    asked = [Asked(Prompt(i, "", prompt, ""), [1000 * i + j for j in range(8)]) for i, prompt in enumerate(PROMPTS)]
+    asked = [
+        GroupRequest(Prompt(i, "", prompt, ""), [1000 * i + j for j in range(8)])
+        for i, prompt in enumerate(PROMPTS)
+    ]
     process = scene.engine.process
     process.limit = PATIENCE if harm else 300.0
     before = [process.pid, *process.children]
     if harm == "nan":
         for parameter in scene.actor.model.parameters():
             parameter.data.fill_(float("nan"))
-        scene.delivery.run(scene.engine.weight_version + 1)
-    runner.submit(asked, SamplingParams(scene.config.rollout.max_response_tokens))
+        scene.weight_sync.sync(scene.engine.weight_version + 1)
+    worker.submit(asked, SamplingParams(scene.config.rollout.max_response_tokens))
     if harm in ("kill", "stop"):
-        scheduler = next(pid for pid in process.children if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        scheduler = next(
+            pid for pid in process.children if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
         os.kill(scheduler, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[harm])
     error = None
     try:
-        while runner.running:
-            runner.tick()
+        while worker.running:
+            worker.tick()
     except (EngineError, EngineFailure) as problem:
         error = problem
     return {
-        "responses": [(r.tokens.tolist(), r.logprobs.tolist()) for group in runner.take() for r in group.responses],
+        "responses": [
+            (r.tokens.tolist(), r.logprobs.tolist()) for group in worker.take() for r in group.responses
+        ],
         "error": None if error is None else (type(error).__name__, str(error), error.on_every_rank),
-        "events": scene.delivery.take_events(),
-        "failures": scene.delivery.failures,
+        "events": scene.weight_sync.take_events(),
+        "failures": scene.weight_sync.failures,
         "before": before,
         "after": [process.pid, *process.children] if error is None else [],
     }

@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.rollout.engine import Request, SamplingParams
+from megarl.rollout.sampling import Request, SamplingParams
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.weights.hf import HFFolder, load_into
 from megarl.weights.layout import sglang_shards
+from tests.engines import load_folder
 from tests.ranks import RankPool
 from tests.sglang import jobs
 from tests.tiny_models import make_tiny_model
@@ -67,7 +68,7 @@ def check_samples(pool: RankPool, name: str, dump: Path, params: SamplingParams,
         assert (theirs - ours).abs().max() <= 1e-4
     engine = TransformersEngine(dump / "hf", eos_ids=(1,))
     engine.start()
-    engine.load_folder()
+    load_folder(engine)
     prompts = [prompt for prompt in jobs.PROMPTS for _ in range(3)]
     reference = engine.generate([Request(prompt, seed) for seed, prompt in enumerate(prompts)], params)
     same = [a.tokens == b.tokens for a, b in zip(completions, reference, strict=True)]

@@ -13,12 +13,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.rollout import sglang_cpu
-from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sampling import choose
+from megarl.rollout.sampling import SamplingParams, choose
 
 if find_spec("sglang") is not None:  # else conftest.py skips what is here
-    sglang_cpu.install()
+    from megarl.rollout import sglang_host  # noqa: F401 (installs the stubs)
 # Anything made from Python numbers, and anything that Python reads of a tensor: on a GPU a copy, and one that waits.
 BLOCKING = {"aten.lift_fresh.default", "aten._local_scalar_dense.default", "aten.nonzero.default", "aten._pin_memory.default"}
 
@@ -112,9 +110,9 @@ def test_sglang_knows_all_that_it_is_told_on_a_gpu() -> None:
     from sglang.srt.server_args import ServerArgs
 
     from megarl.config import load_config
-    from megarl.rollout.sglang import Place, SGLangEngine
+    from megarl.rollout.sglang import SGLangEngine
 
     for weights in ("model", "fp8_block"):
         config = load_config(Path(__file__).parents[2] / "configs/vapo_32b.yaml", [f"rollout.weights_dtype={weights}"])
-        arguments = SGLangEngine(config, {}, Place(0, 8, torch.device("cuda", 0)), (1,))._arguments()
+        arguments = SGLangEngine(config, {}, 0, torch.device("cuda", 0), (1,))._arguments()
         assert not arguments.keys() - inspect.signature(ServerArgs).parameters.keys()

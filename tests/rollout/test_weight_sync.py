@@ -1,4 +1,4 @@
-"""A delivery of weights to SGLang on GPUs as far as it needs none: memory, messages and handles, from the real plans of 32B models."""
+"""Weight sync to SGLang on GPUs as far as it needs none: memory, messages and handles, from the real plans of 32B models."""
 
 from __future__ import annotations
 
@@ -24,17 +24,22 @@ from megarl.parallel import cpu_platform, runtime
 from megarl.parallel.layout import Layout
 from megarl.parallel.machine import allocator_problem
 from megarl.plan.memory import plan_of
-from megarl.rollout.delivery import Delivery
-from megarl.rollout.sglang import Place, SGLangEngine
+from megarl.rollout.sglang import SGLangEngine
+from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule import evaluation, preflight, run
-from megarl.schedule.run import make_delivery
+from megarl.schedule.run import make_weight_sync
 from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.layout import Region, Shard, full_box
 from megarl.weights.plan import Plan, engine_plan
 from megarl.weights.transfer import Staging, Transfer, TransferStats
 
 ROOT = Path(__file__).parents[2]
-HF = {"model_type": "qwen2", "max_position_embeddings": 32768, "tie_word_embeddings": False, **KNOWN_MODELS["Qwen2.5-32B"]}
+HF = {
+    "model_type": "qwen2",
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+    **KNOWN_MODELS["Qwen2.5-32B"],
+}
 META = torch.device("meta")
 # (tp, pp, dp, engine_tp); in the second a quarter of the ranks has no message in the first bucket.
 LAYOUTS = [(8, 4, 4, 8), (4, 2, 16, 4), (8, 1, 16, 8), (4, 2, 1, 4), (2, 2, 2, 4), (2, 1, 4, 2)]
@@ -48,11 +53,10 @@ def planned(tp: int, pp: int, dp: int, engine_tp: int, *overrides: str) -> tuple
     return config, layout, engine_plan(config, HF, layout)
 
 
-def delivery_of(rank: int, *sizes: Any) -> Delivery:
-    """One rank's delivery as a run makes it, of tensors that take no memory."""
+def weight_sync_of(rank: int, *sizes: Any) -> WeightSync:
+    """One rank's weight sync as a run makes it, of tensors that take no memory."""
     config, layout, plan = planned(*sizes)
-    place = Place(rank, config.rollout.engine_tp, META)
-    engine = SGLangEngine(config, HF, place, (1,))
+    engine = SGLangEngine(config, HF, rank, META, (1,))
     engine.process = None
     weights = {
         name: torch.empty(shard.shape, dtype=torch.bfloat16, device=META)
@@ -60,9 +64,10 @@ def delivery_of(rank: int, *sizes: Any) -> Delivery:
         if not name.endswith("_scale_inv")
     }
     model: Any = SimpleNamespace(named_parameters=lambda: weights.items())
-    made = make_delivery(config, runtime.Runtime(layout, rank, META, 1.0, None), HF, model, engine)  # type: ignore[arg-type]
-    made.gather = lambda value: [value] * layout.world
-    return made
+    job: Any = SimpleNamespace(
+        layout=layout, rank=rank, device=META, gather=lambda value: [value] * layout.world
+    )
+    return make_weight_sync(config, job, HF, model, engine)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +80,9 @@ def delivery_of(rank: int, *sizes: Any) -> Delivery:
     ],
     ids=str,
 )
-def test_a_delivery_takes_what_is_planned_and_gives_it_back(sizes: tuple[int, ...], weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_sync_takes_what_is_planned_and_gives_it_back(
+    sizes: tuple[int, ...], weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There were 34 staging memories of 3.9 GiB in all, for ever, and a plan of 0.25 GiB."""
     overrides = (f"rollout.weights_dtype={weights}",)
     plan = plan_of(planned(*sizes, *overrides)[0], HF)
@@ -88,11 +95,11 @@ def test_a_delivery_takes_what_is_planned_and_gives_it_back(sizes: tuple[int, ..
     monkeypatch.setattr(Transfer, "run", note)
     monkeypatch.setattr(SGLangEngine, "handle", lambda self, bucket: b"")
     for rank in (0, plan.layout.world - 1):
-        made = delivery_of(rank, *sizes, *overrides)
+        made = weight_sync_of(rank, *sizes, *overrides)
         assert len(made.transfers) > 3
-        assert sum(memory.nbytes for memory in made.memory) == 0, "before a delivery nothing is there"
+        assert sum(memory.nbytes for memory in made.memory) == 0, "before a sync nothing is there"
         there.clear()
-        made.run(0)
+        made.sync(0)
         assert len(there) == len(made.transfers) and len(set(there)) == 1
         assert 0.45 * plan.transfer_memory <= there[0] <= plan.transfer_memory
         assert sum(memory.nbytes for memory in made.memory) == 0, "after it nothing is left"
@@ -105,10 +112,14 @@ def fake_job() -> Iterator[Any]:
     def start(rank: int, layout: Layout) -> list[list[int]]:
         cpu_platform.install()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
-        parallel_state.initialize_model_parallel(layout.tp, layout.pp, expert_tensor_parallel_size=1, create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(
+            layout.tp, layout.pp, expert_tensor_parallel_size=1, create_gloo_process_groups=False
+        )
         used: list[list[int]] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_reduce", lambda tensor, group: used.append(dist.get_process_group_ranks(group)))
+            patch.setattr(
+                dist, "all_reduce", lambda tensor, group: used.append(dist.get_process_group_ranks(group))
+            )
             runtime._connect(torch.device("cpu"))
         end()
         return used
@@ -126,9 +137,14 @@ def fake_job() -> Iterator[Any]:
 def test_no_transfer_is_the_first_use_of_a_group(sizes: tuple[int, int, int, int], fake_job: Any) -> None:
     """Messages go through the job's group; NCCL would make its communicator with those ranks alone that have some, and wait for ever."""
     config, layout, plan = planned(*sizes)
-    (first, _), *_ = SGLangEngine(config, HF, Place(1, config.rollout.engine_tp, META), (1,)).buckets(plan, Staging(META))
+    (first, _), *_ = SGLangEngine(config, HF, 1, META, (1,)).buckets(plan, Staging(META))
     everyone = list(range(layout.world))
-    talking = {rank for copy in (*first.copies, *first.relays) if copy.src_rank != copy.dst_rank for rank in (copy.src_rank, copy.dst_rank)}
+    talking = {
+        rank
+        for copy in (*first.copies, *first.relays)
+        if copy.src_rank != copy.dst_rank
+        for rank in (copy.src_rank, copy.dst_rank)
+    }
     silent = set(everyone) - talking
     assert len(silent) == (32 if sizes == (4, 2, 16, 4) else len(silent))
     for rank in {min(silent, default=0), min(talking, default=0), layout.world - 1}:
@@ -148,7 +164,7 @@ def test_a_handle_is_of_memory_that_is_shared_once(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("megarl.rollout.sglang.ForkingPickler.dumps", dumps)
     config, _, _ = planned(2, 1, 4, 2)
-    engine = SGLangEngine(config, HF, Place(1, 2, torch.device("cuda", 1)), (1,))
+    engine = SGLangEngine(config, HF, 1, torch.device("cuda", 1), (1,))
     box = full_box((8, 4))
     shards = {name: Shard((8, 4), (Region(name, box, box),)) for name in ("a", "b")}
     memory = Staging(torch.device("cpu"))
@@ -169,28 +185,42 @@ def test_the_engine_runs_without_expandable_segments(name: str, monkeypatch: pyt
     for value, left in (
         ("expandable_segments:True", None),
         ("max_split_size_mb:512,expandable_segments:True", "max_split_size_mb:512"),
-        ("expandable_segments: true , roundup_power2_divisions:[256:1,>:8]", "roundup_power2_divisions:[256:1,>:8]"),
+        (
+            "expandable_segments: true , roundup_power2_divisions:[256:1,>:8]",
+            "roundup_power2_divisions:[256:1,>:8]",
+        ),
         ("max_split_size_mb:512", "max_split_size_mb:512"),
     ):
         monkeypatch.setenv(name, value)
-        engine = SGLangEngine(planned(2, 1, 4, 2)[0], HF, Place(0, 2, torch.device("cuda", 0)), (1,))
+        engine = SGLangEngine(planned(2, 1, 4, 2)[0], HF, 0, torch.device("cuda", 0), (1,))
         assert engine.process is not None
         assert engine.process.environment.get(name) == left
         assert (allocator_problem() is not None) == (left != value)
 
 
-def test_a_user_is_told_that_the_engine_runs_without_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_is_told_that_the_engine_runs_without_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = planned(2, 1, 4, 2)[0]
     monkeypatch.setattr(preflight, "choose_device", lambda wanted: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", MagicMock())
-    checks = ("check_config", "_check_machine", "check_model", "check_tokenizer", "_check_positions", "_check_engine_layout")
+    checks = (
+        "check_config",
+        "_check_machine",
+        "check_model",
+        "check_tokenizer",
+        "_check_positions",
+        "_check_engine_layout",
+    )
     for name in (*checks, "check_fits", "validate_files", "check_pretraining_rollouts"):
         monkeypatch.setattr(preflight, name, MagicMock())
     train._check(config, "config.yaml", claim=False, fresh=False)
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     train._check(config, "config.yaml", claim=False, fresh=False)
-    assert "megarl: PYTORCH_CUDA_ALLOC_CONF: SGLang runs without expandable_segments" in capsys.readouterr().err
+    assert (
+        "megarl: PYTORCH_CUDA_ALLOC_CONF: SGLang runs without expandable_segments" in capsys.readouterr().err
+    )
 
 
 class Told:
@@ -214,11 +244,15 @@ def test_the_graphs_of_decoding_sleep_with_the_kv_cache() -> None:
         ({"cuda_graph_config": '{"decode": {"backend": "breakable"}}'}, False),
         ({"cuda_graph_backend_prefill": "full"}, True),
     ):
-        given = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine_options": options})})
-        engine = SGLangEngine(given, HF, Place(0, 2, torch.device("cuda", 0)), (1,))
+        given = config.model_copy(
+            update={"rollout": config.rollout.model_copy(update={"engine_options": options})}
+        )
+        engine = SGLangEngine(given, HF, 0, torch.device("cuda", 0), (1,))
         assert engine.process is not None
         assert engine.process.environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == str(int(sleeps))
-        assert engine.process.arguments["disable_prefill_cuda_graph"] == options.get("disable_prefill_cuda_graph", True)
+        assert engine.process.arguments["disable_prefill_cuda_graph"] == options.get(
+            "disable_prefill_cuda_graph", True
+        )
     engine.process = told = Told()  # type: ignore[assignment]
     for move in (engine.sleep, engine.wake):
         move(("kv_cache",))
@@ -229,7 +263,9 @@ def test_the_graphs_of_decoding_sleep_with_the_kv_cache() -> None:
 
 
 @pytest.mark.parametrize("what", ["run", "evaluation"])
-def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After all models are made and settled: SGLang looks how much of each GPU is free, and refuses unlike ones."""
     order: list[str] = []
 
@@ -241,15 +277,23 @@ def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(what: str,
     engine = SimpleNamespace(start=says("starts"))
     config = planned(2, 1, 4, 2)[0]
     if what == "run":
-        for name in ("load_tokenizer", "open_model", "read_hf_config", "HostPool", "read_prompts", "PromptSampler", "VerifierPool"):
+        for name in (
+            "load_tokenizer",
+            "open_model",
+            "read_hf_config",
+            "HostPool",
+            "read_prompts",
+            "PromptSampler",
+            "VerifierPool",
+        ):
             monkeypatch.setattr(run, name, MagicMock(return_value=MagicMock()))
         monkeypatch.setattr(run, "read_prompts", lambda *arguments: ([], MagicMock()))
         monkeypatch.setattr(run.Run, "_settled", says("settles"))
         monkeypatch.setattr(run, "make_engine", lambda *arguments: engine)
-        monkeypatch.setattr(run, "make_delivery", says("delivery"))
+        monkeypatch.setattr(run, "make_weight_sync", says("weight sync"))
         monkeypatch.setattr(run, "EngineMemory", MagicMock())
         run.Run(config, MagicMock(device=torch.device("cpu")))
-        assert order == ["settles", "settles", "empties", "waits", "starts", "delivery"]
+        assert order == ["settles", "settles", "empties", "waits", "starts", "weight sync"]
     else:
         for name in ("load_tokenizer", "read_hf_config", "read_config", "open_model"):
             monkeypatch.setattr(evaluation, name, MagicMock())
@@ -258,6 +302,6 @@ def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(what: str,
         monkeypatch.setattr(evaluation, "make_engine", lambda *arguments: engine)
         monkeypatch.setattr(evaluation, "build_actor", says("builds"))
         monkeypatch.setattr(evaluation, "load_weights", says("loads"))
-        monkeypatch.setattr(evaluation, "make_delivery", says("delivery"))
+        monkeypatch.setattr(evaluation, "make_weight_sync", says("weight sync"))
         evaluation.Evaluation(config, None, MagicMock(device=torch.device("cpu")))
-        assert order == ["builds", "loads", "empties", "waits", "starts", "delivery"]
+        assert order == ["builds", "loads", "empties", "waits", "starts", "weight sync"]

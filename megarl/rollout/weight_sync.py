@@ -1,0 +1,174 @@
+"""Weight sync: the actor's weights into all engines, bucket by bucket, and engines that failed started again.
+
+Collective: all ranks call the same methods in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megarl.config.errors import EngineError, EngineFailure
+from megarl.config.schema import RolloutConfig
+from megarl.parallel.comm import gather_objects
+from megarl.parallel.runtime import Runtime
+from megarl.rollout.engine import RolloutEngine
+from megarl.weights.transfer import Staging, Transfer, TransferStats
+
+READY_WAIT = 10.0  # seconds that a rank waits for its engine before it exchanges with the others
+Failures = list[EngineFailure | None]  # by rank
+
+
+class _Guard:
+    """Calls the engine until its first failure; not at all where `active` is false."""
+
+    def __init__(self, active: bool) -> None:
+        self.active = active
+        self.failure: EngineFailure | None = None
+
+    def __call__(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        if self.active and self.failure is None:
+            try:
+                return call(*arguments)
+            except EngineFailure as error:
+                self.failure = error
+        return None
+
+
+class WeightSync:
+    """Keeps the engines of all ranks supplied with the actor's weights.
+
+    transfers      one for each bucket of the engine, in order
+    memory         what all transfers share; on the device only during a sync
+    version        of the weights that were synced last
+    complete       whether all engines have weights
+    asleep         tags whose device memory the engines have freed
+    failures       of engines, since the last sync; beyond `max_failures` the run ends
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        runtime: Runtime,
+        engine: RolloutEngine,
+        transfers: Sequence[Transfer],
+        memory: Sequence[Staging] = (),
+    ) -> None:
+        self.config, self.runtime, self.engine = config, runtime, engine
+        self.transfers, self.memory = transfers, memory
+        self.max_failures, self.failures = config.engine_failures, 0
+        self.version = -1
+        self.complete = False
+        self.asleep: set[str] = set()
+        self._events: list[str] = []
+        self._restarted = False  # this rank's engine was started again, and nothing of it sleeps
+        self._release()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of this rank's share of its engine's weights."""
+        return sum(transfer.target_bytes for transfer in self.transfers)
+
+    def sync(self, version: int) -> TransferStats:
+        """Write the actor's present weights into all engines, which then carry `version`."""
+        self.failures, self.version = 0, version
+        failures, stats = self._update(_Guard(True))
+        if any(failures):
+            self.recover(failures)
+        return stats
+
+    def recover(self, failures: Failures) -> None:
+        """Start the engines of the ranks that met a failure again and give them the weights of `version`, which the actor
+        must still have; their unfinished requests continue. Raises EngineError on every rank once there were too many
+        failures."""
+        while any(failures):
+            failures, _ = self._update(_Guard(self._restart(failures)))
+
+    def sleep(self, tags: Sequence[str]) -> None:
+        """Free the device memory of the tags in all engines; without weights they need a sync."""
+        self.asleep |= set(tags)
+        self.complete &= "weights" not in tags
+        self._call_all(self.engine.sleep, tags)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Allocate the memory of the tags again; weights are undefined until a sync."""
+        self.asleep -= set(tags)
+        self._call_all(self.engine.wake, tags)
+
+    def take_events(self) -> list[str]:
+        """Return the lines about failures since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _call_all(self, call: Callable[[Sequence[str]], None], tags: Sequence[str]) -> None:
+        guard = _Guard(True)
+        self._await_ready(guard)
+        guard(call, tags)
+        failures = gather_objects(self.runtime, guard.failure)
+        while any(failures):
+            self.complete = False
+            guard = _Guard(self._restart(failures))
+            self._await_ready(guard)
+            failures = gather_objects(self.runtime, guard.failure)
+
+    def _restart(self, failures: Failures) -> bool:
+        """Return whether this rank's engine failed, and begin its start if so. Raises EngineError on every rank once
+        there were too many failures."""
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                self.failures += 1
+                self._events.append(
+                    f"engine of rank {rank} failed ({self.failures} of at most {self.max_failures}): {failure}"
+                )
+                last = failure
+        if self.failures > self.max_failures:
+            error = EngineError(
+                f"rollout: {self.failures} engine failures since the last weight transfer, "
+                f"rollout.engine_failures allows {self.max_failures}; the last: {last}"
+            )
+            error.on_every_rank = True
+            raise error
+        # All ranks of an engine start it again, of which the leader alone meets failures.
+        leader = self.runtime.rank // self.config.engine_tp * self.config.engine_tp
+        failed = any(failures[leader : leader + self.config.engine_tp])
+        if failed:
+            self.engine.restart()
+            self._restarted = True
+        return failed
+
+    def _await_ready(self, guard: _Guard) -> None:
+        """Wait until the guarded engines of all ranks are ready; those started again sleep as far as the others do."""
+        # An engine may take longer to start than any rank may wait in a collective.
+        while not all(gather_objects(self.runtime, guard(self.engine.ready, READY_WAIT) is not False)):
+            pass
+        if self._restarted and self.asleep:
+            guard(self.engine.sleep, sorted(self.asleep))
+        self._restarted = False
+
+    def _update(self, guard: _Guard) -> tuple[Failures, TransferStats]:
+        """Update the weights of the guarded engines once. The memory of the others is written too, and not read."""
+        self._await_ready(guard)
+        total = TransferStats(0, 0, 0, 0.0)
+        failures: Failures = []
+        guard(self.engine.begin_update)
+        for memory in self.memory:
+            memory.take()
+        for bucket, transfer in enumerate(self.transfers):
+            total = total.plus(transfer.run())
+            if self.config.fingerprint:
+                transfer.check()
+            # Nobody reads before all have written, ...
+            handles = gather_objects(self.runtime, self.engine.handle(bucket))
+            guard(self.engine.load_bucket, bucket, handles, self.version)
+            if bucket == len(self.transfers) - 1:
+                guard(self.engine.end_update, self.version)
+            failures = gather_objects(
+                self.runtime, guard.failure
+            )  # ... and nobody writes before all have read.
+        self._release()
+        self.complete = not any(failures)
+        return failures, total
+
+    def _release(self) -> None:
+        for memory in self.memory:
+            memory.release()
