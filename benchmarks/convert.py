@@ -156,7 +156,7 @@ def visit(folder: Path, advice: int) -> None:
 CHILD = """
 import json, sys, time
 from pathlib import Path
-from megarl.cli.quiet import quiet_libraries
+from megarl.cli.ranks import quiet_libraries
 quiet_libraries()
 from megarl.weights.convert import conversion_layout, hf_to_megatron, megatron_to_hf
 from convert import warm

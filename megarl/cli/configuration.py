@@ -1,4 +1,4 @@
-"""`megarl config show|check|docs`: what a configuration resolves to, whether it holds, and what every knob means."""
+"""`megarl config show|check|docs`: print, check and explain a configuration."""
 
 from __future__ import annotations
 
@@ -11,21 +11,30 @@ from megarl.config.load import dump_yaml
 from megarl.config.recipes import PRESETS
 from megarl.config.schema import fields
 
-_WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", type(None): "null"}
+_WORDS = {
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    Path: "path",
+    type(None): "null",
+}
 
 
 def show(path: Path, overrides: Sequence[str]) -> int:
-    """Prints the resolved configuration as YAML."""
+    """Print the resolved configuration as YAML."""
     print(dump_config(load_config(path, overrides)), end="")
     return 0
 
 
 def check(path: Path, overrides: Sequence[str]) -> int:
-    """Checks keys, types and contradictions; the model's folder and the data files too, where they are on this machine."""
+    """Check keys, types and contradictions; the model's folder and the data files too, where the folder is on
+    this machine."""
     config = load_config(path, overrides)
     check_config(config, str(path))
     if not config.model.path.is_dir():
-        print(f"{path}: the configuration holds; model.path {config.model.path} is not on this machine, so the layout was not checked")
+        absent = f"model.path {config.model.path} is not on this machine, so the layout was not checked"
+        print(f"{path}: the configuration holds; {absent}")
         return 0
     from megarl.schedule.preflight import preflight
 
@@ -35,26 +44,36 @@ def check(path: Path, overrides: Sequence[str]) -> int:
 
 
 def docs() -> int:
-    """Prints every knob: key, meaning; kind, unit, default, what recipes set it to, source."""
+    """Print every field: key, meaning; kind, unit, default, what recipes set it to, source."""
     for key, field in fields(Config):
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         kind = " or ".join(_kinds(field.annotation)) + (f", in {extra['unit']}" if extra.get("unit") else "")
         default = "required" if field.is_required() else f"default {_yaml(field.default)}"
-        presets = [f"{recipe} {_yaml(value)}" for recipe, preset in PRESETS.items() if (value := _setting(preset, key)) is not None]
+        presets = [
+            f"{recipe} {_yaml(value)}"
+            for recipe, preset in PRESETS.items()
+            if (value := _setting(preset, key)) is not None
+        ]
         by_recipe = f" ({', '.join(presets)})" if presets else ""
-        print(f"{key}\n    {field.description}\n    {kind}; {default}{by_recipe}; source: {extra.get('source')}")
+        print(
+            f"{key}\n    {field.description}\n    {kind}; {default}{by_recipe}; source: {extra.get('source')}"
+        )
     return 0
 
 
 def _kinds(annotation: Any) -> list[str]:
-    """The types of a field in words; choices as they are written."""
+    """Return the types of a field in words; choices as they are written."""
     if get_origin(annotation) is Literal:
         return [str(choice) for choice in get_args(annotation)]
     if get_origin(annotation) is tuple:
         first, last = get_args(annotation)
         if get_origin(first) is Literal:
             return [f"list of some of {', '.join(_kinds(first))}"]
-        return [f"list of {_WORDS[first]}s" if last is ... else f"list of {len(get_args(annotation))} {_WORDS[first]}s"]
+        return [
+            f"list of {_WORDS[first]}s"
+            if last is ...
+            else f"list of {len(get_args(annotation))} {_WORDS[first]}s"
+        ]
     if get_origin(annotation) is dict:
         return ["section of your own keys"]
     if get_args(annotation):
@@ -63,8 +82,9 @@ def _kinds(annotation: Any) -> list[str]:
 
 
 def _yaml(value: Any) -> str:
-    value = list(value) if isinstance(value, tuple) else value
-    return dump_yaml({"": value}).partition(":")[2].strip() if not isinstance(value, list) else f"[{', '.join(map(_yaml, value))}]"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_yaml, value))}]"
+    return dump_yaml({"": value}).partition(":")[2].strip()
 
 
 def _setting(preset: Any, key: str) -> Any:

@@ -1,4 +1,5 @@
-"""`megarl convert`: a model's folder from Hugging Face's format to Megatron's and back, with a progress bar."""
+"""`megarl convert`: a model's folder from Hugging Face's format to Megatron's and back, with a progress
+bar."""
 
 from __future__ import annotations
 
@@ -6,43 +7,60 @@ import datetime
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
-from megarl.cli.quiet import quiet_libraries
 from megarl.config.errors import ConfigError, MegarlError
 from megarl.parallel.runtime import is_launched, launched_rank, launched_world
 from megarl.weights.convert import Advance, Conversion, conversion_layout, hf_to_megatron, megatron_to_hf
 from megarl.weights.files import readable
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LIMIT = datetime.timedelta(hours=6)  # that processes wait for one another: for the slowest one's share of the model
+LIMIT = datetime.timedelta(
+    hours=6
+)  # of a wait for the slowest process, which converts its share of the model
 
 
-def to_megatron(source: Path, out: Path, *, tp: int, pp: int, ep: int, critic: bool, verify: bool) -> int:
-    """Writes a Hugging Face folder as a distributed checkpoint."""
+def to_megatron(source: Path, out: Path, tp: int, pp: int, ep: int, critic: bool, verify: bool) -> int:
+    """Write a Hugging Face folder as a distributed checkpoint."""
     if min(tp, pp, ep) < 1:
         raise ConfigError(f"--tp, --pp and --ep must be at least 1 (got {tp}, {pp}, {ep})")
     layout = conversion_layout(tp, pp, ep)
-    return _together(lambda: hf_to_megatron(source, out, layout, critic=critic, verify=verify, watch=_watch), out, verify)
+    job = partial(hf_to_megatron, source, out, layout, critic=critic, verify=verify, watch=_progress)
+    return _convert(job, out, verify)
 
 
-def to_hf(checkpoint: Path, out: Path, *, source: Path | None, dtype: str | None, max_shard_gb: float, verify: bool) -> int:
-    """Writes a distributed checkpoint as a Hugging Face folder."""
-    kind = DTYPES[dtype] if dtype else None
-    limit = int(max_shard_gb * 1e9)
-    return _together(
-        lambda: megatron_to_hf(checkpoint, out, source=source, dtype=kind, max_shard_bytes=limit, verify=verify, watch=_watch), out, verify
+def to_hf(
+    checkpoint: Path, out: Path, source: Path | None, dtype: str | None, max_shard_gb: float, verify: bool
+) -> int:
+    """Write a distributed checkpoint as a Hugging Face folder."""
+    job = partial(
+        megatron_to_hf,
+        checkpoint,
+        out,
+        source=source,
+        dtype=DTYPES[dtype] if dtype else None,
+        max_shard_bytes=int(max_shard_gb * 1e9),
+        verify=verify,
+        watch=_progress,
     )
+    return _convert(job, out, verify)
 
 
-def _together(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
-    """Runs a conversion in this process, or as one of those that torchrun started; the first one speaks."""
-    quiet_libraries()
+def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
+    """Run a conversion in this process, or as one of those that torchrun started; the first one prints."""
     if is_launched():
         dist.init_process_group("gloo", timeout=LIMIT)
     try:
@@ -56,27 +74,24 @@ def _together(convert: Callable[[], Conversion], out: Path, verify: bool) -> int
             dist.destroy_process_group()
     if launched_rank() == 0:
         speed = f"{readable(done.size)} in {done.seconds:.1f} s ({done.size / 1e9 / done.seconds:.2f} GB/s)"
-        print(f"{out}: {speed}, on disk in {done.files} weight files with SHA256SUMS{', compared with the source' if verify else ''}")
+        compared = ", compared with the source" if verify else ""
+        print(f"{out}: {speed}, on disk in {done.files} weight files with SHA256SUMS{compared}")
         if done.left_out:
-            print(f"left out, for the model has no such parameter: {', '.join(done.left_out[:8])}{' ...' if done.left_out[8:] else ''}")
+            names = ", ".join(done.left_out[:8]) + (" ..." if done.left_out[8:] else "")
+            print(f"left out, for the model has no such parameter: {names}")
     return 0
 
 
 @contextmanager
-def _watch(what: str, size: int) -> Iterator[Advance]:
-    """A bar with GB/s and the time left on the first process's terminal; its own share stands for all."""
+def _progress(what: str, size: int) -> Iterator[Advance]:
+    """Show a bar with GB/s and the time left on the first process's terminal, of its own share of the
+    work."""
     if launched_rank() != 0:
         yield lambda _: None
         return
     of_all = f" (process 1 of {launched_world()})" if launched_world() > 1 else ""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(file=sys.stderr), disable=not sys.stderr.isatty()) as progress:
+    bar = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    left = (TextColumn("left"), TimeRemainingColumn())
+    with Progress(*bar, *left, console=Console(file=sys.stderr), disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task(f"{what}{of_all}", total=size)
         yield lambda done: progress.advance(task, done)

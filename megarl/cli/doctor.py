@@ -1,20 +1,95 @@
-"""`megarl doctor`: what is installed, what this machine can run, what is missing and the command that gets it, what does not fit."""
+"""`megarl doctor`: what is installed, what this machine can run, what is missing and the command that gets
+it, what does not fit."""
 
 from __future__ import annotations
 
+import platform
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import psutil
+
 from megarl import __version__
-from megarl.parallel.machine import GIB, PACKAGES, abilities, look
+from megarl.parallel.machine import (
+    GIB,
+    INSTALL,
+    PACKAGES,
+    broken_transformer_engine,
+    driver_problem,
+    driver_version,
+    flaws,
+    installed,
+    misfit,
+)
+
+FP8_FROM = (8, 9)  # compute capability: Ada and Hopper have FP8 matrix units
+EXTRAS = (
+    ("sweeps by NeMo-Run", "nemo_run", "launch"),
+    ("TensorBoard", "tensorboard", "track"),
+    ("Weights & Biases", "wandb", "track"),
+)
+
+
+class Gpu(NamedTuple):
+    """memory: bytes; capability: CUDA's compute capability."""
+
+    name: str
+    memory: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts that `abilities` judges.
+
+    memory     bytes
+    versions   package -> version
+    imports    modules that are there
+    programs   commands in PATH
+    cuda       version that torch was built for
+    problem    why CUDA does not work
+    broken     why the Transformer Engine that is there cannot be imported
+    driver     NVIDIA's, as its kernel module says
+    flaws      what else is there and does not fit, each with its remedy"""
+
+    python: tuple[int, int]
+    system: str
+    cores: int
+    memory: int
+    versions: Mapping[str, str]
+    imports: frozenset[str]
+    programs: frozenset[str]
+    gpus: tuple[Gpu, ...]
+    cuda: str | None
+    problem: str | None = None
+    broken: str = ""
+    driver: str | None = None
+    flaws: tuple[str, ...] = ()
+
+
+class Ability(NamedTuple):
+    """Something that can be run here, or what is missing and the command that gets it."""
+
+    name: str
+    ready: bool
+    note: str = ""
+    command: str = ""
 
 
 def doctor() -> int:
-    """Prints it; 0 where at least the demo runs."""
+    """Print what there is; return 0 where at least the demo runs."""
     machine = look()
     python = ".".join(map(str, machine.python))
-    print(f"megarl {__version__}, Python {python}, {machine.system}, {machine.cores} cores, {machine.memory / GIB:.0f} GiB of memory")
+    hardware = f"{machine.cores} cores, {machine.memory / GIB:.0f} GiB of memory"
+    print(f"megarl {__version__}, Python {python}, {machine.system}, {hardware}")
     if machine.driver or machine.cuda:
         print(f"driver     {machine.driver or 'none'}, torch for CUDA {machine.cuda or 'none'}")
-    print("installed  " + ", ".join(f"{name} {machine.versions[name]}" for name in PACKAGES if name in machine.versions))
-    print()
+    there = [f"{name} {machine.versions[name]}" for name in PACKAGES if name in machine.versions]
+    print(f"installed  {', '.join(there)}\n")
     found = list(abilities(machine))
     for ability in found:
         note = f": {ability.note}" if ability.note else ""
@@ -24,3 +99,111 @@ def doctor() -> int:
     for flaw in machine.flaws:
         print(f"look {flaw}")
     return 0 if found[0].ready else 1
+
+
+def look() -> Machine:
+    """Return this machine."""
+    import torch
+
+    gpus, problem = [], None
+    try:
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            gpus.append(Gpu(properties.name, properties.total_memory, (properties.major, properties.minor)))
+    except RuntimeError as error:
+        problem = str(error).splitlines()[0]
+    linux = platform.system() == "Linux"
+    modules = ("transformer_engine", "sglang", "nemo_run", "wandb", "tensorboard")
+    return Machine(
+        python=sys.version_info[:2],
+        system=platform.system(),
+        cores=len(psutil.Process().cpu_affinity()) if linux else psutil.cpu_count() or 1,
+        memory=psutil.virtual_memory().total,
+        versions=installed(),
+        imports=frozenset(name for name in modules if find_spec(name)),
+        programs=frozenset(name for name in ("nvidia-smi", "sbatch") if shutil.which(name)),
+        gpus=tuple(gpus),
+        cuda=torch.version.cuda,
+        problem=problem,
+        broken=broken_transformer_engine(),
+        driver=driver_version(),
+        flaws=tuple(flaws(torch.version.cuda)),
+    )
+
+
+def abilities(machine: Machine) -> Iterator[Ability]:
+    """Yield what the machine can run, and for the rest what is missing and the exact command; the demo
+    first."""
+    name = "the demo on CPUs"
+    if problem := misfit(machine.versions, machine.python):
+        what, _, install = problem.rpartition(" (")
+        yield Ability(name, False, what, install.rstrip(")"))
+    elif machine.broken:
+        yield Ability(name, False, "Megatron does not get past the broken Transformer Engine (below)")
+    elif machine.system != "Linux":
+        yield Ability(
+            name, False, f"{machine.system}: gloo and the verifiers' limits are tested on Linux only"
+        )
+    elif machine.cores < 2 or machine.memory < 4 * GIB:
+        there = f"{machine.cores} cores and {machine.memory / GIB:.0f} GiB"
+        yield Ability(name, True, f"slowly: {there}, two and 4 are better")
+    else:
+        yield Ability(name, True, "make demo")
+
+    gpu = _gpu(machine)
+    yield gpu
+
+    name, te = "Transformer Engine layers", False
+    if machine.broken or not gpu.ready:
+        yield Ability(name, False, machine.broken or "needs a GPU")
+    elif "transformer_engine" not in machine.imports:
+        yield Ability(name, False, "transformer-engine is not installed", INSTALL)
+    else:
+        te = True
+        yield Ability(name, True, f"transformer-engine {machine.versions.get('transformer-engine', '')}")
+    if machine.gpus and min(one.capability for one in machine.gpus) < FP8_FROM:
+        lacks = f"{machine.gpus[0].name} has no FP8 units (Hopper and later have)"
+        yield Ability("FP8 layers", False, lacks)
+    else:
+        yield Ability("FP8 layers", te, "" if te else "needs Transformer Engine layers")
+
+    name = "the SGLang engine"
+    if flaw := next((flaw for flaw in machine.flaws if flaw.startswith("sglang ")), None):
+        yield Ability(name, False, flaw)
+    elif "sglang" in machine.imports:
+        where = "" if gpu.ready else ", on CPUs"
+        yield Ability(name, True, f"sglang {machine.versions.get('sglang', '')}{where}")
+    elif gpu.ready:
+        yield Ability(name, False, "sglang is not installed", INSTALL)
+    else:
+        own = "sglang is not installed; on CPUs it has an environment of its own"
+        yield Ability(name, False, own, "make test-sglang")
+
+    slurm = "sbatch" in machine.programs
+    none = "no sbatch: this is no login node of a Slurm cluster"
+    yield Ability("jobs by Slurm", slurm, "sbatch slurm/demo.sbatch" if slurm else none)
+    for name, module, extra in EXTRAS:
+        if module in machine.imports:
+            yield Ability(name, True)
+        else:
+            package = module.replace("_", "-")
+            yield Ability(name, False, f"{package} is not installed", f"pip install 'megarl[{extra}]'")
+
+
+def _gpu(machine: Machine) -> Ability:
+    name = "training on GPUs, bf16"
+    if machine.gpus and machine.problem is None:
+        old = [gpu.name for gpu in machine.gpus if gpu.capability < (8, 0)]
+        if old:
+            return Ability(name, False, f"{old[0]} is older than Ampere and has no bf16")
+        kinds = ", ".join(sorted({f"{gpu.name}, {gpu.memory / GIB:.0f} GiB" for gpu in machine.gpus}))
+        return Ability(name, True, f"{len(machine.gpus)} x {kinds}")
+    if machine.cuda is None and "nvidia-smi" in machine.programs:
+        reinstall = "pip install --force-reinstall --no-deps torch"
+        return Ability(name, False, "there is a driver, but torch is a build for CPUs", reinstall)
+    if machine.cuda is None:
+        return Ability(name, False, "no GPU driver (nvidia-smi), and torch is a build for CPUs")
+    why = driver_problem(machine.driver, machine.cuda) or machine.problem
+    return Ability(
+        name, False, f"torch sees no GPU: {why or 'nvidia-smi shows whether the driver does'}", "nvidia-smi"
+    )

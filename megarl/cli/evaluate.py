@@ -1,10 +1,13 @@
-"""`megarl eval`: avg@k, pass@k and majority@k of a model or a checkpoint on the config's held-out problems, with confidence intervals."""
+"""`megarl eval`: avg@k, pass@k and majority@k of a model or a checkpoint on the config's held-out problems,
+with confidence intervals."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megarl.cli.quiet import quiet_libraries
-from megarl.cli.ranks import on_rank_0, start_ranks, work
+from megarl.cli.ranks import passes_on_rank_0, run_rank, start_ranks, starts_ranks
 from megarl.config import load_config
 from megarl.config.check import real
 from megarl.config.errors import ConfigError
@@ -22,64 +24,69 @@ from megarl.config.schema import Config
 if TYPE_CHECKING:
     from megarl.parallel.runtime import Runtime
     from megarl.rollout.batch import EvaluationResult
+    from megarl.schedule.evaluation import Evaluation
 
 SHOWN = 20  # problems in the terminal, the hardest; problems.jsonl has all
 
 
-def evaluate(path: Path, overrides: Sequence[str], given: Path | None, out: Path | None, *, checked: bool = False) -> int:
-    """Answers every problem `evaluation.samples` times, on as many ranks as the layout has; writes answers.jsonl, problems.jsonl, data.json
-    and scores.json to `out`.
-
-    given: see `find_policy`. checked: the process that launched this one has done the checks."""
+def evaluate(path: Path, overrides: Sequence[str], checkpoint: Path | None, out: Path | None) -> int:
+    """Answer every problem `evaluation.samples` times, on as many ranks as the layout has, and write
+    answers.jsonl, problems.jsonl, data.json and scores.json to `out`. Return the exit code. checkpoint: see
+    `find_policy`."""
     config = load_config(path, overrides)
     out = out or config.run_dir / "eval"
-    quiet_libraries()
-    from megarl.parallel.launch import ranks_here
-    from megarl.parallel.runtime import is_launched, launched_rank
-
-    if not checked and not on_rank_0(lambda: _check(config, str(path), given, out, claim=launched_rank() == 0)):
-        return 2
-    if not is_launched() and ranks_here(config.parallel) > 1:
-        options = ["--out", str(out), *(["--checkpoint", str(given)] if given else [])]
-        return start_ranks(config, ["eval", "--checked", *options, str(path), *overrides], out)
     from megarl.schedule.evaluation import find_policy
 
-    policy, weights = find_policy(config, given)
-    return work(policy, lambda runtime: _evaluate(policy, weights, out, runtime), launched=checked)
+    if not passes_on_rank_0(lambda: _check(config, str(path), checkpoint, out)):
+        return 2
+    policy, weights = find_policy(config, checkpoint)
+    if starts_ranks(config):
+        return start_ranks(partial(_evaluate, policy, weights, out, launched=True), policy, out)
+    return _evaluate(policy, weights, out, launched=False)
 
 
-def _check(config: Config, where: str, given: Path | None, out: Path, claim: bool) -> None:
+def _check(config: Config, where: str, checkpoint: Path | None, out: Path) -> None:
+    from megarl.parallel.runtime import launched_rank
     from megarl.schedule.evaluation import find_policy
     from megarl.schedule.preflight import preflight_evaluation
 
-    policy, weights = find_policy(config, given)
+    policy, weights = find_policy(config, checkpoint)
     key = "model.path" if policy.model.path == config.model.path else "--checkpoint"
     preflight_evaluation(policy, where, key, weights=weights is None)
     if real(out).is_relative_to(real(policy.model.path)):
         place = f"is in the model's folder {policy.model.path}, where nothing is to be written"
         raise ConfigError(f"{out}: {place} (choose another with --out)")
     try:
-        if claim:
+        if launched_rank() == 0:
             out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{out}: cannot be written: {error.strerror} (choose another folder with --out)") from None
+        raise ConfigError(
+            f"{out}: cannot be written: {error.strerror} (choose another folder with --out)"
+        ) from None
 
 
-def _evaluate(config: Config, weights: Path | None, out: Path, runtime: Runtime) -> None:
-    """One rank's part; rank 0 shows and writes."""
-    from megarl.schedule.evaluation import Evaluation
+def _evaluate(config: Config, weights: Path | None, out: Path, *, launched: bool) -> int:
+    """Be one rank of an evaluation; rank 0 shows and writes the result."""
 
-    evaluation = Evaluation(config, weights, runtime)
-    try:
+    def job(runtime: Runtime) -> None:
+        from megarl.schedule.evaluation import Evaluation
+
+        with closing(Evaluation(config, weights, runtime)) as evaluation:
+            if runtime.rank == 0:
+                print(*evaluation.report.lines(), sep="\n")
+                answers = f"{len(evaluation.problems):,} problems x {config.evaluation.samples} answers"
+                print(f"{answers} by {evaluation.policy}", flush=True)
+            result = evaluation.answer()
         if runtime.rank == 0:
-            print(*evaluation.report.lines(), sep="\n")
-            print(f"{len(evaluation.problems):,} problems x {config.evaluation.samples} answers by {evaluation.policy}", flush=True)
-        result = evaluation.answer()
-    finally:
-        evaluation.close()
-    if runtime.rank:
-        return
-    scores, counts, stats = result.scores(), result.counts(), result.stats()
+            _publish(evaluation, result, out)
+            print(f"answers and scores: {out}")
+
+    return run_rank(config, job, launched=launched)
+
+
+def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> None:
+    """Write the result to `out`, and print the hardest problems and the scores."""
+    scores, counts = result.scores(), result.counts()
     summary = {
         "policy": str(evaluation.policy),
         "problems": len(result.groups),
@@ -87,31 +94,25 @@ def _evaluate(config: Config, weights: Path | None, out: Path, runtime: Runtime)
         "confidence": 0.95,
         "scores": scores,
         "answers": counts,
-        "length_mean": stats["eval/length_mean"],
+        "length_mean": result.stats()["eval/length_mean"],
     }
     _write(out / "data.json", [asdict(evaluation.report)])
     _write(out / "answers.jsonl", result.answers(evaluation.tokenizer), indent=None)
     _write(out / "problems.jsonl", result.table(), indent=None)
     _write(out / "scores.json", [summary])
-    _show(result, scores, counts)
-    print(f"answers and scores: {out}")
 
-
-def _write(path: Path, objects: Iterable[Mapping[str, Any]], indent: int | None = 1) -> None:
-    with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(json.dumps(item, ensure_ascii=False, indent=indent) + "\n" for item in objects)
-
-
-def _show(result: EvaluationResult, scores: Mapping[str, Mapping[str, float]], counts: Mapping[str, int]) -> None:
-    console = Console()
+    console, total = Console(), len(result.groups)
     hardest = sorted(result.table(), key=lambda row: row["avg"])[:SHOWN]
-    problems = Table("problem", "answer", "right", "most frequent", "tokens", "cut", title=_title(len(hardest), len(result.groups)))
+    title = f"the {len(hardest)} hardest of {total:,} problems (all: problems.jsonl)"
+    if len(hardest) == total:
+        title = "all problems, hardest first"
+    problems = Table("problem", "answer", "right", "most frequent", "tokens", "cut", title=title)
     for row in hardest:
         vote = "-" if row["vote"] is None else f"{row['vote'][:24]} ({row['votes']})"
         cells = (" ".join(row["prompt"].split())[:60], row["answer"][:24], f"{row['right']}/{result.k}", vote)
         problems.add_row(*map(Text, cells), f"{row['length_mean']:.0f}", f"{row['truncated']:.0%}")
     console.print(problems)
-    measures = Table("measure", "value", "95 % confidence", title=f"{len(result.groups):,} problems")
+    measures = Table("measure", "value", "95 % confidence", title=f"{total:,} problems")
     for name, score in scores.items():
         measures.add_row(name, f"{score['mean']:.4f}", f"{score['low']:.4f} to {score['high']:.4f}")
     for name, count in counts.items():
@@ -119,5 +120,6 @@ def _show(result: EvaluationResult, scores: Mapping[str, Mapping[str, float]], c
     console.print(measures)
 
 
-def _title(shown: int, all_: int) -> str:
-    return "all problems, hardest first" if shown == all_ else f"the {shown} hardest of {all_:,} problems (all: problems.jsonl)"
+def _write(path: Path, objects: Iterable[Mapping[str, Any]], indent: int | None = 1) -> None:
+    with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(json.dumps(item, ensure_ascii=False, indent=indent) + "\n" for item in objects)

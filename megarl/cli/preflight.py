@@ -1,55 +1,144 @@
-"""`megarl preflight`: one process on every node of a job, before its ranks start; what stands in the way, each line with its node."""
+"""`megarl preflight`: find out in seconds whether the nodes of a job can work together, before its ranks
+start.
+
+One process runs on every node: it checks the node, and then messages between all nodes. The first node keeps
+a store in which each one writes its facts and how far it got, so that a node that is silent, slow or
+different is named, and every wait has a limit. """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
+import json
+import os
 import platform
+import shutil
+import socket
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
 
 from megarl.config import Config, load_config
-from megarl.parallel.machine import SGLANG_IMPORT, broken_transformer_engine, import_problem
-from megarl.parallel.nodes import GIB, Needs, Place, check_nodes
+from megarl.parallel.machine import (
+    GIB,
+    SGLANG_IMPORT,
+    broken_transformer_engine,
+    driver_problem,
+    driver_version,
+    hostname_problem,
+    import_problem,
+)
 from megarl.plan.memory import plan_of
 from megarl.weights.cost import planning_config
 
+MESSAGE = 64 * 2**20  # bytes of one message in the measurement
+CONTROL = 2**20  # of one where the question is only whether it arrives
+ROUNDS = 3
+CLOCKS = 5.0  # seconds that two nodes' clocks may differ: beyond that logs and time stamps of files mislead
+OUTLIER = 4.0  # a node this many times slower than the median one would slow down all of them
 
-def preflight(path: Path, overrides: Sequence[str], place: Place, ranks: int, host_gib: float, disk_gib: float, bandwidth: float) -> int:
-    """Checks the configuration on the first node and the nodes on all of them. ranks: processes that each node is to run."""
+
+@dataclass(frozen=True)
+class NodePlace:
+    """This process among the nodes of the job. limit: seconds for each wait."""
+
+    node: int
+    nodes: int
+    host: str
+    port: int
+    limit: float = 60.0
+    name: str = field(default_factory=socket.gethostname)
+
+
+@dataclass(frozen=True)
+class NodeNeeds:
+    """What each node must have.
+
+    folder        of the run, on a file system that all nodes share
+    devices       GPUs; 0 for a job on CPUs
+    device_free   share of a GPU's memory
+    bandwidth     GB/s into a node"""
+
+    folder: Path
+    devices: int = 0
+    device_free: float = 0.9
+    host_bytes: float = 0.0
+    disk_bytes: float = 0.0
+    bandwidth: float = 0.0
+
+
+@dataclass(frozen=True)
+class Findings:
+    """problems: lines that each name a node and stop the job; notes: lines that are good to know. The same on
+    every node."""
+
+    problems: list[str]
+    notes: list[str]
+
+
+def preflight(
+    path: Path,
+    overrides: Sequence[str],
+    node: int,
+    nodes: int,
+    ranks: int,
+    host: str,
+    port: int,
+    limit: float,
+    host_memory: float,
+    disk: float,
+    bandwidth: float,
+) -> int:
+    """Check the configuration on the first node and the nodes on all of them. Return 2 where something is in
+    the way.
+
+    ranks               processes that each node is to run
+    host_memory, disk   GiB; 0: on GPUs what `megarl plan` says
+    bandwidth           GB/s into a node"""
     from megarl.parallel.runtime import choose_device
     from megarl.schedule.preflight import preflight as check_run
 
     config = load_config(path, overrides)
-    notes = check_run(config, str(path), world=place.nodes * ranks) if place.node == 0 else []
+    place = NodePlace(node, nodes, host, port, limit)
+    notes = check_run(config, str(path), world=nodes * ranks) if node == 0 else []
     cuda = choose_device(config.parallel.device).type == "cuda"
-    planned = planned_needs(config, place.nodes * ranks) if cuda else (0.0, 0.0)  # the plan's processes are those of GPU jobs
-    needs = Needs(
+    planned = (
+        planned_needs(config, nodes * ranks) if cuda else (0.0, 0.0)
+    )  # the plan's processes are those of GPU jobs
+    needs = NodeNeeds(
         folder=config.run_dir,
         devices=ranks if cuda else 0,
-        host_bytes=host_gib * GIB or planned[0],
-        disk_bytes=disk_gib * GIB or planned[1],
+        host_bytes=host_memory * GIB or planned[0],
+        disk_bytes=disk * GIB or planned[1],
         bandwidth=bandwidth,
     )
-    verdict = check_nodes(place, needs, _versions(cuda), problems=_broken(config))
-    if place.node == 0 or any(line.startswith(f"{place.name}: ") for line in verdict.problems):
-        for line in verdict.problems:
+    # Packages that are there and cannot be imported: the ranks would find them when they have all started.
+    sglang = config.rollout.engine == "sglang" and find_spec("sglang")
+    broken = (import_problem("sglang", SGLANG_IMPORT) if sglang else None, broken_transformer_engine())
+    findings = check_nodes(place, needs, node_versions(cuda), problems=[line for line in broken if line])
+    if node == 0 or any(line.startswith(f"{place.name}: ") for line in findings.problems):
+        for line in findings.problems:
             print(f"preflight: {line}", file=sys.stderr, flush=True)
-    if place.node == 0 and not verdict.problems:
-        print("\n".join(f"preflight: {line}" for line in (*notes, *verdict.notes, "all nodes are fit")), flush=True)
-    return 2 if verdict.problems else 0
-
-
-def _broken(config: Config) -> list[str]:
-    """Packages of this node that are there and cannot be imported, which the ranks would find when they have all started."""
-    engine = import_problem("sglang", SGLANG_IMPORT) if config.rollout.engine == "sglang" and find_spec("sglang") else None
-    return [line for line in (engine, broken_transformer_engine()) if line]
+    if node == 0 and not findings.problems:
+        lines = (*notes, *findings.notes, "all nodes are fit")
+        print("\n".join(f"preflight: {line}" for line in lines), flush=True)
+    return 2 if findings.problems else 0
 
 
 def planned_needs(config: Config, world: int) -> tuple[float, float]:
-    """Bytes of a node's memory and of the disk that a run of so many ranks needs: as `megarl plan` says, and one checkpoint more than are
-    kept, as the oldest goes when the newest is whole."""
+    """Return the bytes of a node's memory and of the disk that a run of `world` ranks needs: as `megarl plan`
+    says, and one checkpoint more than are kept, because the oldest goes when the newest is complete."""
     parallel = config.parallel
     parallel = parallel.model_copy(update={"dp": world // (parallel.tp * parallel.pp)})
     made = plan_of(config.model_copy(update={"parallel": parallel}), planning_config(config.model.path)[1])
@@ -57,10 +146,8 @@ def planned_needs(config: Config, world: int) -> tuple[float, float]:
     return sum(made.host().values()), made.checkpoint() * checkpoints
 
 
-def _versions(cuda: bool) -> dict[str, str]:
-    """What must be the same on all nodes: packages, Python, and megarl's own files."""
-    import torch
-
+def node_versions(cuda: bool) -> dict[str, str]:
+    """Return what must be the same on all nodes: packages, Python, and megarl's own files."""
     from megarl.schedule.preflight import versions
 
     package = Path(__file__).parents[1]
@@ -72,3 +159,290 @@ def _versions(cuda: bool) -> dict[str, str]:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["GPU"] = torch.cuda.get_device_name(0)
     return found
+
+
+def check_nodes(
+    place: NodePlace,
+    needs: NodeNeeds,
+    versions: Mapping[str, str],
+    clock: Callable[[], float] = time.time,
+    problems: Sequence[str] = (),
+) -> Findings:
+    """Check this node, and with all others their differences and the network; every node calls it. The
+    network is tried only where every node is sound. problems: of this node, found before."""
+    limit = datetime.timedelta(seconds=place.limit)
+    try:
+        store = dist.TCPStore(
+            place.host, place.port, place.nodes, place.node == 0, limit, wait_for_workers=False
+        )
+    except (dist.DistError, RuntimeError):
+        where = f"{place.host}:{place.port} within {place.limit:.0f} s"
+        return Findings([f"{place.name}: cannot reach {where} (a firewall, or the wrong interface?)"], [])
+    token = needs.folder / f".nodes-{place.port}"  # a file that the other nodes are to see
+    if place.node == 0:
+        with suppress(OSError):  # a folder that cannot be written is among the first node's own facts
+            token.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            token.touch()
+        store.set("begin", "")
+    try:
+        _wait(store, "begin", place.limit)
+        found = [*problems, *_device_problems(needs), *_host_problems(needs, token)]
+        if place.nodes > 1 and (problem := hostname_problem()):
+            found.append(problem)
+        facts = {"name": place.name, "problems": found, "versions": dict(versions)}
+        store.set(f"facts/{place.node}", json.dumps(facts))
+        judged: list[str] = []
+        if place.node == 0:
+            judged = _judge_nodes(store, place, clock)
+        elif _wait(store, f"ask/{place.node}", place.limit * 2):
+            store.set(f"clock/{place.node}", repr(clock()))
+        findings = _share(store, place, "facts", Findings(judged, []))
+        if findings.problems:
+            return findings
+        if place.nodes == 1:
+            return Findings([], ["one node: nothing to measure between nodes"])
+        notes: list[str] = []
+        for i, (backend, size, bandwidth) in enumerate(networks(needs)):
+            # Keys of its own for each network: an address that the one before has left would lead to a closed
+            # socket.
+            found_here = _try_network(
+                dist.PrefixStore(f"network/{i}", store), place, backend, size, bandwidth
+            )
+            notes += found_here.notes
+            if found_here.problems:
+                return Findings(found_here.problems, notes)
+        return Findings([], notes)
+    finally:
+        if place.node == 0:
+            token.unlink(missing_ok=True)
+
+
+def _wait(store: dist.Store, key: str, limit: float) -> bool:
+    try:
+        store.wait([key], datetime.timedelta(seconds=limit))
+    except (dist.DistError, RuntimeError):
+        return False
+    return True
+
+
+def _device_problems(needs: NodeNeeds) -> list[str]:
+    """Return which GPUs are missing, in use, or do not work."""
+    if not needs.devices:
+        return []
+    found = torch.cuda.device_count()
+    if found != needs.devices:
+        why = driver_problem(driver_version(), torch.version.cuda) if not found else None
+        return [
+            f"{found} GPUs, {needs.devices} were asked for ({why or 'nvidia-smi; is the driver loaded?'})"
+        ]
+    problems = []
+    for index in range(found):
+        try:
+            free, total = torch.cuda.mem_get_info(index)
+            one = torch.ones(256, 256, device=f"cuda:{index}")
+            broken = float((one @ one).sum()) != 256.0**3
+        except RuntimeError as error:
+            problems.append(f"GPU {index} does not work: {str(error).splitlines()[0]}")
+            continue
+        if broken:
+            problems.append(f"GPU {index} computes wrong results")
+        if free < needs.device_free * total:
+            there = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
+            problems.append(f"GPU {index}: {there}: another process is on it")
+    return problems
+
+
+def _host_problems(needs: NodeNeeds, token: Path) -> list[str]:
+    problems, folder = [], token.parent
+    free = psutil.virtual_memory().available
+    if free < needs.host_bytes:
+        problems.append(
+            f"{free / GIB:.1f} GiB of memory are free, the run needs {needs.host_bytes / GIB:.1f}"
+        )
+    deadline = time.monotonic() + 5.0  # a network file system may show a new file late
+    while not token.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if not token.exists():
+        unseen = (
+            f"does not see the first node's file in {folder} (it must be writable, and shared by all nodes)"
+        )
+        return [*problems, unseen]
+    if not os.access(folder, os.W_OK):
+        problems.append(f"{folder} cannot be written")
+    room = shutil.disk_usage(folder).free
+    if room < needs.disk_bytes:
+        problems.append(
+            f"{room / GIB:.1f} GiB are free in {folder}, the run needs {needs.disk_bytes / GIB:.1f}"
+        )
+    return problems
+
+
+def _judge_nodes(store: dist.Store, place: NodePlace, clock: Callable[[], float]) -> list[str]:
+    """Return, on the first node, who is silent, what each node found, and what differs from the first
+    node."""
+    deadline = time.monotonic() + place.limit
+    facts, silent = {}, []
+    for node in range(place.nodes):
+        if _wait(store, f"facts/{node}", max(0.1, deadline - time.monotonic())):
+            facts[node] = json.loads(store.get(f"facts/{node}"))
+        else:
+            silent.append(node)
+    names = ", ".join(sorted(fact["name"] for fact in facts.values()))
+    problems = [
+        f"node {node} of {place.nodes} has not reported within {place.limit:.0f} s (those that have: {names})"
+        for node in silent
+    ]
+    first = facts[0]
+    for node, fact in sorted(facts.items()):
+        name = fact["name"]
+        problems += [f"{name}: {problem}" for problem in fact["problems"]]
+        for what in sorted({*first["versions"], *fact["versions"]}):
+            theirs, ours = (found["versions"].get(what, "none") for found in (fact, first))
+            if theirs != ours:
+                problems.append(f"{name}: {what} {theirs}, but {first['name']} has {ours}")
+        if node == 0:
+            continue
+        asked = clock()
+        store.set(f"ask/{node}", "")
+        if not _wait(store, f"clock/{node}", place.limit):
+            problems.append(f"{name}: stopped answering")
+            continue
+        # To half of a message's way there and back.
+        ahead = float(store.get(f"clock/{node}")) - (asked + clock()) / 2
+        if abs(ahead) > CLOCKS:
+            off = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} {first['name']}'s"
+            problems.append(f"{name}: its clock is {off} (is NTP running?)")
+    return problems
+
+
+def _share(store: dist.Store, place: NodePlace, part: str, findings: Findings) -> Findings:
+    """Return the first node's findings on every node. The first node leaves last, because the store goes with
+    it."""
+    if place.node == 0:
+        store.set(f"findings/{part}", json.dumps([findings.problems, findings.notes]))
+        for node in range(1, place.nodes):
+            _wait(store, f"heard/{part}/{node}", 5.0 if findings.problems else place.limit)
+        return findings
+    if not _wait(store, f"findings/{part}", place.limit * 2):
+        return Findings([f"{place.name}: the first node {place.host} has stopped answering"], [])
+    findings = Findings(*json.loads(store.get(f"findings/{part}")))
+    store.set(f"heard/{part}/{place.node}", "")
+    return findings
+
+
+def networks(needs: NodeNeeds) -> list[tuple[str, int, float | None]]:
+    """Return (backend, bytes of a message, GB/s into a node that it must reach; None: any) of each network
+    that the job uses. Jobs on GPUs send tensors over NCCL and control messages over gloo, which is often
+    another interface: those must arrive, at any speed."""
+    if needs.devices:
+        return [("nccl", MESSAGE, needs.bandwidth), ("gloo", CONTROL, None)]
+    return [("gloo", MESSAGE, needs.bandwidth)]
+
+
+def _try_network(
+    store: dist.Store, place: NodePlace, backend: str, size: int, bandwidth: float | None
+) -> Findings:
+    """Measure an all-reduce over all nodes, and a ring in which each sends to the next: every adapter in both
+    directions."""
+
+    def give_up() -> None:
+        """End the process, the only way out of a collective that hangs; the first node prints who is
+        behind."""
+        if place.node == 0:
+            behind, absent = (
+                [str(node) for node in range(place.nodes) if not store.check([f"stage/{node}/{stage}"])]
+                for stage in ("reduced", "joined")
+            )
+            what = f"nodes {', '.join(behind)} have not finished the all-reduce"
+            if absent:
+                what = f"nodes {', '.join(absent)} have not joined"
+            line = f"{backend} between nodes took more than {place.limit:.0f} s: {what}"
+            print(f"preflight: {place.name}: {line}", flush=True)
+        os._exit(2)
+
+    timer = threading.Timer(place.limit, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        speed = _measure(store, place, backend, size)
+        store.set(f"speed/{place.node}", json.dumps([place.name, speed]))
+    except (dist.DistError, RuntimeError) as error:
+        store.set(f"broken/{place.node}", f"{place.name}: {backend}: {str(error).splitlines()[0]}")
+    timer.cancel()
+    findings = _judge_network(store, place, backend, bandwidth) if place.node == 0 else Findings([], [])
+    return _share(store, place, "network", findings)
+
+
+def _measure(store: dist.Store, place: NodePlace, backend: str, size: int) -> dict[str, float]:
+    """Return GB/s of the all-reduce, as bytes of the message by time, and into this node from the one before
+    it."""
+    device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    limit = datetime.timedelta(seconds=place.limit)
+    group_store = dist.PrefixStore("group", store)
+    dist.init_process_group(
+        backend, store=group_store, rank=place.node, world_size=place.nodes, timeout=limit
+    )
+    try:
+        store.set(f"stage/{place.node}/joined", "")
+        data, into = (torch.ones(size // 4, device=device) for _ in range(2))
+
+        def ring() -> None:
+            ahead, behind = (place.node + 1) % place.nodes, (place.node - 1) % place.nodes
+            moves = [dist.P2POp(dist.isend, data, ahead), dist.P2POp(dist.irecv, into, behind)]
+            for request in dist.batch_isend_irecv(moves):
+                request.wait()
+
+        reduce = _seconds(lambda: dist.all_reduce(data, op=dist.ReduceOp.MAX), device)
+        store.set(f"stage/{place.node}/reduced", "")
+        passed = _seconds(ring, device)
+        if not bool((into == 1).all()):
+            raise RuntimeError("a message arrived with other bytes than were sent")
+        return {"all_reduce": size / reduce / 1e9, "into": size / passed / 1e9}
+    finally:
+        dist.destroy_process_group()
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the time of the fastest of some rounds, after one that sets up connections."""
+    taken = []
+    for _ in range(ROUNDS + 1):
+        dist.barrier()
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - started)
+    return min(taken[1:])
+
+
+def _judge_network(store: dist.Store, place: NodePlace, backend: str, least: float | None) -> Findings:
+    """Return, on the first node, who was lost, whose network failed, and who is too slow. least: GB/s; None:
+    any."""
+    speeds, problems = {}, []
+    for node in range(place.nodes):
+        deadline = time.monotonic() + place.limit
+        speed_key, broken_key = f"speed/{node}", f"broken/{node}"
+        while not store.check([speed_key]) and not store.check([broken_key]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if store.check([speed_key]):
+            name, speed = json.loads(store.get(speed_key))
+            speeds[name] = speed
+        elif store.check([broken_key]):
+            problems.append(store.get(broken_key).decode())
+        else:
+            problems.append(f"node {node} of {place.nodes} was lost during the messages")
+    if least is None:
+        least = 0.0
+    elif speeds:
+        least = max(least, median(speed["into"] for speed in speeds.values()) / OUTLIER)
+    problems += [
+        f"{name}: {speed['into']:.2f} GB/s into it over {backend}, at least {least:.2f} are wanted"
+        for name, speed in speeds.items()
+        if speed["into"] < least
+    ]
+    slowest = min(speeds.values(), key=lambda speed: speed["into"], default={"into": 0.0, "all_reduce": 0.0})
+    reduce, into = (f"{slowest[part]:.2f} GB/s" for part in ("all_reduce", "into"))
+    note = f"{place.nodes} nodes over {backend}: all-reduce {reduce}, into the slowest node {into}"
+    return Findings(problems, [note])

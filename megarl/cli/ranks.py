@@ -1,15 +1,18 @@
-"""What the ranks of a command have in common: joining the job, saying what went wrong once, leaving it."""
+"""What train, eval and replay share: start the ranks, be one of them, and turn errors into one line and an
+exit code."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.cli.quiet import quiet_libraries
 from megarl.config.errors import Interrupted, MegarlError
 from megarl.config.schema import Config
 
@@ -18,8 +21,31 @@ if TYPE_CHECKING:
     from megarl.parallel.signals import StopRequest
 
 
-def on_rank_0(check: Callable[[], None]) -> bool:
-    """Runs a check that every rank makes alike; False where it fails on another rank than 0, whose error is the one that is shown."""
+def quiet_libraries() -> None:
+    """Silence Megatron's and transformers' warnings, in every process, of what a CPU lacks and need not
+    have."""
+    for module in ("megatron", "transformers", "torch"):
+        warnings.filterwarnings("ignore", module=module)
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """Call a command and return its exit code. An error that the user can mend is printed as one line."""
+    try:
+        return command()
+    except MegarlError as error:
+        print(f"megarl: {error}", file=sys.stderr, flush=True)
+        return error.code
+    except KeyboardInterrupt:
+        print("megarl: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read the output (`| head`) has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def passes_on_rank_0(check: Callable[[], None]) -> bool:
+    """Run a check that every rank makes alike. Return False where it fails on another rank than 0: rank 0
+    raises the error."""
     from megarl.parallel.runtime import launched_rank
 
     try:
@@ -31,42 +57,60 @@ def on_rank_0(check: Callable[[], None]) -> bool:
     return True
 
 
-def start_ranks(config: Config, arguments: Sequence[str], folder: Path, grace: float = 0.0, stop: StopRequest | None = None) -> int:
-    """Runs `megarl ARGUMENTS` on every rank of the layout, see `launch`. What all of them need is imported before: they are forked.
+def starts_ranks(config: Config) -> bool:
+    """Return whether this process is to start the ranks; else it is the only one, or one that torchrun
+    started."""
+    from megarl.parallel.launch import ranks_here
+    from megarl.parallel.runtime import is_launched
 
-    Raises Interrupted where `stop` is wanted by then: the imports take seconds."""
-    quiet_libraries()
+    return not is_launched() and ranks_here(config.parallel) > 1
+
+
+def start_ranks(
+    rank_main: Callable[[], int],
+    config: Config,
+    folder: Path,
+    grace: float = 0.0,
+    stop: StopRequest | None = None,
+) -> int:
+    """Run `rank_main` on every rank of the layout, see `launch`. What all ranks need is imported before: they
+    are forked.
+
+    Raises Interrupted where `stop` is requested by then: the imports take seconds."""
     import megarl.schedule.evaluation
     import megarl.schedule.replay
     import megarl.schedule.trainer  # noqa: F401
-    from megarl.cli.main import main
     from megarl.parallel.launch import launch
     from megarl.weights.families import read_config
 
     family = read_config(config.model.path)["model_type"]
-    with suppress(ImportError):  # it is imported when the model is made, if it is called otherwise
+    with suppress(ImportError):  # its module has another name: imported when the model is built
         import_module(f"transformers.models.{family}.modeling_{family}")
     if stop is not None and stop.should_stop():
         raise Interrupted(f"{stop.reason}: no rank has been started; the same command continues")
-    return launch(main, config.parallel, arguments, folder, grace)
+    return launch(partial(exit_code, rank_main), config.parallel, folder, grace)
 
 
-def work(config: Config, job: Callable[[Runtime], None], *, launched: bool) -> int:
-    """One rank, from joining the job to leaving it; gives its exit code. launched: by `launch`, which says what a rank leaves word of."""
-    quiet_libraries()
+def run_rank(config: Config, job: Callable[[Runtime], None], *, launched: bool) -> int:
+    """Join the job as one rank, call `job`, leave, and return the exit code. An error is printed once, by one
+    rank.
+
+    launched: `launch` started this rank, and prints the line that a rank writes to its error file."""
+    quiet_libraries()  # in a rank on GPUs, which was not forked, too
     from megarl.parallel import runtime as parallel
-    from megarl.parallel.launch import leave_word, lost_a_peer
+    from megarl.parallel.launch import lost_a_peer, write_error_file
 
     runtime = parallel.start(config.parallel, config.seed)
     try:
         job(runtime)
     except MegarlError as error:
         line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
-        if not (launched and leave_word(line)) and (runtime.rank == 0 or not error.on_every_rank):
+        if not (launched and write_error_file(line)) and (runtime.rank == 0 or not error.on_every_rank):
             print(f"megarl: {line}", file=sys.stderr, flush=True)
         return error.code
     except RuntimeError as error:
-        if not (launched and lost_a_peer(error) and leave_word(f"rank {runtime.rank}: lost another rank: {error}", peer_lost=True)):
+        line = f"rank {runtime.rank}: lost another rank: {error}"
+        if not (launched and lost_a_peer(error) and write_error_file(line, peer_lost=True)):
             raise
         return 1
     finally:

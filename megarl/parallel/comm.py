@@ -1,4 +1,4 @@
-"""The few collectives that phases use outside Megatron: gathered objects, summed statistics, columns from the last stage."""
+"""Collectives outside Megatron: gathered objects, summed statistics, columns from the last pipeline stage."""
 
 from __future__ import annotations
 
@@ -12,39 +12,42 @@ from torch import Tensor
 
 from megarl.parallel.runtime import Runtime
 
-INLINE = 512  # bytes of a message that travel together with its length; most messages are shorter
-_TAG = 7  # of what is longer, apart from the phases' own point-to-point messages
+INLINE = 512  # bytes of a message that are sent together with its length; most messages are shorter
+_TAG = 7  # of the rest of a longer message: distinct from the phases' own point-to-point messages
 
 
 def gather_objects(runtime: Runtime, value: Any) -> list[Any]:
-    """Every rank's `value`, by rank, on every rank. For small or compact objects (pickled, over gloo).
+    """Return every rank's `value`, by rank, on every rank. For small objects (pickled, over gloo).
 
-    They go by way of rank 0: two messages a rank, as long as what they say. An all-gather sends as many messages as the square of the
-    ranks, each padded to the longest."""
+    They are sent by way of rank 0: two messages a rank, each as long as its content. An all-gather would send
+    ranks x ranks messages, each padded to the longest."""
     return gather_over(runtime.cpu_group, value)
 
 
 def gather_over(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
-    """The same over a gloo group of all ranks (None: the default one)."""
+    """Return the same over a gloo group of all ranks (None: the default one)."""
     blobs = _collect(group, pickle.dumps(value))
-    seen: dict[bytes, bytes] = {}  # ranks that say the same are told of once: pickle refers to an object that it has met
-    whole = _spread(group, None if blobs is None else pickle.dumps([seen.setdefault(blob, blob) for blob in blobs]))
+    seen: dict[bytes, bytes] = {}  # equal messages are sent once: pickle refers to an object that it has met
+    whole = _spread(
+        group, None if blobs is None else pickle.dumps([seen.setdefault(blob, blob) for blob in blobs])
+    )
     return [pickle.loads(blob) for blob in pickle.loads(whole)]
 
 
 def gather_on_0(runtime: Runtime, value: Any) -> list[Any] | None:
-    """Every rank's `value`, by rank, on rank 0; None on the others."""
+    """Return every rank's `value`, by rank, on rank 0; None on the others."""
     blobs = _collect(runtime.cpu_group, pickle.dumps(value))
     return None if blobs is None else [pickle.loads(blob) for blob in blobs]
 
 
 def from_rank_0(runtime: Runtime, value: Any) -> Any:
-    """Rank 0's `value`, on every rank."""
+    """Return rank 0's `value` on every rank."""
     return pickle.loads(_spread(runtime.cpu_group, pickle.dumps(value) if runtime.rank == 0 else None))
 
 
 def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None:
-    """Every rank's bytes on rank 0: their beginnings at once, the rest of the long ones after that."""
+    """Return every rank's bytes on rank 0: the first bytes of all in one gather, the rest of the long ones
+    after it."""
     world = dist.get_world_size(group)
     if world == 1:
         return [blob]
@@ -57,7 +60,7 @@ def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None
         return None
     blobs = [blob]
     for rank, head in enumerate(heads[1:], 1):
-        begin, left = _begin(head)
+        begin, left = _read_head(head)
         if left:
             rest = torch.empty(left, dtype=torch.uint8)
             dist.recv(rest, rank, group=group, tag=_TAG)
@@ -67,13 +70,13 @@ def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None
 
 
 def _spread(group: dist.ProcessGroup | None, blob: bytes | None) -> bytes:
-    """Rank 0's bytes on every rank."""
+    """Return rank 0's bytes on every rank."""
     if dist.get_world_size(group) == 1:
         assert blob is not None
         return blob
     head = torch.empty(8 + INLINE, dtype=torch.uint8) if blob is None else _head(blob)
     dist.broadcast(head, 0, group=group)
-    begin, left = _begin(head)
+    begin, left = _read_head(head)
     if left:
         rest = torch.empty(left, dtype=torch.uint8) if blob is None else _tensor(blob[INLINE:])
         dist.broadcast(rest, 0, group=group)
@@ -82,11 +85,12 @@ def _spread(group: dist.ProcessGroup | None, blob: bytes | None) -> bytes:
 
 
 def _head(blob: bytes) -> Tensor:
+    """Return the length and the first bytes of a message, uint8 [8 + INLINE]."""
     return _tensor(len(blob).to_bytes(8, "little") + blob[:INLINE].ljust(INLINE, b"\0"))
 
 
-def _begin(head: Tensor) -> tuple[bytes, int]:
-    """The first bytes of a message, and how many are still to come."""
+def _read_head(head: Tensor) -> tuple[bytes, int]:
+    """Return the first bytes of a message, and how many are still to come."""
     data = head.numpy().tobytes()
     length = int.from_bytes(data[:8], "little")
     return data[8 : 8 + min(length, INLINE)], max(0, length - INLINE)
@@ -97,8 +101,9 @@ def _tensor(data: bytes) -> Tensor:
 
 
 def sum_stats(runtime: Runtime, sums: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Adds up statistics over the data-parallel replicas, each counted once, in rank order. Ranks that do not speak may have none."""
-    mine = {k: float(v) for k, v in sums.items()} if runtime.speaks else {}
+    """Return statistics summed over the data-parallel replicas, each counted once, in rank order. Ranks that
+    are no replica's leader may have none."""
+    mine = {k: float(v) for k, v in sums.items()} if runtime.is_replica_leader else {}
     total: dict[str, float] = {}
     for theirs in gather_objects(runtime, mine):
         for key, value in theirs.items():
@@ -107,8 +112,9 @@ def sum_stats(runtime: Runtime, sums: Mapping[str, Tensor | float]) -> dict[str,
 
 
 def sum_over_replicas(runtime: Runtime, sums: Tensor) -> Tensor:
-    """Element-wise sum of a float64 tensor over the data-parallel replicas, each counted once, on every rank."""
-    total = sums.double().cpu() if runtime.speaks else torch.zeros(sums.shape, dtype=torch.float64)
+    """Return the element-wise sum of a float64 tensor over the data-parallel replicas, each counted once, on
+    every rank."""
+    total = sums.double().cpu() if runtime.is_replica_leader else torch.zeros(sums.shape, dtype=torch.float64)
     if runtime.world > 1:
         total = total.clone()
         dist.all_reduce(total, group=runtime.cpu_group)
@@ -116,12 +122,14 @@ def sum_over_replicas(runtime: Runtime, sums: Tensor) -> Tensor:
 
 
 def max_over_ranks(runtime: Runtime, value: float) -> float:
-    """The largest `value` of all ranks, on every rank."""
+    """Return the largest `value` of all ranks, on every rank."""
     return max(gather_objects(runtime, float(value)))
 
 
-def from_last_stage(columns: dict[str, Tensor] | None, names: Sequence[str], entries: int, runtime: Runtime) -> dict[str, Tensor]:
-    """Float32 columns [entries] that only the last pipeline stage has, on the host of every stage."""
+def from_last_stage(
+    columns: dict[str, Tensor] | None, names: Sequence[str], entries: int, runtime: Runtime
+) -> dict[str, Tensor]:
+    """Return float32 columns [entries] that only the last pipeline stage has, on the host of every stage."""
     if runtime.layout.pp == 1:
         assert columns is not None
         return columns
@@ -137,7 +145,8 @@ def from_last_stage(columns: dict[str, Tensor] | None, names: Sequence[str], ent
 
 
 def any_of(runtime: Runtime, flags: Sequence[bool]) -> list[bool]:
-    """For each flag: True on every rank if it is true on at least one. By way of rank 0, as `gather_objects`."""
+    """Return for each flag, on every rank, whether it is true on at least one. By way of rank 0, as
+    `gather_objects`."""
     if runtime.world == 1:
         return list(flags)
     cells = torch.tensor(flags, dtype=torch.uint8)
@@ -150,10 +159,10 @@ def any_of(runtime: Runtime, flags: Sequence[bool]) -> list[bool]:
 
 
 def any_rank(runtime: Runtime, flag: bool) -> bool:
-    """True on every rank if `flag` is true on at least one."""
+    """Return on every rank whether `flag` is true on at least one."""
     return any_of(runtime, (flag,))[0]
 
 
 def barrier(runtime: Runtime) -> None:
-    """Every rank waits for every other, at most `parallel.timeout` seconds."""
+    """Wait for every other rank, at most `parallel.timeout` seconds."""
     any_rank(runtime, False)

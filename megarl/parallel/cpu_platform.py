@@ -1,9 +1,10 @@
-"""Megatron-core on a CPU: leads its CUDA entry points to the CPU. The only module of megarl that patches anything.
+"""Megatron-core on a CPU: its CUDA calls are redirected to the CPU. The only module of megarl that patches
+anything.
 
-megatron-core 0.16-0.19 names CUDA in few places. Those on the hot path of a forward and backward pass are replaced once, by
-plain functions; those in construction and in the optimizer step are reached through a `TorchFunctionMode` that is entered only
-around these two (`on_cpu`), so that no torch call of a forward or backward pass is intercepted.
-"""
+megatron-core 0.16-0.19 names CUDA in few places. Those on the hot path of a forward and backward pass are
+replaced once, by plain functions; those in construction and in the optimizer step by a `TorchFunctionMode`
+that is entered only around these two (`on_cpu`), so that no torch call of a forward or backward pass is
+intercepted. """
 
 from __future__ import annotations
 
@@ -20,41 +21,42 @@ _CPU = torch.device("cpu")
 _installed = False
 
 
-def _lead(device: Any) -> Any:
-    """A CUDA device, however written, as the CPU; anything else as it is."""
-    if isinstance(device, int) and not isinstance(device, bool):
-        return _CPU
-    if isinstance(device, str) and device.startswith("cuda"):
-        return _CPU
-    if isinstance(device, torch.device) and device.type == "cuda":
-        return _CPU
-    return device
+def _to_cpu(device: Any) -> Any:
+    """Return the CPU for a CUDA device, however it is written; anything else as it is."""
+    is_index = isinstance(device, int) and not isinstance(device, bool)
+    is_name = isinstance(device, str) and device.startswith("cuda")
+    is_cuda = isinstance(device, torch.device) and device.type == "cuda"
+    return _CPU if is_index or is_name or is_cuda else device
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Leads `device="cuda"` arguments to the CPU, and answers what the optimizer asks of a tensor's type."""
+    """Redirects `device="cuda"` arguments to the CPU, and gives tensors the type name that the optimizer
+    compares with."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if "device" in kwargs:
-            kwargs = {**kwargs, "device": _lead(kwargs["device"])}
+            kwargs = {**kwargs, "device": _to_cpu(kwargs["device"])}
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # clip_grad_by_total_norm_fp32 and the distributed optimizer compare with 'torch.cuda.FloatTensor'.
+            # clip_grad_by_total_norm_fp32 and the distributed optimizer compare with
+            # 'torch.cuda.FloatTensor'.
             return func(*args).replace("torch.", "torch.cuda.")
         if func is torch.Tensor.to and len(args) > 1:
-            args = (args[0], *[_lead(a) if isinstance(a, (str, torch.device)) else a for a in args[1:]])
+            args = (args[0], *[_to_cpu(a) if isinstance(a, (str, torch.device)) else a for a in args[1:]])
         return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Entered around Megatron's model construction and optimizer steps; nothing where the CPU platform is not installed."""
+    """Redirect torch calls in Megatron's model construction and optimizer steps; does nothing where `install`
+    was not called."""
     with _CudaToCpu() if _installed else contextlib.nullcontext():
         yield
 
 
 class _Stream:
-    """Stands for a CUDA stream: on a CPU everything is in order already (p2p_communication, param_and_grad_buffer)."""
+    """Stands for a CUDA stream: on a CPU everything is in order already (p2p_communication,
+    param_and_grad_buffer)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -92,18 +94,19 @@ class _Event:
 
 
 class _TorchWithoutCuda(types.ModuleType):
-    """The name `torch` inside one Megatron module, with factory functions that lead `device="cuda"` to the CPU."""
+    """Stands for `torch` inside one Megatron module: its factory functions take `device="cuda"` as the
+    CPU."""
 
     def __init__(self) -> None:
         super().__init__("torch")
         for name in ("zeros", "tensor", "empty", "ones"):
-            setattr(self, name, self._leading(getattr(torch, name)))
+            setattr(self, name, self._wrapped(getattr(torch, name)))
 
     @staticmethod
-    def _leading(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def _wrapped(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def made(*args: Any, **kwargs: Any) -> torch.Tensor:
             if "device" in kwargs:
-                kwargs["device"] = _lead(kwargs["device"])
+                kwargs["device"] = _to_cpu(kwargs["device"])
             return factory(*args, **kwargs)
 
         return made
@@ -113,7 +116,8 @@ class _TorchWithoutCuda(types.ModuleType):
 
 
 def _as_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Numbers of tokens on the host: all_to_all_single takes them as an array, not as a tensor."""
+    """Return numbers of tokens that are on the host already: all_to_all_single takes an array, not a
+    tensor."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -121,12 +125,14 @@ LARGE = 64  # ranks of a group
 
 
 def _share_gloo_devices() -> None:
-    """Makes the gloo groups of this process share a device, that is a listening socket and a thread that polls.
+    """Make the gloo groups of this process share a device, that is a listening socket and a thread that
+    polls.
 
-    torch makes a device for every group (ProcessGroupGloo's constructor that takes a time limit), and each device's thread wakes a
-    hundred times a second: with Megatron's twenty groups, 128 idle ranks would keep two cores busy. Groups of more than LARGE ranks have
-    one of their own, which connects two ranks when the first message goes between them, not each rank with all others at start; gloo
-    can do that for one group of a device only."""
+    torch makes a device for every group (ProcessGroupGloo's constructor that takes a time limit), and each
+    device's thread wakes a hundred times a second: with Megatron's twenty groups, 128 idle ranks would keep
+    two cores busy. Groups of more than LARGE ranks have one of their own, which connects two ranks when the
+    first message goes between them, not each rank with all others at start; gloo can do that for one group of
+    a device only."""
     original: Any = distributed.ProcessGroupGloo
     shared: list[Any] = []
 
@@ -143,7 +149,7 @@ def _share_gloo_devices() -> None:
 
 
 def install() -> None:
-    """Puts the CPU in the place of CUDA, once per process, before the first Megatron call."""
+    """Put the CPU in the place of CUDA, once per process, before the first Megatron call."""
     global _installed
     if _installed:
         return
@@ -173,10 +179,19 @@ def install() -> None:
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
-    schedules.torch = _TorchWithoutCuda()  # total_num_tokens = torch.zeros([], device="cuda"), once a schedule
-    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    schedules.torch = (
+        _TorchWithoutCuda()
+    )  # total_num_tokens = torch.zeros([], device="cuda"), once a schedule
+    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
+        state
+    )
+    megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # RouterGatingLinearFunction compares it with None, but it is only there with Transformer Engine
-    token_dispatcher.maybe_move_tensor_to_cpu = _as_counts  # which leaves what is on the CPU already a tensor
+        # RouterGatingLinearFunction compares it with None, but it is only there with Transformer Engine.
+        moe_utils.te_general_gemm = None
+    token_dispatcher.maybe_move_tensor_to_cpu = (
+        _as_counts  # theirs leaves a tensor that is on the CPU as it is
+    )
     _installed = True

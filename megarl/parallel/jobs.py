@@ -1,4 +1,5 @@
-"""Commands of megarl side by side on this machine, each a process with a log and a time limit, none of which outlives its parent."""
+"""Run commands of megarl side by side on this machine: each is a process with a log and a time limit, and
+ends with its parent."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 
 @dataclass(frozen=True)
 class Job:
-    """`megarl ARGUMENTS`, its output in a file. The command must know `--follow PID` (see `follow_parent`)."""
+    """`megarl ARGUMENTS`, its output in a file. The command must know `--follow PID` (see
+    `follow_parent`)."""
 
     name: str
     arguments: tuple[str, ...]
@@ -30,7 +32,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that has ended. problem: what went wrong, with the last line of its log; empty where its exit code was 0."""
+    """A job that has ended. problem: what went wrong, with the last line of its log; empty where the exit
+    code is 0."""
 
     job: Job
     seconds: float
@@ -47,26 +50,33 @@ class _Running:
 
 @contextmanager
 def locked(folder: Path, command: str) -> Iterator[None]:
-    """Makes `folder` and keeps it for this command: two in one folder would delete each other's runs. The system lets go of the lock
-    when the process ends, however it does. Raises ConfigError where another has it or it cannot be written."""
+    """Make `folder` and lock it for this command: two in one folder would delete each other's runs. The
+    system releases the lock when the process ends, however it ends. Raises ConfigError where another command
+    holds it or it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "w")  # noqa: SIM115 (held by the with below)
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written: {error.strerror} (choose another --folder)") from None
+        raise ConfigError(
+            f"{folder}: cannot be written: {error.strerror} (choose another --folder)"
+        ) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{folder}: another {command} works there (wait for it, or choose another --folder)") from None
+            raise ConfigError(
+                f"{folder}: another {command} works there (wait for it, or choose another --folder)"
+            ) from None
         yield
 
 
 def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended]:
-    """Starts the jobs in their order, `at_most` at a time, and gives each as it ends. limit: seconds, after which one is ended.
+    """Start the jobs in their order, `at_most` at a time, and yield each as it ends. limit: seconds, after
+    which one is ended.
 
-    Closing the generator, and any exception (Ctrl-C), ends what still runs. Each job has a session of its own, so that a terminal's
-    Ctrl-C reaches only the parent. To be used from the main thread: Linux ends a job with the *thread* that started it."""
+    Closing the generator, and any exception (Ctrl-C), ends what still runs. Each job has a session of its
+    own, so that a terminal's Ctrl-C reaches only the parent. To be used from the main thread: Linux ends a
+    job with the *thread* that started it."""
     waiting = iter(jobs)
     running: list[_Running] = []
     try:
@@ -75,7 +85,11 @@ def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended
                 running.append(_start(job))
             if not running:
                 return
-            for one in [one for one in running if one.process.poll() is not None or time.monotonic() - one.started > limit]:
+            for one in [
+                one
+                for one in running
+                if one.process.poll() is not None or time.monotonic() - one.started > limit
+            ]:
                 running.remove(one)
                 yield _end(one, limit)
             time.sleep(POLL)
@@ -84,7 +98,8 @@ def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended
 
 
 def follow_parent(parent: int) -> None:
-    """In a job: a parent that dies takes the job with it, even when it is killed, even while this process was still starting."""
+    """Have this job end with its parent, even if that one is killed, even while this process was still
+    starting."""
     from megarl.parallel.signals import follow_launcher
 
     follow_launcher()
@@ -97,7 +112,12 @@ def _start(job: Job) -> _Running:
         command = [sys.executable, "-m", "megarl", *job.arguments, "--follow", str(os.getpid())]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
         )
     return _Running(job, process, time.monotonic())
 
@@ -111,13 +131,15 @@ def _end(one: _Running, limit: float) -> Ended:
     elif code:
         problem = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     if problem:
-        lines = [line.strip() for line in one.job.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        log = one.job.log.read_text(encoding="utf-8", errors="replace")
+        lines = [line.strip() for line in log.splitlines() if line.strip()]
         problem += f": {lines[-1] if lines else 'it said nothing'} (log: {one.job.log})"
     return Ended(one.job, time.monotonic() - one.started, code, problem)
 
 
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM to all, SIGKILL to the process groups of those that are still there after GRACE seconds."""
+    """Send SIGTERM to all, and SIGKILL to the process groups of those that are still there after GRACE
+    seconds."""
     for process in processes:
         process.terminate()
     end = time.monotonic() + GRACE

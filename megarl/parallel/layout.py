@@ -1,4 +1,5 @@
-"""How the ranks of a job are arranged: pure arithmetic, no torch, so that a laptop can plan a job of 1,024 GPUs."""
+"""The arrangement of a job's ranks: pure arithmetic without torch, so that a laptop can plan a job of 1,024
+GPUs."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ class Coords(NamedTuple):
 class Layout:
     """Sizes of tensor, pipeline, data and expert parallelism.
 
-    Expert parallelism takes no ranks of its own: the tp * dp ranks of a pipeline stage are cut anew for the experts' weights, into
-    groups of `ep` ranks that stand side by side, each with its share of the experts, whole (expert tensor parallelism is 1)."""
+    Expert parallelism has no ranks of its own: for the experts' weights, the tp * dp ranks of a pipeline
+    stage are divided into groups of `ep` neighbours, each with its share of the experts, whole (expert tensor
+    parallelism is 1)."""
 
     tp: int = 1
     pp: int = 1
@@ -28,33 +30,38 @@ class Layout:
 
     def __post_init__(self) -> None:
         if min(self.tp, self.pp, self.dp, self.ep) < 1:
-            raise ValueError(f"every parallel size must be at least 1 (got tp={self.tp}, pp={self.pp}, dp={self.dp}, ep={self.ep})")
+            got = f"tp={self.tp}, pp={self.pp}, dp={self.dp}, ep={self.ep}"
+            raise ValueError(f"every parallel size must be at least 1 (got {got})")
         if self.tp * self.dp % self.ep:
-            raise ValueError(f"ep={self.ep} must divide tp * dp = {self.tp * self.dp}, the ranks of a pipeline stage")
+            raise ValueError(
+                f"ep={self.ep} must divide tp * dp = {self.tp * self.dp}, the ranks of a pipeline stage"
+            )
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.tp * self.pp * self.dp
 
     def rank(self, *, tp: int, pp: int, dp: int) -> int:
-        """Global rank of a place: tp + TP * (dp + DP * pp)."""
+        """Return the global rank of a place: tp + TP * (dp + DP * pp)."""
         if not (0 <= tp < self.tp and 0 <= pp < self.pp and 0 <= dp < self.dp):
             raise IndexError(f"tp={tp}, pp={pp}, dp={dp} is outside of {self}")
         return tp + self.tp * (dp + self.dp * pp)
 
     def coords(self, rank: int) -> Coords:
-        """Place of a global rank; the inverse of `rank`."""
+        """Return the place of a global rank; the inverse of `rank`."""
         if not 0 <= rank < self.world:
             raise IndexError(f"rank {rank} is outside of {self}")
         return Coords(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
 
     def ep_rank(self, rank: int) -> int:
-        """Which share of the experts a global rank has: its place within the stage, modulo EP (Megatron's expert rank generator)."""
+        """Return which share of the experts a global rank has: its place within the stage modulo EP
+        (Megatron's expert rank generator)."""
         place = self.coords(rank)
         return (place.tp + self.tp * place.dp) % self.ep
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
-    """Rows of Megatron's embedding and output layer over all `tp` ranks: the next multiple of `tp`."""
+    """Return the rows of Megatron's embedding and output layer over all `tp` ranks: the next multiple of
+    `tp`."""
     return -(-vocab // tp) * tp

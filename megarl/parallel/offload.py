@@ -1,6 +1,5 @@
-"""Offload tensors to host memory and load them back. Their storages are emptied and filled in place, so that every view
-of them stays valid; the contents go through pinned host memory that all tensor groups share.
-"""
+"""Offload tensors to host memory and load them back. Their storages are emptied and filled in place, so that
+every view of them stays valid; the contents go through pinned host memory that all tensor groups share. """
 
 from __future__ import annotations
 
@@ -16,7 +15,8 @@ Contents = Literal["kept", "constant", "zero"]
 
 
 class HostPool:
-    """Host memory in chunks, pinned where the device is a GPU: allocated when there are too few, then handed out again and again."""
+    """Host memory in chunks, pinned where the device is a GPU: allocated when there are too few, then handed
+    out again and again."""
 
     def __init__(self, device: torch.device, chunk: int = CHUNK) -> None:
         self.chunk, self._pinned = chunk, device.type == "cuda"
@@ -47,10 +47,10 @@ class _Piece(NamedTuple):
 class Movable:
     """The device memory behind some tensors, which can be offloaded.
 
-    tensors   lists the tensors, again at each call: an optimizer's states exist only after its first step. Tensors on
-              other devices are left alone
-    contents  kept: restored; constant: restored from a copy that is made once, as nobody writes them; zero: filled with 0
-    """
+    tensors   lists the tensors, again at each call: an optimizer's states exist only after its first step.
+              Tensors on other devices are left alone
+    contents  kept: restored; constant: restored from a copy that is made once, as nobody writes them; zero:
+              filled with 0 """
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class Movable:
         )
 
     def offload(self) -> None:
-        """Copy the tensors to host memory and free theirs. The copies run on the current stream: the kernels that wrote the
-        tensors must have been launched on it."""
+        """Copy the tensors to host memory and free theirs. The copies run on the current stream: the kernels
+        that wrote the tensors must have been launched on it."""
         away = [(storage, storage.nbytes()) for storage in self._storages()]
         if self._contents != "zero" and not self._chunks:
             self._chunks = self._pool.take(-(-sum(size for _, size in away) // self._pool.chunk))
@@ -86,7 +86,8 @@ class Movable:
         self._away = away
 
     def onload(self) -> None:
-        """Allocate the device memory again and fill it. After a torch.OutOfMemoryError it is offloaded as before."""
+        """Allocate the device memory again and fill it. After a torch.OutOfMemoryError it is offloaded as
+        before."""
         assert self._away is not None, "it is on the device"
         away = self._away
         try:
@@ -151,8 +152,9 @@ def reset_device_peak(device: torch.device) -> None:
 
 
 def device_peak(device: torch.device) -> dict[str, float]:
-    """Return bytes since `reset_device_peak`: the most that this process's tensors took (""), the most that torch held for
-    them ("reserved"), and what all processes together take of the device now ("device"). Empty on a CPU."""
+    """Return bytes since `reset_device_peak`: the most that this process's tensors took (""), the most that
+    torch held for them ("reserved"), and what all processes together take of the device now ("device"). Empty
+    on a CPU."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)

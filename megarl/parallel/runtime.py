@@ -1,4 +1,4 @@
-"""This process's place in the job: device, rank, process groups. Chosen at start, the same for the whole run."""
+"""This process's place in the job: device, rank, process groups. Set at start, the same for the whole run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torch
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a rank knows of itself. `cpu_group` (gloo) carries Python objects and host tensors between all ranks."""
+    """A rank's place in the job.
+
+    timeout     seconds that a collective may wait
+    cpu_group   gloo, all ranks: for Python objects and host tensors"""
 
     layout: Layout
     rank: int
@@ -53,69 +56,78 @@ class Runtime:
         return self.pp_rank == self.layout.pp - 1
 
     @property
-    def speaks(self) -> bool:
-        """True on the one rank of each data-parallel replica whose numbers are counted (first TP rank of the last stage)."""
+    def is_replica_leader(self) -> bool:
+        """True on the one rank of each data-parallel replica whose numbers count: the first TP rank of the
+        last stage."""
         return self.tp_rank == 0 and self.is_last_stage
 
 
 def choose_device(wanted: str) -> torch.device:
-    """`auto` is CUDA where there is one; asking for CUDA where there is none is a ConfigError, and so is `auto` where there is a driver
-    whose GPUs torch cannot use: 128 ranks would train on CPUs."""
-    # Megarl's first question to CUDA, which reads this then, once. Megatron's column-parallel layers order communication and compute by it
-    # (tensor_parallel/layers.py).
+    """Return the device for `parallel.device`. `auto` is CUDA where there is one.
+
+    Raises ConfigError for CUDA where there is none, and for `auto` where there is a driver whose GPUs torch
+    cannot use: 128 ranks would train on CPUs."""
+    # Megarl's first call to CUDA, which reads the variable then, once. Megatron's column-parallel layers rely
+    # on it for the order of
+    # communication and compute (tensor_parallel/layers.py).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("parallel.device: cuda was asked for, but torch sees no CUDA device (use auto or cpu)")
+        raise ConfigError(
+            "parallel.device: cuda was asked for, but torch sees no CUDA device (use auto or cpu)"
+        )
     if wanted == "auto" and not torch.cuda.is_available() and (why := unseen_gpu(os.environ)):
-        raise ConfigError(f"parallel.device: auto finds a GPU driver, but torch sees no GPU: {why} (mend it, or set parallel.device=cpu)")
+        found = f"auto finds a GPU driver, but torch sees no GPU: {why}"
+        raise ConfigError(f"parallel.device: {found} (mend it, or set parallel.device=cpu)")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def limit_threads(threads: int) -> None:
-    """Threads of one torch operation on a CPU. With one rank per core one thread is the fastest."""
-    torch.set_num_threads(threads)
-
-
 def is_launched() -> bool:
-    """Whether torchrun (or srun with torchrun) started this process as one rank of several."""
+    """Return whether torchrun (or srun with torchrun, or `launch`) started this process as one rank of
+    several."""
     return all(name in os.environ for name in LAUNCHED_BY)
 
 
 def launched_rank() -> int:
-    """This process's global rank as the launcher numbered it; 0 where nobody launched it."""
+    """Return this process's global rank as the launcher numbered it; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def launched_world() -> int:
-    """Processes of the job as the launcher counted them; 1 where nobody launched it."""
+    """Return the processes of the job as the launcher counted them; 1 without a launcher."""
     return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
 
 
 def layout_for(config: ParallelConfig, world: int) -> Layout:
-    """The layout on `world` devices. Raises ConfigError where the sizes do not fit."""
+    """Return the layout on `world` devices. Raises ConfigError where the sizes do not fit."""
     model_parallel = config.tp * config.pp * config.cp
     if world % model_parallel:
-        raise ConfigError(f"parallel: tp {config.tp} x pp {config.pp} does not divide the {world} launched processes")
+        raise ConfigError(
+            f"parallel: tp {config.tp} x pp {config.pp} does not divide the {world} launched processes"
+        )
     dp = world // model_parallel
     if config.dp is not None and config.dp != dp:
-        raise ConfigError(f"parallel.dp: {config.dp} was asked for, but {world} processes / (tp {config.tp} x pp {config.pp}) give {dp}")
+        given = f"{world} processes / (tp {config.tp} x pp {config.pp}) give {dp}"
+        raise ConfigError(f"parallel.dp: {config.dp} was asked for, but {given}")
     if config.tp * dp % config.ep:
-        raise ConfigError(f"parallel.ep: {config.ep} does not divide the {config.tp * dp} processes of a pipeline stage (tp x dp)")
+        stage = f"the {config.tp * dp} processes of a pipeline stage (tp x dp)"
+        raise ConfigError(f"parallel.ep: {config.ep} does not divide {stage}")
     return Layout(tp=config.tp, pp=config.pp, dp=dp, ep=config.ep)
 
 
 def start(config: ParallelConfig, seed: int) -> Runtime:
-    """Joins the job: process groups over NCCL or gloo, Megatron's parallel state, seeds. Every rank calls it once."""
+    """Join the job: process groups over NCCL or gloo, Megatron's parallel state, seeds. Every rank calls it
+    once."""
     device = choose_device(config.device)
-    # Transformer Engine (2.20) refuses to read delayed scaling's history, a pickle, from a checkpoint unless it is told that the file can
-    # be trusted. It is no less trusted than before: Megatron's loading has unpickled other objects of the same file by then.
+    # Transformer Engine (2.20) refuses to read delayed scaling's history, a pickle, from a checkpoint unless
+    # the file is declared
+    # trusted. Megatron's loading has unpickled other objects of the same file by then.
     os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
-    # gloo asks the store for the addresses of a group's members in one question, not one by one.
+    # gloo gets the addresses of a group's members from the store in one request, not one by one.
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     if device.type == "cpu":
-        limit_threads(config.threads)
+        torch.set_num_threads(config.threads)  # of one operation; with a rank per core one is the fastest
         cpu_platform.install()
     else:
         torch.cuda.set_device(device)
@@ -146,14 +158,16 @@ def start(config: ParallelConfig, seed: int) -> Runtime:
 
 
 def _connect(device: torch.device) -> None:
-    """Sums one number in each group that a run uses, all its members at once and the groups in one order.
+    """Sum one number in each group that a run uses: all its members at once, and the groups in one order.
 
-    NCCL makes a group's communicator at its first use, which all members must enter. Of messages between pairs, as in a weight
-    transfer or between pipeline stages, some ranks may have none, and the others would wait for them (torch's
-    batch_isend_irecv). Also, the communicators' buffers are then there before the engine looks how much memory is free.
+    NCCL makes a group's communicator at its first use, which all members must join. In a weight transfer or
+    between pipeline stages some ranks may send and receive nothing, and the others would wait for them
+    (torch's batch_isend_irecv). Also, the communicators' buffers are then allocated before the engine
+    measures how much memory is free.
 
-    Not `device_id` of init_process_group: with it the ranks outside of a new gloo group split the NCCL communicator, and those
-    inside do not (torch's _new_process_group_helper), which hangs; and Megatron's groups that no run uses get one too."""
+    Not `device_id` of init_process_group: with it the ranks outside of a new gloo group split the NCCL
+    communicator, and those inside do not (torch's _new_process_group_helper), which hangs; and Megatron's
+    groups that no run uses get a communicator too."""
     from megatron.core import parallel_state as groups
 
     used = [
@@ -172,7 +186,7 @@ def _connect(device: torch.device) -> None:
 
 
 def generator_states() -> dict[str, Any]:
-    """This process's global random generators, as lists and numbers."""
+    """Return the states of this process's global random generators, as lists and numbers."""
     from megatron.core import tensor_parallel
 
     kind, keys, *rest = np.random.get_state(legacy=True)
@@ -181,12 +195,15 @@ def generator_states() -> dict[str, Any]:
         "numpy": [kind, np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state().tolist(),
         "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else None,
-        "megatron": {name: state.tolist() for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()},
+        "megatron": {
+            name: state.tolist()
+            for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()
+        },
     }
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Undoes `generator_states`. Devices have generators of their own kind: those of another kind stay as they are."""
+    """Set what `generator_states` returned. The generators of a device of another kind stay as they are."""
     from megatron.core import tensor_parallel
 
     version, keys, gauss = states["python"]
@@ -203,7 +220,7 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
 
 
 def stop() -> None:
-    """Leaves the job; safe to call when `start` did not get far."""
+    """Leave the job; safe to call when `start` has failed."""
     if dist.is_initialized():
         from megatron.core import parallel_state
 

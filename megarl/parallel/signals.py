@@ -1,5 +1,5 @@
-"""Being told to save and leave: by a signal, or by the clock of the job's time limit. Imports in a moment: what a rank is told while it
-imports the rest is not lost."""
+"""Requests to save and leave: by a signal, or by the job's time limit. Imports in a moment, so that a signal
+that arrives while a rank imports the rest is not lost."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ END_TIME = "SLURM_JOB_END_TIME"  # set by Slurm: seconds since 1970
 
 
 class StopRequest:
-    """This rank's. While the `with` block lasts, `signals` are taken as a wish, which is met at the next safe point.
+    """Takes `signals`, while the `with` block lasts, as a request to save and leave, which is met at the next
+    safe point.
 
-    limit   seconds from now after which this process must be gone; None: what Slurm says, if it says anything
-    margin  seconds that are kept free before that"""
+    limit    seconds from now after which this process must be gone; None: Slurm's time limit, if there is one
+    margin   seconds that are kept free before that"""
 
-    def __init__(self, signals: Sequence[signal.Signals], limit: float | None = None, margin: float = 0.0) -> None:
+    def __init__(
+        self, signals: Sequence[signal.Signals], limit: float | None = None, margin: float = 0.0
+    ) -> None:
         end = os.environ.get(END_TIME, "") if limit is None else str(time.time() + limit)
         self.end = float(end) - margin if end.replace(".", "", 1).isdigit() else None
         self.reason: str | None = None
@@ -30,24 +33,26 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         for number in self._signals:
-            signal.signal(number, self._told)
+            signal.signal(number, self._request)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._signals.items():
             signal.signal(number, handler)
 
-    def _told(self, number: int, _frame: FrameType | None) -> None:
+    def _request(self, number: int, _frame: FrameType | None) -> None:
         self.reason = f"stopped by {signal.Signals(number).name}"
 
     def should_stop(self, seconds: float = 0.0) -> bool:
-        """Whether to leave rather than do something that takes `seconds`."""
+        """Return whether to leave rather than do something that takes `seconds`."""
         if self.reason is None and self.end is not None and time.time() + seconds > self.end:
             self.reason = "stopped, as the time limit is near"
         return self.reason is not None
 
 
 def follow_launcher() -> None:
-    """In a rank that `launch` started: a launcher that dies takes its ranks with it, even when it is killed."""
+    """Have this process ended by SIGTERM when the one that started it dies, even if that one is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

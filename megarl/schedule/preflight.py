@@ -1,11 +1,10 @@
-"""What can be known before a process group or a GPU is taken: every check raises one line that names the key or the file."""
+"""Checks before a process group or a GPU is taken: each raises one line that names the key or the file."""
 
 from __future__ import annotations
 
-import importlib.metadata as metadata
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,13 @@ from megarl.config.schema import Config, RewardConfig
 from megarl.data.reader import validate_files
 from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here, without_tokenizer_threads
-from megarl.parallel.machine import allocator_problem, broken_transformer_engine, transformer_engine_problem, unmet
+from megarl.parallel.machine import (
+    allocator_problem,
+    broken_transformer_engine,
+    transformer_engine_problem,
+    unmet,
+    version_of,
+)
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.plan.memory import check_fits
 from megarl.rewards import VerifierPool
@@ -32,24 +37,29 @@ from megarl.weights.layout import check_layout
 from megarl.weights.megatron import open_model
 from megarl.weights.plan import engine_targets
 
-# The JSON files that make a tokenizer, and one that is for engines and goes into what is exported.
+# JSON files of a tokenizer, and one for engines, which an export contains too.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     "generation_config.json",
 )
-SETTINGS = "settings.json"  # in run_dir: what decides the result, from before the first checkpoint
+SETTINGS = (
+    "settings.json"  # in run_dir: the settings that decide the result, written before the first checkpoint
+)
 
 
 class Described(NamedTuple):
-    """The folder of a model whose weights are elsewhere. config: its config.json."""
+    """A folder that describes a model whose weights are elsewhere. config: its config.json."""
 
     path: Path
     config: dict[str, Any]
 
 
 def preflight(config: Config, where: str, world: int | None = None) -> list[str]:
-    """Everything that a training run needs but its folder, which only `claim_run_dir` touches; gives lines that a user should see. world:
-    ranks that the job is to have; null: those that were launched, or would be launched here."""
+    """Check everything that a training run needs except its folder (`claim_run_dir`). Return lines that a
+    user should see.
+
+    where: names the configuration in errors; world: ranks of the job; None: those that were launched, or
+    would be launched here. Raises ConfigError, CheckpointError and DataError."""
     check_config(config, where)
     device = choose_device(config.parallel.device)
     _check_machine(config, device.type, world)
@@ -69,7 +79,9 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         memory = torch.cuda.get_device_properties(device).total_memory
         check_fits(config, where, folder.config, critic.config if critic else None, there, memory)
     with without_tokenizer_threads():
-        answer = validate_files(config.data, config.supervised.response_key if config.recipe == "sft" else None, tokenizer)
+        answer = validate_files(
+            config.data, config.supervised.response_key if config.recipe == "sft" else None, tokenizer
+        )
     if config.recipe != "sft":
         check_verifier(config.reward, answer)
     check_pretraining_rollouts(config)
@@ -78,13 +90,21 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     return []
 
 
-def preflight_evaluation(config: Config, where: str, key: str = "model.path", *, weights: bool = True) -> None:
-    """What `megarl eval` needs, which is less: no training data, no critic. `key`: what named the model's folder; weights: whether
-    the model's weights are to be in it, and not in a checkpoint."""
+def preflight_evaluation(
+    config: Config, where: str, key: str = "model.path", *, weights: bool = True
+) -> None:
+    """Check what `megarl eval` needs: no training data, no critic. Raises as `preflight`.
+
+    key: the key or option that named the model's folder; weights: whether the weights are in it, and not in a
+    checkpoint."""
     if not config.data.eval:
         raise ConfigError(f"{where}: data.eval: must name at least one file to evaluate on")
     _check_machine(config, choose_device(config.parallel.device).type)
-    folder = _open_folder(config.model.path, key) if weights else Described(config.model.path, read_config(config.model.path))
+    folder = (
+        _open_folder(config.model.path, key)
+        if weights
+        else Described(config.model.path, read_config(config.model.path))
+    )
     check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
     _check_buildable(folder, key)
     tokenizer = check_tokenizer(config, folder, key)
@@ -97,7 +117,7 @@ def preflight_evaluation(config: Config, where: str, key: str = "model.path", *,
 
 
 def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> ModelFolder:
-    """The folder's headers are read and its sizes checked against the parallel layout."""
+    """Read a folder's headers, check its sizes against the parallel layout, and return it."""
     folder = _open_folder(path, key, critic=critic)
     check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
     check_sizes(config, folder.config, key)
@@ -115,37 +135,57 @@ def _check_buildable(folder: ModelFolder | Described, key: str) -> None:
 
 
 def check_tokenizer(config: Config, folder: ModelFolder | Described, key: str = "model.path") -> Any:
-    """The tokenizer of the model's folder, found to be one that prompts and responses can go through."""
-    if not any((folder.path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise CheckpointError(f"{key}: {folder.path}: no tokenizer.json (the model's folder must hold its tokenizer)")
+    """Return the tokenizer of the model's folder, after checking that it can encode prompts and responses."""
+    if not any(
+        (folder.path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
+    ):
+        raise CheckpointError(
+            f"{key}: {folder.path}: no tokenizer.json (the model's folder must hold its tokenizer)"
+        )
     tokenizer = _load_tokenizer(folder.path, key)
     if not isinstance(tokenizer.eos_token_id, int):
-        raise CheckpointError(f"{key}: {folder.path}: its tokenizer has no end-of-sequence token (set eos_token in tokenizer_config.json)")
+        lacks = "its tokenizer has no end-of-sequence token (set eos_token in tokenizer_config.json)"
+        raise CheckpointError(f"{key}: {folder.path}: {lacks}")
     if config.data.template == "chat":
-        _check_template(tokenizer)
+        if not tokenizer.chat_template:
+            none = "the tokenizer has no chat template"
+            raise ConfigError(
+                f"data.template: {none} (set data.template=raw, or add one to the model's folder)"
+            )
+        try:
+            example = [{"role": "user", "content": "1 + 1 = ?"}]
+            tokenizer.apply_chat_template(example, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # noqa: BLE001 (jinja's errors, and whatever its expressions raise)
+            fails = f"the tokenizer's chat template fails: {type(error).__name__}: {error}"
+            raise ConfigError(f"data.template: {fails} (mend it, or set data.template=raw)") from None
     _check_vocabulary(folder, key, tokenizer)
     return tokenizer
 
 
 def check_verifier(reward: RewardConfig, answer: str) -> None:
-    """Has the verifier judge one made-up response to a reference answer of the data, in a process with the run's limits.
+    """Have the verifier judge one made-up response to a reference answer of the data, in a process with the
+    run's limits.
 
-    What it raises or returns wrongly would else be recorded with every answer of the run. Of `math` it shows that its
-    libraries fit together; `dapo` needs none. Raises ConfigError."""
+    What it raises or returns wrongly would otherwise be recorded with every answer of the run. For `math` it
+    also shows that its libraries fit together; `dapo` needs none. Raises ConfigError."""
     if reward.verifier == "dapo":
         return
     with VerifierPool(reward.verifier, 1, reward.timeout, reward.memory) as pool:
         [verdict] = pool.verify([(f"It is \\boxed{{{answer}}}.\n\nAnswer: {answer}", answer)])
-    problem = verdict.error or ("it is found wrong" if reward.verifier == "math" and not verdict.correct else None)
+    problem = verdict.error or (
+        "it is found wrong" if reward.verifier == "math" and not verdict.correct else None
+    )
     if problem:
+        made_up = f"a made-up response that gives the reference answer {answer[:60]!r}"
         raise ConfigError(
-            f"reward.verifier: {reward.verifier} fails on a made-up response that gives the reference answer {answer[:60]!r}: {problem} "
+            f"reward.verifier: {reward.verifier} fails on {made_up}: {problem} "
             "(it is called with the response and the reference answer, and must return a bool or a Verdict)"
         )
 
 
 def _load_tokenizer(path: Path, key: str) -> Any:
-    """Raises CheckpointError naming the file that is at fault, as far as that can be told."""
+    """Return a folder's tokenizer. Raises CheckpointError that names the file at fault, as far as that can be
+    told."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
@@ -157,7 +197,9 @@ def _load_tokenizer(path: Path, key: str) -> Any:
         if auto_map:
             what = "auto_map: asks for code that lies in the folder, which is never run (remove the key)"
             raise CheckpointError(f"{key}: {path / name}: {what}")
-    tokenizer, problem = _tried(lambda: AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False))
+    tokenizer, problem = _tried(
+        lambda: AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    )
     if problem:
         file, template = path / "tokenizer.json", path / "chat_template.jinja"
         of_file = _tried(lambda: Tokenizer.from_file(str(file)))[1] if file.is_file() else ""
@@ -169,28 +211,26 @@ def _load_tokenizer(path: Path, key: str) -> Any:
 
 
 def _tried(load: Callable[[], Any]) -> tuple[Any, str]:
-    """What it loads, and the first line of the error if it cannot."""
+    """Return (what `load` returns, first line of the error if it fails)."""
     try:
         return load(), ""
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # noqa: BLE001 (the tokenizers library raises bare Exceptions, and panics, which are none)
+    except BaseException as error:  # noqa: BLE001 (tokenizers raises bare Exceptions, and panics)
         return None, (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _check_template(tokenizer: Any) -> None:
-    if not tokenizer.chat_template:
-        raise ConfigError("data.template: the tokenizer has no chat template (set data.template=raw, or add one to the model's folder)")
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1 = ?"}], add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # noqa: BLE001 (its own errors, and whatever Python raises for what it computes)
-        what = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"data.template: the tokenizer's chat template fails: {what} (mend it, or set data.template=raw)") from None
-
-
 def _check_machine(config: Config, device: str, world: int | None = None) -> None:
-    """What must be installed or plugged in for the keys that ask for it."""
-    _check_engine(config, device)
+    """Check that what the configuration asks for is installed and plugged in."""
+    if config.rollout.engine == "sglang":
+        if not find_spec("sglang"):
+            raise ConfigError(
+                "rollout.engine: sglang is not installed (make install-gpu, or use transformers)"
+            )
+        for line in (
+            unmet("sglang") if device == "cuda" else ()
+        ):  # on a CPU it does without most of what it asks for
+            raise ConfigError(f"rollout.engine: {line}")
     if world or is_launched():
         layout_for(config.parallel, world or launched_world())
     if broken := broken_transformer_engine():
@@ -199,32 +239,29 @@ def _check_machine(config: Config, device: str, world: int | None = None) -> Non
         raise ConfigError(f"model.layers: te {problem} (make install-gpu, or use auto or portable)")
     if config.model.fp8.format != "none" and (problem := transformer_engine_problem(device)):
         raise ConfigError(f"model.fp8.format: {problem} (make install-gpu, or set it to none)")
-    for key, wanted, package in (("tensorboard", config.log.tensorboard, "tensorboard"), ("wandb", config.log.wandb, "wandb")):
+    for package, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):
         if wanted and not find_spec(package):
-            raise ConfigError(f"log.{key}: {package} is not installed (pip install 'megarl[track]', or set it to false)")
+            install = "pip install 'megarl[track]', or set it to false"
+            raise ConfigError(f"log.{package}: {package} is not installed ({install})")
     ranks = ranks_here(config.parallel)
     if device == "cuda" and not world and not is_launched() and ranks > torch.cuda.device_count():
+        sizes = config.parallel
         raise ConfigError(
-            f"parallel: tp {config.parallel.tp} x pp {config.parallel.pp} x dp {config.parallel.dp or 1} = {ranks} devices, but there are "
-            f"{torch.cuda.device_count()} here (lower one of them, or start megarl with torchrun on several machines)"
+            f"parallel: tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp or 1} = {ranks} devices, "
+            f"but there are {torch.cuda.device_count()} here "
+            "(lower one of them, or start megarl with torchrun on several machines)"
         )
 
 
-def _check_engine(config: Config, device: str) -> None:
-    if config.rollout.engine != "sglang":
-        return
-    if not find_spec("sglang"):
-        raise ConfigError("rollout.engine: sglang is not installed (make install-gpu, or use transformers)")
-    for line in unmet("sglang") if device == "cuda" else ():  # on a CPU it does without most of what it asks for
-        raise ConfigError(f"rollout.engine: {line}")
-
-
-def _check_engine_layout(config: Config, hf_config: Mapping[str, Any], device: torch.device, world: int | None = None) -> None:
-    """Whether the engines divide the ranks and the model, and each lies within a node."""
+def _check_engine_layout(
+    config: Config, hf_config: Mapping[str, Any], device: torch.device, world: int | None = None
+) -> None:
+    """Check that the engines divide the ranks and the model, and that each lies within a node."""
     tp, cpu = config.rollout.engine_tp, device.type == "cpu"
     if not cpu and torch.cuda.device_count() % tp:
+        devices = f"the {torch.cuda.device_count()} devices of this node"
         raise ConfigError(
-            f"rollout.engine_tp: {tp} does not divide the {torch.cuda.device_count()} devices of this node (an engine lies within one node)"
+            f"rollout.engine_tp: {tp} does not divide {devices} (an engine lies within one node)"
         )
     world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
     engine_targets(config, hf_config, world, cpu=cpu)
@@ -233,7 +270,8 @@ def _check_engine_layout(config: Config, hf_config: Mapping[str, Any], device: t
 def _open_folder(path: Path, key: str, *, critic: bool = False) -> ModelFolder:
     if not path.is_dir():
         what = "not a folder" if path.exists() else "no such folder"
-        raise CheckpointError(f"{key}: {path}: {what} (it must be a Hugging Face folder: config.json, *.safetensors, tokenizer.json)")
+        wanted = "it must be a Hugging Face folder: config.json, *.safetensors, tokenizer.json"
+        raise CheckpointError(f"{key}: {path}: {what} ({wanted})")
     try:
         return open_model(path, critic=critic)
     except CheckpointError as error:
@@ -245,10 +283,13 @@ def _check_vocabulary(folder: ModelFolder | Described, key: str, tokenizer: Any)
     highest = max(tokenizer.get_vocab().values(), default=0)
     if highest >= vocabulary >= len(tokenizer):
         where = f"{key}: {folder.path}/tokenizer.json"
-        raise CheckpointError(f"{where}: has a token of id {highest}, but config.json's vocab_size is {vocabulary}")
-    if len(tokenizer) > vocabulary:
         raise CheckpointError(
-            f"{key}: {folder.path}: its vocabulary of {vocabulary} does not hold the {len(tokenizer)} tokens of the actor's tokenizer "
+            f"{where}: has a token of id {highest}, but config.json's vocab_size is {vocabulary}"
+        )
+    if len(tokenizer) > vocabulary:
+        tokens = f"the {len(tokenizer)} tokens of the actor's tokenizer"
+        raise CheckpointError(
+            f"{key}: {folder.path}: its vocabulary of {vocabulary} does not hold {tokens} "
             "(they belong to different models)"
         )
 
@@ -258,15 +299,17 @@ def _check_positions(config: Config, where: str, folder: ModelFolder | Described
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     if isinstance(positions, int) and prompt + response > positions:
         raise ConfigError(
-            f"{where}: rollout.max_response_tokens: data.max_prompt_tokens {prompt} + {response} tokens exceed the {positions} positions "
-            f"of {folder.path} (lower one of them)"
+            f"{where}: rollout.max_response_tokens: data.max_prompt_tokens {prompt} + {response} tokens "
+            f"exceed the {positions} positions of {folder.path} (lower one of them)"
         )
 
 
 def claim_run_dir(config: Config, *, fresh: bool = False) -> None:
-    """Creates the run's folder, private to the user; a folder with a complete checkpoint is one to continue in, one of a run that was
-    ended before its first checkpoint is one to begin again in. Raises ConfigError where it cannot be written, holds a run without a
-    complete checkpoint that cannot be begun again, or one that was started with other settings; with `fresh`, where it holds any."""
+    """Create the run's folder, private to the user. One with a complete checkpoint is continued; one whose
+    run was ended before its first checkpoint is begun again.
+
+    Raises ConfigError where it cannot be written, where it holds a run that can neither be continued nor
+    begun again or one with other settings, and, with `fresh`, where it holds any run."""
     run_dir = config.run_dir
     try:
         run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -274,43 +317,48 @@ def claim_run_dir(config: Config, *, fresh: bool = False) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"run_dir: {run_dir}: cannot be written: {error.strerror} (choose another folder)") from None
+        raise ConfigError(
+            f"run_dir: {run_dir}: cannot be written: {error.strerror} (choose another folder)"
+        ) from None
     checkpoint, skipped = find_checkpoint(run_dir)
     begun = (run_dir / "metrics.jsonl").exists()
     if fresh and (begun or checkpoint is not None):
-        raise ConfigError(f"run_dir: {run_dir}: already holds a run, which --fresh never overwrites (choose another folder, or delete it)")
+        holds = "already holds a run, which --fresh never overwrites"
+        raise ConfigError(f"run_dir: {run_dir}: {holds} (choose another folder, or delete it)")
     if checkpoint is not None:
         check_continues(config, checkpoint)
     elif begun:
-        _check_begins_again(config, skipped)
+        # What was recorded is written again: it would be the same, and no more than what lies between two
+        # checkpoints.
+        if has_finished(run_dir) or not config.checkpoint.every or not (run_dir / SETTINGS).is_file():
+            holds = "already holds a run, and no complete checkpoint to continue it from"
+            details = "".join(f"; {line}" for line in skipped)
+            raise ConfigError(
+                f"run_dir: {run_dir}: {holds} (choose another folder, or delete this one){details}"
+            )
+        then = read_json(run_dir / SETTINGS)
+        for key, value in settings_of(config).items():
+            if key in then and then[key] != value:
+                differs = f"is {value!r}, the run in {run_dir} has {then[key]!r}"
+                raise ConfigError(f"{key}: {differs} (set it back, or choose another run_dir)")
     (run_dir / SETTINGS).write_text(json.dumps(settings_of(config), indent=1) + "\n", encoding="utf-8")
 
 
-def _check_begins_again(config: Config, skipped: Sequence[str]) -> None:
-    """Whether what a run without a complete checkpoint has recorded may be written anew: it would be the same, and no more than what
-    lies between two checkpoints, as none was ever finished."""
-    run_dir = config.run_dir
-    refused = f"run_dir: {run_dir}: already holds a run, and no complete checkpoint to continue it from "
-    if has_finished(run_dir) or not config.checkpoint.every or not (run_dir / SETTINGS).is_file():
-        raise ConfigError(f"{refused}(choose another folder, or delete this one){''.join(f'; {line}' for line in skipped)}")
-    then = read_json(run_dir / SETTINGS)
-    for key, value in settings_of(config).items():
-        if key in then and then[key] != value:
-            raise ConfigError(f"{key}: is {value!r}, the run in {run_dir} has {then[key]!r} (set it back, or choose another run_dir)")
-
-
 def versions() -> dict[str, str]:
-    """Name and version of what the result depends on."""
-    names = ("megarl", "torch", "megatron-core", "transformers", "transformer-engine", "sglang", "numpy", "math-verify")
-    found = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    """Return name and version of the packages that the result depends on."""
+    names = (
+        "megarl",
+        "torch",
+        "megatron-core",
+        "transformers",
+        "transformer-engine",
+        "sglang",
+        "numpy",
+        "math-verify",
+    )
+    return {name: version for name in names if (version := version_of(name))}
 
 
 def write_versions(path: Path) -> None:
-    """`versions` as a JSON file."""
+    """Write `versions` as a JSON file."""
     path.write_text(json.dumps(versions(), indent=1) + "\n", encoding="utf-8")

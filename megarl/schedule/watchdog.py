@@ -1,6 +1,8 @@
-"""A thread on each rank that tells the others where the rank is, and ends the run with a report when a phase takes too long.
+"""A thread on each rank that tells the others where the rank is, and ends the run with a report when a phase
+takes too long.
 
-It uses no collective, only files: run_dir/heartbeat/rank-00000.json is where a rank is now, run_dir/hang-*.txt what hung.
+It uses no collective, only files: run_dir/heartbeat/rank-00000.json is where a rank is now,
+run_dir/hang-*.txt the report about a hang: where every rank stands, and which one keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -13,24 +15,29 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 from megarl.config.schema import WatchdogConfig
-from megarl.parallel.launch import HUNG, leave_word
-from megarl.schedule.hang import Report, collective_of, format_stack, write_report
+from megarl.parallel.launch import HUNG, write_error_file
 
 FOLDER = "heartbeat"
 WIDTH = 512  # bytes of a heartbeat, which is overwritten in place: a reader sees the old one or the new one
-ASKED = "report-asked"  # this file makes every rank report
+REPORT_REQUESTED = "report-asked"  # a file that makes every rank report
 PATIENCE = 3  # periods that ranks get to report
+# Frames of these files wait for other ranks; the frame that called them says what for.
+WAITS = ("torch/distributed/distributed_c10d.py", "megatron/core/pipeline_parallel/p2p_communication.py")
 
 
 class Watchdog:
-    """This rank's, for the length of the `with` block. depths: name -> how much waits there, for reports; may be added to at any time."""
+    """Watches this rank while the `with` block lasts.
+
+    depths: name -> how much waits in a queue, for reports; may be added to at any time."""
 
     def __init__(self, run_dir: Path, rank: int, world: int, config: WatchdogConfig) -> None:
         self.run_dir, self.folder = run_dir, run_dir / FOLDER
@@ -46,7 +53,7 @@ class Watchdog:
         }
         self._entered, self._phases, self._beats = time.monotonic(), 0, 0
         self._collective: str | None = None
-        self._asked_before = False
+        self._reported = False
         self._lock, self._end = threading.Lock(), threading.Event()
         self._main = threading.get_ident()
         self._next_rank = (rank + 1) % world
@@ -55,7 +62,8 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for name in (report_name(self.rank), stack_name(self.rank), *([ASKED] if self.rank == 0 else [])):
+        requested = [REPORT_REQUESTED] if self.rank == 0 else []
+        for name in (report_name(self.rank), stack_name(self.rank), *requested):
             (self.folder / name).unlink(missing_ok=True)
         self._file = os.open(self.folder / beat_name(self.rank), os.O_WRONLY | os.O_CREAT, 0o600)
         # In C, without the interpreter's lock, for a rank that holds it and so cannot run this thread.
@@ -65,7 +73,9 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.phase("end" if error is None else "failed")
         self._end.set()
         self._thread.join()
@@ -74,9 +84,10 @@ class Watchdog:
         os.close(self._file)
 
     def phase(self, name: str, stage: str | None = None, step: int | None = None) -> None:
-        """The main thread begins a phase; `stage` and `step` stay as they were where they are not given."""
+        """Note that the main thread begins a phase. `stage` and `step` stay as they were unless given."""
         with self._lock:
-            self._where |= {"phase": name} | ({} if stage is None else {"stage": stage}) | ({} if step is None else {"step": step})
+            given = {"phase": name, "stage": stage, "step": step}
+            self._where |= {key: value for key, value in given.items() if value is not None}
             self._entered = time.monotonic()
             self._phases += 1
         self._beat()
@@ -84,26 +95,30 @@ class Watchdog:
     def _beat(self) -> None:
         with self._lock:
             self._beats += 1
-            text = json.dumps({**self._where, "phases": self._phases, "beat": self._beats, "time": round(time.time(), 3)})
+            text = json.dumps(
+                {**self._where, "phases": self._phases, "beat": self._beats, "time": round(time.time(), 3)}
+            )
             os.pwrite(self._file, text.ljust(WIDTH - 1).encode() + b"\n", 0)
 
     def _watch(self) -> None:
         while not self._end.wait(self.config.period):
             self._collective = collective_of(sys._current_frames().get(self._main)) or self._collective
-            with suppress(OSError):  # a disk that fails must not end the watch; a rank whose heartbeat stands still is noticed by others
+            # A disk that fails must not end the watch: others notice a heartbeat that stands still.
+            with suppress(OSError):
                 self._beat()
-                if (self.folder / ASKED).exists() and not self._asked_before:
-                    self._asked_before = True
+                if (self.folder / REPORT_REQUESTED).exists() and not self._reported:
+                    self._reported = True
                     self._report()
             limit = self.config.limits.get(self._where["phase"], self.config.limit)
             taken = time.monotonic() - self._entered
             if taken > limit:
                 self._fire(f"phase {self._where['phase']} has taken {taken:.0f} s, its limit is {limit:g} s")
             elif self._next_is_silent():
-                self._fire(f"rank {self._next_rank} has given no sign of life for watchdog.silence, {self.config.silence:g} s")
+                silence = f"watchdog.silence, {self.config.silence:g} s"
+                self._fire(f"rank {self._next_rank} has given no sign of life for {silence}")
 
     def _next_is_silent(self) -> bool:
-        """Each rank looks after the next, by a clock of its own: two machines' need not agree."""
+        """Return whether the next rank has had no heartbeat for too long, by this machine's clock alone."""
         beat = (read_beat(self.folder, self._next_rank) or {}).get("beat", -1)
         now = time.monotonic()
         if beat != self._next_beat:
@@ -115,7 +130,7 @@ class Watchdog:
         return bool((read_beat(self.folder, self._next_rank) or {}).get("phase") not in ("end", "failed"))
 
     def _report(self) -> None:
-        """This rank's part of a report."""
+        """Write this rank's part of a report."""
         frames = sys._current_frames()
         main = frames.get(self._main)
         depths = {name: depth() for name, depth in list(self.depths.items())}
@@ -138,65 +153,70 @@ class Watchdog:
         os.replace(aside, self.folder / report_name(self.rank))
 
     def _fire(self, why: str) -> None:
-        """Ends this process, whatever becomes of the report."""
+        """Report the hang and end this process, whatever becomes of the report."""
         try:
             line = self._report_of_all(why)
         except OSError as error:  # a disk that is full or gone may be why the run hangs
             line = f"the run hangs: {why}; no report could be written to {self.run_dir}: {error}"
         try:
-            if line is not None and not leave_word(line):
+            if line is not None and not write_error_file(line):
                 print(f"megarl: {line}", file=sys.stderr, flush=True)
         finally:
             os._exit(HUNG)
 
     def _report_of_all(self, why: str) -> str | None:
-        """The first rank to get here writes the report for all and gives the line about it. Raises OSError."""
+        """Write the report for all ranks and return the line about it; None where another rank has come
+        first. Raises OSError."""
         self._report()
         try:
-            os.close(os.open(self.folder / ASKED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            os.close(os.open(self.folder / REPORT_REQUESTED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
             self._end.wait(2 * (PATIENCE + 1) * self.config.period)
             return None
-        self._asked_before = True
+        self._reported = True
         end = time.monotonic() + PATIENCE * self.config.period
-        while time.monotonic() < end and not all((self.folder / report_name(rank)).exists() for rank in range(self.world)):
+        while time.monotonic() < end and not all(
+            (self.folder / report_name(rank)).exists() for rank in range(self.world)
+        ):
             time.sleep(0.05)
-        reports = read_reports(self.folder, self.world)
-        self._ask_the_silent(reports)
-        stacks = {rank: _text(self.folder / stack_name(rank)) for rank in range(self.world) if rank not in reports}
+        reports = {
+            rank: Report.from_json(text)
+            for rank in range(self.world)
+            if (text := _text(self.folder / report_name(rank)))
+        }
         beats = {rank: read_beat(self.folder, rank) for rank in range(self.world)}
+        # Ranks on this machine whose watchdog is silent may still write their stack in a signal's handler.
+        signalled = False
+        for rank, beat in beats.items():
+            if rank in reports or beat is None or beat["host"] != self._where["host"]:
+                continue
+            if Path(f"/proc/{beat['pid']}").exists():
+                os.kill(beat["pid"], signal.SIGUSR2)
+                signalled = True
+        if signalled:
+            time.sleep(1.0)
+        stacks = {rank: _text(self.folder / stack_name(rank)) for rank in beats if rank not in reports}
         path, culprit = write_report(self.run_dir, why, reports, beats, stacks)
         return f"the run hangs: {culprit}; {why}; every rank's place is in {path}"
 
-    def _ask_the_silent(self, reports: Mapping[int, Report]) -> None:
-        """Ranks on this machine whose watchdog says nothing may still write their stack in a signal's handler."""
-        asked = False
-        for rank in range(self.world):
-            beat = read_beat(self.folder, rank)
-            if rank not in reports and beat is not None and beat["host"] == self._where["host"] and Path(f"/proc/{beat['pid']}").exists():
-                os.kill(beat["pid"], signal.SIGUSR2)
-                asked = True
-        if asked:
-            time.sleep(1.0)
-
 
 def beat_name(rank: int) -> str:
-    """Where a rank says where it is."""
+    """Return the file name of a rank's heartbeat."""
     return f"rank-{rank:05d}.json"
 
 
 def report_name(rank: int) -> str:
-    """A rank's part of a hang's report."""
+    """Return the file name of a rank's part of a report."""
     return f"report-{rank:05d}.json"
 
 
 def stack_name(rank: int) -> str:
-    """What faulthandler writes."""
+    """Return the name of the file that faulthandler writes a rank's stack to."""
     return f"stack-{rank:05d}.txt"
 
 
 def read_beat(folder: Path, rank: int) -> dict[str, Any] | None:
-    """A rank's heartbeat; None where there is none that can be read."""
+    """Return a rank's heartbeat; None where there is none that can be read."""
     try:
         beat = json.loads((folder / beat_name(rank)).read_bytes())
     except (OSError, ValueError):
@@ -204,13 +224,126 @@ def read_beat(folder: Path, rank: int) -> dict[str, Any] | None:
     return beat if isinstance(beat, dict) else None
 
 
-def read_reports(folder: Path, world: int) -> dict[int, Report]:
-    """The parts that ranks have written."""
-    return {rank: Report.from_json(text) for rank in range(world) if (text := _text(folder / report_name(rank)))}
-
-
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
         return ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank's part of the report about a hang.
+
+    phases            begun so far
+    seconds           in the present phase
+    waits_in          the collective in which the main thread waits, if it does
+    last_collective   the last one in which the watchdog saw it
+    depths            what waits in the rank's queues
+    stack             of all threads"""
+
+    rank: int
+    host: str
+    pid: int
+    stage: str
+    step: int
+    phase: str
+    phases: int
+    seconds: float
+    waits_in: str | None
+    last_collective: str | None
+    depths: dict[str, int]
+    stack: str
+
+    def to_json(self) -> str:
+        """Return what `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Report:
+        """Return the report that `to_json` wrote."""
+        return Report(**json.loads(text))
+
+    @property
+    def innermost(self) -> str:
+        """Return the line at which the main thread stands."""
+        lines = [
+            line.strip()
+            for line in self.stack.split("\n\n")[0].splitlines()
+            if line.lstrip().startswith("File ")
+        ]
+        return lines[-1] if lines else "nobody knows where"
+
+
+def collective_of(frame: FrameType | None) -> str | None:
+    """Return the wait for other ranks in which a thread with this innermost frame stands, as `all_reduce,
+    called in file.py:12 function`; None where it does not wait."""
+    name = None
+    while frame is not None:
+        inside = any(frame.f_code.co_filename.endswith(path) for path in WAITS)
+        if inside and frame.f_code.co_name != "wrapper":
+            name = frame.f_code.co_name
+        elif name is not None and "torch/" not in frame.f_code.co_filename and not inside:
+            code = frame.f_code
+            return f"{name}, called in {Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
+        frame = frame.f_back
+    return name
+
+
+def format_stack(name: str, frame: FrameType | None) -> str:
+    """Return the stack of a thread, outermost frame first."""
+    if frame is None:
+        return f"thread {name}: has just ended\n"
+    return f"thread {name}:\n{''.join(traceback.format_stack(frame))}"
+
+
+def culprit(reports: Mapping[int, Report], beats: Mapping[int, Mapping[str, Any] | None]) -> str:
+    """Return a line about the rank that the others wait for: one that does not answer; else one that is not
+    waiting while others are; else one that is behind."""
+    for rank, beat in beats.items():
+        if rank not in reports:
+            seen = "never said where it was"
+            if beat:
+                seen = f"was last seen in phase {beat['phase']} of {beat['stage']} step {beat['step']}"
+            reasons = "it is stopped, holds the interpreter, or its machine is gone"
+            return f"rank {rank} does not answer ({reasons}) and {seen}"
+    waiting = [report for report in reports.values() if report.waits_in is not None]
+    working = [report for report in reports.values() if report.waits_in is None]
+    if waiting and working:
+        first = min(working, key=lambda report: report.phases)
+        others = f"{len(waiting)} rank{'s wait' if waiting[1:] else ' waits'} in {waiting[0].waits_in}"
+        return f"rank {first.rank} is in phase {first.phase}, at {first.innermost}, while {others}"
+    behind = min(reports.values(), key=lambda report: report.phases)
+    if behind.phases < max(report.phases for report in reports.values()):
+        where = behind.waits_in or behind.innermost
+        return f"rank {behind.rank} is behind the others, in phase {behind.phase} ({where})"
+    if not waiting:
+        return f"rank {behind.rank} and all others are in phase {behind.phase}, at {behind.innermost}"
+    return f"all ranks wait for each other in {behind.waits_in}: what connects them is at fault"
+
+
+def write_report(
+    run_dir: Path,
+    why: str,
+    reports: Mapping[int, Report],
+    beats: Mapping[int, Mapping[str, Any] | None],
+    stacks: Mapping[int, str],
+) -> tuple[Path, str]:
+    """Write run_dir/hang-<time>.txt; return its path and the line about the culprit. stacks: faulthandler's,
+    of ranks without a report."""
+    line = culprit(reports, beats)
+    parts = [f"culprit: {line}", f"why now: {why}", ""]
+    for rank, r in sorted(reports.items()):
+        depths = ", ".join(f"{depth} {name}" for name, depth in r.depths.items()) or "nothing known"
+        parts.append(
+            f"rank {rank}: {r.stage} step {r.step}, phase {r.phase} for {r.seconds:.0f} s; "
+            f"waits in: {r.waits_in or 'no collective'}; "
+            f"last collective seen: {r.last_collective or 'none'}; waiting: {depths}"
+        )
+    parts += [f"rank {rank}: no answer; last heartbeat: {beats.get(rank)}" for rank in sorted(stacks)]
+    parts += [f"\n==== rank {rank}, {r.host}, pid {r.pid}\n{r.stack}" for rank, r in sorted(reports.items())]
+    silent = "no stack: the process did not answer a signal either"
+    parts += [f"\n==== rank {rank}\n{text or silent}" for rank, text in sorted(stacks.items())]
+    path = run_dir / time.strftime("hang-%Y%m%d-%H%M%S.txt")
+    path.write_text("\n".join(parts) + "\n", encoding="utf-8")
+    return path, line

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -24,11 +24,12 @@ from torch import Tensor
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import read_json
 from megarl.config.schema import CheckpointConfig, Config
-from megarl.model.builder import Actor
 from megarl.parallel.comm import from_rank_0, gather_objects
 from megarl.parallel.runtime import Runtime
-from megarl.training.model import TrainableModel
-from megarl.training.sharded import load_model, load_trainable
+
+if TYPE_CHECKING:  # these import Megatron: the checks before a run, which need this file, come before its import
+    from megarl.model.builder import Actor
+    from megarl.training.model import TrainableModel
 
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
 FORMAT = 2
@@ -265,6 +266,8 @@ def load_checkpoint(
     """Fill the models that the checkpoint holds, whatever layout wrote it, and return its `state`; every rank calls this.
     `prepare` is called with a model's name before its weights and optimizer are needed. Raises CheckpointError where the
     checkpoint is damaged."""
+    from megarl.training.sharded import load_trainable
+
     for name, model in models.items():
         if checkpoint.pretraining and name == "actor":
             continue
@@ -279,6 +282,8 @@ def load_checkpoint(
 def load_actor(folder: Path, model: Actor) -> None:
     """Fill an actor without an optimizer from a distributed checkpoint of it (a checkpoint's actor/), whatever layout wrote
     it; every rank calls this. Raises CheckpointError where it is damaged."""
+    from megarl.training.sharded import load_model
+
     try:
         load_model(model, folder)
     except CheckpointError as error:

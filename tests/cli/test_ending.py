@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megarl.parallel.launch import HUNG, verdict
+from megarl.parallel.launch import HUNG, explain_failures
 from tests.cli.processes import Job, megarl, wait_for
 from tests.cli.scene import Scene
 
 ENDLESS = ("steps=100000", "rollout.dynamic_sampling.max_batches=1", "rollout.dynamic_sampling.at_limit=continue", "data.eval=[]")
 
 
-class TestVerdict:
+class TestExplainFailures:
     """Which rank's end is the news, from the exit codes of all and the words that they left."""
 
     RUN = Path("runs/x")
@@ -27,38 +27,38 @@ class TestVerdict:
 
     def test_a_killed_rank_is_the_news_whatever_its_peers_say(self) -> None:
         lost = self.word("rank 0: lost another rank", 1.0, peer_lost=True)
-        code, line = verdict({0: (1, lost), 1: (-signal.SIGTERM, {}), 2: (-signal.SIGKILL, {})}, self.RUN)
+        code, line = explain_failures({0: (1, lost), 1: (-signal.SIGTERM, {}), 2: (-signal.SIGKILL, {})}, self.RUN)
         assert code == 137
         assert line.startswith("rank 2 was killed by signal 9 (SIGKILL)") and "dmesg" in line and line.endswith("runs/x")
 
     def test_a_hang_that_was_reported_is_the_news_though_the_stuck_rank_had_to_be_killed(self) -> None:
         words = {0: (HUNG, self.word("the run hangs: rank 1 does not answer", 1.0)), 1: (-signal.SIGKILL, {})}
-        assert verdict(words, self.RUN) == (HUNG, "the run hangs: rank 1 does not answer")
+        assert explain_failures(words, self.RUN) == (HUNG, "the run hangs: rank 1 does not answer")
 
     def test_an_error_of_its_own_comes_before_a_lost_peer(self) -> None:
         lost = self.word("rank 0: lost another rank", 1.0, peer_lost=True)
-        assert verdict({0: (1, lost), 1: (2, self.word("rank 1: broken file", 2.0))}, self.RUN) == (2, "rank 1: broken file")
+        assert explain_failures({0: (1, lost), 1: (2, self.word("rank 1: broken file", 2.0))}, self.RUN) == (2, "rank 1: broken file")
 
     def test_the_earliest_error_is_said(self) -> None:
         words = {0: (2, self.word("late", 5.0)), 1: (2, self.word("early", 4.0)), 2: (-signal.SIGTERM, {})}
-        assert verdict(words, self.RUN) == (2, "early")
+        assert explain_failures(words, self.RUN) == (2, "early")
 
     def test_a_traceback_is_pointed_at(self) -> None:
-        code, line = verdict({0: (-signal.SIGTERM, {}), 1: (1, {"message": "<NONE>"})}, self.RUN)
+        code, line = explain_failures({0: (-signal.SIGTERM, {}), 1: (1, {"message": "<NONE>"})}, self.RUN)
         assert (code, line) == (1, "rank 1 ended with exit code 1: what it said is above, what the run wrote is in runs/x")
 
     def test_a_crash(self) -> None:
-        code, line = verdict({0: (-signal.SIGSEGV, {})}, self.RUN)
+        code, line = explain_failures({0: (-signal.SIGSEGV, {})}, self.RUN)
         assert code == 139 and line.startswith("rank 0 was killed by signal 11 (SIGSEGV)") and "dmesg" not in line
 
     def test_a_rank_that_could_not_take_the_launchers_wish_yet(self) -> None:
         lost = self.word("rank 1: lost another rank", 1.0, peer_lost=True)
         ends = {0: (-signal.SIGUSR1, {}), 1: (1, lost), 2: (-signal.SIGTERM, {})}
         told = "stopped by SIGTERM: rank 0 had nothing to save; the same command continues from what is in runs/x"
-        assert verdict(ends, self.RUN, asked=signal.SIGTERM) == (75, told)
-        code, line = verdict(ends, self.RUN)  # nobody has asked: whoever sent that was not the launcher
+        assert explain_failures(ends, self.RUN, forwarded=signal.SIGTERM) == (75, told)
+        code, line = explain_failures(ends, self.RUN)  # nobody has asked: whoever sent that was not the launcher
         assert code == 138 and line.startswith("rank 0 was killed by signal 10 (SIGUSR1)")
-        code, line = verdict({**ends, 2: (-signal.SIGKILL, {})}, self.RUN, asked=signal.SIGTERM)
+        code, line = explain_failures({**ends, 2: (-signal.SIGKILL, {})}, self.RUN, forwarded=signal.SIGTERM)
         assert code == 75 and "stopped by SIGTERM" in line
 
 

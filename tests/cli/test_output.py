@@ -35,7 +35,7 @@ class TestHelp:
     def test_of_a_command(self, capsys: pytest.CaptureFixture[str], command: str) -> None:
         text = printed(capsys, *command.split(), "--help")
         assert text.startswith(f"usage: megarl {command} ")
-        assert "--checked" not in text, "what the launcher says to its ranks is nobody else's"
+        assert "--follow" not in text, "what `ablate` says to its runs is nobody else's"
         assert all(len(line) <= 80 for line in text.splitlines())
 
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:

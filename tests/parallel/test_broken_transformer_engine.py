@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cli.doctor import abilities
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
-from megarl.parallel.machine import abilities, broken_transformer_engine
+from megarl.parallel.machine import broken_transformer_engine
 from megarl.schedule.preflight import preflight
-from tests.parallel.test_machine import LAPTOP
+from tests.cli.test_doctor import LAPTOP
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""What `megarl doctor` says: of machines given as facts, and of this one."""
+"""Packages, drivers and names that do not fit are each one line with its remedy."""
 
 from __future__ import annotations
 
@@ -6,24 +6,18 @@ import importlib.metadata as metadata
 import socket
 import sys
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-from megarl.cli.main import main
 from megarl.config.errors import ConfigError
 from megarl.parallel import machine as module
 from megarl.parallel.internals import CALLS, INTERNALS, READS, REPLACES, Internal, changed
 from megarl.parallel.machine import (
-    GIB,
     LOCK,
     MEGATRON,
     SUPPORTED,
-    Gpu,
-    Machine,
-    abilities,
     allocator_problem,
     broken_transformer_engine,
     driver_problem,
@@ -31,116 +25,36 @@ from megarl.parallel.machine import (
     hostname_problem,
     import_problem,
     lock_problem,
-    look,
     unmet,
 )
 from megarl.parallel.runtime import choose_device
 
-PYPROJECT, CONSTRAINTS = (Path(__file__).parents[2] / name for name in ("pyproject.toml", "constraints-cpu.txt"))
-
-FITTING = {"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "transformers": "5.19.0"}
-LAPTOP = Machine((3, 11), "Linux", 8, 32 * GIB, FITTING, frozenset(), frozenset(), (), None)
-H100 = Gpu("NVIDIA H100", 79 * GIB, (9, 0))
-NODE = replace(LAPTOP, gpus=(H100,) * 8, cuda="13.0", imports=frozenset({"transformer_engine", "sglang"}))
-
-
-def ready(machine: Machine) -> dict[str, bool]:
-    return {ability.name: ability.ready for ability in abilities(machine)}
-
-
-def command(machine: Machine, name: str) -> str:
-    return next(ability.command for ability in abilities(machine) if ability.name == name)
-
-
-def test_a_laptop_runs_the_demo_and_nothing_of_a_gpu() -> None:
-    found = ready(LAPTOP)
-    assert [name for name, there in found.items() if there] == ["the demo on CPUs"]
-    assert command(LAPTOP, "the SGLang engine") == "make test-sglang"
-
-
-def test_a_node_with_everything() -> None:
-    found = ready(NODE)
-    assert all(found[name] for name in ("training on GPUs, bf16", "Transformer Engine layers", "FP8 layers", "the SGLang engine"))
-
-
-@pytest.mark.parametrize(
-    ("change", "name", "command_"),
-    [
-        ({"imports": frozenset({"sglang"})}, "Transformer Engine layers", "make install-gpu"),
-        ({"imports": frozenset({"transformer_engine"})}, "the SGLang engine", "make install-gpu"),
-        (
-            {"gpus": (), "cuda": None, "programs": frozenset({"nvidia-smi"})},
-            "training on GPUs, bf16",
-            "pip install --force-reinstall --no-deps torch",
-        ),
-        ({"gpus": (Gpu("A100", 79 * GIB, (8, 0)),)}, "FP8 layers", ""),
-        ({"gpus": (Gpu("V100", 32 * GIB, (7, 0)),)}, "training on GPUs, bf16", ""),
-        ({"gpus": (), "problem": "driver too old"}, "training on GPUs, bf16", "nvidia-smi"),
-        ({"gpus": (), "driver": "535.54.03"}, "training on GPUs, bf16", "nvidia-smi"),
-        ({"broken": "transformer-engine 2.20.2 lacks its compiled half"}, "Transformer Engine layers", ""),
-        ({"broken": "transformer-engine 2.20.2 lacks its compiled half"}, "FP8 layers", ""),
-        ({"flaws": ("sglang 0.5.23 cannot be imported: No module named 'orjson'",)}, "the SGLang engine", ""),
-        ({"system": "Darwin"}, "the demo on CPUs", ""),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+PYPROJECT, CONSTRAINTS = (
+    Path(__file__).parents[2] / name for name in ("pyproject.toml", "constraints-cpu.txt")
 )
-def test_what_is_missing_is_said_with_its_command(change: dict[str, object], name: str, command_: str) -> None:
-    machine = replace(NODE, **change)
-    assert not ready(machine)[name]
-    assert command(machine, name) == command_
-
-
-@pytest.mark.parametrize(
-    ("python", "change", "says", "command_"),
-    [
-        ((3, 11), {"megatron-core": "0.15.3"}, "megatron-core 0.15.3: megarl runs with megatron-core>=0.16,<0.20", "megatron-core==0.16.1"),
-        ((3, 12), {"megatron-core": "0.20.0rc1"}, "megatron-core 0.20.0rc1: megarl runs with", "megatron-core==0.19.2"),
-        ((3, 12), {"megatron-core": None}, "megatron-core is not installed", "megatron-core==0.19.2"),
-        ((3, 11), {"torch": "2.9.1+cu128"}, "torch 2.9.1+cu128: megarl runs with torch>=2.11,<3", "torch>=2.11,<3"),
-        ((3, 12), {"torch": "3.0.0a0+git12ab"}, "torch 3.0.0a0+git12ab: megarl runs with torch>=2.11,<3", "torch>=2.11,<3"),
-        ((3, 12), {"megatron-core": "0.18.2"}, "megatron-core 0.18.2 imports triton, which is not installed", "triton"),
-    ],
-)
-def test_a_package_that_does_not_fit_is_one_line_with_the_version_that_does(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    python: tuple[int, int],
-    change: dict[str, str | None],
-    says: str,
-    command_: str,
-) -> None:
-    """Before anything is imported that would fail: from every command that trains, and from doctor."""
-    versions = {name: version for name, version in (FITTING | change).items() if version is not None}
-    monkeypatch.setattr("megarl.parallel.machine.installed", lambda: versions)
-    monkeypatch.setattr("megarl.parallel.machine.sys.version_info", (*python, 0))
-    for arguments in (["train", "no.yaml"], ["eval", "no.yaml"], ["demo"], ["replay", "no", "--step", "1"], ["preflight", "no.yaml"]):
-        assert main(arguments) == 2
-        line = capsys.readouterr().err
-        assert line.startswith(f"megarl: {says}") and line.count("\n") == 1 and command_ in line, line
-    machine = replace(LAPTOP, python=python, versions=versions)
-    ability = next(abilities(machine))
-    assert (
-        not ability.ready and ability.note.startswith(says) and ability.command.startswith("pip install ") and command_ in ability.command
-    )
 
 
 def test_what_fits_is_what_the_package_asks_for() -> None:
     """The table that is looked at before the first import, and pyproject.toml, which pip goes by."""
-    asked = {found.name: found for found in map(Requirement, tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"])}
+    asked = {
+        found.name: found
+        for found in map(Requirement, tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"])
+    }
     for name, (oldest, newer) in SUPPORTED.items():
-        assert {str(part) for part in asked[name].specifier} == {f">={'.'.join(map(str, oldest))}", f"<{'.'.join(map(str, newer))}"}
-    pins = [Requirement(line) for line in CONSTRAINTS.read_text().splitlines() if line.startswith("megatron-core==")]
+        assert {str(part) for part in asked[name].specifier} == {
+            f">={'.'.join(map(str, oldest))}",
+            f"<{'.'.join(map(str, newer))}",
+        }
+    pins = [
+        Requirement(line)
+        for line in CONSTRAINTS.read_text().splitlines()
+        if line.startswith("megatron-core==")
+    ]
     for late, version in MEGATRON.items():
         environment = {"python_version": "3.12" if late else "3.11"}
-        assert [str(pin.specifier) for pin in pins if pin.marker and pin.marker.evaluate(environment)] == [f"=={version}"]
-
-
-def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    machine = look()
-    assert machine.versions["torch"] and machine.cores >= 1
-    assert main(["doctor"]) == 0
-    printed = capsys.readouterr().out
-    assert "yes  the demo on CPUs" in printed and f"torch {machine.versions['torch']}" in printed
+        assert [str(pin.specifier) for pin in pins if pin.marker and pin.marker.evaluate(environment)] == [
+            f"=={version}"
+        ]
 
 
 @pytest.fixture
@@ -178,7 +92,9 @@ class TestTransformerEngine:
         install(site, "transformer_engine_torch", "2.19.0", module="transformer_engine_torch")
         install(site, "transformer_engine_cu12", "2.20.2")
         found = broken_transformer_engine()
-        assert found.endswith("transformer-engine 2.20.2 does not go with transformer-engine-torch 2.19.0 (make install-gpu)")
+        assert found.endswith(
+            "transformer-engine 2.20.2 does not go with transformer-engine-torch 2.19.0 (make install-gpu)"
+        )
 
     def test_a_leftover_folder(self, site: Path) -> None:
         (site / "transformer_engine").mkdir()
@@ -189,10 +105,14 @@ class TestTransformerEngine:
     def test_compiled_for_another_torch(self, site: Path) -> None:
         install(site, "transformer_engine", "2.20.2", module="transformer_engine")
         install(site, "transformer_engine_torch", "2.20.2", module="transformer_engine_torch")
-        (site / "transformer_engine" / "pytorch.py").write_text("raise ImportError('te.so: undefined symbol: _ZN3c10')")
+        (site / "transformer_engine" / "pytorch.py").write_text(
+            "raise ImportError('te.so: undefined symbol: _ZN3c10')"
+        )
         found = broken_transformer_engine()
         sys.modules.pop("transformer_engine", None)  # half imported; monkeypatch would put it back
-        assert found.endswith("undefined symbol: _ZN3c10 (compiled for another torch? make install-gpu, or uninstall it)")
+        assert found.endswith(
+            "undefined symbol: _ZN3c10 (compiled for another torch? make install-gpu, or uninstall it)"
+        )
 
 
 def test_requirements_that_are_not_met(site: Path) -> None:
@@ -220,7 +140,9 @@ def test_the_lock_holds_what_megarl_asks_for() -> None:
 
     lines = [Requirement(line) for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
     pins = {line.name: next(iter(line.specifier)) for line in lines}
-    assert len(pins) == len(lines) and all(pin.operator == "==" and "*" not in pin.version for pin in pins.values())
+    assert len(pins) == len(lines) and all(
+        pin.operator == "==" and "*" not in pin.version for pin in pins.values()
+    )
     wanted = [Requirement(text) for text in metadata.requires("megarl") or [] if "extra" not in text]
     assert [need.name for need in wanted if not need.specifier.contains(pins[need.name].version)] == []
     engines = {pin.version for name, pin in pins.items() if name.startswith("transformer-engine")}
@@ -234,8 +156,14 @@ def test_an_import_that_fails_is_one_line() -> None:
         "ModuleNotFoundError: No module named 'nothing_of_this_name' (make install-gpu)"
     )
     line = import_problem("numpy", "raise ImportError('x.so: undefined symbol: _ZN3c10')")
-    assert line is not None and "undefined symbol: _ZN3c10, compiled for another torch? (make install-gpu)" in line
-    assert import_problem("numpy", "import time; time.sleep(60)", limit=0.5) == "numpy: its import takes more than 0 s (a slow disk?)"
+    assert (
+        line is not None
+        and "undefined symbol: _ZN3c10, compiled for another torch? (make install-gpu)" in line
+    )
+    assert (
+        import_problem("numpy", "import time; time.sleep(60)", limit=0.5)
+        == "numpy: its import takes more than 0 s (a slow disk?)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,7 +171,11 @@ def test_an_import_that_fails_is_one_line() -> None:
     [
         ("580.65.06", "13.0", None),
         ("595.10", "13.0", None),
-        ("570.86.10", "13.0", "driver 570.86.10 is too old for CUDA 13.0, of which torch is: 580.65.06 or newer"),
+        (
+            "570.86.10",
+            "13.0",
+            "driver 570.86.10 is too old for CUDA 13.0, of which torch is: 580.65.06 or newer",
+        ),
         ("570.86.10", "12.8", None),
         ("515.1", "12.1", "driver 515.1 is too old for CUDA 12.1, of which torch is: 525.60.13 or newer"),
         (None, "13.0", None),
@@ -257,7 +189,10 @@ def test_drivers(driver: str | None, cuda: str | None, problem: str | None) -> N
 @pytest.mark.parametrize(
     ("text", "version"),
     [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\nGCC version: 12", "580.95.05"),
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\nGCC version: 12",
+            "580.95.05",
+        ),
         ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build\n", "570.86.10"),
         ("", None),
     ],
@@ -276,7 +211,9 @@ def test_auto_does_not_take_the_cpu_where_there_is_a_gpu(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=r"torch sees no GPU: driver 515.0 is too old for CUDA 13.0"):
         choose_device("auto")
     monkeypatch.setattr("torch.version.cuda", None)
-    with pytest.raises(ConfigError, match=r"torch is a build for CPUs \(mend it, or set parallel.device=cpu\)"):
+    with pytest.raises(
+        ConfigError, match=r"torch is a build for CPUs \(mend it, or set parallel.device=cpu\)"
+    ):
         choose_device("auto")
     assert choose_device("cpu").type == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
@@ -290,7 +227,9 @@ def test_what_cuda_reads_at_its_first_question_is_set_before_it(monkeypatch: pyt
 
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     seen: list[str | None] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))))
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: bool(seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
+    )
     choose_device("auto")
     assert seen[0] == "1"
 
@@ -305,11 +244,14 @@ def test_what_cuda_reads_at_its_first_question_is_set_before_it(monkeypatch: pyt
 )
 def test_allocators_that_sglang_cannot_sleep_with(name: str, value: str, refused: bool) -> None:
     problem = allocator_problem({name: value})
-    assert (problem is not None) == refused and (problem is None or problem.startswith(f"{name}: SGLang runs without expandable_segments"))
+    assert (problem is not None) == refused and (
+        problem is None or problem.startswith(f"{name}: SGLang runs without expandable_segments")
+    )
 
 
 @pytest.mark.parametrize(
-    ("addresses", "problem"), [(["127.0.1.1", "10.0.0.5"], "resolves to 127.0.1.1"), (["10.0.0.5"], None), ([], "does not")]
+    ("addresses", "problem"),
+    [(["127.0.1.1", "10.0.0.5"], "resolves to 127.0.1.1"), (["10.0.0.5"], None), ([], "does not")],
 )
 def test_hostnames(monkeypatch: pytest.MonkeyPatch, addresses: list[str], problem: str | None) -> None:
     def resolve(*_: object, **__: object) -> list[tuple[object, ...]]:
@@ -320,7 +262,11 @@ def test_hostnames(monkeypatch: pytest.MonkeyPatch, addresses: list[str], proble
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     found = hostname_problem()
-    assert (found is None) if problem is None else (found is not None and problem in found and "GLOO_SOCKET_IFNAME" in found)
+    assert (
+        (found is None)
+        if problem is None
+        else (found is not None and problem in found and "GLOO_SOCKET_IFNAME" in found)
+    )
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert hostname_problem() is None
 
@@ -346,7 +292,9 @@ def test_the_table_of_internals_holds_for_what_is_installed() -> None:
         (Internal("lib", "Made.gone", READS, "", "x.py"), "is not there"),
     ],
 )
-def test_the_check_of_the_table(site: Path, monkeypatch: pytest.MonkeyPatch, entry: Internal, problem: str) -> None:
+def test_the_check_of_the_table(
+    site: Path, monkeypatch: pytest.MonkeyPatch, entry: Internal, problem: str
+) -> None:
     """On sources that are parsed and never imported: re-exports, dataclasses and their bases, attributes that a method sets."""
     install(site, "lib", "3.1", module="lib")
     (site / "lib" / "__init__.py").write_text("from .api import f, Fields\nfrom lib.api import Made\n")
@@ -360,7 +308,11 @@ def test_the_check_of_the_table(site: Path, monkeypatch: pytest.MonkeyPatch, ent
     internals._tree.cache_clear()
     monkeypatch.setitem(INTERNALS, "lib", (entry,))
     monkeypatch.setitem(internals.KNOWN, "lib", "3.0")
-    lines = [f"lib 3.1: {entry.module}.{entry.name}: {problem}, which x.py relies on (run with 3.0)"] if problem else []
+    lines = (
+        [f"lib 3.1: {entry.module}.{entry.name}: {problem}, which x.py relies on (run with 3.0)"]
+        if problem
+        else []
+    )
     assert changed("lib") == lines
 
 
@@ -374,7 +326,15 @@ def test_everything_that_megarl_imports_is_in_the_table() -> None:
     missing = []
     for file in sorted((Path(module.__file__).parents[1]).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("megatron", "sglang", "transformer_engine"):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (
+                "megatron",
+                "sglang",
+                "transformer_engine",
+            ):
                 found = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-                missing += [path for name, path in found.items() if name not in names and not any(m.startswith(path) for m in modules)]
+                missing += [
+                    path
+                    for name, path in found.items()
+                    if name not in names and not any(m.startswith(path) for m in modules)
+                ]
     assert missing == []

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,4 +61,4 @@ def rank(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     layout = ParallelConfig(tp=int(sys.argv[2]), pp=int(sys.argv[3]), dp=int(sys.argv[4]), device="cpu")
-    sys.exit(launch(rank, layout, sys.argv[1:], Path(sys.argv[1])))
+    sys.exit(launch(partial(rank, sys.argv[1:]), layout, Path(sys.argv[1])))

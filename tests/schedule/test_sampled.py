@@ -49,7 +49,7 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
     theirs = token_worth(shares[1], batch, [0, 1, 4])
     assert theirs.keys() == {1} and theirs[1].keys() == {"advantages"}
     monkeypatch.setattr(sampled, "gather_on_0", lambda runtime, value: [value, theirs])
-    runtime = SimpleNamespace(rank=0, world=1, speaks=True)
+    runtime = SimpleNamespace(rank=0, world=1, is_replica_leader=True)
     samples = {row: Sample(1, "p", TEXTS[row % 3], 1.0, True, False, 1) for row in (0, 1, 4)}
     run: Any = SimpleNamespace(runtime=runtime, tokenizer=tokenizer)
     step: Any = SimpleNamespace(local=SimpleNamespace(experience=shares[0]))

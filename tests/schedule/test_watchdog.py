@@ -20,8 +20,7 @@ from megarl.config.phases import Phase
 from megarl.config.schema import WatchedPhase
 from megarl.parallel.launch import HUNG
 from megarl.schedule import trainer
-from megarl.schedule.hang import Report, culprit
-from megarl.schedule.watchdog import read_beat
+from megarl.schedule.watchdog import Report, culprit, read_beat
 
 ROOT = Path(__file__).parents[2]
 RANK = """

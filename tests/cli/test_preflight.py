@@ -12,48 +12,51 @@ from typing import Any
 
 import pytest
 
-from megarl.parallel.nodes import Needs, Place, Verdict, check_nodes, networks
+from megarl.cli.preflight import Findings, NodeNeeds, NodePlace, check_nodes, networks, planned_needs
 from tests.ranks import FORK
 
 SAME = {"torch": "2.13.0"}
 
 
-def node(place: Place, needs: Needs, versions: dict[str, str], clock_off: float) -> Verdict:
+def node(place: NodePlace, needs: NodeNeeds, versions: dict[str, str], clock_off: float) -> Findings:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     return check_nodes(place, needs, versions, lambda: time.time() + clock_off)
 
 
 @pytest.fixture(scope="module")
 def job() -> Any:
-    """Two nodes: `job(needs of each, versions of each, clock of the second)` gives both verdicts."""
+    """Two nodes: `job(needs of each, versions of each, clock of the second)` gives both findings."""
     pool = ProcessPoolExecutor(2, mp_context=FORK)
 
     def run(
-        needs: list[Needs],
+        needs: list[NodeNeeds],
         versions: list[dict[str, str]],
         clock: float = 0.0,
         nodes: int = 2,
         limit: float = 120.0,
-        work: Callable[..., Verdict] = node,
-    ) -> list[Verdict]:
+        work: Callable[..., Findings] = node,
+    ) -> list[Findings]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        places = [Place(i, nodes, "127.0.0.1", port, limit, name=f"node{i + 1}") for i in range(2)]
-        calls = [pool.submit(work, *each, clock * i) for i, each in enumerate(zip(places, needs, versions, strict=True))]
+        places = [NodePlace(i, nodes, "127.0.0.1", port, limit, name=f"node{i + 1}") for i in range(2)]
+        calls = [
+            pool.submit(work, *each, clock * i)
+            for i, each in enumerate(zip(places, needs, versions, strict=True))
+        ]
         return [call.result(timeout=500) for call in calls]
 
     yield run
     pool.shutdown()
 
 
-Run = Callable[..., list[Verdict]]
+Run = Callable[..., list[Findings]]
 
 
 def test_sound_nodes_pass_and_are_measured(job: Run, tmp_path: Path) -> None:
-    verdicts = job([Needs(tmp_path / "run")] * 2, [SAME] * 2)
-    assert verdicts[0].problems == [] and verdicts[0] == verdicts[1]
-    assert verdicts[0].notes[0].startswith("2 nodes over gloo: all-reduce ")
+    findings = job([NodeNeeds(tmp_path / "run")] * 2, [SAME] * 2)
+    assert findings[0].problems == [] and findings[0] == findings[1]
+    assert findings[0].notes[0].startswith("2 nodes over gloo: all-reduce ")
     assert list((tmp_path / "run").iterdir()) == []  # nothing stays behind
 
 
@@ -63,7 +66,12 @@ def test_sound_nodes_pass_and_are_measured(job: Run, tmp_path: Path) -> None:
         ({"devices": 8}, SAME, 0.0, "node2: 0 GPUs, 8 were asked for"),
         ({"host_bytes": 1e15}, SAME, 0.0, "node2: .* GiB of memory are free, the run needs 931322.6"),
         ({"disk_bytes": 1e18}, SAME, 0.0, "node2: .* GiB are free in .*run, the run needs"),
-        ({"folder": Path("/nowhere/run")}, SAME, 0.0, "node2: does not see the first node's file in /nowhere/run"),
+        (
+            {"folder": Path("/nowhere/run")},
+            SAME,
+            0.0,
+            "node2: does not see the first node's file in /nowhere/run",
+        ),
         ({}, {"torch": "2.12.0"}, 0.0, "node2: torch 2.12.0, but node1 has 2.13.0"),
         ({}, {**SAME, "sglang": "0.5"}, 0.0, "node2: sglang 0.5, but node1 has none"),
         ({}, SAME, 90.0, "node2: its clock is (89|90|91) s ahead of node1's"),
@@ -76,47 +84,61 @@ def test_a_bad_node_is_named(
 ) -> None:
     import re
 
-    needs = [Needs(tmp_path / "run"), Needs(**{"folder": tmp_path / "run", **second})]
-    verdicts = job(needs, [SAME, versions], clock)
-    for verdict in verdicts:
-        assert len(verdict.problems) == 1 and re.match(expected, verdict.problems[0]), verdict
+    needs = [NodeNeeds(tmp_path / "run"), NodeNeeds(**{"folder": tmp_path / "run", **second})]
+    findings = job(needs, [SAME, versions], clock)
+    for found in findings:
+        assert len(found.problems) == 1 and re.match(expected, found.problems[0]), found
 
 
-def over_two_networks(place: Place, needs: Needs, versions: dict[str, str], clock_off: float) -> Verdict:
+def over_two_networks(
+    place: NodePlace, needs: NodeNeeds, versions: dict[str, str], clock_off: float
+) -> Findings:
     """`node` as on GPUs, where NCCL is stood for by gloo: the second network is the one for control messages."""
-    from megarl.parallel import nodes
+    from megarl.cli import preflight
 
-    original, nodes.networks = nodes.networks, lambda needs: [("gloo", 2**22, 1e-3), ("gloo", nodes.CONTROL, None)]
+    original, preflight.networks = (
+        preflight.networks,
+        lambda needs: [("gloo", 2**22, 1e-3), ("gloo", preflight.CONTROL, None)],
+    )
     try:
         return node(place, needs, versions, clock_off)
     finally:
-        nodes.networks = original
+        preflight.networks = original
 
 
 def test_jobs_on_gpus_are_measured_on_both_networks(job: Run, tmp_path: Path) -> None:
     """D12: control messages go over gloo, of which the preflight knew nothing."""
-    assert [(name, least) for name, _, least in networks(Needs(tmp_path, devices=8, bandwidth=5.0))] == [("nccl", 5.0), ("gloo", None)]
-    assert [(name, least) for name, _, least in networks(Needs(tmp_path, bandwidth=5.0))] == [("gloo", 5.0)]
-    verdicts = job([Needs(tmp_path / "run")] * 2, [SAME] * 2, work=over_two_networks)
-    assert verdicts[0].problems == [] and len(verdicts[0].notes) == 2 and verdicts[1].problems == []  # each rank took its own times
+    assert [(name, least) for name, _, least in networks(NodeNeeds(tmp_path, devices=8, bandwidth=5.0))] == [
+        ("nccl", 5.0),
+        ("gloo", None),
+    ]
+    assert [(name, least) for name, _, least in networks(NodeNeeds(tmp_path, bandwidth=5.0))] == [
+        ("gloo", 5.0)
+    ]
+    findings = job([NodeNeeds(tmp_path / "run")] * 2, [SAME] * 2, work=over_two_networks)
+    assert (
+        findings[0].problems == [] and len(findings[0].notes) == 2 and findings[1].problems == []
+    )  # each rank took its own times
 
 
-def loopback(place: Place, needs: Needs, versions: dict[str, str], clock_off: float) -> Verdict:
+def loopback(place: NodePlace, needs: NodeNeeds, versions: dict[str, str], clock_off: float) -> Findings:
     """A node whose name leads to itself (/etc/hosts on Debian), and no interface named."""
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     original = socket.getaddrinfo
     socket.getaddrinfo = lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     try:
-        return check_nodes(place, needs, versions, problems=["sglang cannot be imported"] if place.node else [])
+        return check_nodes(
+            place, needs, versions, problems=["sglang cannot be imported"] if place.node else []
+        )
     finally:
         socket.getaddrinfo = original
 
 
 def test_names_that_lead_nowhere_and_what_was_found_before(job: Run, tmp_path: Path) -> None:
     """D12: found in the run, when gloo's first message was awaited."""
-    verdicts = job([Needs(tmp_path / "run")] * 2, [SAME] * 2, work=loopback)
+    findings = job([NodeNeeds(tmp_path / "run")] * 2, [SAME] * 2, work=loopback)
     name = socket.gethostname()
-    found = [line.split(",")[0] for line in verdicts[1].problems]
+    found = [line.split(",")[0] for line in findings[1].problems]
     assert found == [
         f"node1: hostname {name} resolves to 127.0.1.1",
         "node2: sglang cannot be imported",
@@ -125,28 +147,33 @@ def test_names_that_lead_nowhere_and_what_was_found_before(job: Run, tmp_path: P
 
 
 def test_too_slow_a_network_is_named(job: Run, tmp_path: Path) -> None:
-    verdicts = job([Needs(tmp_path / "run", bandwidth=1e6)] * 2, [SAME] * 2)
-    assert [line.split(":")[0] for line in verdicts[0].problems] == ["node1", "node2"]
-    assert "GB/s into it over gloo, at least 1000000.00 are wanted" in verdicts[0].problems[1]
+    findings = job([NodeNeeds(tmp_path / "run", bandwidth=1e6)] * 2, [SAME] * 2)
+    assert [line.split(":")[0] for line in findings[0].problems] == ["node1", "node2"]
+    assert "GB/s into it over gloo, at least 1000000.00 are wanted" in findings[0].problems[1]
 
 
 def test_a_silent_node_is_named_within_the_limit(job: Run, tmp_path: Path) -> None:
     started = time.monotonic()
-    verdicts = job([Needs(tmp_path / "run")] * 2, [SAME] * 2, nodes=3, limit=10.0)
-    assert verdicts[0].problems == ["node 2 of 3 has not reported within 10 s (those that have: node1, node2)"]
+    findings = job([NodeNeeds(tmp_path / "run")] * 2, [SAME] * 2, nodes=3, limit=10.0)
+    assert findings[0].problems == [
+        "node 2 of 3 has not reported within 10 s (those that have: node1, node2)"
+    ]
     assert time.monotonic() - started < 100  # the limits, not a wait for ever
 
 
 def test_a_first_node_that_is_out_of_reach() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # taken, and nobody listens
-        verdict = check_nodes(Place(1, 2, "127.0.0.1", probe.getsockname()[1], 2.0, name="node2"), Needs(Path("x")), SAME)
-    assert len(verdict.problems) == 1 and verdict.problems[0].startswith("node2: cannot reach 127.0.0.1:")
+        found = check_nodes(
+            NodePlace(1, 2, "127.0.0.1", probe.getsockname()[1], 2.0, name="node2"),
+            NodeNeeds(Path("x")),
+            SAME,
+        )
+    assert len(found.problems) == 1 and found.problems[0].startswith("node2: cannot reach 127.0.0.1:")
 
 
 def test_what_a_large_run_needs_of_its_nodes() -> None:
     """As the plan says: hundreds of GiB of memory, and room for the checkpoints that are kept and the one that is being written."""
-    from megarl.cli.preflight import planned_needs
     from megarl.config import load_config
 
     config = load_config(Path(__file__).parents[2] / "configs" / "vapo_32b.yaml")
