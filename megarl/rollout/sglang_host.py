@@ -64,13 +64,9 @@ class _Missing:
         )
 
     def __getattr__(self, name: str) -> Any:
-        return _attribute(self.__name__, name)
-
-
-def _attribute(owner: str, name: str) -> _Missing:
-    if name.startswith("__"):
-        raise AttributeError(f"{owner} has no {name}")
-    return _Missing(f"{owner}.{name}")
+        if name.startswith("__"):
+            raise AttributeError(f"{self.__name__} has no {name}")
+        return _Missing(f"{self.__name__}.{name}")
 
 
 class _Stub(MetaPathFinder, Loader):
@@ -85,9 +81,8 @@ class _Stub(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=True) if fullname.split(".")[0] == self.package else None
 
     def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        vars(module)["__getattr__"] = lambda attribute: _attribute(name, attribute)
-        if name == KERNELS:
+        vars(module)["__getattr__"] = _Missing(module.__name__).__getattr__
+        if module.__name__ == KERNELS:
             vars(module)["__version__"] = "0"
             vars(module)["assign_req_to_token_pool_cpu"] = _assign_req_to_token_pool
 
