@@ -123,7 +123,7 @@ def normalise(answer: str, *, value: bool = False) -> str:
     Integers come out as `-?[1-9][0-9]*` or `0`: `1,234`, `$\boxed{1234}$`, `+1234.0` and `01234` are all
     `1234`. Text of more than MAX_ANSWER characters is cut to them. value: keep whatever has a meaning: all
     sides of an equation and a factorial stay, and `32, 349` is a pair."""
-    text = answer[:MAX_ANSWER].translate(_MINUS)
+    text = answer[:MAX_ANSWER].translate(_MINUS).strip(_MARKUP)  # as `find_answer` does with a response's
     boxed = last_boxed(text)
     text = _only_formula(text) if boxed is None else boxed
     text = _PAIR.sub(";", text.replace("\\!", "")) if value else _last_side(text)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.rewards.answer import MAX_ANSWER, find_answer, last_boxed, normalise, verify_dapo
@@ -136,6 +136,7 @@ def test_integers_compare_as_integers(a: int, b: int, zeros: int, grouped: bool)
 
 @settings(deadline=None)
 @given(st.text(st.characters(codec="utf-16", exclude_characters="\ud800"), max_size=80))
+@example("\\ ")  # a space of LaTeX's, of which the response's line loses one half
 def test_any_text_has_a_form_that_equals_itself(text: str) -> None:
     form = normalise(text)
     line = " ".join(text.splitlines())
