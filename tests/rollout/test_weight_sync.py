@@ -199,9 +199,9 @@ def test_the_engine_runs_without_expandable_segments(name: str, monkeypatch: pyt
 
 
 def test_a_user_is_told_that_the_engine_runs_without_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    config = planned(2, 1, 4, 2)[0]
+    config = planned(2, 1, 4, 2)[0].model_copy(update={"run_dir": tmp_path})
     monkeypatch.setattr(preflight, "choose_device", lambda wanted: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", MagicMock())
     checks = (
@@ -212,7 +212,7 @@ def test_a_user_is_told_that_the_engine_runs_without_them(
         "_check_positions",
         "_check_engine_layout",
     )
-    for name in (*checks, "check_fits", "validate_files", "check_pretraining_rollouts"):
+    for name in (*checks, "check_fits", "validate_files", "check_pretraining_rollouts", "claim_run_dir"):
         monkeypatch.setattr(preflight, name, MagicMock())
     train._check(config, "config.yaml", fresh=False)
     assert capsys.readouterr().err == ""
