@@ -25,7 +25,11 @@ from measure import LIMIT, Verdicts, machine
 from megarl.demo.arithmetic import write_demo
 
 ROOT = Path(__file__).resolve().parents[1]
-WAYS = {"none": ["checkpoint.every=0"], "beside": ["checkpoint.every=1"], "waiting": ["checkpoint.every=1", "checkpoint.background=false"]}
+WAYS = {
+    "none": ["checkpoint.every=0"],
+    "beside": ["checkpoint.every=1"],
+    "waiting": ["checkpoint.every=1", "checkpoint.background=false"],
+}
 TARGET = 0.05  # of the time of a step, when every step is saved
 WARM = 2  # first steps, in which torch and the disk's cache warm up
 
@@ -34,9 +38,29 @@ def train(folder: Path, way: str, steps: int) -> tuple[list[float], list[float]]
     """Of each step of a run: seconds from the end of the one before to its own, by this process's clock, and seconds that the run says
     it has spent on a checkpoint."""
     run = folder / way
-    keys = [f"model.path={folder}/model", f"data.train=[{folder}/train.jsonl]", "data.eval=[]", "evaluation.every=0", f"run_dir={run}"]
-    keys += [f"steps={steps}", "value_pretraining.steps=0", "log.terminal=quiet", "log.report=false", "checkpoint.export_hf=false"]
-    command = [sys.executable, "-m", "megarl", "train", str(ROOT / "configs/demo_vapo.yaml"), *keys, *WAYS[way]]
+    keys = [
+        f"model.path={folder}/model",
+        f"data.train=[{folder}/train.jsonl]",
+        "data.eval=[]",
+        "evaluation.every=0",
+        f"run_dir={run}",
+    ]
+    keys += [
+        f"steps={steps}",
+        "value_pretraining.steps=0",
+        "log.terminal=quiet",
+        "log.report=false",
+        "checkpoint.export_hf=false",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "megarl",
+        "train",
+        str(ROOT / "configs/demo_vapo.yaml"),
+        *keys,
+        *WAYS[way],
+    ]
     records, ends = run / "metrics.jsonl", [0.0]
     shutil.rmtree(run, ignore_errors=True)
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -55,9 +79,13 @@ def train(folder: Path, way: str, steps: int) -> tuple[list[float], list[float]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20, help="of each run (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each way, in turn (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="runs of each way, in turn (default: %(default)s)"
+    )
     given = parser.parse_args()
     print(machine(), flush=True)
     steps: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -77,8 +105,16 @@ def main() -> int:
         print(f"{way:<8} step {step * 1e3:7.1f} ms ({step / plain - 1:+.1%}), {waited}")
     verdicts = Verdicts()
     beside = statistics.median(steps["beside"])
-    verdicts.at_most("what a checkpoint written beside each step adds to it, share of a step without", beside / plain - 1, TARGET)
-    verdicts.at_most("of that, time in which the run waits, share of a step", statistics.median(own["beside"]) / beside, TARGET)
+    verdicts.at_most(
+        "what a checkpoint written beside each step adds to it, share of a step without",
+        beside / plain - 1,
+        TARGET,
+    )
+    verdicts.at_most(
+        "of that, time in which the run waits, share of a step",
+        statistics.median(own["beside"]) / beside,
+        TARGET,
+    )
     return verdicts.exit_code
 
 

@@ -51,8 +51,12 @@ class Run(NamedTuple):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured"
+    )
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
@@ -67,7 +71,11 @@ def measure(scratch: Path, given: argparse.Namespace) -> int:
     size, largest = make_model(source, given.layers)
     ways: dict[str, tuple[Path, Path, Callable[[], Run]]] = {
         "cp": (source, copy, lambda: copy_folder(source, copy, size)),
-        "hf -> megatron": (source, megatron, lambda: converting("hf -> megatron", size, source, megatron, given.tp)),
+        "hf -> megatron": (
+            source,
+            megatron,
+            lambda: converting("hf -> megatron", size, source, megatron, given.tp),
+        ),
         "cp of that": (megatron, copy, lambda: copy_folder(megatron, copy, size)),
         "megatron -> hf": (megatron, back, lambda: converting("megatron -> hf", size, megatron, back)),
     }
@@ -82,7 +90,9 @@ def measure(scratch: Path, given: argparse.Namespace) -> int:
                 shutil.rmtree(written)
     bare = converting("nothing", 0).peak
     where = "cold" if given.cold else "in the page cache"
-    print(f"{machine()}\n{size / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, tp {given.tp}, source {where}, {given.rounds} rounds")
+    print(
+        f"{machine()}\n{size / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, tp {given.tp}, source {where}, {given.rounds} rounds"
+    )
     print(f"{'':16s}{'GB/s median':>12s}{'worst':>8s}{'CPU s':>8s}")
     seconds = {name: statistics.median(run.seconds for run in done) for name, done in runs.items()}
     for name, done in runs.items():
@@ -92,7 +102,13 @@ def measure(scratch: Path, given: argparse.Namespace) -> int:
     for name, plain in (("hf -> megatron", "cp"), ("megatron -> hf", "cp of that")):
         verdicts.at_least(f"{name}: speed of cp", seconds[plain] / seconds[name], 0.5, " x")
         peak = max(run.peak for run in runs[name]) - bare
-        verdicts.at_most(f"{name}: memory over the bare import", peak / 1e6, (1.5 * largest + (512 << 20)) / 1e6, " MB", must=True)
+        verdicts.at_most(
+            f"{name}: memory over the bare import",
+            peak / 1e6,
+            (1.5 * largest + (512 << 20)) / 1e6,
+            " MB",
+            must=True,
+        )
     return verdicts.exit_code
 
 

@@ -17,7 +17,9 @@ from megarl.algorithms.advantages import gae, length_adaptive_lambda
 Loop = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor | list[float]]
 
 
-def rollout(responses: int, mean: int, longest: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def rollout(
+    responses: int, mean: int, longest: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rewards, values, mask, cu_seqlens and response lengths: log-normal lengths, prompts of 50-200 tokens, reward +-1 at the end."""
     generator = torch.Generator().manual_seed(seed)
     lengths = (0.9 * torch.randn(responses, generator=generator, dtype=torch.float64)).exp()
@@ -36,7 +38,9 @@ def rollout(responses: int, mean: int, longest: int, seed: int) -> tuple[Tensor,
     return rewards, values, mask, cu_seqlens, lengths
 
 
-def list_loop(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, lengths: Tensor, lam: Tensor) -> list[float]:
+def list_loop(
+    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, lengths: Tensor, lam: Tensor
+) -> list[float]:
     """Token after token in Python floats, on lists, which is several times faster than on tensors; float64. Response tokens only."""
     reward_list, value_list = rewards.tolist(), values.tolist()
     out = [0.0] * len(value_list)
@@ -86,7 +90,12 @@ def main() -> int:
     parser.add_argument("--responses", type=int, default=8192)
     parser.add_argument("--mean", type=int, default=4000, help="mean response length, tokens")
     parser.add_argument("--longest", type=int, default=20480, help="longest response, tokens")
-    parser.add_argument("--sample", type=int, default=256, help="responses of the loop on lists; its time is scaled up by tokens")
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=256,
+        help="responses of the loop on lists; its time is scaled up by tokens",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="the fastest of so many counts, for megarl")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
@@ -95,7 +104,9 @@ def main() -> int:
     rewards, values, mask, cu_seqlens, lengths = rollout(args.responses, args.mean, args.longest, seed=0)
     lam = length_adaptive_lambda(lengths, alpha=0.05)
     tokens = int(lengths.sum())
-    print(f"{args.responses} responses, {tokens / 1e6:.1f}M tokens, mean {tokens / args.responses:.0f}, longest {int(lengths.max())}")
+    print(
+        f"{args.responses} responses, {tokens / 1e6:.1f}M tokens, mean {tokens / args.responses:.0f}, longest {int(lengths.max())}"
+    )
 
     print(machine())
     peak, seconds = PeakMemory(), []
@@ -112,30 +123,53 @@ def main() -> int:
         ratios[name] = wall / best
         print(f"{name:27} {wall:8.2f} s {wall / best:7.1f} x  {remark}")
 
-    report("megarl", best, f"{tokens / best / 1e6:.1f}M tokens/s, peak memory + {memory:.1f} token-sized float32 arrays")
-    loops: list[tuple[str, Loop, int]] = [("over tokens, on tensors", tensor_loop, 4), ("over tokens, on lists", list_loop, args.sample)]
+    report(
+        "megarl",
+        best,
+        f"{tokens / best / 1e6:.1f}M tokens/s, peak memory + {memory:.1f} token-sized float32 arrays",
+    )
+    loops: list[tuple[str, Loop, int]] = [
+        ("over tokens, on tensors", tensor_loop, 4),
+        ("over tokens, on lists", list_loop, args.sample),
+    ]
     for name, function, sample in loops:
         sample = min(sample, args.responses)
         end = int(cu_seqlens[sample])
         start = time.process_time()
-        exact = function(rewards[:end], values[:end], cu_seqlens[: sample + 1], lengths[:sample], lam[:sample])
+        exact = function(
+            rewards[:end], values[:end], cu_seqlens[: sample + 1], lengths[:sample], lam[:sample]
+        )
         share = int(lengths[:sample].sum()) / tokens
-        report(f"loop {name}", (time.process_time() - start) / share, f"{share:.2%} of the tokens were run, the time is scaled up")
+        report(
+            f"loop {name}",
+            (time.process_time() - start) / share,
+            f"{share:.2%} of the tokens were run, the time is scaled up",
+        )
 
     padded_rewards, padded_values = pad(rewards, cu_seqlens, lengths), pad(values, cu_seqlens, lengths)
     padded_mask = torch.arange(padded_values.shape[1]) < lengths[:, None]
     start = time.process_time()
     other = padded_loop(padded_rewards, padded_values, padded_mask, lam.float())
-    report("loop over time, padded", time.process_time() - start, f"padding not counted; {padded_mask.numel() / tokens:.1f} x the entries")
+    report(
+        "loop over time, padded",
+        time.process_time() - start,
+        f"padding not counted; {padded_mask.numel() / tokens:.1f} x the entries",
+    )
 
     reference = torch.as_tensor(exact, dtype=torch.float64)
     scale = reference.abs().clamp(min=1e-3)
     error = float(((ours[:end] - reference).abs() / scale).max())
     theirs = (other[:sample][padded_mask[:sample]] - reference[mask[:end]]).abs() / scale[mask[:end]]
-    print(f"largest relative error against the float64 loop: megarl {error:.1e}, padded loop {theirs.max():.1e}\n")
+    print(
+        f"largest relative error against the float64 loop: megarl {error:.1e}, padded loop {theirs.max():.1e}\n"
+    )
     verdicts = Verdicts()
-    verdicts.at_least("GAE, loop over tokens on tensors / megarl", ratios["loop over tokens, on tensors"], 50, " x")
-    verdicts.at_least("GAE, loop over tokens on Python lists / megarl", ratios["loop over tokens, on lists"], 50, " x")
+    verdicts.at_least(
+        "GAE, loop over tokens on tensors / megarl", ratios["loop over tokens, on tensors"], 50, " x"
+    )
+    verdicts.at_least(
+        "GAE, loop over tokens on Python lists / megarl", ratios["loop over tokens, on lists"], 50, " x"
+    )
     verdicts.at_least("GAE, padded loop over time / megarl", ratios["loop over time, padded"], 3, " x")
     verdicts.at_most("GAE, memory in token-sized float32 arrays", memory, 4)
     verdicts.at_most("GAE, largest relative error", error, 1e-6, must=True)

@@ -87,7 +87,9 @@ def flops(sizes: dict[str, Any], lengths: list[int], responses: int) -> float:
 
     s = Sizes.of(sizes)
     matrices = s.layers * s.hidden * (2 * s.q + 2 * s.kv + 3 * s.ffn)
-    return 6 * (matrices * sum(lengths) + s.hidden * s.vocab * responses) + 6 * s.layers * s.q * sum(n * n for n in lengths)
+    return 6 * (matrices * sum(lengths) + s.hidden * s.vocab * responses) + 6 * s.layers * s.q * sum(
+        n * n for n in lengths
+    )
 
 
 def train(tiny: bool, layers: str, recipe: str) -> dict[str, float]:
@@ -110,10 +112,15 @@ def memory(tiny: bool) -> dict[str, Any]:
 
     responses, tokens = (4, 60) if tiny else (8, 4092)
     with tempfile.TemporaryDirectory() as folder:
-        scene = make_scene(folder, tiny, model={"recompute": "selective"}, update={"tokens_per_micro_batch": 8192})
+        scene = make_scene(
+            folder, tiny, model={"recompute": "selective"}, update={"tokens_per_micro_batch": 8192}
+        )
         local, peaks, tenants = scene.local(responses, tokens), dict[str, float](), dict[str, float]()
         scene.update(local)
-        for phase, needs, work in (("old_logprobs", WEIGHTS, scene.logprobs), ("actor_update", UPDATE, scene.update)):
+        for phase, needs, work in (
+            ("old_logprobs", WEIGHTS, scene.logprobs),
+            ("actor_update", UPDATE, scene.update),
+        ):
             scene.offload.onload(phase, needs)
             tenants[phase] = float(scene.offload.nbytes)
             with scene.offload.measured(phase, peaks):
@@ -126,7 +133,12 @@ def memory(tiny: bool) -> dict[str, Any]:
         took = seconds(there_and_back)
         scene.offload.onload("nothing", ("actor.gradients",))  # which come back as zeros and are not copied
         copied = tenants["actor_update"] - scene.offload.nbytes
-    return {"peaks": peaks, "tenants": tenants, "host": float(scene.host.nbytes), "move_gb": 2 * copied / took / 1e9}
+    return {
+        "peaks": peaks,
+        "tenants": tenants,
+        "host": float(scene.host.nbytes),
+        "move_gb": 2 * copied / took / 1e9,
+    }
 
 
 def transfer(tiny: bool) -> dict[str, float]:
@@ -146,7 +158,10 @@ def transfer(tiny: bool) -> dict[str, float]:
         sources = table_names(dict(scene.actor.model.named_parameters()))
         dtype = next(iter(sources.values())).dtype
         staging, memory = Staging(device), Staging(device)
-        parts = [Transfer(part, 0, sources, targets, 2**28, dtype=dtype, staging=staging) for part, targets in engine.buckets(plan, memory)]
+        parts = [
+            Transfer(part, 0, sources, targets, 2**28, dtype=dtype, staging=staging)
+            for part, targets in engine.buckets(plan, memory)
+        ]
         size = sum(part.target_bytes for part in parts)
         return {"gb": size / seconds(lambda: [part.run() for part in parts]) / 1e9, "bytes": float(size)}
 
@@ -158,7 +173,13 @@ def rollout(tiny: bool) -> dict[str, float]:
 
     count, tokens = (4, 16) if tiny else (256, 512)
     options = SGLANG_OPTIONS if torch.cuda.is_available() else {}
-    settings = {"engine": "sglang", "max_batch": count, "max_response_tokens": tokens, "engine_options": options, "engine_memory": 0.5}
+    settings = {
+        "engine": "sglang",
+        "max_batch": count,
+        "max_response_tokens": tokens,
+        "engine_options": options,
+        "engine_memory": 0.5,
+    }
     prompts = [[3 + i, 9, 4, 5] for i in range(count)]
     with tempfile.TemporaryDirectory() as folder:
         scene = make_scene(folder, tiny, rollout=settings)
@@ -193,7 +214,12 @@ def rollout(tiny: bool) -> dict[str, float]:
         finally:
             scene.engine.stop()
     overhead = statistics.median(moves)
-    return {"inside": inside, "straight": straight, "overhead_seconds": overhead, "overhead": overhead / statistics.median(steps)}
+    return {
+        "inside": inside,
+        "straight": straight,
+        "overhead_seconds": overhead,
+        "overhead": overhead / statistics.median(steps),
+    }
 
 
 def report(only: list[str], tiny: bool) -> int:
@@ -212,15 +238,27 @@ def report(only: list[str], tiny: bool) -> int:
         if torch.cuda.is_available() and find_spec("transformer_engine"):
             kinds += [("te", "none"), ("te", "tensorwise"), ("te", "delayed")]
         for layers, recipe in kinds:
-            share = part("train", f"--layers={layers}", f"--recipe={recipe}")["tflops"] / best["matmul_tflops"]
-            verdicts.at_least(f"training, {layers}, FP8 {recipe}: TFLOP/s / those of a bf16 matrix product", share, 0.4)
+            share = (
+                part("train", f"--layers={layers}", f"--recipe={recipe}")["tflops"] / best["matmul_tflops"]
+            )
+            verdicts.at_least(
+                f"training, {layers}, FP8 {recipe}: TFLOP/s / those of a bf16 matrix product", share, 0.4
+            )
     if "memory" in only:
-        verdicts.at_least("moves to the host and back / copies from pinned memory", part("memory")["move_gb"] / best["from_host_gb"], 0.5)
+        verdicts.at_least(
+            "moves to the host and back / copies from pinned memory",
+            part("memory")["move_gb"] / best["from_host_gb"],
+            0.5,
+        )
     if "transfer" in only:
-        verdicts.at_least("transfer GB/s / copies within the device", part("transfer")["gb"] / best["copy_gb"], 0.5)
+        verdicts.at_least(
+            "transfer GB/s / copies within the device", part("transfer")["gb"] / best["copy_gb"], 0.5
+        )
     if "rollout" in only and find_spec("sglang"):
         found = part("rollout")
-        verdicts.at_least("rollout tokens/s inside megarl / SGLang alone", found["inside"] / found["straight"], 0.9)
+        verdicts.at_least(
+            "rollout tokens/s inside megarl / SGLang alone", found["inside"] / found["straight"], 0.9
+        )
         verdicts.at_most("moves and transfer / a step", found["overhead"], 0.05)
     for package in ("transformer_engine", "sglang"):
         if not find_spec(package):
@@ -229,7 +267,9 @@ def report(only: list[str], tiny: bool) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--one", choices=PARTS, help=argparse.SUPPRESS)
@@ -242,7 +282,9 @@ def main() -> int:
             return 2
         return report(args.only or list(PARTS), args.tiny)
     extra = (args.layers, args.recipe) if args.one == "train" else ()
-    parts: dict[str, Callable[..., dict[str, Any]]] = dict(zip(PARTS, (rates, train, memory, transfer, rollout), strict=True))
+    parts: dict[str, Callable[..., dict[str, Any]]] = dict(
+        zip(PARTS, (rates, train, memory, transfer, rollout), strict=True)
+    )
     print(json.dumps(parts[args.one](args.tiny, *extra)))
     return 0
 

@@ -39,17 +39,23 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     return logprobs, entropy
 
 
-def measure(way: str, backward: bool, tokens: int, words: int, hidden_size: int, chunk: int, save: str) -> dict[str, float]:
+def measure(
+    way: str, backward: bool, tokens: int, words: int, hidden_size: int, chunk: int, save: str
+) -> dict[str, float]:
     hidden, weight, labels, factors = inputs(tokens, words, hidden_size)
     hidden.requires_grad_(backward)
     weight.requires_grad_(backward)
-    (hidden[:8].detach() @ weight[:64].detach().T).log_softmax(-1)  # what the libraries set up at their first call
+    (hidden[:8].detach() @ weight[:64].detach().T).log_softmax(
+        -1
+    )  # what the libraries set up at their first call
     memory = PeakMemory()
     wall, cpu = time.perf_counter(), time.process_time()
     if way == "plain":
         logprobs, entropy = plain(hidden, weight, labels)
     else:
-        logprobs, entropy = vocab_parallel_logprobs(hidden, weight, labels, first_word=0, words=words, temperature=1.0, chunk=chunk)
+        logprobs, entropy = vocab_parallel_logprobs(
+            hidden, weight, labels, first_word=0, words=words, temperature=1.0, chunk=chunk
+        )
     if backward:
         logprobs.backward(factors)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -73,12 +79,21 @@ def compare(ours: Path, theirs: Path, verdicts: Verdicts) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--words", type=int, default=152064)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--chunk", type=int, default=UpdateConfig().logprob_chunk, help="update.logprob_chunk (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=2, help="the fastest of so many counts (default %(default)s)")
+    parser.add_argument(
+        "--chunk",
+        type=int,
+        default=UpdateConfig().logprob_chunk,
+        help="update.logprob_chunk (default %(default)s)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="the fastest of so many counts (default %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--one", choices=("plain", "megarl"), help=argparse.SUPPRESS)
     parser.add_argument("--backward", type=int, default=1, help=argparse.SUPPRESS)
@@ -86,10 +101,18 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.one:
-        print(json.dumps(measure(args.one, bool(args.backward), args.tokens, args.words, args.hidden, args.chunk, args.save)))
+        print(
+            json.dumps(
+                measure(
+                    args.one, bool(args.backward), args.tokens, args.words, args.hidden, args.chunk, args.save
+                )
+            )
+        )
         return 0
 
-    print(f"{machine()}\n{args.tokens} tokens x {args.words} words, hidden {args.hidden}, chunks of {args.chunk} words, float32")
+    print(
+        f"{machine()}\n{args.tokens} tokens x {args.words} words, hidden {args.hidden}, chunks of {args.chunk} words, float32"
+    )
     sizes = [f"--{name}={getattr(args, name)}" for name in ("tokens", "words", "hidden", "chunk", "threads")]
     verdicts = Verdicts()
     with tempfile.TemporaryDirectory() as folder:
@@ -98,11 +121,15 @@ def main() -> int:
             for repeat in range(args.repeats):
                 for way in ("plain", "megarl"):  # in turns, so that a change of the machine's load meets both
                     save = f"{folder}/{way}" if backward and repeat == 0 else ""
-                    found = in_fresh_process(__file__, f"--one={way}", f"--backward={backward}", f"--save={save}", *sizes)
+                    found = in_fresh_process(
+                        __file__, f"--one={way}", f"--backward={backward}", f"--save={save}", *sizes
+                    )
                     best[way] = {key: min(value, best.get(way, found)[key]) for key, value in found.items()}
             title = "forward and backward" if backward else "forward only"
             for way, found in best.items():
-                print(f"{title}, {way}: {found['wall']:.1f} s ({found['cpu']:.1f} s of CPU time), {found['extra'] / 2**20:,.0f} MiB extra")
+                print(
+                    f"{title}, {way}: {found['wall']:.1f} s ({found['cpu']:.1f} s of CPU time), {found['extra'] / 2**20:,.0f} MiB extra"
+                )
             ratio = {key: best["megarl"][key] / best["plain"][key] for key in best["plain"]}
             verdicts.at_most(f"log-prob head, {title}, extra memory / plain", ratio["extra"], 1 / 8)
             verdicts.at_most(f"log-prob head, {title}, CPU time / plain", ratio["cpu"], 1.15, " x")

@@ -73,11 +73,15 @@ class PeakMemory:
 
 
 def _status(key: str) -> int:
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":")]
+    [line] = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":")
+    ]
     return int(line.split()[1]) * 1024
 
 
 def cpu_seconds(pids: list[int]) -> float:
     """CPU time that these processes have used so far. Linux only."""
     fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
-    return sum(int(user) + int(system) for *_, user, system in (each[:13] for each in fields)) / os.sysconf("SC_CLK_TCK")
+    return sum(int(user) + int(system) for *_, user, system in (each[:13] for each in fields)) / os.sysconf(
+        "SC_CLK_TCK"
+    )

@@ -35,7 +35,9 @@ def costs_of(lengths: list[int]) -> list[float]:
 def plan(lengths: list[int], ranks: int, budget: int) -> Plan:
     """What every rank computes: as `distribute` and `make_micro_batches` do."""
     shares = balance(costs_of(lengths), ranks)
-    return [[[share[i] for i in group] for group in pack([lengths[i] for i in share], budget)] for share in shares]
+    return [
+        [[share[i] for i in group] for group in pack([lengths[i] for i in share], budget)] for share in shares
+    ]
 
 
 def imbalance(plan: Plan, lengths: list[int]) -> float:
@@ -51,11 +53,18 @@ def waste(plan: Plan, lengths: list[int], budget: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=8192)
     parser.add_argument("--ranks", type=int, default=16)
     budget = UpdateConfig().tokens_per_micro_batch
-    parser.add_argument("--budget", type=int, default=budget, help="tokens per micro-batch (default: update.tokens_per_micro_batch)")
+    parser.add_argument(
+        "--budget",
+        type=int,
+        default=budget,
+        help="tokens per micro-batch (default: update.tokens_per_micro_batch)",
+    )
     parser.add_argument("--mini-batch", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5, help="the fastest of so many counts")
     args = parser.parse_args()
@@ -73,17 +82,28 @@ def main() -> int:
     verdicts.at_most("packing, time to plan", min(seconds), 1, " s")
     verdicts.holds("packing, the same plan each time", all(other == whole for other in plans))
     placed = sorted(i for rank in whole for group in rank for i in group)
-    full = all(sum(lengths[i] for i in group) <= args.budget or len(group) == 1 for rank in whole for group in rank)
-    verdicts.holds("packing, every sample once, no micro-batch over its budget", placed == list(range(args.samples)) and full)
+    full = all(
+        sum(lengths[i] for i in group) <= args.budget or len(group) == 1 for rank in whole for group in rank
+    )
+    verdicts.holds(
+        "packing, every sample once, no micro-batch over its budget",
+        placed == list(range(args.samples)) and full,
+    )
 
     parts = [lengths[i : i + args.mini_batch] for i in range(0, args.samples, args.mini_batch)]
     small = [plan(part, args.ranks, args.budget) for part in parts]
     empty = statistics.mean(waste(p, part, args.budget) for p, part in zip(small, parts, strict=True))
     uneven = [imbalance(p, part) for p, part in zip(small, parts, strict=True)]
     longest = [max(map(len, p)) / statistics.mean(map(len, p)) for p in small]
-    print(f"\nIn mini-batches of {args.mini_batch} (no target): {100 * empty:.1f} % of the budget empty; slowest rank / mean by cost:")
-    print(f"mean {statistics.mean(uneven):.4f}, worst {max(uneven):.4f}; most micro-batches / mean: {statistics.mean(longest):.3f}.")
-    print("What is left empty here costs no time: a micro-batch is as long as its samples, and is not padded to the budget.")
+    print(
+        f"\nIn mini-batches of {args.mini_batch} (no target): {100 * empty:.1f} % of the budget empty; slowest rank / mean by cost:"
+    )
+    print(
+        f"mean {statistics.mean(uneven):.4f}, worst {max(uneven):.4f}; most micro-batches / mean: {statistics.mean(longest):.3f}."
+    )
+    print(
+        "What is left empty here costs no time: a micro-batch is as long as its samples, and is not padded to the budget."
+    )
     return verdicts.exit_code
 
 

@@ -39,19 +39,32 @@ REPEATS = 5
 
 def model(tied: bool) -> dict[str, Any]:
     """Qwen2.5-0.5B, narrower in depth and vocabulary: about 400 MB in bf16."""
-    return KNOWN_MODELS["Qwen2.5-0.5B"] | {"num_hidden_layers": 12, "vocab_size": 32000, "tie_word_embeddings": tied}
+    return KNOWN_MODELS["Qwen2.5-0.5B"] | {
+        "num_hidden_layers": 12,
+        "vocab_size": 32000,
+        "tie_word_embeddings": tied,
+    }
 
 
 def fused_plan(config: dict[str, Any], layout: Layout, tp: int) -> Plan:
     shards = [sglang_shards(config, tp, rank) for rank in range(tp)]
-    return make_plan(megatron_layout(config, layout), [(rank, shards[rank % tp]) for rank in range(layout.world)])
+    return make_plan(
+        megatron_layout(config, layout), [(rank, shards[rank % tp]) for rank in range(layout.world)]
+    )
 
 
 class FullGather:
     """The usual way, without its avoidable costs: whole Hugging Face tensors, bucket by bucket, each shard broadcast by one of the ranks
     that hold it, and every rank cuts out its part."""
 
-    def __init__(self, plan: Plan, rank: int, config: dict[str, Any], sources: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        config: dict[str, Any],
+        sources: dict[str, Tensor],
+        targets: dict[str, Tensor],
+    ) -> None:
         self.rank, self.sources, self.targets = rank, sources, targets
         self.shapes = hf_shapes(config)
         self.owners: dict[str, list[tuple[int, str, Region]]] = {name: [] for name in self.shapes}
@@ -66,7 +79,9 @@ class FullGather:
         for name, shard in plan.targets[rank].items():
             for region in shard.regions:
                 self.wanted[region.hf_name].append((name, region))
-        self.padding = [view(targets[name], box) for name, shard in plan.targets[rank].items() for box in shard.padding]
+        self.padding = [
+            view(targets[name], box) for name, shard in plan.targets[rank].items() for box in shard.padding
+        ]
         self.buckets: list[list[str]] = [[]]
         size = 0
         for name, shape in self.shapes.items():
@@ -93,7 +108,10 @@ class FullGather:
                 sizes = [prod(stop - start for start, stop in region.hf_box) for _, region in pieces]
                 flat = torch.empty(sum(sizes), dtype=torch.bfloat16)
                 if owner == self.rank:
-                    torch.cat([view(self.sources[name], region.local_box).reshape(-1) for name, region in pieces], out=flat)
+                    torch.cat(
+                        [view(self.sources[name], region.local_box).reshape(-1) for name, region in pieces],
+                        out=flat,
+                    )
                 else:
                     received += flat.nbytes
                 dist.broadcast(flat, owner)
@@ -112,7 +130,11 @@ def fill(shapes: Shards) -> dict[str, Tensor]:
     for name, shard in shapes.items():
         tensors[name] = torch.zeros(shard.shape, dtype=torch.bfloat16)
         for region in shard.regions:
-            rows = torch.arange(*region.hf_box[0])[:, None] if len(region.hf_box) == 2 else torch.arange(*region.hf_box[0])
+            rows = (
+                torch.arange(*region.hf_box[0])[:, None]
+                if len(region.hf_box) == 2
+                else torch.arange(*region.hf_box[0])
+            )
             columns = torch.arange(*region.hf_box[1]) if len(region.hf_box) == 2 else 0
             values = (rows * 31 + columns * 17 + len(region.hf_name)) % 251
             view(tensors[name], region.local_box).copy_(values)
@@ -127,7 +149,10 @@ def work(rank: int, port: int, tied: bool, results: Any) -> None:
     config = model(tied)
     plan = fused_plan(config, LAYOUT, ENGINE_TP)
     sources = fill(plan.sources[rank])
-    ours, theirs = ({n: torch.full(s.shape, torch.nan, dtype=torch.bfloat16) for n, s in plan.targets[rank].items()} for _ in range(2))
+    ours, theirs = (
+        {n: torch.full(s.shape, torch.nan, dtype=torch.bfloat16) for n, s in plan.targets[rank].items()}
+        for _ in range(2)
+    )
     transfer = Transfer(plan, rank, sources, ours, BUCKET)
     gather = FullGather(plan, rank, config, sources, theirs)
     times: dict[str, list[float]] = {"plan": [], "gather": []}
@@ -143,7 +168,9 @@ def work(rank: int, port: int, tied: bool, results: Any) -> None:
             times[name].append(time.perf_counter() - started)
     same = all(torch.equal(ours[name], theirs[name]) for name in ours)
     transfer.check()
-    medians = [{name: statistics.median(seconds[1:]) for name, seconds in each.items()} for each in (times, cpu)]
+    medians = [
+        {name: statistics.median(seconds[1:]) for name, seconds in each.items()} for each in (times, cpu)
+    ]
     results.put((rank, moved, *medians, same))
     dist.barrier()
     dist.destroy_process_group()
@@ -155,7 +182,9 @@ def compare(tied: bool, verdicts: Verdicts) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = context.Queue()
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    ranks = [context.Process(target=work, args=(rank, store.port, tied, results)) for rank in range(LAYOUT.world)]
+    ranks = [
+        context.Process(target=work, args=(rank, store.port, tied, results)) for rank in range(LAYOUT.world)
+    ]
     for process in ranks:
         process.start()
     answers = sorted((results.get(timeout=600) for _ in ranks), key=lambda answer: answer[0])
@@ -163,16 +192,25 @@ def compare(tied: bool, verdicts: Verdicts) -> None:
         process.join()
     size = sum(map(prod, hf_shapes(model(tied)).values())) * 2
     kind = "tied" if tied else "untied"
-    print(f"{size / 1e6:.0f} MB ({kind}), actor tp 2 pp 2 on 4 CPU processes -> 2 engines of tp 2; median of {REPEATS} runs")
+    print(
+        f"{size / 1e6:.0f} MB ({kind}), actor tp 2 pp 2 on 4 CPU processes -> 2 engines of tp 2; median of {REPEATS} runs"
+    )
     data, seconds, cpu = {}, answers[0][2], {}
     for name, title in (("gather", "full gather"), ("plan", "the plan")):
-        data[name], cpu[name] = sum(answer[1][name] for answer in answers), sum(answer[3][name] for answer in answers)
+        data[name], cpu[name] = (
+            sum(answer[1][name] for answer in answers),
+            sum(answer[3][name] for answer in answers),
+        )
         speed = f"{data[name] / seconds[name] / 1e9:5.2f} GB/s moved, {cpu[name]:6.3f} CPU s of all ranks"
         print(f"  {title:12s} {data[name] / 1e6:8.1f} MB moved   {seconds[name]:6.3f} s   {speed}")
     verdicts.holds(f"{kind}: both ways write the same bytes", all(answer[4] for answer in answers))
     # Tied embeddings are on both stages, so that more is kept on the rank itself; untied is the harder case and has no target of its own.
-    verdicts.at_least(f"{kind}: data of a full gather over the plan's", data["gather"] / data["plan"], 3, " x", must=tied)
-    verdicts.at_least(f"{kind}: seconds of a full gather over the plan's", seconds["gather"] / seconds["plan"], 1.5, " x")
+    verdicts.at_least(
+        f"{kind}: data of a full gather over the plan's", data["gather"] / data["plan"], 3, " x", must=tied
+    )
+    verdicts.at_least(
+        f"{kind}: seconds of a full gather over the plan's", seconds["gather"] / seconds["plan"], 1.5, " x"
+    )
     print(f"  CPU seconds: {cpu['gather'] / cpu['plan']:.1f} x")
 
 
@@ -181,11 +219,15 @@ def plan_times(verdicts: Verdicts) -> None:
     for dp, limit, memory in ((4, 10, 2), (32, 60, None)):
         found = in_fresh_process(__file__, "--dp", str(dp))
         what = f"Qwen2.5-32B tp 8 pp 4 dp {dp}, {32 * dp:,} GPUs -> {4 * dp} engines of tp 8"
-        print(f"{what}: plan {found['plan']:.1f} s, proof {found['proof']:.1f} s ({found['cpu']:.1f} CPU s), {found['memory']:.2f} GB")
+        print(
+            f"{what}: plan {found['plan']:.1f} s, proof {found['proof']:.1f} s ({found['cpu']:.1f} CPU s), {found['memory']:.2f} GB"
+        )
         verdicts.at_most(f"{32 * dp:,} GPUs: plan and proof", found["plan"] + found["proof"], limit, " s")
         if memory:
             verdicts.at_most(f"{32 * dp:,} GPUs: memory", found["memory"], memory, " GB", must=True)
-        verdicts.at_most(f"{32 * dp:,} GPUs: received per GPU", found["received"], 1.02, " x model / 8", must=True)
+        verdicts.at_most(
+            f"{32 * dp:,} GPUs: received per GPU", found["received"], 1.02, " x model / 8", must=True
+        )
 
 
 def plan_time(dp: int) -> dict[str, float]:
@@ -196,14 +238,24 @@ def plan_time(dp: int) -> dict[str, float]:
     planned = time.perf_counter()
     plan.verify()
     proved, cpu = time.perf_counter(), time.process_time() - cpu
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    memory = (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    )
     share = sum(map(prod, hf_shapes(config).values())) * 2 / 8
     most = max(cost.received for cost in direct_cost(plan, 2, 256 << 20, ClusterConfig()).values()) / share
-    return {"plan": planned - started, "proof": proved - planned, "cpu": cpu, "memory": memory, "received": most}
+    return {
+        "plan": planned - started,
+        "proof": proved - planned,
+        "cpu": cpu,
+        "memory": memory,
+        "received": most,
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=("plan", "transfer"), help="one of the two parts")
     parser.add_argument("--untied", action="store_true", help="a model with an output layer of its own")
     parser.add_argument("--dp", type=int, help=argparse.SUPPRESS)  # of one plan, in a process of its own

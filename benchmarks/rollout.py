@@ -59,7 +59,9 @@ def make_requests(prompts: int, group: int, step: int) -> list[Request]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Speed of the transformers engine at the demo's size, on one thread.")
+    parser = argparse.ArgumentParser(
+        description="Speed of the transformers engine at the demo's size, on one thread."
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group", type=int, default=8)
@@ -86,7 +88,11 @@ def main() -> None:
         if args.profile:
             with torch.profiler.profile() as profile:
                 engine.generate(requests, params)
-            print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=40))
+            print(
+                profile.key_averages().table(
+                    sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=40
+                )
+            )
 
 
 if __name__ == "__main__":

@@ -34,8 +34,12 @@ def run(name: str, arguments: list[str]) -> tuple[list[str], int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", metavar="NAME", choices=NAMES, default=NAMES, help=", ".join(NAMES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="*", metavar="NAME", choices=NAMES, default=NAMES, help=", ".join(NAMES)
+    )
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # what follows goes to step.py
     given, for_step = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     names = given.only or NAMES

@@ -31,13 +31,25 @@ def make_engine(folder: Path, responses: int, tokens: int) -> Any:
     from megarl.weights.families import read_config
     from tests.tiny_models import make_tiny_model
 
-    make_tiny_model(folder, "qwen3", tied=True, vocab=307, hidden=64, ffn=192, head_dim=16, max_positions=1024)
+    make_tiny_model(
+        folder, "qwen3", tied=True, vocab=307, hidden=64, ffn=192, head_dim=16, max_positions=1024
+    )
     for name in ("config.json", "generation_config.json"):
         settings = json.loads((folder / name).read_text()) | {"eos_token_id": None}
         (folder / name).write_text(json.dumps(settings))
-    rollout = {"engine": "sglang", "max_batch": responses, "max_response_tokens": tokens, "engine_start_timeout": 1500}
+    rollout = {
+        "engine": "sglang",
+        "max_batch": responses,
+        "max_response_tokens": tokens,
+        "engine_start_timeout": 1500,
+    }
     config = Config(
-        recipe="dapo", run_dir=folder, steps=1, model={"path": folder, "dtype": "fp32"}, data={"max_prompt_tokens": 16}, rollout=rollout
+        recipe="dapo",
+        run_dir=folder,
+        steps=1,
+        model={"path": folder, "dtype": "fp32"},
+        data={"max_prompt_tokens": 16},
+        rollout=rollout,
     )
     engine = SGLangEngine(config, read_config(folder), 0, torch.device("cpu"), ())
     assert engine.process is not None
@@ -62,7 +74,9 @@ def deliver(engine: Any, folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Rollouts through megarl against the same requests sent straight to SGLang.")
+    parser = argparse.ArgumentParser(
+        description="Rollouts through megarl against the same requests sent straight to SGLang."
+    )
     parser.add_argument("--responses", type=int, default=256)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
@@ -85,7 +99,10 @@ def main() -> int:
         folder = Path(name) / "model"
         engine = make_engine(folder, args.responses, args.tokens)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        prompts = [Prompt(i, f"{i}+1=?", tuple(tokenizer(f"{i}+1=?").input_ids), "7") for i in range(args.responses // args.group)]
+        prompts = [
+            Prompt(i, f"{i}+1=?", tuple(tokenizer(f"{i}+1=?").input_ids), "7")
+            for i in range(args.responses // args.group)
+        ]
         runtime = parallel.start(ParallelConfig(device="cpu"), seed=0)
         engine.start()
         try:
@@ -96,7 +113,9 @@ def main() -> int:
                 speeds: dict[str, list[float]] = {"straight": [], "megarl": []}
                 for repeat in range(args.repeats + 1):  # the first warms both up
                     first = [repeat * 10_000 + p.uid * args.group for p in prompts]
-                    requests = [GroupRequest(p, range(n, n + args.group)) for p, n in zip(prompts, first, strict=True)]
+                    requests = [
+                        GroupRequest(p, range(n, n + args.group)) for p, n in zip(prompts, first, strict=True)
+                    ]
                     rows = [list(p.tokens) for p in prompts for _ in range(args.group)]
                     engine.process.call("straight", str(Path(name) / "straight.json"), rows, args.tokens)
                     straight = json.loads((Path(name) / "straight.json").read_text())
@@ -106,14 +125,18 @@ def main() -> int:
                     seconds = time.perf_counter() - begin
                     made = sum(r.tokens.size for group in groups for r in group.responses)
                     assert made == straight["tokens"] == args.tokens * len(rows), (made, straight["tokens"])
-                    print(f"straight {made / straight['seconds']:,.0f} tokens/s, megarl {made / seconds:,.0f} tokens/s ({worker.seconds})")
+                    print(
+                        f"straight {made / straight['seconds']:,.0f} tokens/s, megarl {made / seconds:,.0f} tokens/s ({worker.seconds})"
+                    )
                     if repeat:
                         speeds["straight"].append(made / straight["seconds"])
                         speeds["megarl"].append(made / seconds)
         finally:
             engine.stop()
     share = statistics.median(speeds["megarl"]) / statistics.median(speeds["straight"])
-    verdicts.at_least(f"rollouts of {args.responses} responses through megarl / straight to SGLang", share, 0.9)
+    verdicts.at_least(
+        f"rollouts of {args.responses} responses through megarl / straight to SGLang", share, 0.9
+    )
     return verdicts.exit_code
 
 

@@ -19,10 +19,14 @@ class Calls(sglang_host.Calls):
         """Seconds and tokens of the batch go to `path`."""
         begin = time.perf_counter()
         answers = await self.engine.async_generate(
-            input_ids=prompts, sampling_params={"max_new_tokens": tokens, "temperature": 1.0}, return_logprob=True
+            input_ids=prompts,
+            sampling_params={"max_new_tokens": tokens, "temperature": 1.0},
+            return_logprob=True,
         )
         seconds = time.perf_counter() - begin
-        Path(path).write_text(json.dumps({"seconds": seconds, "tokens": sum(len(answer["output_ids"]) for answer in answers)}))
+        Path(path).write_text(
+            json.dumps({"seconds": seconds, "tokens": sum(len(answer["output_ids"]) for answer in answers)})
+        )
 
 
 if __name__ == "__main__":

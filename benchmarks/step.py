@@ -26,9 +26,18 @@ LIMIT = 900  # seconds that one part may take
 
 def call(*command: str | Path, env: dict[str, str] | None = None) -> str:
     """Runs a command from the repository's root and gives its output; a failure ends the benchmark with the output's end."""
-    done = subprocess.run([str(c) for c in command], cwd=ROOT, env=os.environ | (env or {}), capture_output=True, text=True, timeout=LIMIT)
+    done = subprocess.run(
+        [str(c) for c in command],
+        cwd=ROOT,
+        env=os.environ | (env or {}),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
     if done.returncode:
-        raise SystemExit(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
+        raise SystemExit(
+            f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+        )
     return done.stdout
 
 
@@ -44,7 +53,11 @@ def warm_model() -> Path:
         from megarl.demo.arithmetic import write_demo
 
         write_demo(FOLDER, 0)
-        where = (f"data.train=[{FOLDER / 'sft.jsonl'}]", f"model.path={FOLDER / 'model'}", f"run_dir={FOLDER / 'sft'}")
+        where = (
+            f"data.train=[{FOLDER / 'sft.jsonl'}]",
+            f"model.path={FOLDER / 'model'}",
+            f"run_dir={FOLDER / 'sft'}",
+        )
         megarl("train", "configs/demo_sft.yaml", *where, "log.report=false")
     return warm
 
@@ -81,11 +94,20 @@ def print_phases(title: str, records: list[dict[str, Any]], verdicts: Verdicts) 
     for key in [k for k in records[0] if k.startswith("time/") and k != "time/step"]:
         seconds = median(records, key)
         tokens = responses if key == "time/rollout" else median(records, "train/tokens")
-        speed = f"{tokens / seconds:10,.0f} tokens/s" if seconds else "did not run"  # checkpoints, where none are made
+        speed = (
+            f"{tokens / seconds:10,.0f} tokens/s" if seconds else "did not run"
+        )  # checkpoints, where none are made
         print(f"  {key[5:]:18s} {seconds:8.4f} s  {100 * seconds / step:5.1f} %  {speed}")
     print(f"  {'step':18s} {step:8.4f} s")
-    inside = statistics.median((r["inside/generate"] + r["inside/megatron"]) / r["time/step"] for r in records)
-    verdicts.at_most("step, share outside generation and Megatron's forward, backward and optimizer", 100 * (1 - inside), 15, " %")
+    inside = statistics.median(
+        (r["inside/generate"] + r["inside/megatron"]) / r["time/step"] for r in records
+    )
+    verdicts.at_most(
+        "step, share outside generation and Megatron's forward, backward and optimizer",
+        100 * (1 - inside),
+        15,
+        " %",
+    )
 
 
 def trl_seconds(rollouts: int) -> float:
@@ -95,19 +117,32 @@ def trl_seconds(rollouts: int) -> float:
         raise SystemExit("benchmarks/step.py: no .venv-trl (make it with `make trl`)")
     best = []
     for threads in (1, 2):
-        command = (python, "benchmarks/trl_reference.py", warm_model(), FOLDER / "train.jsonl", "--threads", str(threads))
+        command = (
+            python,
+            "benchmarks/trl_reference.py",
+            warm_model(),
+            FOLDER / "train.jsonl",
+            "--threads",
+            str(threads),
+        )
         result = json.loads(call(*command, "--rollouts", str(rollouts)).strip().splitlines()[-1])
         each = result["seconds_per_rollout"]
         seconds = statistics.median(each)
-        print(f"  TRL, {threads} thread(s): {seconds:.3f} s per rollout (each: {', '.join(f'{x:.2f}' for x in each)})")
+        print(
+            f"  TRL, {threads} thread(s): {seconds:.3f} s per rollout (each: {', '.join(f'{x:.2f}' for x in each)})"
+        )
         best.append(seconds)
     return min(best)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vs", choices=("trl",), help="compare with this trainer in the same run")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps, after 3 that are not (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="timed steps, after 3 that are not (default %(default)s)"
+    )
     parser.add_argument("--recipe", choices=("dapo", "vapo"), default="vapo")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_args()

@@ -51,9 +51,14 @@ class Rule:
         self.tokens: list[int] = []
         self.accuracy: list[float] = []
 
-    def __call__(self, completions: list[str], completion_ids: list[list[int]], answer: list[str], **kwargs: Any) -> list[float]:
+    def __call__(
+        self, completions: list[str], completion_ids: list[list[int]], answer: list[str], **kwargs: Any
+    ) -> list[float]:
         matches = [ANSWER.search(text) for text in completions]
-        right = [match is not None and match[1] == expected for match, expected in zip(matches, answer, strict=True)]
+        right = [
+            match is not None and match[1] == expected
+            for match, expected in zip(matches, answer, strict=True)
+        ]
         self.tokens.append(sum(map(len, completion_ids)))
         self.accuracy.append(sum(right) / len(right))
         return [1.0 if r else -1.0 for r in right]
@@ -64,10 +69,20 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="Hugging Face folder with its tokenizer")
     parser.add_argument("data", type=Path, help="jsonl with prompt and answer")
     parser.add_argument("--rollouts", type=int, default=5, help="timed rollouts (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=2, help="rollouts before these, not timed, at least 1 (default: %(default)s)")
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        default=2,
+        help="rollouts before these, not timed, at least 1 (default: %(default)s)",
+    )
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=80, help="longest response (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-6, help="small, so that the lengths of the responses stay (default: %(default)s)")
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=1e-6,
+        help="small, so that the lengths of the responses stay (default: %(default)s)",
+    )
     given = parser.parse_args()
     if given.warmup < 1 or given.rollouts < 1:
         parser.error("--warmup and --rollouts must be at least 1")
@@ -106,24 +121,34 @@ def main() -> None:
             disable_tqdm=True,
         )
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, trust_remote_code=False),
+            model=AutoModelForCausalLM.from_pretrained(
+                given.model, dtype=torch.float32, trust_remote_code=False
+            ),
             processing_class=AutoTokenizer.from_pretrained(given.model, trust_remote_code=False),
             reward_funcs=rule,
             args=config,
-            train_dataset=Dataset.from_list([{"prompt": row["prompt"], "answer": row["answer"]} for row in rows]),
+            train_dataset=Dataset.from_list(
+                [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows]
+            ),
             callbacks=[clock],
         )
         trainer.remove_callback(PrinterCallback)  # its summary would stand before the JSON
         trainer.train()
 
     if len(clock.wall) != rollouts or len(rule.tokens) != rollouts:
-        raise SystemExit(f"trl_reference: {len(clock.wall)} rollouts timed and {len(rule.tokens)} generated instead of {rollouts}")
+        raise SystemExit(
+            f"trl_reference: {len(clock.wall)} rollouts timed and {len(rule.tokens)} generated instead of {rollouts}"
+        )
     first = given.warmup - 1
     print(
         json.dumps(
             {
-                "seconds_per_rollout": [round(b - a, 4) for a, b in zip(clock.wall[first:], clock.wall[first + 1 :], strict=False)],
-                "cpu_seconds_per_rollout": [round(b - a, 4) for a, b in zip(clock.cpu[first:], clock.cpu[first + 1 :], strict=False)],
+                "seconds_per_rollout": [
+                    round(b - a, 4) for a, b in zip(clock.wall[first:], clock.wall[first + 1 :], strict=False)
+                ],
+                "cpu_seconds_per_rollout": [
+                    round(b - a, 4) for a, b in zip(clock.cpu[first:], clock.cpu[first + 1 :], strict=False)
+                ],
                 "response_tokens_per_rollout": rule.tokens[given.warmup :],
                 "accuracy_per_rollout": [round(a, 3) for a in rule.accuracy[given.warmup :]],
                 "responses_per_rollout": PROMPTS * GROUP,

@@ -24,11 +24,19 @@ REASONING = "We multiply both sides by 7 and collect what is left: $7x + 14 = 35
 def integer(rng: random.Random) -> list[Item]:
     """A group of responses to a problem whose answer is an integer, written in the ways that models write one."""
     number = rng.randrange(-99, 100_000)
-    forms: list[Callable[[int], str]] = [str, "${}$".format, "\\boxed{{{}}}".format, "$\\boxed{{{:,}}}$".format, "{}.".format]
+    forms: list[Callable[[int], str]] = [
+        str,
+        "${}$".format,
+        "\\boxed{{{}}}".format,
+        "$\\boxed{{{:,}}}$".format,
+        "{}.".format,
+    ]
     group = []
     for _ in range(GROUP):
         given = number if rng.random() < 0.5 else number + rng.choice((-10, -1, 1, 2))
-        group.append((f"{REASONING * 33}\n\nAnswer: {rng.choice(forms)(given)}", str(number), given == number))
+        group.append(
+            (f"{REASONING * 33}\n\nAnswer: {rng.choice(forms)(given)}", str(number), given == number)
+        )
     return group
 
 
@@ -63,22 +71,37 @@ def per_second(verifier: str, calls: list[list[Item]], workers: int) -> tuple[fl
     without other work would do; and how many verdicts are not what they must be."""
     best, cpu, wrong = 0.0, 0.0, 0
     with VerifierPool(verifier, workers) as pool:
-        pool.verify([("Answer: $x^2$", "x^3")] * 64 * workers)  # starts the workers and imports what they need
+        pool.verify(
+            [("Answer: $x^2$", "x^3")] * 64 * workers
+        )  # starts the workers and imports what they need
         for items in calls:
             start, used = time.perf_counter(), cpu_seconds(pool.pids)
             verdicts = pool.verify([(response, reference) for response, reference, _ in items])
             best = max(best, len(items) / (time.perf_counter() - start))
             cpu = max(cpu, workers * len(items) / (cpu_seconds(pool.pids) - used))
-            wrong += sum(v.correct != right or v.error is not None for v, (_, _, right) in zip(verdicts, items, strict=True))
+            wrong += sum(
+                v.correct != right or v.error is not None
+                for v, (_, _, right) in zip(verdicts, items, strict=True)
+            )
     return best, cpu, wrong
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2, help="verifier processes, one a core (default %(default)s)")
-    parser.add_argument("--integers", type=int, default=8192, help="integer answers of one call (default %(default)s)")
-    parser.add_argument("--symbolic", type=int, default=1024, help="symbolic answers of one call (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="the fastest of so many counts (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workers", type=int, default=2, help="verifier processes, one a core (default %(default)s)"
+    )
+    parser.add_argument(
+        "--integers", type=int, default=8192, help="integer answers of one call (default %(default)s)"
+    )
+    parser.add_argument(
+        "--symbolic", type=int, default=1024, help="symbolic answers of one call (default %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="the fastest of so many counts (default %(default)s)"
+    )
     args = parser.parse_args()
     print(f"{machine()}\n{args.workers} verifier processes")
     rng, verdicts = random.Random(0), Verdicts()
@@ -91,7 +114,9 @@ def main() -> int:
         figure, cpu, wrong = per_second(verifier, calls, args.workers)
         verdicts.at_least(f"verifier, {name} answers", figure, target, " /s")
         print(f"          by CPU time, as on idle cores: {cpu:,.0f} /s")
-        verdicts.at_most(f"verifier, {name} answers, wrong verdicts of {sum(map(len, calls)):,}", wrong, 0, must=True)
+        verdicts.at_most(
+            f"verifier, {name} answers, wrong verdicts of {sum(map(len, calls)):,}", wrong, 0, must=True
+        )
     return verdicts.exit_code
 
 

@@ -40,5 +40,7 @@ def save_checkpoint(
     versions: Mapping[str, str],
 ) -> Path:
     """Write one checkpoint of the main stage and wait for it; every rank calls this. Raises as CheckpointWriter."""
-    CheckpointWriter(runtime, config, models, versions).save("train", step, tuple(models), lambda: state, now=True)
+    CheckpointWriter(runtime, config, models, versions).save(
+        "train", step, tuple(models), lambda: state, now=True
+    )
     return config.run_dir / FOLDER / folder_name("train", step)

@@ -19,7 +19,9 @@ from tests.ranks import RankPool
 if importlib.util.find_spec("hypothesis"):  # `make gpu` does without
     from hypothesis import HealthCheck, settings
 
-    settings.register_profile("any machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(
+        "any machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
     settings.load_profile("any machine")
 
 # A shell that starts the tests in the background has Ctrl-C ignored in them, and in the commands that they start: here it is not.

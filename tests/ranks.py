@@ -34,7 +34,9 @@ FORK.set_forkserver_preload(
         "transformers.models.qwen3.modeling_qwen3",
     ]
 )
-USED_AT_START: list[tuple[list[int], str]] = []  # in a rank's process: members and name of each group in which it summed at start
+USED_AT_START: list[
+    tuple[list[int], str]
+] = []  # in a rank's process: members and name of each group in which it summed at start
 
 
 class RankPool:
@@ -53,7 +55,9 @@ class RankPool:
         for rank in range(tp * pp * dp):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, tp * pp * dp, self.store.port, config, theirs, list(sys.path)), daemon=True
+                target=_serve,
+                args=(rank, tp * pp * dp, self.store.port, config, theirs, list(sys.path)),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -74,7 +78,9 @@ class RankPool:
             if not ok:
                 self.close()  # its peers may be left in the middle of a collective
                 raise RuntimeError(f"rank {rank}:\n{value}")
-        self._signal(signal.SIGSTOP)  # each of gloo's threads, of which a rank has dozens, wakes a hundred times a second
+        self._signal(
+            signal.SIGSTOP
+        )  # each of gloo's threads, of which a rank has dozens, wakes a hundred times a second
         return [value for _, value in answers]
 
     def _signal(self, number: signal.Signals) -> None:
@@ -99,12 +105,18 @@ def in_a_fork(job: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(job, *arguments).result(LIMIT)
 
 
-def _serve(rank: int, world: int, port: int, config: ParallelConfig, pipe: Connection, path: list[str]) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank that is stopped cannot see that the tests have gone
+def _serve(
+    rank: int, world: int, port: int, config: ParallelConfig, pipe: Connection, path: list[str]
+) -> None:
+    ctypes.CDLL(None).prctl(
+        PR_SET_PDEATHSIG, signal.SIGKILL
+    )  # a rank that is stopped cannot see that the tests have gone
     sys.path[:] = path
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")  # the store is there: join it, make none
+    os.environ.update(
+        TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0"
+    )  # the store is there: join it, make none
     import torch.distributed as dist
 
     from megarl.parallel import runtime as parallel

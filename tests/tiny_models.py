@@ -22,7 +22,11 @@ from transformers import (
 
 Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama"]
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "llama": LlamaConfig}
-MODELS = {None: AutoModelForCausalLM, "sequence": AutoModelForSequenceClassification, "token": AutoModelForTokenClassification}
+MODELS = {
+    None: AutoModelForCausalLM,
+    "sequence": AutoModelForSequenceClassification,
+    "token": AutoModelForTokenClassification,
+}
 PAD, EOS, BOS, START, END = "<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>"
 SPECIALS = (PAD, EOS, BOS, START, END)
 CHARACTERS = "0123456789+-*/=? \nAnswer:WitdbcfghklmopquvxyzSTHE,.!()$\\{}<>|_"
@@ -67,12 +71,24 @@ def make_tokenizer(vocab: int, *, chat_template: bool = True) -> PreTrainedToken
     return fast
 
 
-def make_config(family: Family, *, tied: bool = False, rope: Literal["default", "llama3"] = "default", **sizes: Any) -> Any:
+def make_config(
+    family: Family, *, tied: bool = False, rope: Literal["default", "llama3"] = "default", **sizes: Any
+) -> Any:
     """The `transformers` config of a tiny model; `sizes` are config keys."""
-    rope_parameters = {"rope_theta": 10000.0, "rope_type": "default"} if rope == "default" else {"rope_theta": 500000.0, **LLAMA3_ROPE}
+    rope_parameters = (
+        {"rope_theta": 10000.0, "rope_type": "default"}
+        if rope == "default"
+        else {"rope_theta": 500000.0, **LLAMA3_ROPE}
+    )
     extra = {"attention_bias": False} if family in ("qwen3", "qwen3_moe", "llama") else {}
     return CONFIGS[family](
-        tie_word_embeddings=tied, pad_token_id=0, eos_token_id=1, bos_token_id=2, rope_parameters=rope_parameters, **extra, **sizes
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+        rope_parameters=rope_parameters,
+        **extra,
+        **sizes,
     )
 
 

@@ -37,7 +37,10 @@ def jobs(given: argparse.Namespace) -> Iterator[Job]:
             overrides = list(given.overrides)
             if seed is not None:
                 folder = load_config(path, overrides).run_dir / f"seed{seed}"
-                overrides += [set_key("seed", seed), *([set_key("run_dir", folder)] if len(given.seeds) > 1 else [])]
+                overrides += [
+                    set_key("seed", seed),
+                    *([set_key("run_dir", folder)] if len(given.seeds) > 1 else []),
+                ]
             check_config(load_config(path, overrides), str(path))
             yield Job(path.stem if seed is None else f"{path.stem}-seed{seed}", [str(path), *overrides])
 
@@ -88,7 +91,9 @@ def launch(given: argparse.Namespace) -> None:
     made = list(jobs(given))
     with nemo_run.Experiment(given.name or made[0].name) as experiment:
         for job in made:
-            task = nemo_run.Script(path="megarl", m=True, entrypoint=sys.executable, args=["train", *job.arguments])
+            task = nemo_run.Script(
+                path="megarl", m=True, entrypoint=sys.executable, args=["train", *job.arguments]
+            )
             executor = local(given) if given.executor == "local" else slurm(given, job)
             experiment.add(task, executor=executor, name=job.name, tail_logs=given.executor == "local")
         if given.dryrun:
@@ -99,7 +104,9 @@ def launch(given: argparse.Namespace) -> None:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="launch.py", description="Runs and sweeps by NeMo-Run.")
-    parser.add_argument("configs", nargs="+", metavar="CONFIG|key=value", help="YAML files, then overrides for all of them")
+    parser.add_argument(
+        "configs", nargs="+", metavar="CONFIG|key=value", help="YAML files, then overrides for all of them"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="each configuration with each seed")
     parser.add_argument("--executor", choices=("local", "slurm"), default="local")
     parser.add_argument("--dryrun", action="store_true", help="print what would be run, and submit nothing")
@@ -109,7 +116,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--account", default="none")
     parser.add_argument("--partition")
     parser.add_argument("--time", default="24:00:00", help="limit of a Slurm job (default: %(default)s)")
-    parser.add_argument("--env", action="append", default=[], metavar="MEGARL_X=VALUE", help="setting of slurm/common.sh, may be repeated")
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="MEGARL_X=VALUE",
+        help="setting of slurm/common.sh, may be repeated",
+    )
     given = parser.parse_args(arguments)
     given.overrides = [text for text in given.configs if "=" in text]
     given.configs = [Path(text) for text in given.configs if "=" not in text]

@@ -19,7 +19,9 @@ from megarl.config.schema import Config
 from megarl.parallel.jobs import locked
 
 MARK = ".megarl-demo"  # in --folder: it was made here
-MARK_WARM_START = ".megarl-demo-warm-start"  # what a warm start was made from and came to, once it has ended well
+MARK_WARM_START = (
+    ".megarl-demo-warm-start"  # what a warm start was made from and came to, once it has ended well
+)
 MARK_RUN = ".megarl-demo-run"  # in a run's folder, which the next run of its recipe may delete
 
 
@@ -52,7 +54,9 @@ def demo(recipe: str, seed: int, folder: Path, overrides: Sequence[str], *, data
     _check_made_here(config.run_dir, MARK_RUN, "run_dir or --folder")
     for needed in (place / "sft" / "hf", config.model.path, config.critic.path):
         if needed and needed.resolve().is_relative_to(config.run_dir.resolve()):
-            raise ConfigError(f"run_dir: {config.run_dir}: is made anew, and holds {needed}, which the run starts from (choose another)")
+            raise ConfigError(
+                f"run_dir: {config.run_dir}: is made anew, and holds {needed}, which the run starts from (choose another)"
+            )
     with locked(folder, "megarl demo"):
         (folder / MARK).touch()
         shutil.rmtree(place / "model", ignore_errors=True)
@@ -62,7 +66,10 @@ def demo(recipe: str, seed: int, folder: Path, overrides: Sequence[str], *, data
             return 0
         if code := _warm_start(teaching, supervised):
             return code
-        print(f"[2/2] {config.recipe.upper()}: reinforcement learning, with nothing but a rule that checks the final answers", flush=True)
+        print(
+            f"[2/2] {config.recipe.upper()}: reinforcement learning, with nothing but a rule that checks the final answers",
+            flush=True,
+        )
         _make_anew(config.run_dir, MARK_RUN)
         if code := train(file, reinforcement):
             return code
@@ -78,10 +85,18 @@ def _warm_start(file: Path, overrides: Sequence[str]) -> int:
     config = load_config(file, overrides)
     mark, hf = config.run_dir / MARK_WARM_START, config.run_dir / "hf"
     wanted = identity(config)
-    if hf.is_dir() and mark.read_text(encoding="utf-8") == json.dumps({**wanted, "result": checksum(files_of(hf))}):
-        print(f"[1/2] warm start: that of {config.run_dir} is used again (same code, settings and data)", flush=True)
+    if hf.is_dir() and mark.read_text(encoding="utf-8") == json.dumps(
+        {**wanted, "result": checksum(files_of(hf))}
+    ):
+        print(
+            f"[1/2] warm start: that of {config.run_dir} is used again (same code, settings and data)",
+            flush=True,
+        )
         return 0
-    print(f"[1/2] warm start: supervised training of a tiny Qwen3 model on noisy sums ({config.run_dir.parent})", flush=True)
+    print(
+        f"[1/2] warm start: supervised training of a tiny Qwen3 model on noisy sums ({config.run_dir.parent})",
+        flush=True,
+    )
     _make_anew(config.run_dir, MARK_WARM_START)
     if code := train(file, overrides):
         return code
@@ -98,7 +113,9 @@ def _print_end(config: Config) -> None:
         first, last = scores[0], scores[-1]
         problems = first["eval/problems"]
         before, after = first["eval/avg"], last["eval/avg"]
-        print(f"accuracy on {problems} held-out problems: {before:.3f} before, {after:.3f} after {last['step']} steps")
+        print(
+            f"accuracy on {problems} held-out problems: {before:.3f} before, {after:.3f} after {last['step']} steps"
+        )
         _print_styles(config.run_dir / "evaluations.jsonl", first["step"], last["step"])
     for name, path in (("report:  ", config.run_dir / "report.html"), ("HF model:", config.run_dir / "hf")):
         if path.exists():
@@ -115,8 +132,16 @@ def _print_styles(answers: Path, first: int, last: int) -> None:
         if answer["step"] in found:
             found[answer["step"]].append((answer["response"], not answer["truncated"]))
     before, after = style_shares(found[first]), style_shares(found[last])
-    names: dict[Style, str] = {"chain": "worked out", "bare": "guessed", "wait": "second thoughts", "truncated": "unfinished"}
-    print("answers:    " + ", ".join(f"{text} {before[style]:.0%} -> {after[style]:.0%}" for style, text in names.items()))
+    names: dict[Style, str] = {
+        "chain": "worked out",
+        "bare": "guessed",
+        "wait": "second thoughts",
+        "truncated": "unfinished",
+    }
+    print(
+        "answers:    "
+        + ", ".join(f"{text} {before[style]:.0%} -> {after[style]:.0%}" for style, text in names.items())
+    )
 
 
 def _check_made_here(folder: Path, mark: str, key: str) -> None:

@@ -3,7 +3,7 @@ start.
 
 One process runs on every node: it checks the node, and then messages between all nodes. The first node keeps
 a store in which each one writes its facts and how far it got, so that a node that is silent, slow or
-different is named, and every wait has a limit. """
+different is named, and every wait has a limit."""
 
 from __future__ import annotations
 

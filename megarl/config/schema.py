@@ -152,7 +152,8 @@ class ResidencyConfig(Section):
 
     offload: bool | None = field(None, "move what a phase does not need to pinned host memory; null: on CUDA")
     keep: tuple[TensorGroup, ...] = field(
-        (), "tensor groups that never leave, e.g. [actor.optimizer]: quicker steps, less room for engine.kv_cache"
+        (),
+        "tensor groups that never leave, e.g. [actor.optimizer]: quicker steps, less room for engine.kv_cache",
     )
 
 

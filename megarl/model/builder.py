@@ -11,7 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import (
@@ -20,7 +23,10 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -72,7 +78,9 @@ class _Body(GPTModel):
 
     layers_kind: str
 
-    def __init__(self, hf: PretrainedConfig, config: TransformerConfig, runtime: Runtime, layers: str, tied: bool) -> None:
+    def __init__(
+        self, hf: PretrainedConfig, config: TransformerConfig, runtime: Runtime, layers: str, tied: bool
+    ) -> None:
         first, last = runtime.pp_rank == 0, runtime.is_last_stage
         super().__init__(
             config=config,
@@ -95,7 +103,11 @@ class _Body(GPTModel):
         longest = int(cu_seqlens.diff().max())
         on_device = cu_seqlens.to(device, torch.int32)
         return PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=on_device, cu_seqlens_kv=on_device, max_seqlen_q=longest, max_seqlen_kv=longest
+            qkv_format="thd",
+            cu_seqlens_q=on_device,
+            cu_seqlens_kv=on_device,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
         )
 
     def _preprocess(self, *args: Any, position_ids: Tensor, **kwargs: Any) -> Any:
@@ -114,7 +126,13 @@ class Actor(_Body):
     """forward(...) -> (logprobs, entropy), float32 [r] each, on the last pipeline stage; hidden states elsewhere."""
 
     def __init__(
-        self, hf: PretrainedConfig, config: TransformerConfig, runtime: Runtime, layers: str, temperature: float, chunk: int
+        self,
+        hf: PretrainedConfig,
+        config: TransformerConfig,
+        runtime: Runtime,
+        layers: str,
+        temperature: float,
+        chunk: int,
     ) -> None:
         super().__init__(hf, config, runtime, layers, tied=bool(hf.tie_word_embeddings))
         shard = padded_vocab(hf.vocab_size, runtime.layout.tp) // runtime.layout.tp
@@ -122,7 +140,9 @@ class Actor(_Body):
         self.words = max(0, min(shard, hf.vocab_size - self.first_word))
         self.temperature, self.chunk = temperature, chunk
 
-    def forward(self, tokens: Tensor, positions: Tensor, packed: PackedSeqParams, at: Tensor, labels: Tensor) -> Any:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, packed: PackedSeqParams, at: Tensor, labels: Tensor
+    ) -> Any:
         """tokens, positions: int64 [1, t]; at: int64 [r], places in the pack that predict; labels: int64 [r], what came there."""
         hidden = super().forward(tokens, positions, None, packed_seq_params=packed)
         if not self.post_process:
@@ -132,7 +152,11 @@ class Actor(_Body):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         elif group is not None:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
         return vocab_parallel_logprobs(
             hidden.squeeze(1).index_select(0, at),
             weight,
@@ -161,13 +185,17 @@ class ValueHead(torch.nn.Module):
 class Critic(_Body):
     """forward(...) -> values, float32 [r], on the last pipeline stage; hidden states elsewhere. Embeddings are never tied."""
 
-    def __init__(self, hf: PretrainedConfig, config: TransformerConfig, runtime: Runtime, layers: str) -> None:
+    def __init__(
+        self, hf: PretrainedConfig, config: TransformerConfig, runtime: Runtime, layers: str
+    ) -> None:
         super().__init__(hf, config, runtime, layers, tied=False)
         if self.post_process:
             del self.output_layer
             self.value_head = ValueHead(config.hidden_size, config.sequence_parallel, runtime.device)
 
-    def forward(self, tokens: Tensor, positions: Tensor, packed: PackedSeqParams, at: Tensor, labels: Tensor) -> Any:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, packed: PackedSeqParams, at: Tensor, labels: Tensor
+    ) -> Any:
         """As the actor's; `labels` is not used: the value of a state does not know the action."""
         hidden = super().forward(tokens, positions, None, packed_seq_params=packed)
         if not self.post_process:
@@ -183,7 +211,12 @@ def build_actor(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Actor
     layers = choose_layers(config.model, runtime.device)
     with on_cpu():
         model = Actor(
-            hf, _transformer_config(config, hf, runtime, layers), runtime, layers, config.rollout.temperature, config.update.logprob_chunk
+            hf,
+            _transformer_config(config, hf, runtime, layers),
+            runtime,
+            layers,
+            config.rollout.temperature,
+            config.update.logprob_chunk,
         )
     return _prepare(model, runtime)
 
@@ -194,7 +227,9 @@ def build_critic(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Crit
     with on_cpu():
         model = Critic(hf, _transformer_config(config, hf, runtime, layers), runtime, layers)
     if model.post_process and config.critic.head_std:
-        drawn = torch.randn(model.value_head.weight.shape, generator=torch.Generator().manual_seed(config.seed))  # alike on all ranks
+        drawn = torch.randn(
+            model.value_head.weight.shape, generator=torch.Generator().manual_seed(config.seed)
+        )  # alike on all ranks
         model.value_head.weight.data.copy_(config.critic.head_std * drawn)
     return _prepare(model, runtime)
 
@@ -230,12 +265,16 @@ def _mark_shards(model: Model) -> Model:
     return model
 
 
-def _experts(hf: PretrainedConfig, family: Family, runtime: Runtime, sequence_parallel: bool) -> dict[str, Any]:
+def _experts(
+    hf: PretrainedConfig, family: Family, runtime: Runtime, sequence_parallel: bool
+) -> dict[str, Any]:
     """What makes a mixture of experts out of each layer: dropless, no auxiliary loss, so that a token's output is its own affair."""
     if not family.is_moe:
         return {}
     if runtime.layout.tp > 1 and not sequence_parallel:
-        raise ConfigError("parallel.sequence_parallel: false, but experts under tensor parallelism need it (leave it out)")
+        raise ConfigError(
+            "parallel.sequence_parallel: false, but experts under tensor parallelism need it (leave it out)"
+        )
     return {
         "num_moe_experts": hf.num_experts,
         "ffn_hidden_size": hf.moe_intermediate_size,
@@ -250,7 +289,9 @@ def _experts(hf: PretrainedConfig, family: Family, runtime: Runtime, sequence_pa
     }
 
 
-def _transformer_config(config: Config, hf: PretrainedConfig, runtime: Runtime, layers: str) -> TransformerConfig:
+def _transformer_config(
+    config: Config, hf: PretrainedConfig, runtime: Runtime, layers: str
+) -> TransformerConfig:
     layout, dtype = runtime.layout, DTYPES[config.model.dtype]
     family = family_of(hf.to_dict())
     sequence_parallel = layout.tp > 1 and config.parallel.sequence_parallel is not False
@@ -300,8 +341,12 @@ def _transformer_config(config: Config, hf: PretrainedConfig, runtime: Runtime, 
 
 def _layer_spec(config: TransformerConfig, layers: str) -> Any:
     if layers == "te":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts)
+        return get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts
+        )
+    layer = get_gpt_layer_local_spec(
+        normalization="RMSNorm", qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts
+    )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     if config.num_moe_experts is not None:
@@ -311,4 +356,6 @@ def _layer_spec(config: TransformerConfig, layers: str) -> Any:
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * (config.num_layers // config.pipeline_model_parallel_size), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * (config.num_layers // config.pipeline_model_parallel_size), layer_norm=RMSNorm
+    )

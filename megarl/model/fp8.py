@@ -63,7 +63,9 @@ def check_sizes(config: Config, hf_config: Mapping[str, Any], key: str = "model.
     if fp8.format == "none":
         return
     if fp8.first_last_layers_bf16 and sizes.layers < 3:
-        raise ConfigError(f"model.fp8.first_last_layers_bf16: {key} has {sizes.layers} layers, none is left for FP8 (set it to false)")
+        raise ConfigError(
+            f"model.fp8.first_last_layers_bf16: {key} has {sizes.layers} layers, none is left for FP8 (set it to false)"
+        )
     multiple = RECIPES[fp8.recipe].multiple
     for name, size in _sides(sizes, config.parallel.tp):
         if size % multiple:
@@ -90,7 +92,9 @@ def check_device(recipe: str, device: torch.device) -> None:
     cuda = torch.version.cuda or "0.0"
     problem = device_problem(recipe, torch.cuda.get_device_capability(device), cuda)
     if problem:
-        raise ConfigError(f"model.fp8.recipe: {recipe} {problem} (choose another recipe, or set model.fp8.format=none)")
+        raise ConfigError(
+            f"model.fp8.recipe: {recipe} {problem} (choose another recipe, or set model.fp8.format=none)"
+        )
 
 
 def device_problem(recipe: str, capability: tuple[int, int], cuda: str) -> str:

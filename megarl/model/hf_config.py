@@ -39,10 +39,16 @@ def check_buildable(folder: Path) -> None:
     }
     try:
         for key, (ours, theirs) in taken.items():
-            if ours != theirs:  # left out, and transformers' default is another than that of the weights' table
-                raise CheckpointError(f"config.json: {key}: is missing, and transformers takes {theirs}, not {ours} (add it)")
+            if (
+                ours != theirs
+            ):  # left out, and transformers' default is another than that of the weights' table
+                raise CheckpointError(
+                    f"config.json: {key}: is missing, and transformers takes {theirs}, not {ours} (add it)"
+                )
         if not bool(rope_frequencies(hf).isfinite().all()):
-            raise CheckpointError("config.json: rope_theta: gives frequencies that are not finite (is it, or a factor, very small?)")
+            raise CheckpointError(
+                "config.json: rope_theta: gives frequencies that are not finite (is it, or a factor, very small?)"
+            )
         if family_of(described).is_moe and hf.norm_topk_prob and hf.num_experts_per_tok == 1:
             what = "true with num_experts_per_tok 1 would leave the router without a gradient"
             raise CheckpointError(f"config.json: norm_topk_prob: {what}")
@@ -63,9 +69,13 @@ def rope_frequencies(hf: PretrainedConfig) -> Tensor:
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"config.json: rope_type: {kind!r} cannot be computed: {what} (are its factors there?)") from None
+        raise CheckpointError(
+            f"config.json: rope_type: {kind!r} cannot be computed: {what} (are its factors there?)"
+        ) from None
     if factor != 1.0:
-        raise CheckpointError(f"config.json: rope_type: {kind!r} scales attention by {factor}, which is not implemented")
+        raise CheckpointError(
+            f"config.json: rope_type: {kind!r} scales attention by {factor}, which is not implemented"
+        )
     return frequencies.float()
 
 

@@ -23,7 +23,15 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, first_word: int, words: int, temperature: float, chunk: int, group: Group
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        first_word: int,
+        words: int,
+        temperature: float,
+        chunk: int,
+        group: Group,
     ) -> tuple[Tensor, Tensor]:
         local = labels - first_word
         # Per token: maximum so far; sum of exp(x - maximum), sum of exp(x - maximum) * x, logit of the label (0 where another rank has it).
@@ -59,7 +67,12 @@ class _LogProbs(torch.autograd.Function):
         grad_weight[ctx.words :] = 0.0
         for part in _chunks(ctx.words, ctx.chunk):
             # d logprob / d logits = onehot(label) - softmax
-            d_logits = _logits(hidden, weight[part], ctx.temperature).sub_(log_normaliser[:, None]).exp_().mul_(-grad)
+            d_logits = (
+                _logits(hidden, weight[part], ctx.temperature)
+                .sub_(log_normaliser[:, None])
+                .exp_()
+                .mul_(-grad)
+            )
             at, mine = _find(local, part)
             d_logits.scatter_add_(-1, at, torch.where(mine[:, None], grad, 0.0))
             d_logits = d_logits.to(hidden.dtype)
@@ -102,7 +115,15 @@ def _raise(maximum: Tensor, other: Tensor) -> Tensor:
 
 
 def vocab_parallel_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, first_word: int, words: int, temperature: float, chunk: int, group: Group = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    first_word: int,
+    words: int,
+    temperature: float,
+    chunk: int,
+    group: Group = None,
 ) -> tuple[Tensor, Tensor]:
     """log pi(label) and the entropy of pi = softmax(hidden @ weight.T / temperature), float32 [tokens] each.
 

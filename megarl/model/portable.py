@@ -14,7 +14,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-MAX_PADDING = 0.10  # share of a bucket's tokens that may be padding before shorter sequences get a bucket of their own
+MAX_PADDING = (
+    0.10  # share of a bucket's tokens that may be padding before shorter sequences get a bucket of their own
+)
 
 
 @dataclass
@@ -107,10 +109,16 @@ class PackedPlan(PackedSeqParams):
     def of(cu_seqlens: Tensor, device: torch.device) -> PackedPlan:
         longest = int(cu_seqlens.diff().max())
         packed = PackedPlan(
-            qkv_format="packed", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
+            qkv_format="packed",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
         )
         plan = plan_attention(cu_seqlens)
-        packed.plan = AttentionPlan(plan.buckets, plan.padded_from_packed.to(device), plan.packed_from_padded.to(device))
+        packed.plan = AttentionPlan(
+            plan.buckets, plan.padded_from_packed.to(device), plan.packed_from_padded.to(device)
+        )
         return packed
 
 
@@ -136,8 +144,12 @@ class PackedAttention(MegatronModule):
         outputs = []
         for bucket in plan.buckets:
             part = slice(bucket.start, bucket.start + bucket.rows * bucket.width)
-            rows, columns, values = (x[part].unflatten(0, (bucket.rows, bucket.width)).transpose(1, 2) for x in (q, k, v))
-            attended = F.scaled_dot_product_attention(rows, columns, values, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            rows, columns, values = (
+                x[part].unflatten(0, (bucket.rows, bucket.width)).transpose(1, 2) for x in (q, k, v)
+            )
+            attended = F.scaled_dot_product_attention(
+                rows, columns, values, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            )
             outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
         padded = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return _Unpad.apply(padded, plan).unsqueeze(1)

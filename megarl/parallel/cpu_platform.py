@@ -4,7 +4,7 @@ anything.
 megatron-core 0.16-0.19 names CUDA in few places. Those on the hot path of a forward and backward pass are
 replaced once, by plain functions; those in construction and in the optimizer step by a `TorchFunctionMode`
 that is entered only around these two (`on_cpu`), so that no torch call of a forward or backward pass is
-intercepted. """
+intercepted."""
 
 from __future__ import annotations
 

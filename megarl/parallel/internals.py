@@ -1,6 +1,6 @@
 """What megarl calls, replaces or reads in SGLang, Megatron and Transformer Engine, most of it undocumented
 there: one table, and a check of it against the installed sources, which imports none of them. `megarl doctor`
-and `make rehearse-gpu` run the check. """
+and `make rehearse-gpu` run the check."""
 
 from __future__ import annotations
 

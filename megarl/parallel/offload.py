@@ -1,5 +1,5 @@
 """Offload tensors to host memory and load them back. Their storages are emptied and filled in place, so that
-every view of them stays valid; the contents go through pinned host memory that all tensor groups share. """
+every view of them stays valid; the contents go through pinned host memory that all tensor groups share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Movable:
     tensors   lists the tensors, again at each call: an optimizer's states exist only after its first step.
               Tensors on other devices are left alone
     contents  kept: restored; constant: restored from a copy that is made once, as nobody writes them; zero:
-              filled with 0 """
+              filled with 0"""
 
     def __init__(
         self,

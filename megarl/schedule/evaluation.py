@@ -17,7 +17,14 @@ from megarl.rollout.batch import EvaluationResult
 from megarl.rollout.engine import make_engine
 from megarl.rollout.sampler import RolloutSampler, RolloutWorker
 from megarl.schedule.run import load_tokenizer, load_weights, make_weight_sync, start_engine
-from megarl.training.checkpoint import FOLDER, MANIFEST, Checkpoint, find_checkpoint, load_actor, open_checkpoint
+from megarl.training.checkpoint import (
+    FOLDER,
+    MANIFEST,
+    Checkpoint,
+    find_checkpoint,
+    load_actor,
+    open_checkpoint,
+)
 from megarl.weights.families import read_config
 from megarl.weights.megatron import open_model
 
@@ -39,14 +46,19 @@ def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None
     checkpoint = _open(given)
     description = config.model.path / "config.json"
     if not description.is_file():
-        raise CheckpointError(f"model.path: {description}: no such file (it describes the model whose weights are in {checkpoint.path})")
+        raise CheckpointError(
+            f"model.path: {description}: no such file (it describes the model whose weights are in {checkpoint.path})"
+        )
     written = checkpoint.settings.get("model.path/config.json")
     if written is not None and written != hashlib.sha256(description.read_bytes()).hexdigest():
         raise CheckpointError(
             f"--checkpoint: {checkpoint.path}: was written with another model than model.path describes, {description} "
             "(give the run's own configuration)"
         )
-    return config, None if checkpoint.pretraining else checkpoint.path / "actor"  # whose policy is still that of model.path
+    return (
+        config,
+        None if checkpoint.pretraining else checkpoint.path / "actor",
+    )  # whose policy is still that of model.path
 
 
 def _open(given: Path) -> Checkpoint:
@@ -55,7 +67,9 @@ def _open(given: Path) -> Checkpoint:
         if checkpoint is not None:
             return checkpoint
         hint = f" (its exported model is in {given / 'hf'})" if (given / "hf").is_dir() else ""
-        raise CheckpointError("; ".join([f"--checkpoint: {given}: the run has no complete checkpoint{hint}", *skipped]))
+        raise CheckpointError(
+            "; ".join([f"--checkpoint: {given}: the run has no complete checkpoint{hint}", *skipped])
+        )
     if (given / MANIFEST).exists() or given.name.startswith("."):
         return open_checkpoint(given)
     raise CheckpointError(
@@ -68,7 +82,9 @@ class Evaluation:
 
     def __init__(self, config: Config, weights: Path | None, runtime: Runtime) -> None:
         # Scores are counts of right answers: what reward an answer would have had in training is of no account.
-        config = config.model_copy(update={"reward": config.reward.model_copy(update={"overlong": OverlongConfig()})})
+        config = config.model_copy(
+            update={"reward": config.reward.model_copy(update={"overlong": OverlongConfig()})}
+        )
         self.config, self.runtime = config, runtime
         # A run may be writing there: what rank 0 has found is what all of them read.
         self.weights = from_rank_0(runtime, weights)

@@ -20,11 +20,22 @@ from megarl.schedule.phases import FUNCTIONS
 from megarl.schedule.preflight import versions
 from megarl.schedule.rollout_store import read_step_rollout
 from megarl.schedule.run import Run, Step
-from megarl.training.checkpoint import FOLDER, PRETRAINING, Checkpoint, find_checkpoint, folder_name, load_checkpoint, open_checkpoint
+from megarl.training.checkpoint import (
+    FOLDER,
+    PRETRAINING,
+    Checkpoint,
+    find_checkpoint,
+    folder_name,
+    load_checkpoint,
+    open_checkpoint,
+)
 
 # Of the clock, of the engine, and of the run as a whole: no part of the step's arithmetic.
 LEFT_OUT = ("time/", "inside/", "throughput/", "transfer/", "guard/", "memory")
-TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}  # relative, and absolute as most metrics are about 1, where the layout is another
+TOLERANCE = {
+    "fp32": 1e-3,
+    "bf16": 5e-2,
+}  # relative, and absolute as most metrics are about 1, where the layout is another
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,11 @@ class Outcome:
     def different(self) -> list[str]:
         """Names of the numbers that differ, and `weights`."""
         limit = 0.0 if self.exact else self.tolerance
-        names = [name for name, (a, b) in self.numbers.items() if not math.isclose(a, b, rel_tol=limit, abs_tol=limit)]
+        names = [
+            name
+            for name, (a, b) in self.numbers.items()
+            if not math.isclose(a, b, rel_tol=limit, abs_tol=limit)
+        ]
         return names + (["weights"] if self.exact and self.weights else [])
 
 
@@ -60,7 +75,9 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
         remarks = []
         if checkpoint is not None:
             _check_content(checkpoint, runtime)
-            run.load_state_dict(load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)["samplers"])
+            run.load_state_dict(
+                load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)["samplers"]
+            )
             if checkpoint.manifest["layout"] != layout:
                 remarks.append(f"the layout is another: {layout}, not {checkpoint.manifest['layout']}")
             if checkpoint.manifest["versions"] != versions():
@@ -100,11 +117,19 @@ def recorded_numbers(config: Config, number: int) -> dict[str, float]:
     """What metrics.jsonl says of the step. DataError where it says nothing."""
     for record in read_metrics(config.run_dir).records:
         if record["stage"] == main_stage(config) and record["step"] == number:
-            kept = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step" and not k.startswith(LEFT_OUT)}
+            kept = {
+                k: v
+                for k, v in record.items()
+                if isinstance(v, int | float) and k != "step" and not k.startswith(LEFT_OUT)
+            }
             if record.get("guard/skipped"):
-                raise DataError(f"{config.run_dir}: step {number} was skipped, as a number was not finite (its batch is in failed/)")
+                raise DataError(
+                    f"{config.run_dir}: step {number} was skipped, as a number was not finite (its batch is in failed/)"
+                )
             return kept
-    raise DataError(f"{config.run_dir}/metrics.jsonl: no step {number} of stage {main_stage(config)} (choose another --step)")
+    raise DataError(
+        f"{config.run_dir}/metrics.jsonl: no step {number} of stage {main_stage(config)} (choose another --step)"
+    )
 
 
 def before(config: Config, number: int) -> Checkpoint | None:
@@ -115,13 +140,23 @@ def before(config: Config, number: int) -> Checkpoint | None:
         return None
     later = list((config.run_dir / FOLDER).glob("step-*"))
     checkpoint, _ = find_checkpoint(config.run_dir, later)
-    if checkpoint is None or checkpoint.stage != PRETRAINING or not checkpoint.state()["value_pretraining"]["done"]:
-        raise CheckpointError(f"{config.run_dir / FOLDER}: no checkpoint of the end of value pretraining (keep more: checkpoint.keep)")
+    if (
+        checkpoint is None
+        or checkpoint.stage != PRETRAINING
+        or not checkpoint.state()["value_pretraining"]["done"]
+    ):
+        raise CheckpointError(
+            f"{config.run_dir / FOLDER}: no checkpoint of the end of value pretraining (keep more: checkpoint.keep)"
+        )
     return checkpoint
 
 
 def _check_content(checkpoint: Checkpoint, runtime: Runtime) -> None:
-    wrong = [line for theirs in gather_objects(runtime, checkpoint.damage(runtime.rank, runtime.world)) for line in theirs]
+    wrong = [
+        line
+        for theirs in gather_objects(runtime, checkpoint.damage(runtime.rank, runtime.world))
+        for line in theirs
+    ]
     if wrong:
         raise CheckpointError(wrong[0])
 
@@ -167,11 +202,17 @@ def lines(outcome: Outcome) -> list[str]:
     """For people: what differs, and the verdict."""
     shown = [f"{name}: recorded {a:.9g}, replayed {b:.9g}" for name, (a, b) in _chosen(outcome).items()]
     rule = "to the last recorded digit" if outcome.exact else f"within {outcome.tolerance:g}"
-    weights = "" if outcome.weights is None else f"; largest difference of a weight after the step: {outcome.weights:.3g}"
-    different = len(outcome.different)
-    return [*outcome.remarks, *shown, f"{len(outcome.numbers) - len(shown)} of {len(outcome.numbers)} numbers equal {rule}{weights}"] + (
-        [f"{different} differ"] if different else []
+    weights = (
+        ""
+        if outcome.weights is None
+        else f"; largest difference of a weight after the step: {outcome.weights:.3g}"
     )
+    different = len(outcome.different)
+    return [
+        *outcome.remarks,
+        *shown,
+        f"{len(outcome.numbers) - len(shown)} of {len(outcome.numbers)} numbers equal {rule}{weights}",
+    ] + ([f"{different} differ"] if different else [])
 
 
 def _chosen(outcome: Outcome) -> Mapping[str, tuple[float, float]]:

@@ -29,7 +29,11 @@ def has_tokens(number: int, steps: int) -> bool:
 def with_tokens(run: Run, step: Step) -> list[Sample]:
     """Return the step's samples with their tokens, advantages and values. Every rank calls this; rank 0 gets them complete."""
     runtime = run.runtime
-    mine = token_worth(step.local.experience, step.batch, list(step.samples)) if runtime.is_replica_leader else {}
+    mine = (
+        token_worth(step.local.experience, step.batch, list(step.samples))
+        if runtime.is_replica_leader
+        else {}
+    )
     parts = gather_on_0(runtime, mine)
     if parts is None:
         return list(step.samples.values())

@@ -27,7 +27,9 @@ from megarl.config.schema import CheckpointConfig, Config
 from megarl.parallel.comm import from_rank_0, gather_objects
 from megarl.parallel.runtime import Runtime
 
-if TYPE_CHECKING:  # these import Megatron: the checks before a run, which need this file, come before its import
+if (
+    TYPE_CHECKING
+):  # these import Megatron: the checks before a run, which need this file, come before its import
     from megarl.model.builder import Actor
     from megarl.training.model import TrainableModel
 

@@ -67,7 +67,9 @@ def batches(draw: st.DrawFn, longest: int = 24) -> Batch:
     return make_batch(shapes, draw(st.integers(0, 2**31)), include)
 
 
-def loop_gae(rewards: list[float], values: list[float], spans: list[tuple[int, int]], lams: list[float], gamma: float) -> list[float]:
+def loop_gae(
+    rewards: list[float], values: list[float], spans: list[tuple[int, int]], lams: list[float], gamma: float
+) -> list[float]:
     """VAPO eq. 3 as its recurrence: A_t = delta_t + gamma lambda A_{t+1}, delta_t = R_t + gamma V_{t+1} - V_t."""
     out = [0.0] * len(values)
     for (start, end), lam in zip(spans, lams, strict=True):
@@ -78,11 +80,16 @@ def loop_gae(rewards: list[float], values: list[float], spans: list[tuple[int, i
     return out
 
 
-def sum_gae(rewards: list[float], values: list[float], spans: list[tuple[int, int]], lams: list[float], gamma: float) -> list[float]:
+def sum_gae(
+    rewards: list[float], values: list[float], spans: list[tuple[int, int]], lams: list[float], gamma: float
+) -> list[float]:
     """VAPO eq. 3 as its sum: A_t = sum_l (gamma lambda)^l delta_{t+l}."""
     out = [0.0] * len(values)
     for (start, end), lam in zip(spans, lams, strict=True):
-        deltas = [rewards[t] + (gamma * values[t + 1] if t + 1 < end else 0.0) - values[t] for t in range(start, end)]
+        deltas = [
+            rewards[t] + (gamma * values[t + 1] if t + 1 < end else 0.0) - values[t]
+            for t in range(start, end)
+        ]
         for t in range(start, end):
             out[t] = math.fsum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t - start :]))
     return out
@@ -118,8 +125,15 @@ def collect(weights: list[float], values: list[tuple[float, float]]) -> Term:
 def loop_policy(batch: Batch, weights: list[float], low: float, high: float) -> tuple[Term, dict[str, float]]:
     """DAPO eq. 8: -min(r A, clip(r, 1-low, 1+high) A), and the statistics."""
     x = {k: batch.experience[k].tolist() for k in ("logprobs", "old_logprobs", "advantages", "entropy")}
-    values, stats = [], dict.fromkeys(["tokens", "clip_fraction_low", "clip_fraction_high", "approx_kl", "mean_prob", "entropy"], 0.0)
-    for w, new, old, a, h in zip(weights, x["logprobs"], x["old_logprobs"], x["advantages"], x["entropy"], strict=True):
+    values, stats = (
+        [],
+        dict.fromkeys(
+            ["tokens", "clip_fraction_low", "clip_fraction_high", "approx_kl", "mean_prob", "entropy"], 0.0
+        ),
+    )
+    for w, new, old, a, h in zip(
+        weights, x["logprobs"], x["old_logprobs"], x["advantages"], x["entropy"], strict=True
+    ):
         r = math.exp(new - old)
         clipped = min(max(r, 1 - low), 1 + high)
         active = clipped * a < r * a
@@ -142,7 +156,9 @@ def loop_nll(batch: Batch, weights: list[float]) -> Term:
 def loop_kl(batch: Batch, weights: list[float]) -> Term:
     """GRPO's estimate: q - log q - 1, q = pi_ref / pi."""
     pairs = zip(batch.experience["logprobs"].tolist(), batch.experience["ref_logprobs"].tolist(), strict=True)
-    return collect(weights, [(math.exp(ref - new) - (ref - new) - 1, 1 - math.exp(ref - new)) for new, ref in pairs])
+    return collect(
+        weights, [(math.exp(ref - new) - (ref - new) - 1, 1 - math.exp(ref - new)) for new, ref in pairs]
+    )
 
 
 def loop_value(batch: Batch, weights: list[float], clip: float) -> tuple[Term, float]:

@@ -27,7 +27,11 @@ def test_the_powers_of_length_adaptive_lambda_sum_to_alpha_times_length(length, 
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(-3, 3), st.one_of(st.sampled_from([1.0, -1.0]), st.floats(-10, 10, width=32))), min_size=1, max_size=30)
+    st.lists(
+        st.tuples(st.integers(-3, 3), st.one_of(st.sampled_from([1.0, -1.0]), st.floats(-10, 10, width=32))),
+        min_size=1,
+        max_size=30,
+    )
 )
 def test_group_advantages_equal_the_formula(rows):
     ids, rewards = torch.tensor([g for g, _ in rows]), torch.tensor([r for _, r in rows])
@@ -40,7 +44,9 @@ def test_group_advantages_equal_the_formula(rows):
     result = adv.group_advantages(rewards, ids)
     torch.testing.assert_close(result, torch.tensor(expected), rtol=1e-6, atol=1e-7)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(rows)))
-    torch.testing.assert_close(adv.group_advantages(rewards[order], ids[order]), result[order], rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(
+        adv.group_advantages(rewards[order], ids[order]), result[order], rtol=1e-6, atol=1e-12
+    )
 
 
 def test_group_advantages_by_hand():
@@ -58,22 +64,33 @@ def test_length_adaptive_lambda():
 
 
 @settings(max_examples=80, deadline=None)
-@given(batches(), st.sampled_from(LAMBDAS), st.sampled_from([1.0, 0.9]), st.sampled_from([torch.float32, torch.float64]))
+@given(
+    batches(),
+    st.sampled_from(LAMBDAS),
+    st.sampled_from([1.0, 0.9]),
+    st.sampled_from([torch.float32, torch.float64]),
+)
 def test_gae_equals_the_sum_of_the_paper(batch, lam, gamma, dtype):
     e = batch.experience
     rewards, values = e["rewards"].to(dtype), e["values"].to(dtype)
     lams = [lam] * e.num_sequences
-    expected = torch.tensor(sum_gae(rewards.tolist(), values.tolist(), batch.spans, lams, gamma), dtype=torch.float64)
+    expected = torch.tensor(
+        sum_gae(rewards.tolist(), values.tolist(), batch.spans, lams, gamma), dtype=torch.float64
+    )
     result = adv.gae(rewards, values, e.response_mask, e.cu_seqlens, lam, gamma)
     assert result.dtype == dtype
     torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-9)
-    loop = torch.tensor(loop_gae(rewards.tolist(), values.tolist(), batch.spans, lams, gamma), dtype=torch.float64)
+    loop = torch.tensor(
+        loop_gae(rewards.tolist(), values.tolist(), batch.spans, lams, gamma), dtype=torch.float64
+    )
     torch.testing.assert_close(loop, expected, rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 700)), min_size=1, max_size=8), st.integers(0, 999), st.sampled_from([1.0, 0.99])
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 700)), min_size=1, max_size=8),
+    st.integers(0, 999),
+    st.sampled_from([1.0, 0.99]),
 )
 def test_gae_over_several_windows_with_a_lambda_for_each_response(shapes, seed, gamma):
     """Responses of 0 to 3 windows, some without a prompt or without any token."""
@@ -91,9 +108,15 @@ def test_gae_of_20k_tokens(lam):
     batch = make_batch([(3, 20480), (100, 1), (7, 19999), (1, 300), (2, 128)], 1)
     e = batch.experience
     lengths = e.response_lengths
-    lams = adv.length_adaptive_lambda(lengths, 0.05) if lam == "adaptive" else torch.full((5,), lam, dtype=torch.float64)
+    lams = (
+        adv.length_adaptive_lambda(lengths, 0.05)
+        if lam == "adaptive"
+        else torch.full((5,), lam, dtype=torch.float64)
+    )
     rewards, values = e["rewards"].float(), e["values"].float()
-    expected = torch.tensor(loop_gae(rewards.tolist(), values.tolist(), batch.spans, lams.tolist(), 1.0), dtype=torch.float64)
+    expected = torch.tensor(
+        loop_gae(rewards.tolist(), values.tolist(), batch.spans, lams.tolist(), 1.0), dtype=torch.float64
+    )
     result = adv.gae(rewards, values, e.response_mask, e.cu_seqlens, lams).double()
     torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-9)
 
@@ -111,7 +134,9 @@ def test_gae_of_more_responses_than_fit_into_one_block():
 @given(batches(longest=200), st.randoms(use_true_random=False))
 def test_gae_does_not_depend_on_order_or_packing_bit_for_bit(batch, random):
     e = batch.experience
-    e["lam"] = torch.rand(e.num_sequences, generator=torch.Generator().manual_seed(e.num_tokens), dtype=torch.float64)
+    e["lam"] = torch.rand(
+        e.num_sequences, generator=torch.Generator().manual_seed(e.num_tokens), dtype=torch.float64
+    )
     e["whole"] = adv.gae(e["rewards"], e["values"], e.response_mask, e.cu_seqlens, e["lam"])
     order = list(range(e.num_sequences))
     random.shuffle(order)
@@ -125,8 +150,12 @@ def test_gae_does_not_depend_on_order_or_packing_bit_for_bit(batch, random):
 def test_returns_of_lambda_one_are_monte_carlo(batch):
     """Reward still to come, whatever the values are; garbage outside the responses is not read."""
     e = batch.experience
-    rewards, values = (torch.where(e.response_mask, e[k], torch.tensor(torch.nan)) for k in ("rewards", "values"))
-    targets = adv.returns(adv.gae(rewards, values, e.response_mask, e.cu_seqlens, 1.0), values, e.response_mask)
+    rewards, values = (
+        torch.where(e.response_mask, e[k], torch.tensor(torch.nan)) for k in ("rewards", "values")
+    )
+    targets = adv.returns(
+        adv.gae(rewards, values, e.response_mask, e.cu_seqlens, 1.0), values, e.response_mask
+    )
     expected = torch.zeros(e.num_tokens, dtype=torch.float64)
     for start, end in batch.spans:
         for t in range(start, end):
@@ -142,7 +171,9 @@ def test_one_token_response():
 def test_gae_of_nothing():
     empty, none = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
     assert adv.gae(empty, empty, none, torch.tensor([0]), 0.95).shape == (0,)
-    assert adv.gae(torch.ones(2), torch.ones(2), torch.zeros(2, dtype=torch.bool), torch.tensor([0, 2]), 1.0).tolist() == [0, 0]
+    assert adv.gae(
+        torch.ones(2), torch.ones(2), torch.zeros(2, dtype=torch.bool), torch.tensor([0, 2]), 1.0
+    ).tolist() == [0, 0]
 
 
 @settings(max_examples=150, deadline=None)
@@ -173,7 +204,9 @@ def test_moments_add_up_and_whiten(batch, shift):
     assert torch.equal(white[~e.response_mask], torch.zeros(e.num_tokens - int(count), dtype=torch.float64))
     if count > 1:
         assert var == pytest.approx(float(kept.var()), rel=1e-6, abs=1e-8)
-        torch.testing.assert_close(white[e.response_mask], (kept - kept.mean()) / (kept.var() + 1e-8).sqrt(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            white[e.response_mask], (kept - kept.mean()) / (kept.var() + 1e-8).sqrt(), rtol=1e-4, atol=1e-4
+        )
     else:
         assert torch.equal(white[e.response_mask], kept)
 
@@ -185,7 +218,16 @@ def test_moments_of_nothing():
 
 
 def test_gae_metrics():
-    x, mask, lam = torch.tensor([1.0, 9.0, 3.0]), torch.tensor([True, False, True]), torch.tensor([0.0, 0.5, 1.0, 0.9])
+    x, mask, lam = (
+        torch.tensor([1.0, 9.0, 3.0]),
+        torch.tensor([True, False, True]),
+        torch.tensor([0.0, 0.5, 1.0, 0.9]),
+    )
     parts = adv.gae_sums(x, mask, lam[:1]) + adv.gae_sums(x[:0], mask[:0], lam[1:])
-    expected = {"gae/lambda_mean": 0.6, "gae/lambda_clamped": 0.25, "gae/advantage_mean": 2.0, "gae/advantage_std": 2**0.5}
+    expected = {
+        "gae/lambda_mean": 0.6,
+        "gae/lambda_clamped": 0.25,
+        "gae/advantage_mean": 2.0,
+        "gae/advantage_std": 2**0.5,
+    }
     assert adv.gae_metrics(parts) == pytest.approx(expected)

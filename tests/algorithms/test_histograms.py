@@ -52,7 +52,9 @@ def test_against_loops(batch: Experience, longest: int) -> None:
     errors = [[0.0] * POSITION_BINS for _ in range(3)]
     differences = [0.0] * (len(DIFFERENCE_EDGES) + 1)
     columns = {name: column.tolist() for name, column in batch.columns.items()}
-    for row, (start, end) in enumerate(zip(batch.cu_seqlens.tolist(), batch.cu_seqlens.tolist()[1:], strict=False)):
+    for row, (start, end) in enumerate(
+        zip(batch.cu_seqlens.tolist(), batch.cu_seqlens.tolist()[1:], strict=False)
+    ):
         response = [t for t in range(start, end) if batch.response_mask[t]]
         part = min((len(response) - 1) * LENGTH_BINS // longest, LENGTH_BINS - 1)
         lam[0][part] += 1
@@ -70,17 +72,25 @@ def test_against_loops(batch: Experience, longest: int) -> None:
 @given(experiences(), st.data())
 def test_replicas_sums_are_those_of_the_whole(batch: Experience, data: st.DataObject) -> None:
     owner = data.draw(st.lists(st.integers(0, 1), min_size=batch.num_sequences, max_size=batch.num_sequences))
-    shares = [batch.select([i for i, mine in enumerate(owner) if mine == rank]) for rank in (0, 1) if rank in owner]
+    shares = [
+        batch.select([i for i, mine in enumerate(owner) if mine == rank]) for rank in (0, 1) if rank in owner
+    ]
     for whole, *parts in zip(tables(batch), *map(tables, shares), strict=True):
         torch.testing.assert_close(torch.stack(parts).sum(0), whole, rtol=1e-12, atol=1e-12)
 
 
 def test_edges_and_what_is_beyond_them() -> None:
     assert len(DIFFERENCE_EDGES) == 30 and list(DIFFERENCE_EDGES) == sorted(DIFFERENCE_EDGES)
-    assert DIFFERENCE_EDGES[0] == -10 and DIFFERENCE_EDGES[-1] == 10 and DIFFERENCE_EDGES[15] == pytest.approx(1e-6)
+    assert (
+        DIFFERENCE_EDGES[0] == -10
+        and DIFFERENCE_EDGES[-1] == 10
+        and DIFFERENCE_EDGES[15] == pytest.approx(1e-6)
+    )
     difference = torch.tensor([0.0, -100.0, 100.0, 5e-7, 2e-6, -2e-6])
     counts = difference_histogram(difference, torch.zeros(6), torch.tensor([True] * 6)).tolist()
     assert {i: n for i, n in enumerate(counts) if n} == {0: 1, 14: 1, 15: 2, 16: 1, 30: 1}
-    responses, lam = lambda_by_length(torch.tensor([1, 24, 999]), torch.tensor([0.25, 0.5, 0.75]), 24).tolist()
+    responses, lam = lambda_by_length(
+        torch.tensor([1, 24, 999]), torch.tensor([0.25, 0.5, 0.75]), 24
+    ).tolist()
     assert responses == [1.0] + [0.0] * 22 + [2.0] and lam[-1] == 1.25
     assert not difference_histogram(difference, torch.zeros(6), torch.tensor([False] * 6)).any()

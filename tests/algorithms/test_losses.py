@@ -13,7 +13,17 @@ from torch import Tensor
 from megarl.algorithms import losses
 from megarl.algorithms.weights import token_weights
 from megarl.data.experience import Experience
-from tests.algorithms.loops import Batch, Term, batches, loop_kl, loop_nll, loop_policy, loop_value, loop_weights, make_batch
+from tests.algorithms.loops import (
+    Batch,
+    Term,
+    batches,
+    loop_kl,
+    loop_nll,
+    loop_policy,
+    loop_value,
+    loop_weights,
+    make_batch,
+)
 
 LOW, HIGH, CLIP = 0.2, 0.28, 0.5
 INPUTS = {
@@ -24,7 +34,9 @@ INPUTS = {
 }
 Loss = Callable[[Experience, Tensor], tuple[Tensor, losses.Stats]]
 LOSSES: dict[str, Loss] = {
-    "policy": lambda e, w: losses.policy_loss(e["logprobs"], e["old_logprobs"], e["advantages"], w, LOW, HIGH, entropy=e["entropy"]),
+    "policy": lambda e, w: losses.policy_loss(
+        e["logprobs"], e["old_logprobs"], e["advantages"], w, LOW, HIGH, entropy=e["entropy"]
+    ),
     "nll": lambda e, w: losses.nll_loss(e["logprobs"], w),
     "kl": lambda e, w: losses.kl_loss(e["logprobs"], e["ref_logprobs"], w),
     "value": lambda e, w: losses.value_loss(e["values"], e["old_values"], e["returns"], w, CLIP),
@@ -35,7 +47,12 @@ TERMS = pytest.mark.parametrize("term", list(LOSSES))
 def run(term: str, experience: Experience, weights: Tensor) -> tuple[Tensor, Tensor, losses.Stats]:
     """Loss, its gradient by the new log-probs or values, statistics."""
     new = experience[INPUTS[term][0]].detach().clone().requires_grad_()
-    e = Experience(experience.tokens, experience.cu_seqlens, experience.response_mask, experience.columns | {INPUTS[term][0]: new})
+    e = Experience(
+        experience.tokens,
+        experience.cu_seqlens,
+        experience.response_mask,
+        experience.columns | {INPUTS[term][0]: new},
+    )
     loss, stats = LOSSES[term](e, weights)
     loss.backward()
     return loss.detach(), new.grad, stats
@@ -57,7 +74,11 @@ def reference(term: str, batch: Batch, weights: list[float]) -> tuple[Term, dict
 
 @TERMS
 @settings(max_examples=40, deadline=None)
-@given(batch=batches(), aggregation=st.sampled_from(["token", "sample"]), dtype=st.sampled_from([torch.float32, torch.float64]))
+@given(
+    batch=batches(),
+    aggregation=st.sampled_from(["token", "sample"]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
 def test_equal_the_formula(term, batch, aggregation, dtype):
     """Loss, gradient at every token, and statistics. The loop reads the same (rounded) numbers."""
     e = batch.experience
@@ -67,14 +88,22 @@ def test_equal_the_formula(term, batch, aggregation, dtype):
     expected, sums = reference(term, batch, loop_weights(batch, aggregation, batch.include.tolist()))
     assert loss.dtype == dtype
     assert float(loss) == pytest.approx(expected.loss, abs=1e-6 * expected.size)
-    torch.testing.assert_close(gradient.double(), torch.tensor(expected.gradient, dtype=torch.float64), rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(
+        gradient.double(), torch.tensor(expected.gradient, dtype=torch.float64), rtol=1e-6, atol=1e-12
+    )
     loss_name = {"policy": "policy/loss", "value": "value/loss"}.get(term, f"policy/{term}_loss")
-    assert {k: float(v) for k, v in stats.items()} == pytest.approx(sums | {loss_name: expected.loss}, rel=1e-6, abs=1e-6 * expected.size)
+    assert {k: float(v) for k, v in stats.items()} == pytest.approx(
+        sums | {loss_name: expected.loss}, rel=1e-6, abs=1e-6 * expected.size
+    )
 
 
 @TERMS
 @settings(max_examples=25, deadline=None)
-@given(batch=batches(), aggregation=st.sampled_from(["token", "sample"]), random=st.randoms(use_true_random=False))
+@given(
+    batch=batches(),
+    aggregation=st.sampled_from(["token", "sample"]),
+    random=st.randoms(use_true_random=False),
+)
 def test_micro_batches_and_ranks_add_up(term, batch, aggregation, random):
     """Dealt to 3 parts in another order, of which some are empty or hold no included response."""
     e = batch.experience
@@ -136,7 +165,11 @@ def test_statistics_share_nothing_with_the_loss(term, dtype):
     before = {k: float(v) for k, v in stats.items()}
     loss.detach().div_(8)
     assert {k: float(v) for k, v in stats.items()} == before
-    assert not any(v.requires_grad or v.shape for v in stats.values()) and loss.shape == () and loss.requires_grad
+    assert (
+        not any(v.requires_grad or v.shape for v in stats.values())
+        and loss.shape == ()
+        and loss.requires_grad
+    )
 
 
 @TERMS

@@ -18,13 +18,18 @@ BOUNDS = (0.8, 1.3)
 LIMIT = 20.0
 
 
-def loop_factors(batch: Batch, weight: str, cap: float, keep: str, bounds: tuple[float, float]) -> tuple[list[float], list[int]]:
+def loop_factors(
+    batch: Batch, weight: str, cap: float, keep: str, bounds: tuple[float, float]
+) -> tuple[list[float], list[int]]:
     """Factor of each token, and how many tokens there are, were truncated and were masked."""
     new, old = (batch.experience[name].tolist() for name in ("logprobs", "old_logprobs"))
     factors, counts = [0.0] * batch.total, [0, 0, 0]
     for start, end in batch.spans:
         gaps = [new[t] - old[t] for t in range(start, end)]
-        product, mean = math.exp(max(-LIMIT, min(LIMIT, math.fsum(gaps)))), math.exp(math.fsum(gaps) / len(gaps))
+        product, mean = (
+            math.exp(max(-LIMIT, min(LIMIT, math.fsum(gaps)))),
+            math.exp(math.fsum(gaps) / len(gaps)),
+        )
         for t, gap in zip(range(start, end), gaps, strict=True):
             ratio = {"none": 1.0, "token": math.exp(gap), "sequence": product}[weight]
             judged = {"none": 1.0, "token": math.exp(gap), "sequence": mean}[keep]
@@ -38,7 +43,9 @@ def loop_factors(batch: Batch, weight: str, cap: float, keep: str, bounds: tuple
 
 def factors_of(batch: Batch, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     e = batch.experience
-    return mismatch.mismatch_factors(e["logprobs"], e["old_logprobs"], e.response_mask, e.sequence_ids, **options)
+    return mismatch.mismatch_factors(
+        e["logprobs"], e["old_logprobs"], e.response_mask, e.sequence_ids, **options
+    )
 
 
 @settings(max_examples=50, deadline=None)
@@ -81,7 +88,9 @@ def test_factors_do_not_depend_on_the_division(batch, weight, keep, random):
     random.shuffle(order)
     total = torch.zeros(3, dtype=torch.float64)
     for part in (e.select(order[i::3]) for i in range(3)):
-        factors, own = mismatch.mismatch_factors(part["logprobs"], part["old_logprobs"], part.response_mask, part.sequence_ids, **options)
+        factors, own = mismatch.mismatch_factors(
+            part["logprobs"], part["old_logprobs"], part.response_mask, part.sequence_ids, **options
+        )
         assert torch.equal(factors, part["factors"])
         total += own
     assert torch.equal(total, counts)
@@ -96,7 +105,9 @@ def test_importance_weights_are_unbiased():
         for second in range(3):
             tokens = torch.tensor([first, second])
             mask, ids = torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
-            factors, _ = mismatch.mismatch_factors(trainer[tokens].log(), engine[tokens].log(), mask, ids, weight="sequence", cap=100.0)
+            factors, _ = mismatch.mismatch_factors(
+                trainer[tokens].log(), engine[tokens].log(), mask, ids, weight="sequence", cap=100.0
+            )
             found += float(engine[first] * engine[second] * factors[0] * value[first, second])
     assert found == pytest.approx(float((trainer[:, None] * trainer[None] * value).sum()), rel=1e-5)
 

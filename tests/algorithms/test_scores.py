@@ -23,7 +23,9 @@ from tests.algorithms.loops import batches
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(correct, data):
     k = data.draw(st.integers(1, len(correct)))
     subsets = list(itertools.combinations(correct, k))
-    assert evaluation.pass_at_k(len(correct), sum(correct), k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+    assert evaluation.pass_at_k(len(correct), sum(correct), k) == pytest.approx(
+        sum(map(any, subsets)) / len(subsets), abs=1e-12
+    )
     assert evaluation.pass_at_k(len(correct), sum(correct), 1) == pytest.approx(evaluation.avg_at_k(correct))
 
 
@@ -34,7 +36,10 @@ def test_pass_at_k_refuses(n, c, k):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([None, "1", "2", "3"]), min_size=1, max_size=6), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.sampled_from([None, "1", "2", "3"]), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+)
 def test_majority_is_the_mean_over_ways_to_break_ties(answers, random):
     correct = [a == "2" for a in answers]
     votes = [a for a in answers if a is not None]
@@ -46,7 +51,10 @@ def test_majority_is_the_mean_over_ways_to_break_ties(answers, random):
 
 
 def test_majority_by_hand():
-    assert evaluation.majority_at_k(["7", "7", "8", None, None, None], [True, True, False, False, False, False]) == 1.0
+    assert (
+        evaluation.majority_at_k(["7", "7", "8", None, None, None], [True, True, False, False, False, False])
+        == 1.0
+    )
     assert evaluation.majority_at_k(["7", "8"], [True, False]) == 0.5
     assert evaluation.majority_at_k(["7", "7"], [True, False]) == 0.5
     assert evaluation.majority_at_k([None, None], [False, False]) == 0.0
@@ -63,7 +71,11 @@ def test_explained_variance_from_parts(batch):
     total = sum(evaluation.variance_sums(p["returns"], p["values"], p.response_mask) for p in parts)
     target, value = e["returns"][e.response_mask].tolist(), e["values"][e.response_mask].tolist()
     variance = statistics.pvariance(target)
-    expected = 1 - statistics.pvariance([t - v for t, v in zip(target, value, strict=True)]) / variance if len(target) > 1 else 0.0
+    expected = (
+        1 - statistics.pvariance([t - v for t, v in zip(target, value, strict=True)]) / variance
+        if len(target) > 1
+        else 0.0
+    )
     assert evaluation.explained_variance(total) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
@@ -78,7 +90,10 @@ def test_explained_variance_at_its_ends():
     assert of(returns, torch.zeros(4)) == 0.0
     assert of(returns, -returns) == -3.0
     for n in range(1, 50):  # sums of 0.1 and of 0.01 round differently
-        assert of(torch.full((n,), 0.1, dtype=torch.float64), torch.arange(n), torch.ones(n, dtype=torch.bool)) == 0.0
+        assert (
+            of(torch.full((n,), 0.1, dtype=torch.float64), torch.arange(n), torch.ones(n, dtype=torch.bool))
+            == 0.0
+        )
     assert of(returns, returns, torch.zeros(4, dtype=torch.bool)) == 0.0
 
 
@@ -98,7 +113,10 @@ def _wilson_by_bisection(mean: float, size: float, t: float) -> tuple[float, flo
     return bound(0.0), bound(1.0)
 
 
-@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.7062), (2, 4.30265), (3, 3.18245), (5, 2.57058), (29, 2.04523), (1000, 1.96234)])
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    [(1, 12.7062), (2, 4.30265), (3, 3.18245), (5, 2.57058), (29, 2.04523), (1000, 1.96234)],
+)
 def test_student_quantiles_are_the_tables(freedom, quantile):
     assert evaluation._student(freedom) == pytest.approx(quantile, rel=1.3e-3)
 
@@ -116,9 +134,13 @@ def test_of_right_or_wrong_problems_it_is_wilsons_interval(n, data):
 def test_problems_are_the_unit(right):
     scores = [c / 8 for c in right]
     mean, variance, n = statistics.fmean(scores), statistics.variance(scores), len(scores)
-    size = min(max(mean * (1 - mean) / (variance / n), n), 8 * n) if variance else 8 * n if 0 < mean < 1 else n
+    size = (
+        min(max(mean * (1 - mean) / (variance / n), n), 8 * n) if variance else 8 * n if 0 < mean < 1 else n
+    )
     low, high = evaluation.interval(scores, 8)
-    assert (low, high) == pytest.approx(_wilson_by_bisection(mean, size, evaluation._student(n - 1)), abs=1e-9)
+    assert (low, high) == pytest.approx(
+        _wilson_by_bisection(mean, size, evaluation._student(n - 1)), abs=1e-9
+    )
     assert 0 <= low <= mean <= high <= 1 and low < high
 
 
@@ -148,7 +170,13 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(n, k, a, b):
 
 
 def test_the_k_of_pass_at_k():
-    assert [evaluation.ks_up_to(n) for n in (1, 2, 5, 8, 32)] == [[1], [1, 2], [1, 2, 4, 5], [1, 2, 4, 8], [1, 2, 4, 8, 16, 32]]
+    assert [evaluation.ks_up_to(n) for n in (1, 2, 5, 8, 32)] == [
+        [1],
+        [1, 2],
+        [1, 2, 4, 5],
+        [1, 2, 4, 8],
+        [1, 2, 4, 8, 16, 32],
+    ]
 
 
 def _result(k: int, rows: list[list[tuple[str | None, bool]]]) -> EvaluationResult:
@@ -156,24 +184,47 @@ def _result(k: int, rows: list[list[tuple[str | None, bool]]]) -> EvaluationResu
     for uid, row in enumerate(rows):
         prompt = Prompt(uid=uid, text=f"problem {uid}", tokens=(1,), answer="1")
         empty = np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.float32)
-        groups.append(Group(prompt, [Response(*empty, "stop", right, vote, None, 0.0, 0.0) for vote, right in row], 0))
+        groups.append(
+            Group(prompt, [Response(*empty, "stop", right, vote, None, 0.0, 0.0) for vote, right in row], 0)
+        )
     return EvaluationResult(k, groups)
 
 
 @pytest.mark.parametrize("right, expected", [(True, 1.0), (False, 0.0)])
 def test_scores_of_one_problem_and_one_answer(right, expected):
     result = _result(1, [[("1" if right else None, right)]])
-    assert result.scores() == {name: {"mean": expected, "low": 0.0, "high": 1.0} for name in ("avg@1", "pass@1", "majority@1")}
-    assert result.counts() == {"all": 1, "right": int(right), "without_answer": int(not right), "truncated": 0, "unverified": 0}
+    assert result.scores() == {
+        name: {"mean": expected, "low": 0.0, "high": 1.0} for name in ("avg@1", "pass@1", "majority@1")
+    }
+    assert result.counts() == {
+        "all": 1,
+        "right": int(right),
+        "without_answer": int(not right),
+        "truncated": 0,
+        "unverified": 0,
+    }
 
 
 def test_scores_against_a_count_by_hand():
-    rows = [[("1", True), ("1", True), ("2", False)], [(None, False)] * 3, [("1", True), ("3", False), ("3", False)]]
+    rows = [
+        [("1", True), ("1", True), ("2", False)],
+        [(None, False)] * 3,
+        [("1", True), ("3", False), ("3", False)],
+    ]
     result = _result(3, rows)
     means = {name: score["mean"] for name, score in result.scores().items()}
-    assert means == pytest.approx({"avg@3": 3 / 9, "pass@1": 3 / 9, "pass@2": (1 + 0 + 2 / 3) / 3, "pass@3": 2 / 3, "majority@3": 1 / 3})
+    assert means == pytest.approx(
+        {"avg@3": 3 / 9, "pass@1": 3 / 9, "pass@2": (1 + 0 + 2 / 3) / 3, "pass@3": 2 / 3, "majority@3": 1 / 3}
+    )
     first, none, last = result.table()
     assert (first["right"], first["vote"], first["votes"]) == (2, "1", 2)
     assert (none["right"], none["vote"], none["votes"]) == (0, None, 0)
-    assert (last["vote"], last["votes"], last["majority"], last["pass_at"]["2"]) == ("3", 2, 0.0, pytest.approx(2 / 3))
-    assert result.stats()["eval/pass"] == pytest.approx(2 / 3) and result.stats()["eval/majority"] == pytest.approx(1 / 3)
+    assert (last["vote"], last["votes"], last["majority"], last["pass_at"]["2"]) == (
+        "3",
+        2,
+        0.0,
+        pytest.approx(2 / 3),
+    )
+    assert result.stats()["eval/pass"] == pytest.approx(2 / 3) and result.stats()[
+        "eval/majority"
+    ] == pytest.approx(1 / 3)

@@ -20,10 +20,16 @@ def lengths_of(batch: Batch) -> torch.Tensor:
 def test_equal_the_formula_and_sum_to_one(batch, aggregation, filtered):
     include = batch.include if filtered else None
     weights = batch.experience.spread(token_weights(lengths_of(batch), aggregation, include=include))
-    expected = loop_weights(batch, aggregation, (batch.include if filtered else torch.ones_like(batch.include)).tolist())
+    expected = loop_weights(
+        batch, aggregation, (batch.include if filtered else torch.ones_like(batch.include)).tolist()
+    )
     assert weights.dtype == torch.float32
-    torch.testing.assert_close(weights.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
-    assert float(weights.double().sum()) == pytest.approx(1.0 if not filtered or batch.include.any() else 0.0, rel=1e-6)
+    torch.testing.assert_close(
+        weights.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0
+    )
+    assert float(weights.double().sum()) == pytest.approx(
+        1.0 if not filtered or batch.include.any() else 0.0, rel=1e-6
+    )
 
 
 @settings(max_examples=60, deadline=None)

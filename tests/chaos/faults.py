@@ -123,12 +123,25 @@ def flip_bit(path: Path) -> None:
 
 
 FAULTS = (
-    *(Fault(f"kill -9 of a rank: {phase}", kill_in(phase), (KILLED,), SOON) for phase in ("rollout", *FORWARD_AND_UPDATE)),
+    *(
+        Fault(f"kill -9 of a rank: {phase}", kill_in(phase), (KILLED,), SOON)
+        for phase in ("rollout", *FORWARD_AND_UPDATE)
+    ),
     Fault("kill -9 of a rank: reward", kill_while_judging, (KILLED,), SOON),
     Fault("kill -9 of a rank: weight transfer", kill_in("weight_transfer"), (KILLED,), SOON),
     Fault("kill -9 of a rank: evaluation", kill_in("evaluation", step=2), (KILLED,), SOON),
-    Fault("kill -9 of a rank: first rollout", kill_in("rollout", stage="value_pretraining", step=1), (KILLED,), SOON),
-    Fault("kill -9 of a rank: value pretraining", kill_in("critic_update", stage="value_pretraining", step=2), (KILLED,), SOON),
+    Fault(
+        "kill -9 of a rank: first rollout",
+        kill_in("rollout", stage="value_pretraining", step=1),
+        (KILLED,),
+        SOON,
+    ),
+    Fault(
+        "kill -9 of a rank: value pretraining",
+        kill_in("critic_update", stage="value_pretraining", step=2),
+        (KILLED,),
+        SOON,
+    ),
     Fault("kill -9 of a rank: checkpoint writing", kill_while_writing, (KILLED,), SOON, lost=2),
     Fault("kill -9 of the launcher", kill_launcher, (-signal.SIGKILL,), SOON),
     Fault("kill -9 of all verifiers", each_verifier(signal.SIGKILL), (0,), SOON),
@@ -143,10 +156,22 @@ FAULTS = (
         {"checkpoint": {"time_limit": 1, "time_margin": 0}},
         said="time limit is near",
     ),
-    Fault("a stopped rank (SIGSTOP)", stop_rank, (124,), 30.0 + SOON, said="the run hangs: rank 1 does not answer"),
+    Fault(
+        "a stopped rank (SIGSTOP)",
+        stop_rank,
+        (124,),
+        30.0 + SOON,
+        said="the run hangs: rank 1 does not answer",
+    ),
     Fault("disk full during a checkpoint", disk_full, (2,), SOON, said="cannot be written"),
     Fault("checkpoint folder gone", no_folder, (2,), SOON, said="cannot be written"),
-    Fault("newest checkpoint: a file truncated", damage(lambda path: os.truncate(path, 100)), (KILLED,), SOON, lost=2),
+    Fault(
+        "newest checkpoint: a file truncated",
+        damage(lambda path: os.truncate(path, 100)),
+        (KILLED,),
+        SOON,
+        lost=2,
+    ),
     Fault("newest checkpoint: a bit flipped", damage(flip_bit), (KILLED,), SOON, lost=2),
     Fault("newest checkpoint: a file deleted", damage(lambda path: path.unlink()), (KILLED,), SOON, lost=2),
 )

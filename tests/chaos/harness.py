@@ -42,10 +42,25 @@ def make_config(folder: Path, name: str, **keys: Any) -> Config:
         "steps": STEPS,
         "model": {"path": folder / "model", "dtype": "bf16", "layers": "portable"},
         "parallel": {"tp": 2, "device": "cpu", "timeout": 300},
-        "data": {"train": [folder / "train.jsonl"], "eval": [folder / "eval.jsonl"], "template": "raw", "max_prompt_tokens": 16},
+        "data": {
+            "train": [folder / "train.jsonl"],
+            "eval": [folder / "eval.jsonl"],
+            "template": "raw",
+            "max_prompt_tokens": 16,
+        },
         "rollout": {"prompts": 6, "group_size": 4, "max_response_tokens": 16, "transfer_bucket": 1},
-        "reward": {"verifier": "tests.chaos.verifiers:thorough", "timeout": 5, "overlong": {"soft_punishment": True, "buffer": 4}},
-        "algorithm": {"advantage": "gae", "lambda_policy": "length_adaptive", "alpha": 0.5, "whiten": True, "nll_weight": 0.1},
+        "reward": {
+            "verifier": "tests.chaos.verifiers:thorough",
+            "timeout": 5,
+            "overlong": {"soft_punishment": True, "buffer": 4},
+        },
+        "algorithm": {
+            "advantage": "gae",
+            "lambda_policy": "length_adaptive",
+            "alpha": 0.5,
+            "whiten": True,
+            "nll_weight": 0.1,
+        },
         "critic": {"lr": 1e-2},
         "actor": {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2},
         "update": {"mini_batch": 12, "tokens_per_micro_batch": 64},
@@ -63,7 +78,11 @@ def make_config(folder: Path, name: str, **keys: Any) -> Config:
 def prepare(folder: Path) -> None:
     """Model and data."""
     make_tiny_model(folder / "model", "qwen3", tied=True)
-    rows = [json.dumps({"question": f"{a}+{b}=?", "answer": str(a + b)}) + "\n" for a in range(5) for b in range(5)]
+    rows = [
+        json.dumps({"question": f"{a}+{b}=?", "answer": str(a + b)}) + "\n"
+        for a in range(5)
+        for b in range(5)
+    ]
     (folder / "train.jsonl").write_text("".join(rows))
     (folder / "eval.jsonl").write_text("".join(rows[:8]))
 
@@ -87,7 +106,12 @@ class Job:
         with open(self.log, "ab") as log:
             command = [sys.executable, "-m", "megarl", "train", str(path)]
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def beat(self, rank: int) -> dict[str, Any]:
@@ -131,7 +155,9 @@ class Job:
         """The verifiers of all ranks."""
         self.look()
         return [
-            process for process in self.family.values() if process.is_running() and "megarl.rewards.worker" in " ".join(_command(process))
+            process
+            for process in self.family.values()
+            if process.is_running() and "megarl.rewards.worker" in " ".join(_command(process))
         ]
 
     def wait(self) -> int:
@@ -233,7 +259,11 @@ def measure(fault: Fault, folder: Path, undisturbed: Path) -> Row:
         remarks += failure
         if lost > fault.lost:
             remarks.append(f"{lost} whole steps lost, {fault.lost} are promised")
-    told = [path.name for path in (folder / name).rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    told = [
+        path.name
+        for path in (folder / name).rglob("*")
+        if path.is_file() and SECRET.encode() in path.read_bytes()
+    ]
     if told or SECRET in job.log.read_text(errors="replace"):
         remarks.append(f"a key from the environment was written: {told or job.log.name}")
     if (folder / name).stat().st_mode & 0o077:
@@ -259,7 +289,11 @@ def _restart(folder: Path, name: str, worked_at: int) -> tuple[int, list[str]]:
     finally:
         job.destroy()
     found = re.search(r"continues from \S*/(pretraining|step)-(\d+)", job.output())
-    stands = 0 if found is None else int(found[2]) + (job.config.value_pretraining.steps if found[1] == "step" else 0)
+    stands = (
+        0
+        if found is None
+        else int(found[2]) + (job.config.value_pretraining.steps if found[1] == "step" else 0)
+    )
     return max(0, worked_at - stands - 1), []
 
 
@@ -278,7 +312,10 @@ def same_end(one: Path, other: Path) -> bool:
 def records(run_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what the clock says, and without events."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(OF_THE_CLOCK) and k != "events"} for line in lines]
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith(OF_THE_CLOCK) and k != "events"}
+        for line in lines
+    ]
 
 
 def undisturbed_run(folder: Path) -> Path:

@@ -18,7 +18,10 @@ def main(names: Sequence[str]) -> int:
         folder = Path(scratch)
         prepare(folder)
         undisturbed = undisturbed_run(folder)
-        print(f"{'fault':<42} {'detected after':>14}  {'lost work':<22} {'orphans':>7}  equal at the end", flush=True)
+        print(
+            f"{'fault':<42} {'detected after':>14}  {'lost work':<22} {'orphans':>7}  equal at the end",
+            flush=True,
+        )
         rows = []
         for fault in chosen:
             rows.append(measure(fault, folder, undisturbed))

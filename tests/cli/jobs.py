@@ -29,7 +29,9 @@ def write_perturbed(runtime: Runtime, config: Config) -> None:
     run.close()
 
 
-def evaluate_policy(runtime: Runtime, config: Config, given: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+def evaluate_policy(
+    runtime: Runtime, config: Config, given: Path
+) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """The engine's weights and all answers."""
     evaluation = Evaluation(*find_policy(config, given), runtime)
     weights = {name: tensor.clone() for name, tensor in evaluation.engine.parameters().items()}
@@ -43,6 +45,10 @@ def start_training(runtime: Runtime, config: Config) -> list[torch.Tensor]:
     run = Run(config, runtime)
     run.sync_weights(0)
     assert run.critic is not None
-    weights = [*run.actor.model.parameters(), *run.critic.model.parameters(), *run.engine.parameters().values()]
+    weights = [
+        *run.actor.model.parameters(),
+        *run.critic.model.parameters(),
+        *run.engine.parameters().values(),
+    ]
     run.close()
     return [tensor.detach().clone() for tensor in weights]

@@ -19,12 +19,18 @@ LIMIT = 150.0  # seconds for any one wait; two ranks start within 20 on an idle 
 def megarl(*arguments: str, cwd: Path, limit: float = 240.0) -> subprocess.CompletedProcess[str]:
     """The command, run to its end."""
     command = [sys.executable, "-m", "megarl", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=limit, check=False, env=environment())
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=limit, check=False, env=environment()
+    )
 
 
 def environment() -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def wait_for(what: str, found: Callable[[], bool], limit: float = LIMIT) -> None:
@@ -43,14 +49,20 @@ class Job:
         self.output, self.errors = self.folder / "stdout.txt", self.folder / "stderr.txt"
         command = [sys.executable, "-m", "megarl", "train", str(config), *overrides]
         with open(self.output, "wb") as out, open(self.errors, "wb") as err:
-            self.process = subprocess.Popen(command, cwd=self.folder, stdout=out, stderr=err, env=environment(), start_new_session=True)
+            self.process = subprocess.Popen(
+                command, cwd=self.folder, stdout=out, stderr=err, env=environment(), start_new_session=True
+            )
         self.started: set[psutil.Process] = set()
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in [*self.started, psutil.Process(self.process.pid)] if self.process.poll() is None else list(self.started):
+        for process in (
+            [*self.started, psutil.Process(self.process.pid)]
+            if self.process.poll() is None
+            else list(self.started)
+        ):
             if process.is_running():
                 process.kill()
         self.process.wait(30)
@@ -89,8 +101,13 @@ class Job:
         if sent is not None:
             self.process.send_signal(sent)
         code = self.process.wait(LIMIT)
-        wait_for("the ranks and their verifiers to go", lambda: not any(p.is_running() and p.status() != "zombie" for p in self.alive()))
+        wait_for(
+            "the ranks and their verifiers to go",
+            lambda: not any(p.is_running() and p.status() != "zombie" for p in self.alive()),
+        )
         return code, self.errors.read_text()
 
     def alive(self) -> list[psutil.Process]:
-        return [process for process in self.started if psutil.pid_exists(process.pid) and process.is_running()]
+        return [
+            process for process in self.started if psutil.pid_exists(process.pid) and process.is_running()
+        ]

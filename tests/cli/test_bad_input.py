@@ -80,7 +80,9 @@ class TestKeys:
     def test_one_line(self, scene: Scene, overrides: str) -> None:
         if overrides == "rollout.engine=sglang" and find_spec("sglang"):
             pytest.skip("sglang is installed")
-        expected = self.CASES[overrides].replace("{x}", str(scene.config)).replace("{folder}", str(scene.folder))
+        expected = (
+            self.CASES[overrides].replace("{x}", str(scene.config)).replace("{folder}", str(scene.folder))
+        )
         given = overrides.replace("{folder}", str(scene.folder)).split()
         before = sorted(scene.folder.rglob("*"))
         assert scene.train_refused(*given).startswith(expected)
@@ -96,13 +98,19 @@ class TestKeys:
         try:
             import wandb  # noqa: F401
         except ImportError:
-            assert scene.train_refused("log.wandb=true").startswith("log.wandb: wandb is not installed (pip install 'megarl[track]'")
+            assert scene.train_refused("log.wandb=true").startswith(
+                "log.wandb: wandb is not installed (pip install 'megarl[track]'"
+            )
         else:
             pytest.skip("wandb is installed")
 
     def test_heads_that_tp_does_not_divide(self, scene: Scene, tmp_path: Path) -> None:
-        make_tiny_model(tmp_path / "m", "llama", heads=3, kv_heads=3, head_dim=8, hidden=24, max_positions=256)
-        assert scene.train_refused(f"model.path={tmp_path}/m").startswith("parallel.tp: 2 does not divide the model's 3 attention heads")
+        make_tiny_model(
+            tmp_path / "m", "llama", heads=3, kv_heads=3, head_dim=8, hidden=24, max_positions=256
+        )
+        assert scene.train_refused(f"model.path={tmp_path}/m").startswith(
+            "parallel.tp: 2 does not divide the model's 3 attention heads"
+        )
 
 
 class TestModelFolder:
@@ -114,7 +122,9 @@ class TestModelFolder:
         )
 
     def test_a_file(self, scene: Scene) -> None:
-        assert scene.train_refused(f"model.path={scene.config}").startswith(f"model.path: {scene.config}: not a folder (")
+        assert scene.train_refused(f"model.path={scene.config}").startswith(
+            f"model.path: {scene.config}: not a folder ("
+        )
 
     def damaged(self, scene: Scene, folder: Path, key: str = "model.path") -> str:
         line = scene.train_refused(f"{key}={folder}", *(["recipe=vapo"] if key == "critic.path" else []))
@@ -123,7 +133,10 @@ class TestModelFolder:
 
     def test_no_config(self, scene: Scene, model_copy: Path) -> None:
         (model_copy / "config.json").unlink()
-        assert self.damaged(scene, model_copy) == "/config.json: no such file (a Hugging Face model folder is expected)"
+        assert (
+            self.damaged(scene, model_copy)
+            == "/config.json: no such file (a Hugging Face model folder is expected)"
+        )
 
     @pytest.mark.parametrize("content", ["", "{", "[1]", "\x00", "[" * 100_000])
     def test_config_that_is_none(self, scene: Scene, model_copy: Path, content: str) -> None:
@@ -131,70 +144,151 @@ class TestModelFolder:
         assert self.damaged(scene, model_copy).startswith("/config.json: ")
 
     CONFIGS: list[tuple[dict[str, Any], str]] = [
-        ({"model_type": "gpt2"}, "/config.json: model_type: 'gpt2' is not a known family (known: qwen2, qwen3, qwen3_moe, llama)"),
+        (
+            {"model_type": "gpt2"},
+            "/config.json: model_type: 'gpt2' is not a known family (known: qwen2, qwen3, qwen3_moe, llama)",
+        ),
         ({"model_type": None}, "/config.json: model_type: None is not a known family"),
-        ({"architectures": ["Qwen2AudioModel"]}, "/config.json: architectures: 'Qwen2AudioModel' is not supported"),
+        (
+            {"architectures": ["Qwen2AudioModel"]},
+            "/config.json: architectures: 'Qwen2AudioModel' is not supported",
+        ),
         ({"hidden_size": "big"}, "/config.json: hidden_size: must be a positive integer (got 'big')"),
-        ({"num_key_value_heads": 3}, "/config.json: num_key_value_heads: 3 does not divide num_attention_heads = 4"),
-        ({"hidden_size": 64}, "/model.safetensors: model.embed_tokens.weight: shape (307, 32), but config.json asks for (307, 64)"),
+        (
+            {"num_key_value_heads": 3},
+            "/config.json: num_key_value_heads: 3 does not divide num_attention_heads = 4",
+        ),
+        (
+            {"hidden_size": 64},
+            "/model.safetensors: model.embed_tokens.weight: shape (307, 32), but config.json asks for (307, 64)",
+        ),
         ({"num_hidden_layers": 4}, ": model.layers.2."),
         ({"num_hidden_layers": 1}, "/model.safetensors: model.layers.1."),
-        ({"num_hidden_layers": True}, "/config.json: num_hidden_layers: must be a positive integer (got True)"),
+        (
+            {"num_hidden_layers": True},
+            "/config.json: num_hidden_layers: must be a positive integer (got True)",
+        ),
         ({"vocab_size": -307}, "/config.json: vocab_size: must be a positive integer (got -307)"),
-        ({"intermediate_size": 48.0}, "/config.json: intermediate_size: must be a positive integer (got 48.0)"),
+        (
+            {"intermediate_size": 48.0},
+            "/config.json: intermediate_size: must be a positive integer (got 48.0)",
+        ),
         ({"num_attention_heads": 64}, "/config.json: head_dim: must be a positive integer (got 0)"),
         ({"num_attention_heads": 0}, "/config.json: num_attention_heads: must be a positive integer (got 0)"),
         ({"head_dim": 7}, "/config.json: head_dim: must be even for rotary embeddings (got 7)"),
-        ({"num_key_value_heads": None}, "/model.safetensors: model.layers.0.self_attn.k_proj.weight: shape (16, 32)"),
+        (
+            {"num_key_value_heads": None},
+            "/model.safetensors: model.layers.0.self_attn.k_proj.weight: shape (16, 32)",
+        ),
         ({"rope_theta": "big"}, "/config.json: rope_theta: must be a number > 0 (got 'big')"),
         ({"rope_theta": 0}, "/config.json: rope_theta: must be a number > 0 (got 0)"),
-        ({"rms_norm_eps": "tiny"}, "/config.json: rms_norm_eps: must be a number between 0 and 1 (got 'tiny')"),
+        (
+            {"rms_norm_eps": "tiny"},
+            "/config.json: rms_norm_eps: must be a number between 0 and 1 (got 'tiny')",
+        ),
         ({"rms_norm_eps": -1}, "/config.json: rms_norm_eps: must be a number between 0 and 1 (got -1)"),
-        ({"tie_word_embeddings": "no"}, "/config.json: tie_word_embeddings: must be true or false (got 'no')"),
-        ({"max_position_embeddings": NULL}, "/config.json: max_position_embeddings: must be a positive integer (got None)"),
-        ({"max_position_embeddings": "4k"}, "/config.json: max_position_embeddings: must be a positive integer (got '4k')"),
+        (
+            {"tie_word_embeddings": "no"},
+            "/config.json: tie_word_embeddings: must be true or false (got 'no')",
+        ),
+        (
+            {"max_position_embeddings": NULL},
+            "/config.json: max_position_embeddings: must be a positive integer (got None)",
+        ),
+        (
+            {"max_position_embeddings": "4k"},
+            "/config.json: max_position_embeddings: must be a positive integer (got '4k')",
+        ),
         ({"dtype": "float99"}, "/config.json: dtype: must be null or one of float32, bfloat16"),
         ({"torch_dtype": ["float32"]}, "/config.json: torch_dtype: must be null or one of float32, bfloat16"),
-        ({"layer_types": ["sliding_attention"] * 2}, "/config.json: layer_types: must be full_attention throughout"),
+        (
+            {"layer_types": ["sliding_attention"] * 2},
+            "/config.json: layer_types: must be full_attention throughout",
+        ),
         ({"rope_scaling": "yarn"}, "/config.json: rope_scaling: must be null or an object (got 'yarn')"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "/config.json: rope_type: 'yarn' scales attention by 1.1"),
-        ({"rope_scaling": {"type": "yarn"}}, "/config.json: rope_scaling.factor: is missing, and rope_type yarn needs it"),
-        ({"rope_scaling": {"rope_type": "wavy"}}, "/config.json: rope_scaling.rope_type: 'wavy' is not known (known: default,"),
-        ({"rope_scaling": {"rope_type": 3}}, "/config.json: rope_scaling.rope_type: 3 is not known (known: default,"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "/config.json: rope_scaling.short_factor: is missing, and rope_type longrope"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": None}}, "/config.json: rope_parameters.factor: must be a number > 0"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "/config.json: rope_scaling.factor: is missing, and rope_type llama3 needs"),
-        ({"rope_scaling": LLAMA3_ROPE | {"factor": "8"}}, "/config.json: rope_scaling.factor: must be a number > 0 (got '8')"),
-        ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4}}, "/config.json: rope_scaling.low_freq_factor: must be below high"),
-        ({"rope_parameters": {"full_attention": {}}}, "/config.json: rope_parameters.full_attention: {} is not supported"),
-        ({"partial_rotary_factor": 0.5}, "/config.json: partial_rotary_factor: must be 1, as heads are rotated whole (got 0.5)"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "/config.json: rope_type: 'yarn' scales attention by 1.1",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn"}},
+            "/config.json: rope_scaling.factor: is missing, and rope_type yarn needs it",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "wavy"}},
+            "/config.json: rope_scaling.rope_type: 'wavy' is not known (known: default,",
+        ),
+        (
+            {"rope_scaling": {"rope_type": 3}},
+            "/config.json: rope_scaling.rope_type: 3 is not known (known: default,",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope"}},
+            "/config.json: rope_scaling.short_factor: is missing, and rope_type longrope",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": None}},
+            "/config.json: rope_parameters.factor: must be a number > 0",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3"}},
+            "/config.json: rope_scaling.factor: is missing, and rope_type llama3 needs",
+        ),
+        (
+            {"rope_scaling": LLAMA3_ROPE | {"factor": "8"}},
+            "/config.json: rope_scaling.factor: must be a number > 0 (got '8')",
+        ),
+        (
+            {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4}},
+            "/config.json: rope_scaling.low_freq_factor: must be below high",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {}}},
+            "/config.json: rope_parameters.full_attention: {} is not supported",
+        ),
+        (
+            {"partial_rotary_factor": 0.5},
+            "/config.json: partial_rotary_factor: must be 1, as heads are rotated whole (got 0.5)",
+        ),
         ({"attention_dropout": "some"}, "/config.json: not a configuration that transformers takes: "),
         ({"eos_token_id": "x"}, "/config.json: not a configuration that transformers takes: "),
         ({"rope_theta": 10**400}, "/config.json: rope_theta: must be a number > 0"),
         ({"rope_theta": 1e-300}, "/config.json: rope_theta: gives frequencies that are not finite"),
         ({"pad_token_id": 307}, "/config.json: pad_token_id: is outside the vocabulary of 307 (got 307)"),
         ({"use_cache": {}}, "/config.json: not a configuration that transformers takes: "),
-        ({"auto_map": {"AutoModelForCausalLM": "m.M"}}, "/config.json: auto_map: asks for code that lies in the folder, which"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "m.M"}},
+            "/config.json: auto_map: asks for code that lies in the folder, which",
+        ),
     ]
 
     @pytest.mark.parametrize(("changes", "expected"), CONFIGS, ids=lambda value: str(value)[:40])
-    def test_config_of_something_else(self, scene: Scene, model_copy: Path, changes: dict[str, Any], expected: str) -> None:
+    def test_config_of_something_else(
+        self, scene: Scene, model_copy: Path, changes: dict[str, Any], expected: str
+    ) -> None:
         edit_json(model_copy / "config.json", **changes)
         assert self.damaged(scene, model_copy).startswith(expected)
 
     def test_no_weights(self, scene: Scene, model_copy: Path) -> None:
         (model_copy / "model.safetensors").unlink()
-        assert self.damaged(scene, model_copy).startswith(": neither model.safetensors nor model.safetensors.index.json is there")
+        assert self.damaged(scene, model_copy).startswith(
+            ": neither model.safetensors nor model.safetensors.index.json is there"
+        )
 
     @pytest.mark.parametrize("kept", [0, 4, 100, -1])
     def test_truncated_weights(self, scene: Scene, model_copy: Path, kept: int) -> None:
         whole = (model_copy / "model.safetensors").read_bytes()
         (model_copy / "model.safetensors").write_bytes(whole[:kept])
-        assert self.damaged(scene, model_copy).startswith("/model.safetensors: truncated or not a safetensors file")
+        assert self.damaged(scene, model_copy).startswith(
+            "/model.safetensors: truncated or not a safetensors file"
+        )
 
     def test_no_tokenizer(self, scene: Scene, model_copy: Path) -> None:
         (model_copy / "tokenizer.json").unlink()
-        assert self.damaged(scene, model_copy) == ": no tokenizer.json (the model's folder must hold its tokenizer)"
+        assert (
+            self.damaged(scene, model_copy)
+            == ": no tokenizer.json (the model's folder must hold its tokenizer)"
+        )
 
     DAMAGED = {
         "": "cannot be read as JSON",
@@ -210,14 +304,21 @@ class TestModelFolder:
         (model_copy / "tokenizer.json").write_text(content)
         assert self.damaged(scene, model_copy).startswith(f"/tokenizer.json: {self.DAMAGED[content]}")
 
-    @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"])
+    @pytest.mark.parametrize(
+        "name", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
+    )
     @pytest.mark.parametrize("content", ["", "{", "[1]"])
     def test_damaged_files_beside_it(self, scene: Scene, model_copy: Path, name: str, content: str) -> None:
         (model_copy / name).write_text(content)
         assert self.damaged(scene, model_copy).startswith(f"/{name}: ")
 
-    @pytest.mark.parametrize("changes", [{"eos_token": 3}, {"chat_template": 7}, {"model_max_length": "x"}, {"extra_special_tokens": 1}])
-    def test_settings_of_the_tokenizer_of_a_wrong_kind(self, scene: Scene, model_copy: Path, changes: dict[str, Any]) -> None:
+    @pytest.mark.parametrize(
+        "changes",
+        [{"eos_token": 3}, {"chat_template": 7}, {"model_max_length": "x"}, {"extra_special_tokens": 1}],
+    )
+    def test_settings_of_the_tokenizer_of_a_wrong_kind(
+        self, scene: Scene, model_copy: Path, changes: dict[str, Any]
+    ) -> None:
         (model_copy / "chat_template.jinja").unlink()
         edit_json(model_copy / "tokenizer_config.json", **changes)
         assert scene.train_refused(f"model.path={model_copy}")
@@ -231,14 +332,18 @@ class TestModelFolder:
         assert self.damaged(scene, model_copy) == expected
 
     @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
-    def test_code_in_the_folder_is_never_run(self, scene: Scene, model_copy: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def test_code_in_the_folder_is_never_run(
+        self, scene: Scene, model_copy: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
         """Whatever the user would say to transformers' question."""
         code = f"open({str(model_copy / 'it ran')!r}, 'w')\nfrom transformers import Qwen2Config as C, PreTrainedTokenizerFast as T\n"
         (model_copy / "code.py").write_text(code)
         for kind in ("AutoConfig", "AutoModelForCausalLM"):
             monkeypatch.setattr("builtins.input", lambda *_: "y")
             edit_json(model_copy / name, auto_map={kind: "code.C", "AutoTokenizer": ["code.T", "code.T"]})
-            assert self.damaged(scene, model_copy).startswith(f"/{name}: auto_map: asks for code that lies in the folder, which is never")
+            assert self.damaged(scene, model_copy).startswith(
+                f"/{name}: auto_map: asks for code that lies in the folder, which is never"
+            )
         edit_json(model_copy / name, auto_map=["code.T", "code.T"], tokenizer_class="T", model_type="own")
         self.damaged(scene, model_copy)
         assert not (model_copy / "it ran").exists()
@@ -246,7 +351,9 @@ class TestModelFolder:
     @pytest.mark.parametrize("sharded", [False, True])
     def test_a_tied_output_layer_of_its_own(self, scene: Scene, tmp_path: Path, sharded: bool) -> None:
         """transformers ties, and drops the tensor without a word; train, check, eval and convert refuse."""
-        folder = make_tiny_model(tmp_path / "m", "qwen2", max_positions=256, max_shard_bytes=20_000 if sharded else None)
+        folder = make_tiny_model(
+            tmp_path / "m", "qwen2", max_positions=256, max_shard_bytes=20_000 if sharded else None
+        )
         edit_json(folder / "config.json", tie_word_embeddings=True)
         [path] = [file for file in folder.glob("*.safetensors") if "lm_head.weight" in load_file(file)]
         said = (
@@ -254,57 +361,91 @@ class TestModelFolder:
             "(set it to false to use this tensor, or take the tensor out of the files)"
         )
         assert scene.train_refused(f"model.path={folder}") == f"model.path: {said}"
-        assert scene.refused("config", "check", str(scene.config), f"model.path={folder}") == f"model.path: {said}"
-        assert scene.refused("eval", str(scene.config), "--checkpoint", str(folder)) == f"--checkpoint: {said}"
+        assert (
+            scene.refused("config", "check", str(scene.config), f"model.path={folder}")
+            == f"model.path: {said}"
+        )
+        assert (
+            scene.refused("eval", str(scene.config), "--checkpoint", str(folder)) == f"--checkpoint: {said}"
+        )
         assert scene.refused("convert", "to-megatron", str(folder), str(tmp_path / "out")) == said
         edit_json(folder / "config.json", tie_word_embeddings=False)
         HFFolder(folder)
         edit_json(folder / "config.json", tie_word_embeddings=True)
         embedding = next(
-            t["model.embed_tokens.weight"] for t in map(load_file, folder.glob("*.safetensors")) if "model.embed_tokens.weight" in t
+            t["model.embed_tokens.weight"]
+            for t in map(load_file, folder.glob("*.safetensors"))
+            if "model.embed_tokens.weight" in t
         )
         save_file(load_file(path) | {"lm_head.weight": embedding.clone()}, path, metadata={"format": "pt"})
         assert HFFolder(folder).extra == ("lm_head.weight",), "the same bits twice are the same model"
 
     def test_tokenizer_without_an_end(self, scene: Scene, tmp_path: Path) -> None:
-        folder = make_tiny_model(tmp_path / "m", "llama", max_positions=256)  # for Qwen transformers would invent one
+        folder = make_tiny_model(
+            tmp_path / "m", "llama", max_positions=256
+        )  # for Qwen transformers would invent one
         edit_json(folder / "tokenizer_config.json", eos_token=None)
-        assert self.damaged(scene, folder).startswith(": its tokenizer has no end-of-sequence token (set eos_token")
+        assert self.damaged(scene, folder).startswith(
+            ": its tokenizer has no end-of-sequence token (set eos_token"
+        )
 
     def test_tokenizer_of_a_larger_model(self, scene: Scene, tmp_path: Path) -> None:
         small = make_tiny_model(tmp_path / "small", "qwen2", vocab=64, max_positions=256)
         (small / "tokenizer.json").write_bytes((scene.folder / "model" / "tokenizer.json").read_bytes())
-        assert self.damaged(scene, small).startswith(": its vocabulary of 64 does not hold the 261 tokens of the actor's tokenizer")
+        assert self.damaged(scene, small).startswith(
+            ": its vocabulary of 64 does not hold the 261 tokens of the actor's tokenizer"
+        )
 
     def test_no_chat_template(self, scene: Scene, model_copy: Path) -> None:
         (model_copy / "chat_template.jinja").unlink()
         line = scene.train_refused(f"model.path={model_copy}")
-        assert line == "data.template: the tokenizer has no chat template (set data.template=raw, or add one to the model's folder)"
+        assert (
+            line
+            == "data.template: the tokenizer has no chat template (set data.template=raw, or add one to the model's folder)"
+        )
 
     def test_chat_template_that_fails(self, scene: Scene, model_copy: Path) -> None:
         (model_copy / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}")
         line = scene.train_refused(f"model.path={model_copy}")
-        assert line.startswith("data.template: the tokenizer's chat template fails: ") and line.endswith("or set data.template=raw)")
+        assert line.startswith("data.template: the tokenizer's chat template fails: ") and line.endswith(
+            "or set data.template=raw)"
+        )
         (model_copy / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
-        assert self.damaged(scene, model_copy).startswith("/chat_template.jinja: its tokenizer cannot be loaded: ")
+        assert self.damaged(scene, model_copy).startswith(
+            "/chat_template.jinja: its tokenizer cannot be loaded: "
+        )
         (model_copy / "chat_template.jinja").write_text("{{ 1 / 0 }}")
-        assert "template fails: ZeroDivisionError: division by zero (" in scene.train_refused(f"model.path={model_copy}")
+        assert "template fails: ZeroDivisionError: division by zero (" in scene.train_refused(
+            f"model.path={model_copy}"
+        )
 
     def test_critic(self, scene: Scene, tmp_path: Path, model_copy: Path) -> None:
-        assert scene.train_refused("recipe=vapo", "critic.path=/no/critic").startswith("critic.path: /no/critic: no such folder")
-        small = make_tiny_model(tmp_path / "small", "qwen2", vocab=64, max_positions=256, classification="sequence")
-        assert self.damaged(scene, small, "critic.path").startswith(": its vocabulary of 64 does not hold the 261 tokens")
+        assert scene.train_refused("recipe=vapo", "critic.path=/no/critic").startswith(
+            "critic.path: /no/critic: no such folder"
+        )
+        small = make_tiny_model(
+            tmp_path / "small", "qwen2", vocab=64, max_positions=256, classification="sequence"
+        )
+        assert self.damaged(scene, small, "critic.path").startswith(
+            ": its vocabulary of 64 does not hold the 261 tokens"
+        )
         short = make_tiny_model(tmp_path / "short", "qwen3", max_positions=100)
-        assert f"exceed the 100 positions of {short}" in scene.train_refused("recipe=vapo", f"critic.path={short}")
+        assert f"exceed the 100 positions of {short}" in scene.train_refused(
+            "recipe=vapo", f"critic.path={short}"
+        )
         edit_json(model_copy / "config.json", model_type="bert")
-        assert self.damaged(scene, model_copy, "critic.path").startswith("/config.json: model_type: 'bert' is not a known family")
+        assert self.damaged(scene, model_copy, "critic.path").startswith(
+            "/config.json: model_type: 'bert' is not a known family"
+        )
 
     def test_critic_with_two_labels(self, scene: Scene, tmp_path: Path) -> None:
         folder = make_tiny_model(tmp_path / "m", "qwen2", max_positions=256, classification="sequence")
         weights = load_file(folder / "model.safetensors")
         weights["score.weight"] = torch.cat([weights["score.weight"]] * 2)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        assert self.damaged(scene, folder, "critic.path").startswith("/model.safetensors: score.weight: shape (2, 32)")
+        assert self.damaged(scene, folder, "critic.path").startswith(
+            "/model.safetensors: score.weight: shape (2, 32)"
+        )
 
 
 class TestData:
@@ -313,7 +454,10 @@ class TestData:
         "blank.jsonl": ("\n \n", "holds no row"),
         "malformed.jsonl": ("{\nnope\n", "no row can be used: 2 x malformed JSON"),
         "foreign.jsonl": ('{"text": "a"}\n', "no row can be used: 1 x no prompt in prompt or question"),
-        "unanswered.jsonl": ('{"question": "a"}\n', "no row can be used: 1 x no answer in reward_model.ground_truth or answer"),
+        "unanswered.jsonl": (
+            '{"question": "a"}\n',
+            "no row can be used: 1 x no answer in reward_model.ground_truth or answer",
+        ),
         "malformed.parquet": ("PAR1 not really", "cannot be read: "),
         "empty.parquet": ("", "cannot be read: "),
         "table.csv": ("question,answer\na,b\n", "unknown kind of file '.csv' (use .parquet or .jsonl)"),
@@ -323,7 +467,9 @@ class TestData:
     def test_files(self, scene: Scene, tmp_path: Path, name: str) -> None:
         content, expected = self.CASES[name]
         (tmp_path / name).write_text(content)
-        assert scene.train_refused(f"data.train=[{tmp_path / name}]").startswith(f"{tmp_path / name}: {expected}")
+        assert scene.train_refused(f"data.train=[{tmp_path / name}]").startswith(
+            f"{tmp_path / name}: {expected}"
+        )
         # The same in evaluation data, beside a good file.
         files = f"data.eval=[{scene.folder}/train.jsonl, {tmp_path / name}]"
         assert scene.train_refused(files).startswith(f"{tmp_path / name}: {expected}")
@@ -333,16 +479,23 @@ class TestData:
         rows = [{"question": f"{number}" * 200, "answer": "1"} for number in range(3)]
         path = write_jsonl(tmp_path / "long.jsonl", rows)
         line = scene.train_refused(f"data.{key}=[{scene.folder}/train.jsonl, {path}]")
-        assert line.startswith(f"{path}: no row can be used: 3 x longer than data.max_prompt_tokens 128 (see ")
+        assert line.startswith(
+            f"{path}: no row can be used: 3 x longer than data.max_prompt_tokens 128 (see "
+        )
         last = write_jsonl(tmp_path / "last.jsonl", [*rows, {"question": "1 + 1 = ?", "answer": "2"}])
         assert main(["config", "check", str(scene.config), f"data.{key}=[{last}]"]) == 0
 
     def test_missing(self, scene: Scene, tmp_path: Path) -> None:
         assert scene.train_refused("data.train=[/no/such.parquet]") == "/no/such.parquet: no such file"
-        assert scene.train_refused(f"data.train=[{tmp_path}]") == f"{tmp_path}: not a file (name the .parquet or .jsonl files)"
+        assert (
+            scene.train_refused(f"data.train=[{tmp_path}]")
+            == f"{tmp_path}: not a file (name the .parquet or .jsonl files)"
+        )
 
     def test_pairs_without_responses(self, scene: Scene) -> None:
-        line = scene.train_refused("recipe=sft", "reward.overlong.buffer=4096")  # the default: the scene's is for sampled responses
+        line = scene.train_refused(
+            "recipe=sft", "reward.overlong.buffer=4096"
+        )  # the default: the scene's is for sampled responses
         assert line.startswith(f"{scene.folder}/train.jsonl: no row can be used: 9 x no response in response")
 
 
@@ -351,10 +504,14 @@ class TestRunFolder:
         (tmp_path / "file").write_text("")
         for run_dir in (f"{tmp_path}/file/run", f"{tmp_path}/file"):
             line = scene.train_refused(f"run_dir={run_dir}")
-            assert line.startswith(f"run_dir: {run_dir}: cannot be written: ") and line.endswith(" (choose another folder)")
+            assert line.startswith(f"run_dir: {run_dir}: cannot be written: ") and line.endswith(
+                " (choose another folder)"
+            )
 
     def test_where_nobody_may_write(self, scene: Scene) -> None:
-        assert scene.train_refused("run_dir=/proc/megarl").startswith("run_dir: /proc/megarl: cannot be written: ")
+        assert scene.train_refused("run_dir=/proc/megarl").startswith(
+            "run_dir: /proc/megarl: cannot be written: "
+        )
 
     def test_name_too_long(self, scene: Scene) -> None:
         assert "cannot be written: File name too long" in scene.train_refused(f"run_dir=/tmp/{'x' * 300}")
@@ -362,8 +519,12 @@ class TestRunFolder:
     def test_a_link_to_the_models_folder(self, scene: Scene, tmp_path: Path) -> None:
         (tmp_path / "link").symlink_to(scene.folder / "model")
         (tmp_path / "loop").symlink_to(tmp_path / "loop")
-        assert f"run_dir: {tmp_path}/link/run is in model.path" in scene.train_refused(f"run_dir={tmp_path}/link/run")
-        assert scene.train_refused(f"run_dir={tmp_path}/loop").startswith(f"run_dir: {tmp_path}/loop: cannot be written: ")
+        assert f"run_dir: {tmp_path}/link/run is in model.path" in scene.train_refused(
+            f"run_dir={tmp_path}/link/run"
+        )
+        assert scene.train_refused(f"run_dir={tmp_path}/loop").startswith(
+            f"run_dir: {tmp_path}/loop: cannot be written: "
+        )
 
     def test_used_already(self, scene: Scene, tmp_path: Path) -> None:
         (tmp_path / "metrics.jsonl").write_text("")
@@ -378,21 +539,32 @@ class TestEvaluation:
         return scene.refused("eval", str(scene.config), *arguments)
 
     def test_what_is_asked_of_it(self, scene: Scene, tmp_path: Path) -> None:
-        assert self.refused(scene, "data.eval=[]") == f"{scene.config}: data.eval: must name at least one file to evaluate on"
+        assert (
+            self.refused(scene, "data.eval=[]")
+            == f"{scene.config}: data.eval: must name at least one file to evaluate on"
+        )
         assert self.refused(scene, "data.eval=[/no.jsonl]") == "/no.jsonl: no such file"
-        assert self.refused(scene, "--checkpoint", "/no/model").startswith("--checkpoint: /no/model: no such folder")
+        assert self.refused(scene, "--checkpoint", "/no/model").startswith(
+            "--checkpoint: /no/model: no such folder"
+        )
         assert self.refused(scene, "model.path=/no/model").startswith("model.path: /no/model: no such folder")
         assert "exceed the 256 positions" in self.refused(scene, "rollout.max_response_tokens=1000")
         assert self.refused(scene, "reward.verifier=x:y").startswith("reward.verifier: x cannot be imported")
         (tmp_path / "file").write_text("")
-        assert self.refused(scene, "--out", f"{tmp_path}/file").startswith(f"{tmp_path}/file: cannot be written: ")
+        assert self.refused(scene, "--out", f"{tmp_path}/file").startswith(
+            f"{tmp_path}/file: cannot be written: "
+        )
         inside = f"{scene.folder}/model/answers"
-        assert self.refused(scene, "--out", inside).startswith(f"{inside}: is in the model's folder {scene.folder}/model, where nothing")
+        assert self.refused(scene, "--out", inside).startswith(
+            f"{inside}: is in the model's folder {scene.folder}/model, where nothing"
+        )
         assert not (scene.folder / "run").exists()
 
     def test_checkpoint_without_tokenizer(self, scene: Scene, model_copy: Path) -> None:
         (model_copy / "tokenizer.json").unlink()
-        assert self.refused(scene, "--checkpoint", str(model_copy)).startswith(f"--checkpoint: {model_copy}: no tokenizer.json")
+        assert self.refused(scene, "--checkpoint", str(model_copy)).startswith(
+            f"--checkpoint: {model_copy}: no tokenizer.json"
+        )
 
 
 class TestCommandLine:
@@ -420,9 +592,15 @@ class TestCommandLine:
 
     @pytest.mark.parametrize("command", CASES)
     def test_one_line(self, scene: Scene, tmp_path: Path, command: str) -> None:
-        line = scene.refused(*command.replace("{tmp}", str(tmp_path / "demo")).replace("{here}", __file__).split())
+        line = scene.refused(
+            *command.replace("{tmp}", str(tmp_path / "demo")).replace("{here}", __file__).split()
+        )
         expected = self.CASES[command].replace("{here}", __file__)
-        assert line.startswith(expected) if "{configs}" not in expected else expected.removeprefix("{configs}") in line
+        assert (
+            line.startswith(expected)
+            if "{configs}" not in expected
+            else expected.removeprefix("{configs}") in line
+        )
         assert not (tmp_path / "demo").exists(), "the demo's mistakes are found before anything is made"
 
     def test_overrides_before_and_after_options(self, scene: Scene) -> None:
@@ -430,13 +608,17 @@ class TestCommandLine:
         assert line == "command line: seed: must be a whole number (got 'oops')"
 
     def test_report_of_an_empty_folder(self, scene: Scene, tmp_path: Path) -> None:
-        assert scene.refused("report", str(tmp_path)).startswith(f"{tmp_path}/metrics.jsonl: cannot be read: No such file")
+        assert scene.refused("report", str(tmp_path)).startswith(
+            f"{tmp_path}/metrics.jsonl: cannot be read: No such file"
+        )
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, as a shell starts it."""
     command = [sys.executable, "-m", "megarl", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=os.environ | environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=os.environ | environment
+    )
 
 
 class TestRealProcess:
@@ -444,8 +626,12 @@ class TestRealProcess:
         "command",
         [
             lambda s: ("train", str(s.config), "rollout.prompts=many"),
-            pytest.param(lambda s: ("train", str(s.config), "model.path=/no/such/model"), marks=pytest.mark.slow),
-            pytest.param(lambda s: ("eval", str(s.config), "--checkpoint", "/no/such/model"), marks=pytest.mark.slow),
+            pytest.param(
+                lambda s: ("train", str(s.config), "model.path=/no/such/model"), marks=pytest.mark.slow
+            ),
+            pytest.param(
+                lambda s: ("eval", str(s.config), "--checkpoint", "/no/such/model"), marks=pytest.mark.slow
+            ),
         ],
         ids=["key", "model", "eval"],
     )
@@ -458,9 +644,15 @@ class TestRealProcess:
     @pytest.mark.slow
     def test_under_torchrun_rank_0_alone_says_it(self, scene: Scene) -> None:
         launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-        said = [run("train", str(scene.config), "model.path=/no/model", RANK=str(rank), **launched) for rank in (0, 1)]
+        said = [
+            run("train", str(scene.config), "model.path=/no/model", RANK=str(rank), **launched)
+            for rank in (0, 1)
+        ]
         assert [done.returncode for done in said] == [2, 2]
-        assert said[0].stderr.startswith("megarl: model.path: /no/model: no such folder") and said[0].stderr.count("\n") == 1
+        assert (
+            said[0].stderr.startswith("megarl: model.path: /no/model: no such folder")
+            and said[0].stderr.count("\n") == 1
+        )
         assert said[1].stderr == ""
 
     def test_a_reader_that_has_enough(self) -> None:
@@ -470,7 +662,9 @@ class TestRealProcess:
 
 
 def test_a_row_that_is_no_row_does_not_stop_the_others(scene: Scene, tmp_path: Path) -> None:
-    mixed = write_jsonl(tmp_path / "mixed.jsonl", [{"question": "a?"}, {"question": "What is 1 + 1?", "answer": "2"}])
+    mixed = write_jsonl(
+        tmp_path / "mixed.jsonl", [{"question": "a?"}, {"question": "What is 1 + 1?", "answer": "2"}]
+    )
     assert scene.capsys is not None
     assert main(["config", "check", str(scene.config), f"data.train=[{mixed}]"]) == 0
     assert scene.capsys.readouterr().out == f"{scene.config}: the configuration holds\n"

@@ -16,8 +16,17 @@ from tests.cli.processes import megarl
 from tests.cli.scene import Scene
 
 # A warm start and runs of seconds, each in one process.
-WARM_START = f"base: {PACKAGE}/configs/demo_sft.yaml\nsteps: %d\nparallel: {{dp: 1}}\nlog: {{report: false}}\n"
-SHORT = ("steps=1", "rollout.prompts=8", "update.mini_batch=64", "parallel.tp=1", "evaluation.max_problems=16", "log.samples=0")
+WARM_START = (
+    f"base: {PACKAGE}/configs/demo_sft.yaml\nsteps: %d\nparallel: {{dp: 1}}\nlog: {{report: false}}\n"
+)
+SHORT = (
+    "steps=1",
+    "rollout.prompts=8",
+    "update.mini_batch=64",
+    "parallel.tp=1",
+    "evaluation.max_problems=16",
+    "log.samples=0",
+)
 VAPO = (*SHORT, "value_pretraining.steps=1", "value_pretraining.epochs=1")
 
 
@@ -29,7 +38,11 @@ def demo(folder: Path, *arguments: str) -> str:
 
 def kept(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Every file below a folder: when it was written, and its bytes."""
-    return {str(f.relative_to(folder)): (f.stat().st_mtime_ns, f.read_bytes()) for f in folder.rglob("*") if f.is_file()}
+    return {
+        str(f.relative_to(folder)): (f.stat().st_mtime_ns, f.read_bytes())
+        for f in folder.rglob("*")
+        if f.is_file()
+    }
 
 
 def weights(folder: Path) -> bytes:
@@ -47,21 +60,33 @@ def test_recipes_and_seeds_lie_side_by_side(tmp_path: Path) -> None:
     first = {part: kept(runs / part) for part in ("sft", "vapo")}
     bits = {part: weights(runs / part) for part in first}
 
-    said = demo(tmp_path, "--recipe", "dapo", *SHORT)  # after another recipe the first one's run and warm start are as they were
+    said = demo(
+        tmp_path, "--recipe", "dapo", *SHORT
+    )  # after another recipe the first one's run and warm start are as they were
     assert "warm start: that of runs/demo/sft is used again" in said
     assert {part: kept(runs / part) for part in first} == first and (runs / "dapo" / "report.html").is_file()
 
-    said = demo(tmp_path, "--seed", "1", *VAPO, "run_dir=elsewhere")  # and after another seed, whose run is where the user wants it
+    said = demo(
+        tmp_path, "--seed", "1", *VAPO, "run_dir=elsewhere"
+    )  # and after another seed, whose run is where the user wants it
     assert "warm start: supervised training" in said and "on 16 held-out problems: " in said
     assert "report:     elsewhere/report.html" in said and "HF model:   elsewhere/hf" in said
     assert {part: kept(runs / part) for part in first} == first
     assert weights(runs / "seed-1" / "sft") != bits["sft"] and not (runs / "seed-1" / "vapo").exists()
 
     demo(tmp_path, *VAPO)  # from the warm start that is used again come the same bits
-    assert weights(runs / "vapo") == bits["vapo"] and kept(runs / "vapo") != first["vapo"] and kept(runs / "sft") == first["sft"]
+    assert (
+        weights(runs / "vapo") == bits["vapo"]
+        and kept(runs / "vapo") != first["vapo"]
+        and kept(runs / "sft") == first["sft"]
+    )
 
-    (runs / "sft" / "hf" / "model.safetensors").write_bytes(bits["sft"][:-1])  # what is not what was made, is made anew: the same bits
-    assert "warm start: supervised training" in demo(tmp_path, *VAPO, "log.report=false", "checkpoint.export_hf=false")
+    (runs / "sft" / "hf" / "model.safetensors").write_bytes(
+        bits["sft"][:-1]
+    )  # what is not what was made, is made anew: the same bits
+    assert "warm start: supervised training" in demo(
+        tmp_path, *VAPO, "log.report=false", "checkpoint.export_hf=false"
+    )
     assert weights(runs / "sft") == bits["sft"] and not (runs / "vapo" / "hf").exists()
 
 
@@ -70,12 +95,16 @@ class TestIdentity:
     def configured(self, scene: Scene) -> Any:
         return lambda *overrides: runs.identity(load_config(scene.config, overrides))
 
-    @pytest.mark.parametrize("override", ["seed=1", "parallel.tp=1", "steps=2", "actor.lr=2e-6", "parallel.threads=2"])
+    @pytest.mark.parametrize(
+        "override", ["seed=1", "parallel.tp=1", "steps=2", "actor.lr=2e-6", "parallel.threads=2"]
+    )
     def test_settings(self, configured: Any, override: str) -> None:
         assert configured() == configured() != configured(override)
         assert configured("run_dir=elsewhere") == configured(), "where it lies does not matter"
 
-    def test_what_it_starts_from(self, configured: Any, model_copy: Path, scene: Scene, tmp_path: Path) -> None:
+    def test_what_it_starts_from(
+        self, configured: Any, model_copy: Path, scene: Scene, tmp_path: Path
+    ) -> None:
         assert configured(f"model.path={model_copy}") == configured()
         (model_copy / "tokenizer_config.json").write_text("{}")
         assert configured(f"model.path={model_copy}") != configured()
@@ -84,7 +113,9 @@ class TestIdentity:
         assert configured(f"data.train=[{other}]") != configured()
 
     @pytest.mark.parametrize("part", ["_code", "versions", "torch.backends.cpu.get_cpu_capability"])
-    def test_code_packages_and_processor(self, configured: Any, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_code_packages_and_processor(
+        self, configured: Any, part: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         before = configured()
         monkeypatch.setattr(f"megarl.ablation.runs.{part}", lambda: {"megarl": "0"})
         assert configured() != before
@@ -97,7 +128,10 @@ class TestRefusals:
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "thesis.txt").write_text("precious")
         line = scene.refused("demo", "--folder", str(tmp_path / "demo"), f"run_dir={tmp_path}/mine")
-        assert line == f"{tmp_path}/mine: exists and was not made by megarl demo (choose another run_dir or --folder)"
+        assert (
+            line
+            == f"{tmp_path}/mine: exists and was not made by megarl demo (choose another run_dir or --folder)"
+        )
         assert (tmp_path / "mine" / "thesis.txt").exists() and not (tmp_path / "demo").exists()
 
     @pytest.mark.parametrize(
@@ -108,7 +142,9 @@ class TestRefusals:
             ("/sft/hf", "configs/demo_vapo.yaml: run_dir: DEMO/sft/hf is in model.path DEMO/sft/hf"),
         ],
     )
-    def test_a_run_dir_with_the_warm_start_in_it(self, scene: Scene, tmp_path: Path, inside: str, says: str) -> None:
+    def test_a_run_dir_with_the_warm_start_in_it(
+        self, scene: Scene, tmp_path: Path, inside: str, says: str
+    ) -> None:
         line = scene.refused("demo", "--folder", f"{tmp_path}/demo", f"run_dir={tmp_path}/demo{inside}")
         assert line.startswith(says.replace("DEMO", f"{tmp_path}/demo"))
         assert not (tmp_path / "demo").exists()
@@ -126,4 +162,7 @@ class TestRefusals:
         with locked(tmp_path / "demo", "megarl demo"):
             (tmp_path / "demo" / MARK).touch()
             line = scene.refused("demo", "--folder", str(tmp_path / "demo"))
-        assert line == f"{tmp_path}/demo: another megarl demo works there (wait for it, or choose another --folder)"
+        assert (
+            line
+            == f"{tmp_path}/demo: another megarl demo works there (wait for it, or choose another --folder)"
+        )

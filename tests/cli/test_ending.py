@@ -14,7 +14,12 @@ from megarl.parallel.launch import HUNG, explain_failures
 from tests.cli.processes import Job, megarl, wait_for
 from tests.cli.scene import Scene
 
-ENDLESS = ("steps=100000", "rollout.dynamic_sampling.max_batches=1", "rollout.dynamic_sampling.at_limit=continue", "data.eval=[]")
+ENDLESS = (
+    "steps=100000",
+    "rollout.dynamic_sampling.max_batches=1",
+    "rollout.dynamic_sampling.at_limit=continue",
+    "data.eval=[]",
+)
 
 
 class TestExplainFailures:
@@ -27,9 +32,15 @@ class TestExplainFailures:
 
     def test_a_killed_rank_is_the_news_whatever_its_peers_say(self) -> None:
         lost = self.word("rank 0: lost another rank", 1.0, peer_lost=True)
-        code, line = explain_failures({0: (1, lost), 1: (-signal.SIGTERM, {}), 2: (-signal.SIGKILL, {})}, self.RUN)
+        code, line = explain_failures(
+            {0: (1, lost), 1: (-signal.SIGTERM, {}), 2: (-signal.SIGKILL, {})}, self.RUN
+        )
         assert code == 137
-        assert line.startswith("rank 2 was killed by signal 9 (SIGKILL)") and "dmesg" in line and line.endswith("runs/x")
+        assert (
+            line.startswith("rank 2 was killed by signal 9 (SIGKILL)")
+            and "dmesg" in line
+            and line.endswith("runs/x")
+        )
 
     def test_a_hang_that_was_reported_is_the_news_though_the_stuck_rank_had_to_be_killed(self) -> None:
         words = {0: (HUNG, self.word("the run hangs: rank 1 does not answer", 1.0)), 1: (-signal.SIGKILL, {})}
@@ -37,7 +48,10 @@ class TestExplainFailures:
 
     def test_an_error_of_its_own_comes_before_a_lost_peer(self) -> None:
         lost = self.word("rank 0: lost another rank", 1.0, peer_lost=True)
-        assert explain_failures({0: (1, lost), 1: (2, self.word("rank 1: broken file", 2.0))}, self.RUN) == (2, "rank 1: broken file")
+        assert explain_failures({0: (1, lost), 1: (2, self.word("rank 1: broken file", 2.0))}, self.RUN) == (
+            2,
+            "rank 1: broken file",
+        )
 
     def test_the_earliest_error_is_said(self) -> None:
         words = {0: (2, self.word("late", 5.0)), 1: (2, self.word("early", 4.0)), 2: (-signal.SIGTERM, {})}
@@ -45,18 +59,27 @@ class TestExplainFailures:
 
     def test_a_traceback_is_pointed_at(self) -> None:
         code, line = explain_failures({0: (-signal.SIGTERM, {}), 1: (1, {"message": "<NONE>"})}, self.RUN)
-        assert (code, line) == (1, "rank 1 ended with exit code 1: what it said is above, what the run wrote is in runs/x")
+        assert (code, line) == (
+            1,
+            "rank 1 ended with exit code 1: what it said is above, what the run wrote is in runs/x",
+        )
 
     def test_a_crash(self) -> None:
         code, line = explain_failures({0: (-signal.SIGSEGV, {})}, self.RUN)
-        assert code == 139 and line.startswith("rank 0 was killed by signal 11 (SIGSEGV)") and "dmesg" not in line
+        assert (
+            code == 139
+            and line.startswith("rank 0 was killed by signal 11 (SIGSEGV)")
+            and "dmesg" not in line
+        )
 
     def test_a_rank_that_could_not_take_the_launchers_wish_yet(self) -> None:
         lost = self.word("rank 1: lost another rank", 1.0, peer_lost=True)
         ends = {0: (-signal.SIGUSR1, {}), 1: (1, lost), 2: (-signal.SIGTERM, {})}
         told = "stopped by SIGTERM: rank 0 had nothing to save; the same command continues from what is in runs/x"
         assert explain_failures(ends, self.RUN, forwarded=signal.SIGTERM) == (75, told)
-        code, line = explain_failures(ends, self.RUN)  # nobody has asked: whoever sent that was not the launcher
+        code, line = explain_failures(
+            ends, self.RUN
+        )  # nobody has asked: whoever sent that was not the launcher
         assert code == 138 and line.startswith("rank 0 was killed by signal 10 (SIGUSR1)")
         code, line = explain_failures({**ends, 2: (-signal.SIGKILL, {})}, self.RUN, forwarded=signal.SIGTERM)
         assert code == 75 and "stopped by SIGTERM" in line
@@ -119,14 +142,24 @@ def job_scene(tmp_path: Path) -> Scene:
 class TestRealJob:
     def test_a_verifier_that_fails_on_every_answer_ends_the_run(self, job_scene: Scene) -> None:
         """Only on what a model says, so that the check before the run finds nothing: the second step is the last."""
-        keys = ("reward.verifier=tests.cli.verifiers:only_labelled", "guard.unverified_steps=2", "steps=4", "data.eval=[]")
+        keys = (
+            "reward.verifier=tests.cli.verifiers:only_labelled",
+            "guard.unverified_steps=2",
+            "steps=4",
+            "data.eval=[]",
+        )
         done = megarl("train", str(job_scene.config), *keys, "log.terminal=plain", cwd=job_scene.folder)
         assert done.returncode == 2
         assert "megarl: reward.verifier: it failed on every answer of 2 steps in a row" in done.stderr
         line = "the verifier failed on every answer, most often: LookupError: no label (2 of at most 2 steps in a row)"
         assert line in " ".join(done.stdout.split())
-        records = [json.loads(record) for record in (job_scene.folder / "run" / "metrics.jsonl").read_text().splitlines()]
-        assert [record["reward/unverified"] for record in records] == [1.0, 1.0] and line in records[1]["events"]
+        records = [
+            json.loads(record)
+            for record in (job_scene.folder / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert [record["reward/unverified"] for record in records] == [1.0, 1.0] and line in records[1][
+            "events"
+        ]
 
     def test_a_killed_rank_ends_the_job(self, job_scene: Scene) -> None:
         with Job(job_scene.config, *ENDLESS) as job:
@@ -164,23 +197,32 @@ class TestRealJob:
         assert (code, errors) == (143, "megarl: ended by SIGTERM, with all ranks\n")
 
     @pytest.mark.parametrize("with_handlers", [False, True])
-    def test_told_to_end_while_the_ranks_are_starting(self, job_scene: Scene, monkeypatch: pytest.MonkeyPatch, with_handlers: bool) -> None:
+    def test_told_to_end_while_the_ranks_are_starting(
+        self, job_scene: Scene, monkeypatch: pytest.MonkeyPatch, with_handlers: bool
+    ) -> None:
         """No rank has a handler yet (they die of what the launcher passes on), or all have one and note what they were told."""
         folder = self.slow_start(job_scene, monkeypatch, SLOW_RANKS, with_handlers=with_handlers)
         with Job(job_scene.config, *ENDLESS, "checkpoint.every=1") as job:
             wait_for("the ranks to start", lambda: len(list(folder.glob("waits-*"))) == 2)
             job.process.send_signal(signal.SIGTERM)
-            wait_for("the launcher's word", lambda: "the ranks have 300 s to save and leave" in job.errors.read_text())
+            wait_for(
+                "the launcher's word",
+                lambda: "the ranks have 300 s to save and leave" in job.errors.read_text(),
+            )
             (folder / "go").touch()
             code, errors = job.end()
         assert code == 75 and errors.count("\n") == 2 and "killed" not in errors, errors
         if with_handlers:
-            assert errors.endswith("megarl: stopped by SIGUSR1: before the first step, nothing is lost; the same command continues\n")
+            assert errors.endswith(
+                "megarl: stopped by SIGUSR1: before the first step, nothing is lost; the same command continues\n"
+            )
         else:
             told = r"megarl: stopped by SIGTERM: rank [01] had nothing to save; the same command continues from what is in "
             assert re.match(told + re.escape(f"{job_scene.folder}/run"), errors.splitlines()[1])
 
-    def test_told_to_end_while_a_rank_without_our_launcher_is_importing(self, job_scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_told_to_end_while_a_rank_without_our_launcher_is_importing(
+        self, job_scene: Scene, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """As torchrun's ranks are: they take SIGTERM themselves."""
         folder = self.slow_start(job_scene, monkeypatch, SLOW_IMPORT)
         with Job(job_scene.config, *ENDLESS, "parallel.tp=1", "checkpoint.every=1") as job:
@@ -220,8 +262,15 @@ class TestRealJob:
         assert code == -signal.SIGKILL
 
     def test_an_error_in_the_midst_of_a_run_is_said_once(self, job_scene: Scene) -> None:
-        with Job(job_scene.config, "rollout.dynamic_sampling.max_batches=1", "rollout.dynamic_sampling.at_limit=stop") as job:
+        with Job(
+            job_scene.config,
+            "rollout.dynamic_sampling.max_batches=1",
+            "rollout.dynamic_sampling.at_limit=stop",
+        ) as job:
             job.ranks(2)
             code, errors = job.end()
         assert code == 2
-        assert errors.startswith("megarl: rollout.dynamic_sampling.max_batches: after 1 generation batches") and errors.count("\n") == 1
+        assert (
+            errors.startswith("megarl: rollout.dynamic_sampling.max_batches: after 1 generation batches")
+            and errors.count("\n") == 1
+        )

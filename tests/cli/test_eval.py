@@ -37,15 +37,23 @@ def run(shared_scene: Scene, ranks: Ranks, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
-def test_a_checkpoint_is_evaluated_at_any_layout(shared_scene: Scene, ranks: Ranks, run: Path, layout: tuple[int, int, int]) -> None:
+def test_a_checkpoint_is_evaluated_at_any_layout(
+    shared_scene: Scene, ranks: Ranks, run: Path, layout: tuple[int, int, int]
+) -> None:
     tp, pp, _ = layout
-    config = load_config(shared_scene.config, [f"parallel.tp={tp}", f"parallel.pp={pp}", "evaluation.samples=3"])
+    config = load_config(
+        shared_scene.config, [f"parallel.tp={tp}", f"parallel.pp={pp}", "evaluation.samples=3"]
+    )
     expected = load_file(run / "hf" / "model.safetensors")
     found = [ranks(*layout).run(evaluate_policy, config=config, given=given) for given in (run, run / "hf")]
     for weights, _ in found[0]:
-        assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
+        assert weights.keys() == expected.keys() and all(
+            torch.equal(weights[name], expected[name]) for name in weights
+        )
     start = load_file(shared_scene.folder / "model" / "model.safetensors")
-    assert not torch.equal(start["model.norm.weight"], expected["model.norm.weight"]), "the checkpoint is not where it began"
+    assert not torch.equal(start["model.norm.weight"], expected["model.norm.weight"]), (
+        "the checkpoint is not where it began"
+    )
     answers = [answers for policy in found for _, answers in policy]
     assert len(answers[0]) == 9 * 3 and all(other == answers[0] for other in answers)
 
@@ -54,12 +62,17 @@ def test_which_folders_are_a_policy(shared_scene: Scene, run: Path, tmp_path: Pa
     config = load_config(shared_scene.config)
     newest = run / "checkpoints" / "step-000003"
     assert find_policy(config, None) == (config, None)
-    assert find_policy(config, run / "hf")[0].model.path == run / "hf" and find_policy(config, run / "hf")[1] is None
+    assert (
+        find_policy(config, run / "hf")[0].model.path == run / "hf"
+        and find_policy(config, run / "hf")[1] is None
+    )
     for given in (run, newest):
         assert find_policy(config, given) == (config, newest / "actor")
 
 
-def test_a_converted_checkpoint_brings_its_own_description(shared_scene: Scene, ranks: Ranks, run: Path, tmp_path: Path) -> None:
+def test_a_converted_checkpoint_brings_its_own_description(
+    shared_scene: Scene, ranks: Ranks, run: Path, tmp_path: Path
+) -> None:
     whole = tmp_path / "converted"
     assert main(["convert", "to-megatron", str(run / "hf"), str(whole)]) == 0
     config = load_config(shared_scene.config, ["parallel.tp=1", "evaluation.samples=2"])
@@ -71,7 +84,9 @@ def test_a_converted_checkpoint_brings_its_own_description(shared_scene: Scene, 
     assert answers == same
 
 
-def test_training_starts_from_converted_checkpoints(shared_scene: Scene, ranks: Ranks, run: Path, tmp_path: Path) -> None:
+def test_training_starts_from_converted_checkpoints(
+    shared_scene: Scene, ranks: Ranks, run: Path, tmp_path: Path
+) -> None:
     """model.path and critic.path: the same weights as from the Hugging Face folder, and a damaged one is refused before ranks start."""
     whole, critic = tmp_path / "converted", tmp_path / "critic"
     assert main(["convert", "to-megatron", str(run / "hf"), str(whole), "--pp", "2"]) == 0
@@ -86,7 +101,9 @@ def test_training_starts_from_converted_checkpoints(shared_scene: Scene, ranks: 
         for found, expected in zip(others, begun[0], strict=True):
             assert len(found) == len(expected) > 40 and all(map(torch.equal, found, expected))
     (whole / "__1_0.distcp").unlink()
-    with pytest.raises(CheckpointError, match=rf"^model\.path: {whole}/__1_0\.distcp: model\..*: no such file"):
+    with pytest.raises(
+        CheckpointError, match=rf"^model\.path: {whole}/__1_0\.distcp: model\..*: no such file"
+    ):
         preflight(load_config(shared_scene.config, [f"model.path={whole}"]), "x.yaml")
 
 
@@ -112,7 +129,9 @@ def test_folders_that_are_refused(shared_scene: Scene, run: Path, tmp_path: Path
     assert "its writing was interrupted" in refused(damaged / "checkpoints" / ".step-000004.partial")
     description = json.loads((model_copy / "config.json").read_text())
     (model_copy / "config.json").write_text(json.dumps({**description, "rms_norm_eps": 1e-3}))
-    assert "was written with another model than model.path describes" in refused(run, f"model.path={model_copy}")
+    assert "was written with another model than model.path describes" in refused(
+        run, f"model.path={model_copy}"
+    )
     assert "no such file" in refused(run, "model.path=/no/model")
     assert find_policy(config, None)[1] is None
 
@@ -129,7 +148,17 @@ def test_the_command_on_two_ranks(shared_scene: Scene, run: Path, tmp_path: Path
 
     def evaluated(given: Path, out: str, dp: int) -> str:
         sizes = ("parallel.tp=1", f"parallel.dp={dp}")
-        done = megarl("eval", str(shared_scene.config), "--checkpoint", str(given), "--out", out, *sizes, *common, cwd=tmp_path)
+        done = megarl(
+            "eval",
+            str(shared_scene.config),
+            "--checkpoint",
+            str(given),
+            "--out",
+            out,
+            *sizes,
+            *common,
+            cwd=tmp_path,
+        )
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout
 
@@ -156,5 +185,7 @@ def test_the_command_on_two_ranks(shared_scene: Scene, run: Path, tmp_path: Path
     table = lines(tmp_path / "two" / "problems.jsonl")
     assert [(row["uid"], row["right"]) for row in table] == [(uid, sum(own)) for uid, own in right.items()]
     assert "all problems, hardest first" in printed
-    shown = [line.split("│")[3].strip() for line in printed.splitlines() if line.startswith("│") and "/4" in line]
+    shown = [
+        line.split("│")[3].strip() for line in printed.splitlines() if line.startswith("│") and "/4" in line
+    ]
     assert shown == sorted(shown) and Counter(shown) == Counter(f"{row['right']}/4" for row in table)

@@ -45,14 +45,23 @@ class TestHelp:
 class TestConfig:
     def test_show_prints_what_can_be_loaded_again(self, scene: Scene, tmp_path: Path) -> None:
         assert scene.capsys is not None
-        text = printed(scene.capsys, "config", "show", str(scene.config), "actor.lr=2e-6", "reward.verifier=math")
+        text = printed(
+            scene.capsys, "config", "show", str(scene.config), "actor.lr=2e-6", "reward.verifier=math"
+        )
         (tmp_path / "y.yaml").write_text(text)
-        assert load_config(tmp_path / "y.yaml") == load_config(scene.config, ["actor.lr=2e-6", "reward.verifier=math"])
-        assert parse_yaml(text, "")["rollout"]["dynamic_sampling"]["enabled"] is True, "the preset's switches are shown"
+        assert load_config(tmp_path / "y.yaml") == load_config(
+            scene.config, ["actor.lr=2e-6", "reward.verifier=math"]
+        )
+        assert parse_yaml(text, "")["rollout"]["dynamic_sampling"]["enabled"] is True, (
+            "the preset's switches are shown"
+        )
 
     def test_check(self, scene: Scene) -> None:
         assert scene.capsys is not None
-        assert printed(scene.capsys, "config", "check", str(scene.config)) == f"{scene.config}: the configuration holds\n"
+        assert (
+            printed(scene.capsys, "config", "check", str(scene.config))
+            == f"{scene.config}: the configuration holds\n"
+        )
         text = printed(scene.capsys, "config", "check", str(scene.config), "model.path=/no/such/model")
         assert "the configuration holds; model.path /no/such/model is not on this machine" in text
         assert not (scene.folder / "run").exists()
@@ -74,4 +83,6 @@ class TestConfig:
         assert said["parallel.dp"] == "    whole number or null, in devices; default null; source: our choice"
         assert said["recipe"] == "    sft or grpo or dapo or ppo or vapo; required; source: our choice"
         assert said["actor.lr"].startswith("    number; default 1.0e-06; source: DAPO")
-        assert said["rollout.dynamic_sampling.enabled"].startswith("    true or false; default false (dapo true); source: DAPO eq. 11")
+        assert said["rollout.dynamic_sampling.enabled"].startswith(
+            "    true or false; default false (dapo true); source: DAPO eq. 11"
+        )

@@ -63,33 +63,52 @@ def check_answers(answers: list[dict[str, Any]], problems: dict[str, str], k: in
     """Each problem was put into the chat template, answered k times, verified, and found wrong."""
     assert Counter(a["uid"] for a in answers) == dict.fromkeys({a["uid"] for a in answers}, k)
     asked = {a["prompt"]: a["answer"] for a in answers}
-    assert asked == {f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n": answer for text, answer in problems.items()}
+    assert asked == {
+        f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n": answer
+        for text, answer in problems.items()
+    }
     assert len(answers) == k * len(problems)
     for answer in answers:
         assert 0 < answer["length"] <= 32 and (answer["length"] == 32 or not answer["truncated"])
         assert answer["error"] is None and answer["correct"] is False
-    assert len({a["response"] for a in answers}) > 0.9 * len(answers), "each answer was sampled with a seed of its own"
+    assert len({a["response"] for a in answers}) > 0.9 * len(answers), (
+        "each answer was sampled with a seed of its own"
+    )
 
 
 def test_evaluation_on_aime(folder: Path) -> None:
     problems = aime()
     done = megarl("eval", "aime.yaml", cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "data: 30 of 960 rows used, 930 duplicates, 0 unusable\n30 problems x 2 answers by model\n" in done.stdout
+    assert (
+        "data: 30 of 960 rows used, 930 duplicates, 0 unusable\n30 problems x 2 answers by model\n"
+        in done.stdout
+    )
     out = folder / "run" / "eval"
     check_answers(lines(out / "answers.jsonl"), problems, k=2)
-    assert json.loads((out / "data.json").read_text()) == {"rows": {str(AIME): 960}, "kept": 30, "duplicates": 930, "rejected": []}
+    assert json.loads((out / "data.json").read_text()) == {
+        "rows": {str(AIME): 960},
+        "kept": 30,
+        "duplicates": 930,
+        "rejected": [],
+    }
     scores = json.loads((out / "scores.json").read_text())
     assert (scores["policy"], scores["problems"], scores["samples"]) == ("model", 30, 2)
     assert scores["answers"].pop("without_answer") <= 60
     assert scores["answers"].pop("truncated") <= 60
     assert scores["answers"] == {"all": 60, "right": 0, "unverified": 0}
-    none = {"mean": 0.0, "low": 0.0, "high": pytest.approx(0.1224, abs=1e-4)}  # Wilson's interval of 0 of 30 with t = 2.045
+    none = {
+        "mean": 0.0,
+        "low": 0.0,
+        "high": pytest.approx(0.1224, abs=1e-4),
+    }  # Wilson's interval of 0 of 30 with t = 2.045
     assert scores["scores"] == dict.fromkeys(("avg@2", "pass@1", "pass@2", "majority@2"), none)
     table = lines(out / "problems.jsonl")
     assert {row["answer"] for row in table} == set(problems.values()) and len(table) == 30
     for name in scores["scores"]:
-        assert any(name in line and "0.0000 to 0.1224" in line for line in done.stdout.splitlines()), "the table shows what the file says"
+        assert any(name in line and "0.0000 to 0.1224" in line for line in done.stdout.splitlines()), (
+            "the table shows what the file says"
+        )
     assert "the 20 hardest of 30 problems (all: problems.jsonl)" in done.stdout
 
 
@@ -101,13 +120,22 @@ def test_training_on_aime(folder: Path) -> None:
     run = folder / "run"
     assert json.loads((run / "data.json").read_text())["train"]["rows"] == {str(AIME): 960}
     records = lines(run / "metrics.jsonl")
-    assert [(r["stage"], r["step"]) for r in records] == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]
+    assert [(r["stage"], r["step"]) for r in records] == [
+        ("eval", 0),
+        ("train", 1),
+        ("train", 2),
+        ("eval", 2),
+    ]
     for record in records:
         if record["stage"] == "eval":
             assert (record["eval/avg"], record["eval/problems"], record["eval/k"]) == (0, 30, 2)
         else:
             # Two generation batches of 8 prompts, none of them mixed: the limit, and the step goes on with what it has.
-            assert (record["rollout/batches"], record["rollout/prompts"], record["rollout/groups_all_wrong"]) == (2, 16, 16)
+            assert (
+                record["rollout/batches"],
+                record["rollout/prompts"],
+                record["rollout/groups_all_wrong"],
+            ) == (2, 16, 16)
             assert record["reward/accuracy"] == 0 and record["reward/unverified"] == 0
     evaluations = lines(run / "evaluations.jsonl")
     for step in (0, 2):
@@ -120,9 +148,21 @@ def test_the_trained_model_is_evaluated(folder: Path) -> None:
     aime()
     if not (folder / "run" / "hf").is_dir():
         pytest.skip("test_training_on_aime has not left a model")
-    done = megarl("eval", "aime.yaml", "--checkpoint", "run/hf", "--out", "after", "evaluation.max_problems=3", cwd=folder)
+    done = megarl(
+        "eval",
+        "aime.yaml",
+        "--checkpoint",
+        "run/hf",
+        "--out",
+        "after",
+        "evaluation.max_problems=3",
+        cwd=folder,
+    )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "3 problems x 2 answers by run/hf" in done.stdout and len(lines(folder / "after" / "answers.jsonl")) == 6
+    assert (
+        "3 problems x 2 answers by run/hf" in done.stdout
+        and len(lines(folder / "after" / "answers.jsonl")) == 6
+    )
 
 
 def test_evaluation_on_gsm8k(folder: Path) -> None:
@@ -133,6 +173,12 @@ def test_evaluation_on_gsm8k(folder: Path) -> None:
     arguments = ("eval", "aime.yaml", f"data.eval=[{GSM8K}]", ask, "evaluation.samples=1", "--out", "gsm8k")
     done = megarl(*arguments, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "data: 200 of 200 rows used, 0 duplicates, 0 unusable\n200 problems x 1 answers by model\n" in done.stdout
-    asked = {f"{question}\nThe last line of your response must be Answer: $Answer": answer for question, answer in wanted.items()}
+    assert (
+        "data: 200 of 200 rows used, 0 duplicates, 0 unusable\n200 problems x 1 answers by model\n"
+        in done.stdout
+    )
+    asked = {
+        f"{question}\nThe last line of your response must be Answer: $Answer": answer
+        for question, answer in wanted.items()
+    }
     check_answers(lines(folder / "gsm8k" / "answers.jsonl"), asked, k=1)

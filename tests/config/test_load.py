@@ -34,8 +34,12 @@ def refusal(path: Path, *overrides: str) -> str:
 
 class TestLayers:
     def test_later_layers_win_over_earlier_ones(self, tmp_path: Path) -> None:
-        (tmp_path / "grandparent.yaml").write_text("recipe: dapo\nsteps: 1\nseed: 1\nmodel: {path: a, dtype: fp32}\nactor: {lr: 1.0e-3}\n")
-        (tmp_path / "parent.yaml").write_text("base: grandparent.yaml\nsteps: 2\nseed: 2\nactor: {weight_decay: 0.5}\n")
+        (tmp_path / "grandparent.yaml").write_text(
+            "recipe: dapo\nsteps: 1\nseed: 1\nmodel: {path: a, dtype: fp32}\nactor: {lr: 1.0e-3}\n"
+        )
+        (tmp_path / "parent.yaml").write_text(
+            "base: grandparent.yaml\nsteps: 2\nseed: 2\nactor: {weight_decay: 0.5}\n"
+        )
         (tmp_path / "other.yaml").write_text("seed: 3\n")
         child = tmp_path / "child.yaml"
         child.write_text("base: [parent.yaml, other.yaml]\nrun_dir: runs/x\nactor:\n  eps: 1.0e-5\n")
@@ -43,7 +47,13 @@ class TestLayers:
         assert (config.steps, config.seed, config.model.path, config.model.dtype) == (7, 3, Path("c"), "fp32")
         # Sections are merged key by key: preset (warm-up), grandparent, parent, file; the rest are defaults.
         actor = config.actor
-        assert (actor.warmup_steps, actor.lr, actor.weight_decay, actor.eps, actor.clip_grad) == (20, 1e-3, 0.5, 1e-5, 1.0)
+        assert (actor.warmup_steps, actor.lr, actor.weight_decay, actor.eps, actor.clip_grad) == (
+            20,
+            1e-3,
+            0.5,
+            1e-5,
+            1.0,
+        )
 
     def test_bases_are_relative_to_the_file_that_names_them(self, tmp_path: Path) -> None:
         (tmp_path / "deep").mkdir()
@@ -69,7 +79,9 @@ class TestLayers:
 
     def test_a_missing_base_says_who_named_it(self, tmp_path: Path) -> None:
         (tmp_path / "x.yaml").write_text("base: gone.yaml\n")
-        assert refusal(tmp_path / "x.yaml") == f"{tmp_path}/gone.yaml: no such file (base of {tmp_path}/x.yaml)"
+        assert (
+            refusal(tmp_path / "x.yaml") == f"{tmp_path}/gone.yaml: no such file (base of {tmp_path}/x.yaml)"
+        )
 
     def test_an_override_may_be_a_whole_section(self, minimum: Path) -> None:
         config = load_config(minimum, ["rollout={prompts: 8, group_size: 4}", "rollout.prompts=16"])
@@ -85,9 +97,27 @@ class TestLayers:
 class TestPresets:
     # The switches as the papers have them, written down here a second time: DAPO section 2 and 4.1, VAPO section 4 and 5.1.
     EXPECTED = {
-        "grpo": {"advantage": "group", "aggregation": "sample", "clip_high": 0.2, "nll_weight": 0.0, "kl_weight": 0.0},
-        "dapo": {"advantage": "group", "aggregation": "token", "clip_high": 0.28, "nll_weight": 0.0, "kl_weight": 0.0},
-        "ppo": {"advantage": "gae", "aggregation": "sample", "clip_high": 0.2, "lambda_critic": 0.95, "lambda_policy": 0.95},
+        "grpo": {
+            "advantage": "group",
+            "aggregation": "sample",
+            "clip_high": 0.2,
+            "nll_weight": 0.0,
+            "kl_weight": 0.0,
+        },
+        "dapo": {
+            "advantage": "group",
+            "aggregation": "token",
+            "clip_high": 0.28,
+            "nll_weight": 0.0,
+            "kl_weight": 0.0,
+        },
+        "ppo": {
+            "advantage": "gae",
+            "aggregation": "sample",
+            "clip_high": 0.2,
+            "lambda_critic": 0.95,
+            "lambda_policy": 0.95,
+        },
         "vapo": {
             "advantage": "gae",
             "aggregation": "token",
@@ -112,20 +142,37 @@ class TestPresets:
 
     def test_a_file_turns_a_switch_of_its_recipe_off(self, minimum: Path) -> None:
         config = load_config(minimum, ["recipe=vapo", "algorithm.clip_high=0.2", "value_pretraining.steps=0"])
-        assert (config.algorithm.clip_high, config.value_pretraining.steps, config.algorithm.nll_weight) == (0.2, 0, 0.1)
+        assert (config.algorithm.clip_high, config.value_pretraining.steps, config.algorithm.nll_weight) == (
+            0.2,
+            0,
+            0.1,
+        )
 
 
 class TestFilesOfTheProject:
     FILES = sorted(file for file in CONFIGS.rglob("*.yaml") if not file.name.endswith(".table.yaml"))
 
     def bases(self) -> set[Path]:
-        lines = [(file, line) for file in self.FILES for line in file.read_text().splitlines() if line.startswith("base:")]
-        return {(file.parent / name.strip(" []")).resolve() for file, line in lines for name in line.partition(":")[2].split(",")}
+        lines = [
+            (file, line)
+            for file in self.FILES
+            for line in file.read_text().splitlines()
+            if line.startswith("base:")
+        ]
+        return {
+            (file.parent / name.strip(" []")).resolve()
+            for file, line in lines
+            for name in line.partition(":")[2].split(",")
+        }
 
     @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
     def test_parses_and_holds(self, file: Path) -> None:
         # A base need not be complete; what it says must hold in a run nevertheless.
-        rest = [] if "recipe:" in file.read_text() else ["recipe=dapo", "run_dir=x", "steps=1", "model.path=m", "data.train=[x.jsonl]"]
+        rest = (
+            []
+            if "recipe:" in file.read_text()
+            else ["recipe=dapo", "run_dir=x", "steps=1", "model.path=m", "data.train=[x.jsonl]"]
+        )
         rest = rest if file.resolve() in self.bases() else []
         check_config(load_config(file, rest), str(file))
 
@@ -146,7 +193,9 @@ class TestKnobs:
             extra = field.json_schema_extra
             assert isinstance(extra, dict) and set(extra) == {"unit", "source"}, key
             assert field.description and len(field.description) > 2, key
-            assert isinstance(extra["unit"], str) and isinstance(extra["source"], str) and extra["source"], key
+            assert isinstance(extra["unit"], str) and isinstance(extra["source"], str) and extra["source"], (
+                key
+            )
 
     def test_every_leaf_of_the_resolved_configuration_is_a_knob(self, minimum: Path) -> None:
         def leaves(section: Section, prefix: str = "") -> set[str]:
@@ -165,7 +214,13 @@ class TestKnobs:
             "heavy = {'torch', 'numpy', 'transformers', 'pyarrow', 'matplotlib'} & set(sys.modules)\n"
             "assert not heavy, heavy"
         )
-        done = subprocess.run([sys.executable, "-c", code, str(minimum)], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(minimum)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         assert "lr: 2.0e-06" in done.stdout
 
@@ -213,7 +268,11 @@ class TestRefusals:
     def test_overrides(self, minimum: Path, override: str) -> None:
         message = refusal(minimum, override)
         expected = self.CASES[override]
-        assert message.startswith(expected) if "unknown key" in expected or "noequals" in override else expected in message
+        assert (
+            message.startswith(expected)
+            if "unknown key" in expected or "noequals" in override
+            else expected in message
+        )
 
     FILES = {
         "": "x.yaml: must hold `key: value` lines",
@@ -228,7 +287,8 @@ class TestRefusals:
         "base: ['']\n": "x.yaml: base: must be a file name or a list of file names",
         "recipe: dapo\nrun_dir: x\nsteps: 1\n": "x.yaml: model: must be given",
         "recipe: dapo\nrun_dir: x\nsteps: 1\nmodel: {dtype: fp32}\n": "x.yaml: model.path: must be given",
-        MINIMUM + "rollout: &a {prompts: *a}\n": "x.yaml: rollout: sections within sections, more than 8 deep",
+        MINIMUM
+        + "rollout: &a {prompts: *a}\n": "x.yaml: rollout: sections within sections, more than 8 deep",
         MINIMUM + "rollout: {stop: &a [*a]}\n": "x.yaml: rollout.stop: must be a text",
     }
 
@@ -298,7 +358,9 @@ class TestContradictions:
         assert refusal(minimum, *given).startswith(f"{minimum}: {self.CASES[overrides]}")
 
     @pytest.mark.parametrize("recipe", ["sft", "grpo", "dapo", "ppo", "vapo"])
-    def test_a_consistent_one_passes_and_so_does_what_it_resolves_to(self, minimum: Path, tmp_path: Path, recipe: str) -> None:
+    def test_a_consistent_one_passes_and_so_does_what_it_resolves_to(
+        self, minimum: Path, tmp_path: Path, recipe: str
+    ) -> None:
         config = load_config(minimum, [f"recipe={recipe}", "data.train=[x.jsonl]"])
         check_config(config, str(minimum))
         (tmp_path / "resolved.yaml").write_text(dump_config(config))
@@ -306,7 +368,10 @@ class TestContradictions:
 
     def test_critic_mini_batches_of_other_sizes_pass(self, minimum: Path) -> None:
         for size in (1, 256, 512, 1024, 8192):
-            check_config(load_config(minimum, ["recipe=vapo", "data.train=[x.jsonl]", f"critic.mini_batch={size}"]), str(minimum))
+            check_config(
+                load_config(minimum, ["recipe=vapo", "data.train=[x.jsonl]", f"critic.mini_batch={size}"]),
+                str(minimum),
+            )
 
 
 class TestNumbersAndTexts:
@@ -323,7 +388,9 @@ class TestNumbersAndTexts:
     def test_leading_zeros_are_decimal(self, minimum: Path) -> None:
         assert load_config(minimum, ["seed=010"]).seed == 10
 
-    @pytest.mark.parametrize(("text", "value"), [("true", True), ("False", False), ("yes", True), ("off", False)])
+    @pytest.mark.parametrize(
+        ("text", "value"), [("true", True), ("False", False), ("yes", True), ("off", False)]
+    )
     def test_switches(self, minimum: Path, text: str, value: bool) -> None:
         assert load_config(minimum, [f"data.shuffle={text}"]).data.shuffle is value
 
@@ -333,7 +400,9 @@ class TestNumbersAndTexts:
 
     def test_home(self, minimum: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOME", "/somewhere")
-        config = load_config(minimum, ["model.path=~/m", "data.train=[~/a.jsonl, b~/c.jsonl]", "critic.path=null"])
+        config = load_config(
+            minimum, ["model.path=~/m", "data.train=[~/a.jsonl, b~/c.jsonl]", "critic.path=null"]
+        )
         assert config.model.path == Path("/somewhere/m")
         assert config.data.train == (Path("/somewhere/a.jsonl"), Path("b~/c.jsonl"))
 

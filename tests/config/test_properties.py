@@ -37,9 +37,16 @@ def one(kind: Any, bounds: dict[str, Any]) -> st.SearchStrategy[Any]:
     if kind is bool:
         return st.booleans()
     if kind is int:
-        return st.integers(low if "gt" not in bounds else low + 1, high if high is None or "le" in bounds else high - 1)
+        return st.integers(
+            low if "gt" not in bounds else low + 1, high if high is None or "le" in bounds else high - 1
+        )
     if kind is float:
-        options = {"exclude_min": "gt" in bounds, "exclude_max": "lt" in bounds, "allow_nan": False, "allow_infinity": False}
+        options = {
+            "exclude_min": "gt" in bounds,
+            "exclude_max": "lt" in bounds,
+            "allow_nan": False,
+            "allow_infinity": False,
+        }
         return st.floats(low, high, **options)
     if kind is Path:
         return TEXTS.filter(bool).map(lambda text: str(Path(text)))
@@ -54,7 +61,9 @@ def limits(field: FieldInfo) -> dict[str, Any]:
         if hasattr(limit, "__dict__")
         else getattr(limit, type(limit).__name__.lower())
         for limit in field.metadata
-        if isinstance(limit, annotated_types.Ge | annotated_types.Gt | annotated_types.Le | annotated_types.Lt)
+        if isinstance(
+            limit, annotated_types.Ge | annotated_types.Gt | annotated_types.Le | annotated_types.Lt
+        )
     }
 
 
@@ -90,10 +99,20 @@ def settings_of_knobs(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=60, deadline=None)
 @given(chosen=settings_of_knobs())
-@example(chosen={"run_dir": "1e5", "reward.verifier": "no", "rollout.stop": ["\x85", "~", "", "<<", "2024-01-01", "\u2028"]})
-@example(chosen={"actor.lr": 5e-324, "critic.lr": 1.7976931348623157e308, "data.eval": [], "parallel.dp": None})
+@example(
+    chosen={
+        "run_dir": "1e5",
+        "reward.verifier": "no",
+        "rollout.stop": ["\x85", "~", "", "<<", "2024-01-01", "\u2028"],
+    }
+)
+@example(
+    chosen={"actor.lr": 5e-324, "critic.lr": 1.7976931348623157e308, "data.eval": [], "parallel.dp": None}
+)
 def test_what_is_dumped_is_read_back(folder: Path, chosen: dict[str, Any]) -> None:
-    config = load_config(folder / "minimum.yaml", [f"{key}={dump_yaml(value)}" for key, value in chosen.items()])
+    config = load_config(
+        folder / "minimum.yaml", [f"{key}={dump_yaml(value)}" for key, value in chosen.items()]
+    )
     for key, value in chosen.items():
         found: Any = config
         for part in key.split("."):
@@ -130,17 +149,23 @@ def refused_or_loaded(path: Path, *overrides: str) -> None:
 @example(content=b"steps: " + b"9" * 5000)
 @example(content=b"steps: !!timestamp x")
 @example(content=b"steps: !!int ''")
-@example(content=b"a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\nrun_dir: [*b,*b,*b,*b,*b,*b,*b,*b]")
+@example(
+    content=b"a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\nrun_dir: [*b,*b,*b,*b,*b,*b,*b,*b]"
+)
 def test_any_bytes(folder: Path, content: bytes) -> None:
     (folder / "bytes.yaml").write_bytes(content)
     refused_or_loaded(folder / "bytes.yaml")
 
 
 NAMES = st.sampled_from([*sorted({part for key in KNOBS for part in key.split(".")}), "base", "foo"])
-SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), TEXTS, st.dates(), st.binary(max_size=4))
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), TEXTS, st.dates(), st.binary(max_size=4)
+)
 TREES = st.recursive(
     SCALARS,
-    lambda below: st.one_of(st.lists(below, max_size=3), st.dictionaries(st.one_of(NAMES, SCALARS), below, max_size=4)),
+    lambda below: st.one_of(
+        st.lists(below, max_size=3), st.dictionaries(st.one_of(NAMES, SCALARS), below, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -148,12 +173,16 @@ TREES = st.recursive(
 @settings(max_examples=100, deadline=None)
 @given(tree=st.dictionaries(NAMES, TREES, max_size=6))
 def test_any_yaml(folder: Path, tree: dict[str, Any]) -> None:
-    (folder / "tree.yaml").write_text(yaml.safe_dump({"recipe": "vapo", "run_dir": "x", "steps": 1, "model": {"path": "m"}, **tree}))
+    (folder / "tree.yaml").write_text(
+        yaml.safe_dump({"recipe": "vapo", "run_dir": "x", "steps": 1, "model": {"path": "m"}, **tree})
+    )
     refused_or_loaded(folder / "tree.yaml")
 
 
 @settings(max_examples=200, deadline=None)
-@given(key=st.one_of(st.sampled_from(sorted(KNOBS)), TEXTS), value=st.one_of(TEXTS, TREES.map(yaml.safe_dump)))
+@given(
+    key=st.one_of(st.sampled_from(sorted(KNOBS)), TEXTS), value=st.one_of(TEXTS, TREES.map(yaml.safe_dump))
+)
 def test_any_override(folder: Path, key: str, value: str) -> None:
     refused_or_loaded(folder / "minimum.yaml", f"{key}={value}")
     refused_or_loaded(folder / "minimum.yaml", key + value)

@@ -69,9 +69,9 @@ def test_named_functions_and_tests_exist(page: Path) -> None:
     for module, name in re.findall(r"`(megarl(?:\.\w+)+):(\w+)`", text):
         assert hasattr(importlib.import_module(module), name), f"{module}:{name}"
     for file, name in re.findall(r"\b([\w/]+\.py)::(\w+)", text):
-        assert re.search(rf"^(def|class) {name}\b", (ROOT / "tests" / file.removeprefix("tests/")).read_text(), flags=re.M), (
-            f"{file}::{name}"
-        )
+        assert re.search(
+            rf"^(def|class) {name}\b", (ROOT / "tests" / file.removeprefix("tests/")).read_text(), flags=re.M
+        ), f"{file}::{name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -79,14 +79,28 @@ def test_named_keys_exist(page: Path) -> None:
     sections = {key.split(".")[0] for key in KNOBS if "." in key}
     text = re.sub(r"^```text\n.*?^```$", "", page.read_text(), flags=re.M | re.S)  # what programs print
     for key in re.findall(r"(?<![\w/.-])([a-z_]+(?:\.[a-z_]+)+)(?![\w/(-])", text):
-        if key.split(".")[0] in sections and key.rsplit(".", 1)[1] not in ("py", "json", "jsonl", "html", "md", "yaml", "safetensors"):
+        if key.split(".")[0] in sections and key.rsplit(".", 1)[1] not in (
+            "py",
+            "json",
+            "jsonl",
+            "html",
+            "md",
+            "yaml",
+            "safetensors",
+        ):
             assert key in KNOBS or any(known.startswith(f"{key}.") for known in KNOBS), key
 
 
 def test_every_equation_has_a_function_and_a_test() -> None:
     """algorithms.md is a map of DAPO's equations 1 to 13 and VAPO's 1 to 10; that what it names exists is tested above."""
-    rows = re.findall(r"^\| (DAPO|VAPO) eq\. (\d+) \|[^|]*\|([^|]*)\|([^|]*)\|$", (ROOT / "docs" / "algorithms.md").read_text(), flags=re.M)
-    assert [(paper, int(number)) for paper, number, *_ in rows] == [("DAPO", n) for n in range(1, 14)] + [("VAPO", n) for n in range(1, 11)]
+    rows = re.findall(
+        r"^\| (DAPO|VAPO) eq\. (\d+) \|[^|]*\|([^|]*)\|([^|]*)\|$",
+        (ROOT / "docs" / "algorithms.md").read_text(),
+        flags=re.M,
+    )
+    assert [(paper, int(number)) for paper, number, *_ in rows] == [("DAPO", n) for n in range(1, 14)] + [
+        ("VAPO", n) for n in range(1, 11)
+    ]
     for *equation, functions, tests in rows:
         assert re.fullmatch(r"\s*(`megarl(?:\.\w+)+:\w+`(, )?)+\s*", functions), equation
         assert re.fullmatch(r"\s*(`[\w/]+\.py::test_\w+`(, )?)+\s*", tests), equation
@@ -97,7 +111,11 @@ def test_every_equation_has_a_function_and_a_test() -> None:
 
 
 def test_the_table_of_recipes_is_that_of_the_presets() -> None:
-    rows = re.findall(r"^\| (`.*) \| (.*) \| (.*) \| (.*) \| (.*) \|$", (ROOT / "docs" / "algorithms.md").read_text(), flags=re.M)
+    rows = re.findall(
+        r"^\| (`.*) \| (.*) \| (.*) \| (.*) \| (.*) \|$",
+        (ROOT / "docs" / "algorithms.md").read_text(),
+        flags=re.M,
+    )
     assert len(rows) >= 9
     for keys, *cells in rows:
         names = re.findall(r"`([\w.]+)`", keys.split("(")[0])
@@ -114,7 +132,13 @@ def preset(recipe: str, key: str) -> str:
     for part in key.split("."):
         found = found.get(part) if isinstance(found, dict) else None
     value = KNOBS[key].default if found is None else found
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) and value != 1.0 else str(value)
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float) and value != 1.0
+        else str(value)
+    )
 
 
 def test_ablation_rows_load() -> None:
@@ -132,19 +156,30 @@ def test_ablation_rows_load() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [command for page in PAGES for command in commands(page, "megarl") if command[0] == "config" and command[-1] != "sums.yaml"],
+    [
+        command
+        for page in PAGES
+        for command in commands(page, "megarl")
+        if command[0] == "config" and command[-1] != "sums.yaml"
+    ],
     ids=" ".join,
 )
-def test_config_commands(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_config_commands(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)  # whatever this checkout's runs/ holds
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    expected = {"show": "recipe:", "check": "the configuration holds", "docs": "update.mini_batch"}[arguments[1]]
+    expected = {"show": "recipe:", "check": "the configuration holds", "docs": "update.mini_batch"}[
+        arguments[1]
+    ]
     assert expected in printed
 
 
-@pytest.mark.parametrize("arguments", [c for page in PAGES for c in commands(page, "megarl") if c[0] != "config"], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [c for page in PAGES for c in commands(page, "megarl") if c[0] != "config"], ids=" ".join
+)
 def test_other_commands_are_understood(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments of documented commands that take too long for this test: they are read, and their configuration loads."""
     from megarl.cli import main as cli
@@ -206,7 +241,9 @@ def test_sweeps_resolve() -> None:
     assert spec is not None and spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    found = [words[1:] for page in PAGES for words in commands(page, "python") if words[:1] == ["tools/launch.py"]]
+    found = [
+        words[1:] for page in PAGES for words in commands(page, "python") if words[:1] == ["tools/launch.py"]
+    ]
     assert len(found) >= 3
     for words in found:
         given = tool.parse(words)
@@ -229,14 +266,26 @@ def test_one_answer_to_which_python() -> None:
     least, above = int(bounds[1]), int(bounds[2] or 0)
     wanted = f"Python 3.{least} or newer" + (f", up to 3.{above - 1}" if above else "")
     for file in ("README.md", "CONTRIBUTING.md", "docs/first_run.md", "Makefile"):
-        first = re.search(r"Python (?:>= ?)?3\.\d+(?: or newer)?(?:, up to 3\.\d+)?", (ROOT / file).read_text())
+        first = re.search(
+            r"Python (?:>= ?)?3\.\d+(?: or newer)?(?:, up to 3\.\d+)?", (ROOT / file).read_text()
+        )
         assert first is not None and first[0] == wanted, file
-    check = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "sys.version_info <" in line)
-    assert f"version_info < (3, {least}))" in check and f"older than Python 3.{least} (set PYTHON=python3.{least})" in check
-    assert settings["tool"]["ruff"]["target-version"] == f"py3{least}" and settings["tool"]["mypy"]["python_version"] == f"3.{least}"
+    check = next(
+        line for line in (ROOT / "Makefile").read_text().splitlines() if "sys.version_info <" in line
+    )
+    assert (
+        f"version_info < (3, {least}))" in check
+        and f"older than Python 3.{least} (set PYTHON=python3.{least})" in check
+    )
+    assert (
+        settings["tool"]["ruff"]["target-version"] == f"py3{least}"
+        and settings["tool"]["mypy"]["python_version"] == f"3.{least}"
+    )
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "your_own_task.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "your_own_task.md"], ids=lambda page: page.name
+)
 def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for block in blocks(page, "python"):
         exec(compile(block, str(page), "exec"), {})
@@ -262,7 +311,8 @@ def test_own_task(own_task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from megarl.rewards.pool import VerifierPool
 
     train, held_out = (
-        [json.loads(line) for line in (own_task / f"sums_{part}.jsonl").read_text().splitlines()] for part in ("train", "eval")
+        [json.loads(line) for line in (own_task / f"sums_{part}.jsonl").read_text().splitlines()]
+        for part in ("train", "eval")
     )
     assert len(held_out) == 200 and len(train) > 1900
     assert not {row["question"] for row in train} & {row["question"] for row in held_out}
@@ -270,13 +320,17 @@ def test_own_task(own_task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config("sums.yaml")
     validate_files(config.data)
     with VerifierPool(config.reward.verifier, 1, 10.0) as pool:
-        verdicts = pool.verify([("1+1=2\nAnswer: 23", "24"), ("Answer: 22", "24"), ("23", "24"), ("Answer: many", "24")])
+        verdicts = pool.verify(
+            [("1+1=2\nAnswer: 23", "24"), ("Answer: 22", "24"), ("23", "24"), ("Answer: many", "24")]
+        )
     assert [verdict.correct for verdict in verdicts] == [True, False, False, False]
     assert verdicts[0].extracted == "23"
 
 
 @pytest.mark.slow
-def test_own_task_trains(own_task: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_task_trains(
+    own_task: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The page's commands, from a model with random weights and for one step, on the layout that the page's base has."""
     from megarl.demo.arithmetic import write_demo
 
@@ -284,7 +338,14 @@ def test_own_task_trains(own_task: Path, capfd: pytest.CaptureFixture[str], monk
     shutil.copytree(own_task / "made" / "model", own_task / "runs" / "demo" / "vapo" / "hf")
     monkeypatch.setenv("PYTHONPATH", f"{own_task}:{ROOT}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    small = ["steps=1", "rollout.prompts=8", "update.mini_batch=32", "evaluation.max_problems=16", "log.report=false", "log.terminal=quiet"]
+    small = [
+        "steps=1",
+        "rollout.prompts=8",
+        "update.mini_batch=32",
+        "evaluation.max_problems=16",
+        "log.report=false",
+        "log.terminal=quiet",
+    ]
     assert main(["config", "check", "sums.yaml"]) == 0
     assert main(["eval", "sums.yaml", "--out", "runs/sums_before", "evaluation.max_problems=16"]) == 0
     assert json.loads((own_task / "runs/sums_before/scores.json").read_text())["problems"] == 16

@@ -15,7 +15,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megarl.config.errors import CheckpointError, MegarlError
 from megarl.config.files import check_index
@@ -59,15 +64,24 @@ def only_our_errors(read: Callable[[], Any]) -> None:
             raise
 
 
-ROWS = st.fixed_dictionaries({}, optional={"prompt": JSON, "question": JSON, "answer": JSON, "reward_model": JSON, "response": JSON})
+ROWS = st.fixed_dictionaries(
+    {}, optional={"prompt": JSON, "question": JSON, "answer": JSON, "reward_model": JSON, "response": JSON}
+)
 
 
 @QUICK
-@given(st.one_of(st.binary(max_size=300), st.lists(ROWS.map(lambda row: json.dumps(row).encode()), max_size=5).map(b"\n".join)))
+@given(
+    st.one_of(
+        st.binary(max_size=300),
+        st.lists(ROWS.map(lambda row: json.dumps(row).encode()), max_size=5).map(b"\n".join),
+    )
+)
 def test_data_files(tmp_path: Path, content: bytes) -> None:
     for name in ("rows.jsonl", "rows.parquet"):
         (tmp_path / name).write_bytes(content)
-        only_our_errors(lambda name=name: validate_files(DataConfig(train=(tmp_path / name,), template="raw")))
+        only_our_errors(
+            lambda name=name: validate_files(DataConfig(train=(tmp_path / name,), template="raw"))
+        )
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +105,9 @@ def test_config_of_a_model(model: tuple[Path, bytes, bytes], data: st.DataObject
     folder, weights, config = model
     (folder / "model.safetensors").write_bytes(weights)
     values = json.loads(config)
-    key = data.draw(st.sampled_from(sorted({*values, *VALUES, "head_dim", "auto_map", "id2label", "quantization_config"})))
+    key = data.draw(
+        st.sampled_from(sorted({*values, *VALUES, "head_dim", "auto_map", "id2label", "quantization_config"}))
+    )
     changed = {**values, key: data.draw(JSON)}
     if data.draw(st.booleans()):
         changed.pop(data.draw(st.sampled_from(sorted(values))), None)
@@ -106,30 +122,52 @@ ROPE = st.sampled_from(sorted({*ROPE_NUMBERS, *OTHERS}))
 
 
 @QUICK
-@given(kind=st.sampled_from(sorted(ROPE_NEEDS)), rope=st.dictionaries(ROPE, st.integers(-1, 9) | st.floats() | JSON, max_size=6))
-def test_rotary_embeddings_of_a_model(model: tuple[Path, bytes, bytes], kind: str, rope: dict[str, Any]) -> None:
+@given(
+    kind=st.sampled_from(sorted(ROPE_NEEDS)),
+    rope=st.dictionaries(ROPE, st.integers(-1, 9) | st.floats() | JSON, max_size=6),
+)
+def test_rotary_embeddings_of_a_model(
+    model: tuple[Path, bytes, bytes], kind: str, rope: dict[str, Any]
+) -> None:
     folder, _, config = model
     needed = dict.fromkeys(ROPE_NEEDS[kind], 2.0)
-    (folder / "config.json").write_text(json.dumps({**json.loads(config), "rope_scaling": {"rope_type": kind, **needed, **rope}}))
+    (folder / "config.json").write_text(
+        json.dumps({**json.loads(config), "rope_scaling": {"rope_type": kind, **needed, **rope}})
+    )
     only_our_errors(lambda: check_buildable(folder))
 
 
 @settings(QUICK, max_examples=40)
-@given(data=st.data(), name=st.sampled_from(["tokenizer.json", "tokenizer_config.json", "generation_config.json"]))
+@given(
+    data=st.data(),
+    name=st.sampled_from(["tokenizer.json", "tokenizer_config.json", "generation_config.json"]),
+)
 def test_tokenizer_of_a_model(model: tuple[Path, bytes, bytes], data: st.DataObject, name: str) -> None:
     folder, _, config = model
     (folder / "config.json").write_bytes(config)
     whole = (folder / name).read_bytes()
     values = json.loads(whole)
-    key = data.draw(st.sampled_from(sorted({*values, "chat_template", "eos_token", "tokenizer_class", "added_tokens_decoder"})))
+    key = data.draw(
+        st.sampled_from(
+            sorted({*values, "chat_template", "eos_token", "tokenizer_class", "added_tokens_decoder"})
+        )
+    )
     inner = values[key] if isinstance(values.get(key), dict) and data.draw(st.booleans()) else None
     if inner:
         inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(JSON)
     text = json.dumps(values if inner else {**values, key: data.draw(JSON)}).encode()
     (folder / name).write_bytes(data.draw(st.one_of(st.just(text), damaged(whole))))
-    run = {"recipe": "dapo", "run_dir": "x", "steps": 1, "model": {"path": folder}, "data": {"train": ["x.jsonl"]}}
+    run = {
+        "recipe": "dapo",
+        "run_dir": "x",
+        "steps": 1,
+        "model": {"path": folder},
+        "data": {"train": ["x.jsonl"]},
+    }
     try:
-        only_our_errors(lambda: check_tokenizer(Config.model_validate(run), Described(folder, json.loads(config))))
+        only_our_errors(
+            lambda: check_tokenizer(Config.model_validate(run), Described(folder, json.loads(config)))
+        )
     finally:
         (folder / name).write_bytes(whole)
 
@@ -145,8 +183,13 @@ def test_recorded_rollouts(tmp_path: Path, data: st.DataObject) -> None:
 
 
 @QUICK
-@given(tensors=st.dictionaries(st.text(max_size=5), st.lists(st.integers(-5, 5), max_size=4), max_size=3), made=JSON)
-def test_foreign_files_in_the_place_of_rollouts(tmp_path: Path, tensors: dict[str, list[int]], made: Any) -> None:
+@given(
+    tensors=st.dictionaries(st.text(max_size=5), st.lists(st.integers(-5, 5), max_size=4), max_size=3),
+    made=JSON,
+)
+def test_foreign_files_in_the_place_of_rollouts(
+    tmp_path: Path, tensors: dict[str, list[int]], made: Any
+) -> None:
     path = tmp_path / "step.safetensors"
     header = {"made_from": json.dumps(made), "sha256": "0"}
     path.write_bytes(save({name: torch.tensor(values) for name, values in tensors.items()}, header))
@@ -182,7 +225,8 @@ def test_an_index_that_would_run_something(tmp_path: Path) -> None:
     assert not (tmp_path / "done").exists()
     # A name with dots is followed by pickle, and a module that is allowed imports others.
     path.write_bytes(
-        b"\x80\x04\x8c%ctorch.distributed.checkpoint.metadata\x8c\x09os.system\x93." % len("torch.distributed.checkpoint.metadata")
+        b"\x80\x04\x8c%ctorch.distributed.checkpoint.metadata\x8c\x09os.system\x93."
+        % len("torch.distributed.checkpoint.metadata")
     )
     with pytest.raises(CheckpointError, match=r"os\.system has no business there"):
         check_index(path)
@@ -192,7 +236,9 @@ def test_an_index_that_would_run_something(tmp_path: Path) -> None:
 @given(data=st.data())
 def test_index_of_a_checkpoint(tmp_path: Path, data: st.DataObject) -> None:
     chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))]
-    metadata = Metadata({"weight": TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([3]), chunks)})
+    metadata = Metadata(
+        {"weight": TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([3]), chunks)}
+    )
     whole = pickle.dumps(metadata)
     (tmp_path / ".metadata").write_bytes(whole)
     check_index(tmp_path / ".metadata")
@@ -219,6 +265,8 @@ def test_manifests(tmp_path: Path, content: bytes) -> None:
 )
 def test_verifiers(name: str, response: str, answer: str, form: str) -> None:
     """A verdict, whatever is judged; that none takes long or much memory is the pool's business (tests/rewards)."""
-    verdict = judge(get_verifier(name), form.replace("{}", response.replace("{", "").replace("}", "")), answer)
+    verdict = judge(
+        get_verifier(name), form.replace("{}", response.replace("{", "").replace("}", "")), answer
+    )
     assert isinstance(verdict, Verdict) and isinstance(verdict.correct, bool)
     assert name != "dapo" or verdict.error is None

@@ -52,7 +52,11 @@ TINY = {
 
 def sizes_of(name: str, **changes: Any) -> dict[str, Any]:
     """A config.json: of a published model, or `tiny`."""
-    known = TINY if name == "tiny" else {**TINY, **KNOWN_MODELS[name], "max_position_embeddings": 32768, "rope_theta": 1e6}
+    known = (
+        TINY
+        if name == "tiny"
+        else {**TINY, **KNOWN_MODELS[name], "max_position_embeddings": 32768, "rope_theta": 1e6}
+    )
     return {**known, **changes}
 
 
@@ -94,7 +98,9 @@ class Scene:
     def local(self, responses: int, tokens: int) -> LocalBatch:
         """Prompts of 4 tokens, random responses of `tokens` each, all of them right, in one mini-batch."""
         generator = torch.Generator().manual_seed(3)
-        drawn = torch.randint(2, self.sizes["vocab_size"], (responses, tokens + 4), generator=generator).tolist()
+        drawn = torch.randint(
+            2, self.sizes["vocab_size"], (responses, tokens + 4), generator=generator
+        ).tolist()
         batch = Experience.build([row[:4] for row in drawn], [row[4:] for row in drawn])
         batch["correct"] = torch.ones(responses, dtype=torch.bool)
         batch["truncated"] = torch.zeros(responses, dtype=torch.bool)
@@ -112,7 +118,9 @@ class Scene:
         self.actor.compute_gradients(local.mini_batches[0], supervised_loss(local.experience))
         named = table_names(dict(self.actor.model.named_parameters()))
         # Copies, for the buffer that these are views of is emptied when it leaves the device.
-        return {name: parameter.main_grad.to("cpu", torch.float32, copy=True) for name, parameter in named.items()}
+        return {
+            name: parameter.main_grad.to("cpu", torch.float32, copy=True) for name, parameter in named.items()
+        }
 
     def update(self, local: LocalBatch) -> UpdateResult:
         """One optimizer step."""
@@ -132,7 +140,12 @@ class Scene:
         start_engine(self.engine, self.runtime)
         made = make_weight_sync(self.config, self.runtime, self.sizes, self.actor.model, self.engine)
         tags = {"weights": made.nbytes, "kv_cache": 0}
-        self.offload.register({f"engine.{tag}": EngineMemory(made, tag, self.runtime.device, size) for tag, size in tags.items()})
+        self.offload.register(
+            {
+                f"engine.{tag}": EngineMemory(made, tag, self.runtime.device, size)
+                for tag, size in tags.items()
+            }
+        )
         return made
 
     def transfer(self, version: int) -> float:

@@ -11,7 +11,9 @@ from tests.gpu.scene import UPDATE, Scene, sizes_of
 
 @pytest.fixture(scope="module")
 def scene(runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    return Scene(runtime, tmp_path_factory.mktemp("small"), sizes_of("Qwen2.5-0.5B"), model={"layers": "portable"})
+    return Scene(
+        runtime, tmp_path_factory.mktemp("small"), sizes_of("Qwen2.5-0.5B"), model={"layers": "portable"}
+    )
 
 
 def test_a_step_learns(scene: Scene) -> None:

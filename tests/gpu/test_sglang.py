@@ -18,14 +18,23 @@ OPTIONS = {"attention_backend": "triton", "disable_cuda_graph": True}
 @pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang (docs/gpu.md)")
 @pytest.mark.parametrize("weights_dtype", ["model", "fp8_block"])
 def test_colocated(weights_dtype: str, runtime: Runtime, tmp_path: Path) -> None:
-    rollout = {"engine": "sglang", "weights_dtype": weights_dtype, "engine_memory": 0.3, "engine_options": OPTIONS}
-    scene = Scene(runtime, tmp_path, sizes_of("Qwen2.5-7B", num_hidden_layers=2, vocab_size=16000), rollout=rollout)
+    rollout = {
+        "engine": "sglang",
+        "weights_dtype": weights_dtype,
+        "engine_memory": 0.3,
+        "engine_options": OPTIONS,
+    }
+    scene = Scene(
+        runtime, tmp_path, sizes_of("Qwen2.5-7B", num_hidden_layers=2, vocab_size=16000), rollout=rollout
+    )
     try:
         found = colocated(scene)
         scene.offload.onload("nothing", ())
         free = torch.cuda.mem_get_info()[0]
         scene.offload.onload("rollout", ENGINE)
-        assert free - torch.cuda.mem_get_info()[0] > 0.2 * torch.cuda.get_device_properties(0).total_memory, "the KV cache came back"
+        assert free - torch.cuda.mem_get_info()[0] > 0.2 * torch.cuda.get_device_properties(0).total_memory, (
+            "the KV cache came back"
+        )
     finally:
         scene.engine.stop()
     assert found["present"] == [set(ENGINE), set(UPDATE)] * 2

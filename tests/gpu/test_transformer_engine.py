@@ -18,7 +18,9 @@ SIZES = sizes_of("Qwen2.5-7B", num_hidden_layers=2, vocab_size=16000)
 # logits of random weights have a standard deviation of about 1.
 BF16, FP8 = (0.03, 0.05), (0.1, 0.25)
 
-pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine (docs/gpu.md)", exc_type=ImportError)
+pytest.importorskip(
+    "transformer_engine.pytorch", reason="needs Transformer Engine (docs/gpu.md)", exc_type=ImportError
+)
 
 
 def results(runtime: Runtime, folder: Path, **model: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,8 +39,15 @@ def portable(runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return results(runtime, tmp_path_factory.mktemp("portable"), layers="portable")
 
 
-def check(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor], bounds: tuple[float, float]) -> None:
-    logprobs, gradients = float((found[0] - expected[0]).abs().mean()), float((found[1] - expected[1]).norm() / expected[1].norm())
+def check(
+    found: tuple[torch.Tensor, torch.Tensor],
+    expected: tuple[torch.Tensor, torch.Tensor],
+    bounds: tuple[float, float],
+) -> None:
+    logprobs, gradients = (
+        float((found[0] - expected[0]).abs().mean()),
+        float((found[1] - expected[1]).norm() / expected[1].norm()),
+    )
     print(f"log-probs {logprobs:.2e} of {bounds[0]}, gradients {gradients:.2e} of {bounds[1]}")
     assert logprobs <= bounds[0]
     assert gradients <= bounds[1]
@@ -49,7 +58,9 @@ def test_bf16(runtime: Runtime, portable: tuple[torch.Tensor, torch.Tensor], tmp
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_fp8(recipe: str, runtime: Runtime, portable: tuple[torch.Tensor, torch.Tensor], tmp_path: Path) -> None:
+def test_fp8(
+    recipe: str, runtime: Runtime, portable: tuple[torch.Tensor, torch.Tensor], tmp_path: Path
+) -> None:
     problem = device_problem(recipe, torch.cuda.get_device_capability(), torch.version.cuda or "0.0")
     if problem:
         pytest.skip(f"{recipe} {problem}")
@@ -65,7 +76,10 @@ def test_a_checkpoint_is_for_both(runtime: Runtime, tmp_path: Path) -> None:
     from megarl.weights.families import table_names
     from tests.checkpoints import save_model
 
-    scenes = [Scene(runtime, tmp_path / kind, sizes_of("tiny", hidden_size=64), model={"layers": kind}) for kind in ("te", "portable")]
+    scenes = [
+        Scene(runtime, tmp_path / kind, sizes_of("tiny", hidden_size=64), model={"layers": kind})
+        for kind in ("te", "portable")
+    ]
     scenes[0].update(scenes[0].local(4, 32))
     (tmp_path / "checkpoint").mkdir()
     save_model(scenes[0].actor, tmp_path / "checkpoint")

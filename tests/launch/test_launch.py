@@ -18,8 +18,16 @@ from megarl.config.errors import ConfigError
 from tests.slurm.cluster import Cluster, missing, wait_for
 
 ROOT = Path(__file__).parents[2]
-needs_nemo = pytest.mark.skipif(importlib.util.find_spec("nemo_run") is None, reason="nemo-run is not installed: make test-launch")
-SMALL = ["steps=1", "rollout.prompts=4", "rollout.group_size=4", "update.mini_batch=16", "value_pretraining.steps=0"]
+needs_nemo = pytest.mark.skipif(
+    importlib.util.find_spec("nemo_run") is None, reason="nemo-run is not installed: make test-launch"
+)
+SMALL = [
+    "steps=1",
+    "rollout.prompts=4",
+    "rollout.group_size=4",
+    "update.mini_batch=16",
+    "value_pretraining.steps=0",
+]
 QUICK = [*SMALL, "evaluation.max_problems=4", "log.report=false", "checkpoint.every=1"]
 
 
@@ -39,14 +47,26 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
     folder = tmp_path_factory.mktemp("data")
     write_demo(folder, 0)
-    return [f"model.path={folder}/model", f"data.train=[{folder}/train.jsonl]", f"data.eval=[{folder}/eval.jsonl]"]
+    return [
+        f"model.path={folder}/model",
+        f"data.train=[{folder}/train.jsonl]",
+        f"data.eval=[{folder}/eval.jsonl]",
+    ]
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> str:
     """The tool as a user starts it; what it printed."""
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NEMORUN_HOME": str(folder / "nemo"), **environment}
+    settings = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "NEMORUN_HOME": str(folder / "nemo"),
+        **environment,
+    }
     command = [sys.executable, str(ROOT / "tools" / "launch.py"), *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=500, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -55,7 +75,9 @@ def test_with_nemo_run_the_versions_are_the_tested_ones() -> None:
     """But for those that the file itself names, which NeMo-Run's needs hold back."""
     texts = [(ROOT / name).read_text() for name in ("constraints-cpu.txt", "requirements-launch.txt")]
     tested, launch = (dict(re.findall(r"^([\w.-]+)==(\S+)$", text, flags=re.M)) for text in texts)
-    others = {name for name, version in tested.items() if launch.get(name) != version} - {"triton"}  # that is for Python 3.12
+    others = {name for name, version in tested.items() if launch.get(name) != version} - {
+        "triton"
+    }  # that is for Python 3.12
     assert len(tested) > 50 and others == {"anyio", "httpx2", "httpcore2"}
     assert all(name in texts[1].split("==")[0] for name in others)
 
@@ -67,13 +89,18 @@ def test_a_sweep_is_configurations_times_seeds(tool: ModuleType) -> None:
     assert [config.seed for config in made] == [0, 1, 0, 1]
     assert {config.steps for config in made} == {3}
     folders = [str(config.run_dir) for config in made]
-    assert folders[:2] == ["runs/ablations_32b/dapo_naive_grpo/seed0", "runs/ablations_32b/dapo_naive_grpo/seed1"]
+    assert folders[:2] == [
+        "runs/ablations_32b/dapo_naive_grpo/seed0",
+        "runs/ablations_32b/dapo_naive_grpo/seed1",
+    ]
     assert len(set(folders)) == 4
 
 
 def test_without_seeds_it_is_what_train_would_run(tool: ModuleType) -> None:
     (job,) = tool.jobs(tool.parse(["configs/vapo_32b.yaml", "actor.lr=2e-6"]))
-    assert load_config(job.arguments[0], job.arguments[1:]) == load_config(ROOT / "configs/vapo_32b.yaml", ["actor.lr=2e-6"])
+    assert load_config(job.arguments[0], job.arguments[1:]) == load_config(
+        ROOT / "configs/vapo_32b.yaml", ["actor.lr=2e-6"]
+    )
 
 
 def test_a_contradiction_is_found_before_anything_is_submitted(tool: ModuleType) -> None:
@@ -96,7 +123,17 @@ def test_the_dry_run_shows_the_job_of_the_sbatch_file(tmp_path: Path) -> None:
 @needs_nemo
 @pytest.mark.slow
 def test_a_sweep_on_this_machine(tmp_path: Path, data: list[str]) -> None:
-    run(tmp_path, "configs/demo_vapo.yaml", *data, *QUICK, f"run_dir={tmp_path}/run", "parallel.tp=1", "--seeds", "0", "1")
+    run(
+        tmp_path,
+        "configs/demo_vapo.yaml",
+        *data,
+        *QUICK,
+        f"run_dir={tmp_path}/run",
+        "parallel.tp=1",
+        "--seeds",
+        "0",
+        "1",
+    )
     for seed in (0, 1):
         config = load_config(tmp_path / "run" / f"seed{seed}" / "config.yaml")
         assert config.seed == seed and (config.run_dir / "hf" / "model.safetensors").is_file()
@@ -107,14 +144,42 @@ def test_a_sweep_on_this_machine(tmp_path: Path, data: list[str]) -> None:
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_a_job_on_a_real_slurm(tmp_path: Path, data: list[str]) -> None:
     with Cluster(tmp_path / "slurm") as cluster:
-        settings = [f"MEGARL_PYTHON={sys.executable}", "MEGARL_RANKS=1", f"MEGARL_LOGS={tmp_path}/logs", "GLOO_SOCKET_IFNAME=lo"]
-        options = ["--executor", "slurm", "--nodes", "2", "--gpus", "0", "--partition", "batch", "--time", "00:30:00"]
+        settings = [
+            f"MEGARL_PYTHON={sys.executable}",
+            "MEGARL_RANKS=1",
+            f"MEGARL_LOGS={tmp_path}/logs",
+            "GLOO_SOCKET_IFNAME=lo",
+        ]
+        options = [
+            "--executor",
+            "slurm",
+            "--nodes",
+            "2",
+            "--gpus",
+            "0",
+            "--partition",
+            "batch",
+            "--time",
+            "00:30:00",
+        ]
         options += [word for setting in settings for word in ("--env", setting)]
         environment = {"SLURM_CONF": cluster.environment["SLURM_CONF"]}
-        run(tmp_path, "configs/demo_vapo.yaml", *data, *QUICK, f"run_dir={tmp_path}/run", *options, **environment)
+        run(
+            tmp_path,
+            "configs/demo_vapo.yaml",
+            *data,
+            *QUICK,
+            f"run_dir={tmp_path}/run",
+            *options,
+            **environment,
+        )
         number = cluster.run("squeue", "-h", "-o", "%A").split()[0]
         try:
-            wait_for("the job", lambda: cluster.job(number)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"), 300)
+            wait_for(
+                "the job",
+                lambda: cluster.job(number)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"),
+                300,
+            )
         finally:
             log = io.StringIO()
             for file in (tmp_path / "nemo").rglob("sbatch_*.out"):

@@ -26,7 +26,14 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 def make_config(tp: int = 1, **model: Any) -> Config:
     settings = {"path": Path("x"), **model}
-    return Config(recipe="dapo", run_dir=Path("x"), steps=1, model=settings, parallel={"tp": tp}, data={"train": [Path("x")]})
+    return Config(
+        recipe="dapo",
+        run_dir=Path("x"),
+        steps=1,
+        model=settings,
+        parallel={"tp": tp},
+        data={"train": [Path("x")]},
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,8 +42,14 @@ def make_config(tp: int = 1, **model: Any) -> Config:
         (["model.dtype=fp32"], "model.fp8.format: hybrid needs model.dtype bf16"),
         (["model.layers=portable"], "model.fp8.format: hybrid needs Transformer Engine's layers"),
         (["parallel.device=cpu"], "model.fp8.format: hybrid needs a GPU"),
-        (["model.fp8.recipe=delayed"], "model.fp8.first_last_layers_bf16: recipe delayed scales all layers or none"),
-        (["model.fp8.format=none"], "model.fp8.first_last_layers_bf16: has no effect while model.fp8.format is none"),
+        (
+            ["model.fp8.recipe=delayed"],
+            "model.fp8.first_last_layers_bf16: recipe delayed scales all layers or none",
+        ),
+        (
+            ["model.fp8.format=none"],
+            "model.fp8.first_last_layers_bf16: has no effect while model.fp8.format is none",
+        ),
     ],
 )
 def test_contradictions(keys: list[str], complaint: str) -> None:
@@ -76,7 +89,10 @@ def test_sizes(name: str, tp: int, recipe: str, side: str) -> None:
     if not side:
         check_sizes(config, KNOWN_MODELS[name])
         return
-    with pytest.raises(ConfigError, match=f"model.fp8.recipe: {recipe} needs multiples of {RECIPES[recipe].multiple}, but {side} of"):
+    with pytest.raises(
+        ConfigError,
+        match=f"model.fp8.recipe: {recipe} needs multiples of {RECIPES[recipe].multiple}, but {side} of",
+    ):
         check_sizes(config, KNOWN_MODELS[name])
 
 
@@ -102,10 +118,18 @@ def test_options_are_megatrons_own() -> None:
     """They make a TransformerConfig of the installed megatron-core, which checks them."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    options = fp8_options(make_config(fp8={"format": "hybrid", "recipe": "blockwise", "first_last_layers_bf16": True}))
-    made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, bf16=True, params_dtype=torch.bfloat16, **options)
+    options = fp8_options(
+        make_config(fp8={"format": "hybrid", "recipe": "blockwise", "first_last_layers_bf16": True})
+    )
+    made = TransformerConfig(
+        num_layers=4, hidden_size=64, num_attention_heads=4, bf16=True, params_dtype=torch.bfloat16, **options
+    )
     assert (made.fp8, made.fp8_recipe, made.first_last_layers_bf16) == ("hybrid", "blockwise", True)
-    assert (made.num_layers_at_start_in_bf16, made.num_layers_at_end_in_bf16, made.tp_only_amax_red) == (1, 1, True)
+    assert (made.num_layers_at_start_in_bf16, made.num_layers_at_end_in_bf16, made.tp_only_amax_red) == (
+        1,
+        1,
+        True,
+    )
     assert fp8_options(make_config()) == {}
 
 
@@ -125,13 +149,19 @@ def test_a_layer_is_left() -> None:
         ("hybrid", "blockwise", 2, True, 256),
     ],
 )
-def test_packs_are_filled_up(fp8: str | None, recipe: str, tp: int, sequence_parallel: bool, expected: int) -> None:
+def test_packs_are_filled_up(
+    fp8: str | None, recipe: str, tp: int, sequence_parallel: bool, expected: int
+) -> None:
     """By one more sequence of its own, whose tokens are nobody's response; the others are as they were."""
-    config = SimpleNamespace(tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel, fp8=fp8, fp8_recipe=recipe)
+    config = SimpleNamespace(
+        tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel, fp8=fp8, fp8_recipe=recipe
+    )
     assert pack_multiple(config) == expected
     seen: list[torch.Tensor] = []
     model: Any = SimpleNamespace(
-        config=config, rotary_pos_emb=SimpleNamespace(inv_freq=torch.zeros(1)), pack=lambda cu_seqlens: seen.append(cu_seqlens)
+        config=config,
+        rotary_pos_emb=SimpleNamespace(inv_freq=torch.zeros(1)),
+        pack=lambda cu_seqlens: seen.append(cu_seqlens),
     )
     experience = Experience.build([[3, 4]] * 5, [[5] * n for n in (1, 7, 30, 2, 11)])
     batches = make_micro_batches(experience, range(5), 40, model)

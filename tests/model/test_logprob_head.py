@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from megarl.model.logprob_head import vocab_parallel_logprobs
 
 
-def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def plain(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     table = (hidden @ weight.T / temperature).log_softmax(-1)
     return table.gather(-1, labels[:, None])[:, 0], -(table.exp() * table).sum(-1)
 
@@ -31,7 +33,9 @@ def test_equals_log_softmax(tokens: int, words: int, padding: int, chunk: int, h
     weight = torch.randn(words + padding, 5, generator=g).requires_grad_()
     labels = torch.randint(0, words, (tokens,), generator=g)
     factors = torch.randn(tokens, generator=g)
-    found, entropy = vocab_parallel_logprobs(hidden, weight, labels, first_word=0, words=words, temperature=temperature, chunk=chunk)
+    found, entropy = vocab_parallel_logprobs(
+        hidden, weight, labels, first_word=0, words=words, temperature=temperature, chunk=chunk
+    )
     (found * factors).sum().backward()
     exact_hidden = hidden.detach().double().requires_grad_()
     exact_weight = weight.detach().double().requires_grad_()
@@ -50,7 +54,9 @@ def test_chunks_change_nothing() -> None:
     labels = torch.randint(0, 33, (50,), generator=g)
     whole = vocab_parallel_logprobs(hidden, weight, labels, first_word=0, words=33, temperature=1.0, chunk=50)
     for chunk in (1, 7, 49):
-        parts = vocab_parallel_logprobs(hidden, weight, labels, first_word=0, words=33, temperature=1.0, chunk=chunk)
+        parts = vocab_parallel_logprobs(
+            hidden, weight, labels, first_word=0, words=33, temperature=1.0, chunk=chunk
+        )
         assert all(torch.allclose(a, b, atol=5e-6) for a, b in zip(whole, parts, strict=True))
 
 
@@ -60,7 +66,9 @@ def test_bf16_weights_cost_no_more_than_their_own_rounding() -> None:
     hidden = torch.randn(48, 512, generator=g).bfloat16().requires_grad_()
     weight = (0.12 * torch.randn(700, 512, generator=g)).bfloat16().requires_grad_()
     labels = torch.randint(0, 700, (48,), generator=g)
-    found, entropy = vocab_parallel_logprobs(hidden, weight, labels, first_word=0, words=700, temperature=1.0, chunk=256)
+    found, entropy = vocab_parallel_logprobs(
+        hidden, weight, labels, first_word=0, words=700, temperature=1.0, chunk=256
+    )
     found.sum().backward()
     exact_hidden, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     expected, expected_entropy = plain(exact_hidden, exact_weight, labels, 1.0)
@@ -68,7 +76,9 @@ def test_bf16_weights_cost_no_more_than_their_own_rounding() -> None:
     assert (found.double() - expected).abs().max() < 2e-5
     assert (entropy.double() - expected_entropy).abs().max() < 2e-5
     for tensor, exact in ((hidden, exact_hidden), (weight, exact_weight)):
-        assert (tensor.grad.double() - exact.grad).norm() < 4e-3 * exact.grad.norm()  # a gradient is bf16: 2^-9 of each number
+        assert (
+            tensor.grad.double() - exact.grad
+        ).norm() < 4e-3 * exact.grad.norm()  # a gradient is bf16: 2^-9 of each number
 
 
 def test_no_array_of_all_logits() -> None:
@@ -80,7 +90,11 @@ def test_no_array_of_all_logits() -> None:
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             out = func(*args, **(kwargs or {}))
-            sizes.extend(x.numel() for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, torch.Tensor))
+            sizes.extend(
+                x.numel()
+                for x in (out if isinstance(out, (tuple, list)) else [out])
+                if isinstance(x, torch.Tensor)
+            )
             return out
 
     tokens, words, chunk = 512, 1000, 16
@@ -88,7 +102,13 @@ def test_no_array_of_all_logits() -> None:
     weight = torch.randn(words, 8).requires_grad_()
     with Watch():
         logprobs, _ = vocab_parallel_logprobs(
-            hidden, weight, torch.randint(0, words, (tokens,)), first_word=0, words=words, temperature=1.0, chunk=chunk
+            hidden,
+            weight,
+            torch.randint(0, words, (tokens,)),
+            first_word=0,
+            words=words,
+            temperature=1.0,
+            chunk=chunk,
         )
         logprobs.sum().backward()
     assert max(sizes) <= max(chunk * words, hidden.numel(), weight.numel()) < tokens * words / 8
@@ -99,7 +119,10 @@ def test_a_vocabulary_split_over_ranks_one_of_which_has_no_word(ranks) -> None: 
     for first in (33, 20):
         answers = ranks(2, 1, 1).run(on_ranks, shards=[first, 33 - first], padding=2)
         for found, expected in answers:
-            assert all(torch.allclose(a.double(), b, rtol=1e-5, atol=1e-5) for a, b in zip(found, expected, strict=True))
+            assert all(
+                torch.allclose(a.double(), b, rtol=1e-5, atol=1e-5)
+                for a, b in zip(found, expected, strict=True)
+            )
 
 
 def on_ranks(runtime, shards: list[int], padding: int):  # type: ignore[no-untyped-def]
@@ -118,11 +141,15 @@ def on_ranks(runtime, shards: list[int], padding: int):  # type: ignore[no-untyp
     shard = torch.cat([weight[first : first + words], torch.ones(padding, 8)]).requires_grad_()
     mine = hidden.clone().requires_grad_()
     group = parallel_state.get_tensor_model_parallel_group()
-    found = vocab_parallel_logprobs(mine, shard, labels, first_word=first, words=words, temperature=0.7, chunk=7, group=group)
+    found = vocab_parallel_logprobs(
+        mine, shard, labels, first_word=first, words=words, temperature=0.7, chunk=7, group=group
+    )
     (found[0] * factors).sum().backward()
     dist.all_reduce(mine.grad, group=group)
     whole_hidden, whole_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     expected = plain(whole_hidden, whole_weight, labels, 0.7)
     (expected[0] * factors).sum().backward()
     grad = torch.cat([whole_weight.grad[first : first + words], torch.zeros(padding, 8)])
-    return [x.detach() for x in (*found, mine.grad, shard.grad)], [x.detach() for x in (*expected, whole_hidden.grad, grad)]
+    return [x.detach() for x in (*found, mine.grad, shard.grad)], [
+        x.detach() for x in (*expected, whole_hidden.grad, grad)
+    ]

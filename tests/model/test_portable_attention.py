@@ -31,7 +31,9 @@ def test_plan_covers_every_token_once(lengths: list[int]) -> None:
 def test_equals_one_by_one(lengths: list[int], heads: tuple[int, int]) -> None:
     g = torch.Generator().manual_seed(len(lengths))
     total, width = sum(lengths), 8
-    query, key, value = (torch.randn(total, 1, n, width, generator=g).requires_grad_() for n in (heads[0], heads[1], heads[1]))
+    query, key, value = (
+        torch.randn(total, 1, n, width, generator=g).requires_grad_() for n in (heads[0], heads[1], heads[1])
+    )
     packed = PackedPlan.of(make_cu_seqlens(lengths), torch.device("cpu"))
     attention = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(attention)
@@ -44,8 +46,14 @@ def test_equals_one_by_one(lengths: list[int], heads: tuple[int, int]) -> None:
         q, k, v = (x[part, 0].transpose(0, 1) for x in (query, key, value))
         k, v = (x.repeat_interleave(heads[0] // heads[1], 0) for x in (k, v))
         mask = torch.ones(len(part), len(part), dtype=torch.bool).tril()
-        rows.append((F.softmax((q @ k.mT / width**0.5).masked_fill(~mask, -torch.inf), -1) @ v).transpose(0, 1).flatten(1))
+        rows.append(
+            (F.softmax((q @ k.mT / width**0.5).masked_fill(~mask, -torch.inf), -1) @ v)
+            .transpose(0, 1)
+            .flatten(1)
+        )
     expected = torch.cat(rows)[:, None]
     assert torch.allclose(found, expected, atol=1e-5)
-    for mine, exact in zip(grads, torch.autograd.grad((expected * factors).sum(), (query, key, value)), strict=True):
+    for mine, exact in zip(
+        grads, torch.autograd.grad((expected * factors).sum(), (query, key, value)), strict=True
+    ):
         assert torch.allclose(mine, exact, atol=1e-5)

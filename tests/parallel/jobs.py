@@ -76,7 +76,9 @@ def logprobs(
     from megarl.training.model import InferenceModel
 
     config = make_config(folder, sequence_parallel=sequence_parallel, model=model)
-    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": temperature})})
+    config = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"temperature": temperature})}
+    )
     actor = build_actor(config, read_hf_config(folder), runtime)
     load(actor, folder, runtime)
     experience = Experience.build(prompts, responses)
@@ -101,7 +103,9 @@ def values(
     load(critic, folder, runtime, critic=True)
     experience = Experience.build(prompts, responses)
     batches = make_micro_batches(experience, range(len(prompts)), 40, critic)
-    return InferenceModel("critic", critic, runtime).value_columns(experience, batches)["values"][experience.response_mask]
+    return InferenceModel("critic", critic, runtime).value_columns(experience, batches)["values"][
+        experience.response_mask
+    ]
 
 
 def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, options: dict[str, Any]) -> Any:
@@ -117,7 +121,9 @@ def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, opt
     build = build_critic if which == "critic" else build_actor
     model = build(config, read_hf_config(folder), runtime)
     load(model, folder, runtime, critic=which == "critic")
-    learner = TrainableModel(which, model, config.critic if which == "critic" else config.actor, config.steps, runtime)
+    learner = TrainableModel(
+        which, model, config.critic if which == "critic" else config.actor, config.steps, runtime
+    )
     copy = batch.select(range(batch.num_sequences))
     local = distribute(copy, config, config.update.mini_batch, 3, [model], runtime)
     correct_mismatch(config.algorithm.mismatch, local.experience, runtime)
@@ -141,7 +147,11 @@ def groups_in_use(runtime: Runtime, **arguments: Any) -> tuple[list[Any], list[A
 
     before = count()
     gradients(runtime, **arguments)
-    used = [group for group, number in count().items() if number > before.get(group, 0) and dist.get_world_size(group) > 1]
+    used = [
+        group
+        for group, number in count().items()
+        if number > before.get(group, 0) and dist.get_world_size(group) > 1
+    ]
     return USED_AT_START, [(dist.get_process_group_ranks(group), group.group_desc) for group in used]
 
 
@@ -167,12 +177,18 @@ def _in_hf_names(learner: Any, folder: Path, runtime: Runtime, critic: bool) -> 
     grads = {name: p.main_grad.clone() for name, p in learner.model.named_parameters()}
     targets = hf_shards(hf_config, critic=critic)
     plan = make_plan(megatron_layout(hf_config, runtime.layout, critic=critic), [(0, targets)])
-    out = {name: torch.full(shard.shape, torch.nan) for name, shard in targets.items()} if runtime.rank == 0 else {}
+    out = (
+        {name: torch.full(shard.shape, torch.nan) for name, shard in targets.items()}
+        if runtime.rank == 0
+        else {}
+    )
     Transfer(plan, runtime.rank, table_names(grads), out, 2**20, dtype=torch.float32).run()
     return out
 
 
-def rollout_after_update(runtime: Runtime, folder: Path, out: Path, prompts: list[list[int]], dtype: str = "fp32") -> Any:
+def rollout_after_update(
+    runtime: Runtime, folder: Path, out: Path, prompts: list[list[int]], dtype: str = "fp32"
+) -> Any:
     """One update of the actor, a weight transfer into this rank's engine, sampled responses, and an export of the same weights.
 
     Gives the engine's parameters, its completions, and the trainer's log-probabilities of the sampled tokens."""
@@ -191,7 +207,9 @@ def rollout_after_update(runtime: Runtime, folder: Path, out: Path, prompts: lis
     config = make_config(folder, dtype=dtype, nll_weight=1.0)
     model = build_actor(config, read_hf_config(folder), runtime)
     load(model, folder, runtime)
-    learner = TrainableModel("actor", model, config.critic, config.steps, runtime)  # the critic's rate: large enough to be seen
+    learner = TrainableModel(
+        "actor", model, config.critic, config.steps, runtime
+    )  # the critic's rate: large enough to be seen
     batch = Experience.build([[3, 4]] * 4, [[5, 6, 7], [8, 9], [10], [11, 12]])
     batch["correct"], batch["truncated"] = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)
     local = distribute(batch, config, 4, 0, [model], runtime)
@@ -202,13 +220,20 @@ def rollout_after_update(runtime: Runtime, folder: Path, out: Path, prompts: lis
     engine = TransformersEngine(folder, dtype=DTYPES[dtype], eos_ids=(1,))
     engine.start()
     hf_config = HFFolder(folder).config
-    plan = make_plan(megatron_layout(hf_config, runtime.layout), [(rank, hf_shards(hf_config)) for rank in range(runtime.world)])
+    plan = make_plan(
+        megatron_layout(hf_config, runtime.layout),
+        [(rank, hf_shards(hf_config)) for rank in range(runtime.world)],
+    )
     plan.verify()
     engine.begin_update()
     Transfer(plan, runtime.rank, named, engine.parameters(), 2**12, dtype=DTYPES[dtype]).run()
     engine.end_update(1)
-    sampled = engine.generate([Request(tuple(p), seed=i) for i, p in enumerate(prompts)], SamplingParams(max_tokens=12))
-    greedy = engine.generate([Request(tuple(p), seed=0) for p in prompts], SamplingParams(max_tokens=12, temperature=0.0))
+    sampled = engine.generate(
+        [Request(tuple(p), seed=i) for i, p in enumerate(prompts)], SamplingParams(max_tokens=12)
+    )
+    greedy = engine.generate(
+        [Request(tuple(p), seed=0) for p in prompts], SamplingParams(max_tokens=12, temperature=0.0)
+    )
     export_hf(out, folder, runtime.layout, runtime.rank, named, dtype=DTYPES[dtype])
 
     experience = Experience.build(prompts, [c.tokens for c in sampled])
@@ -284,7 +309,12 @@ def learning_rates(runtime: Runtime, folder: Path, steps: int) -> Any:
 
 
 def updates_with_moves(
-    runtime: Runtime, folder: Path, which: str, dtype: str, moves: bool, model: Mapping[str, Any] | None = None
+    runtime: Runtime,
+    folder: Path,
+    which: str,
+    dtype: str,
+    moves: bool,
+    model: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Three updates, before each of which everything may have left the device: gradient norms, all tensors, and what was moved."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
@@ -304,7 +334,11 @@ def updates_with_moves(
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
     batch["values"], batch["returns"] = torch.zeros(batch.num_tokens), torch.ones(batch.num_tokens)
     local = distribute(batch, config, 6, 3, [built], runtime)
-    loss = critic_loss(config.algorithm, local.experience) if which == "critic" else supervised_loss(local.experience)
+    loss = (
+        critic_loss(config.algorithm, local.experience)
+        if which == "critic"
+        else supervised_loss(local.experience)
+    )
     norms, away, storages = [], 0, [p.untyped_storage() for p in built.parameters()]
     for _ in range(3):
         for group in groups.values() if moves else ():
@@ -317,10 +351,19 @@ def updates_with_moves(
     states = [state for part in learner.optimizers for state in part.state.values()]
     tensors = {f"weights {name}": p.data.clone() for name, p in built.named_parameters()}
     tensors |= {
-        f"state {i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items() if torch.is_tensor(value)
+        f"state {i} {key}": value.clone()
+        for i, state in enumerate(states)
+        for key, value in state.items()
+        if torch.is_tensor(value)
     }
     sizes = {name: group.nbytes for name, group in groups.items()}
-    return {"norms": norms, "tensors": tensors, "away": away, "bytes": {"host": pool.nbytes, **sizes} if moves else {}, "sizes": sizes}
+    return {
+        "norms": norms,
+        "tensors": tensors,
+        "away": away,
+        "bytes": {"host": pool.nbytes, **sizes} if moves else {},
+        "sizes": sizes,
+    }
 
 
 def around_a_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, read: bool) -> dict[str, Any]:
@@ -349,7 +392,11 @@ def around_a_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, read: 
     def tensors() -> dict[str, torch.Tensor]:
         found = {f"weights {name}": p.data.clone() for name, p in model.named_parameters()}
         states = [state for part in learner.optimizers for state in part.state.values()]
-        return found | {f"state {i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items()}
+        return found | {
+            f"state {i} {key}": value.clone()
+            for i, state in enumerate(states)
+            for key, value in state.items()
+        }
 
     if read:
         load_trainable(learner, checkpoint)
@@ -380,19 +427,33 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
     def learner(**parallel: Any) -> Any:
         model = build_actor(config, read_hf_config(folder), runtime)
         load(model, folder, runtime)
-        return TrainableModel("actor", model, config.critic, config.steps, runtime, ParallelConfig(**parallel))
+        return TrainableModel(
+            "actor", model, config.critic, config.steps, runtime, ParallelConfig(**parallel)
+        )
 
     ours = learner(**parallel)
-    batch = Experience.build([[3, 9, 4, 5 + i % 7] for i in range(8)], [[7 + i, 8, 1][: 1 + i % 3] for i in range(8)])
+    batch = Experience.build(
+        [[3, 9, 4, 5 + i % 7] for i in range(8)], [[7 + i, 8, 1][: 1 + i % 3] for i in range(8)]
+    )
     batch["correct"], batch["truncated"] = torch.ones(8, dtype=torch.bool), torch.zeros(8, dtype=torch.bool)
     local = distribute(batch, config, 4, 3, [ours.model], runtime)
     norms, alike = [], []
     for _ in range(2):
         ours.begin_step()
         for number, micro_batches in enumerate(local.mini_batches, start=1):
-            norms.append(ours.update(micro_batches, supervised_loss(local.experience), more=number < len(local.mini_batches)).grad_norm)
-            sums = gather_objects(runtime, float(sum(p.detach().double().abs().sum() for p in ours.model.parameters())))
-            stage = [sums[rank] for rank in range(runtime.world) if runtime.layout.coords(rank).pp == runtime.pp_rank]
+            norms.append(
+                ours.update(
+                    micro_batches, supervised_loss(local.experience), more=number < len(local.mini_batches)
+                ).grad_norm
+            )
+            sums = gather_objects(
+                runtime, float(sum(p.detach().double().abs().sum() for p in ours.model.parameters()))
+            )
+            stage = [
+                sums[rank]
+                for rank in range(runtime.world)
+                if runtime.layout.coords(rank).pp == runtime.pp_rank
+            ]
             alike.append(len(set(stage)) == 1)
         groups = tensor_groups(ours, HostPool(runtime.device, 4096))
         for group in groups.values():
@@ -404,7 +465,9 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
     again = learner()
     load_trainable(again, checkpoint)
     back = {name: p.detach().clone() for name, p in again.model.named_parameters()}
-    buckets = sum(len(buffer.buckets) for buffer in (*ours.chunk.buffers, *ours.chunk.expert_parallel_buffers))
+    buckets = sum(
+        len(buffer.buckets) for buffer in (*ours.chunk.buffers, *ours.chunk.expert_parallel_buffers)
+    )
     return {"norms": norms, "weights": weights, "back": back, "alike": alike, "buckets": buckets}
 
 
@@ -415,7 +478,9 @@ def stage_parts(runtime: Runtime, length: int, offset: int) -> str:
     from megarl.training.saving import HostCopier
 
     at = (runtime.rank * offset,)
-    part = ShardedTensor("weights", torch.zeros(2), torch.float32, (2,), (length,), at, axis_fragmentations=None)
+    part = ShardedTensor(
+        "weights", torch.zeros(2), torch.float32, (2,), (length,), at, axis_fragmentations=None
+    )
     try:
         HostCopier(runtime).copy_state({"model": {"weights": part}, "schedule_steps": 3})
     except RuntimeError as error:

@@ -21,7 +21,9 @@ from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 # What the real package does where its compiled half was never built.
-WITHOUT_COMPILED_HALF = 'raise FileNotFoundError("Could not find shared object file for Transformer Engine torch lib.")\n'
+WITHOUT_COMPILED_HALF = (
+    'raise FileNotFoundError("Could not find shared object file for Transformer Engine torch lib.")\n'
+)
 
 
 @pytest.fixture(params=["a package without its compiled half", "a folder that was left"])
@@ -55,7 +57,10 @@ def test_one_line(broken: str, tmp_path: Path) -> None:
     assert not found["the demo on CPUs"].ready and not found["FP8 layers"].ready
     model = {"path": tmp_path / "model", "layers": "portable"}
     with pytest.raises(ConfigError) as raised:
-        preflight(Config(recipe="dapo", run_dir=tmp_path / "run", steps=1, model=model, data={"train": [tmp_path]}), "x.yaml")
+        preflight(
+            Config(recipe="dapo", run_dir=tmp_path / "run", steps=1, model=model, data={"train": [tmp_path]}),
+            "x.yaml",
+        )
     assert str(raised.value) == broken
 
 
@@ -66,6 +71,13 @@ def test_before_ranks_are_started(broken: str, tmp_path: Path) -> None:
     paths = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
     command = [sys.executable, "-W", "ignore", "-m", "megarl", "train", "configs/demo_dapo.yaml"]
     command += [f"model.path={folder}", f"run_dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert (done.returncode, done.stderr) == (2, f"megarl: {broken}\n"), done.stderr[-2000:]
     assert not (tmp_path / "run").exists()

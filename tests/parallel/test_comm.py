@@ -11,7 +11,13 @@ from megarl.parallel.comm import INLINE, any_of, from_rank_0, gather_objects, ga
 from megarl.parallel.runtime import Runtime
 from tests.ranks import RankPool
 
-LENGTHS = (0, INLINE - 40, INLINE, INLINE + 1, 70_000)  # pickled, some end just before and behind what travels at once
+LENGTHS = (
+    0,
+    INLINE - 40,
+    INLINE,
+    INLINE + 1,
+    70_000,
+)  # pickled, some end just before and behind what travels at once
 
 
 def word(rank: int, length: int) -> Any:

@@ -26,8 +26,20 @@ RESPONSES = 16
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """An actor, and a critic of another size and family; the actor's heads are together wider than its hidden states."""
     folder = tmp_path_factory.mktemp("models")
-    actor = make_tiny_model(folder / "actor", "qwen3", vocab=61, layers=2, hidden=32, heads=4, kv_heads=2, head_dim=16)
-    critic = make_tiny_model(folder / "critic", "llama", vocab=61, layers=4, hidden=64, heads=8, kv_heads=4, ffn=80, classification="token")
+    actor = make_tiny_model(
+        folder / "actor", "qwen3", vocab=61, layers=2, hidden=32, heads=4, kv_heads=2, head_dim=16
+    )
+    critic = make_tiny_model(
+        folder / "critic",
+        "llama",
+        vocab=61,
+        layers=4,
+        hidden=64,
+        heads=8,
+        kv_heads=4,
+        ffn=80,
+        classification="token",
+    )
     return actor, critic
 
 
@@ -41,21 +53,30 @@ def make_batch() -> Experience:
     return batch
 
 
-def divide(runtime: Runtime, folders: tuple[Path, Path], mini_batch: int, critic_mini_batch: int | None) -> dict[str, Any]:
+def divide(
+    runtime: Runtime, folders: tuple[Path, Path], mini_batch: int, critic_mini_batch: int | None
+) -> dict[str, Any]:
     """The shapes of actor and critic, and this rank's responses of each mini-batch of either."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.training.batch import distribute
 
     actor, critic = folders
     config = make_config(actor, mini_batch=mini_batch, overlong=True)
-    config = config.model_copy(update={"critic": config.critic.model_copy(update={"mini_batch": critic_mini_batch})})
-    models = [build_actor(config, read_hf_config(actor), runtime), build_critic(config, read_hf_config(critic), runtime)]
+    config = config.model_copy(
+        update={"critic": config.critic.model_copy(update={"mini_batch": critic_mini_batch})}
+    )
+    models = [
+        build_actor(config, read_hf_config(actor), runtime),
+        build_critic(config, read_hf_config(critic), runtime),
+    ]
     batch = make_batch()
     local = distribute(batch, config, mini_batch, 7, models, runtime)
     numbers = local.experience.spread(local.experience["number"])
 
     def members(mini_batches: Any) -> list[list[int]]:
-        return [sorted({int(n) for micro in own for n in numbers[micro.token_indices]}) for own in mini_batches]
+        return [
+            sorted({int(n) for micro in own for n in numbers[micro.token_indices]}) for own in mini_batches
+        ]
 
     return {
         "shapes": [matrix_shape(model) for model in models],
@@ -67,18 +88,28 @@ def divide(runtime: Runtime, folders: tuple[Path, Path], mini_batch: int, critic
     }
 
 
-def test_shapes_are_those_of_the_weights(folders: tuple[Path, Path], ranks: Callable[[int, int, int], RankPool]) -> None:
+def test_shapes_are_those_of_the_weights(
+    folders: tuple[Path, Path], ranks: Callable[[int, int, int], RankPool]
+) -> None:
     for layout in ((1, 1, 1), (2, 1, 1), (1, 2, 1)):
         found = ranks(*layout).run(divide, folders=folders, mini_batch=8, critic_mini_batch=None)[0]["shapes"]
         for (parameters, width), folder in zip(found, folders, strict=True):
             layers = {k: v for k, v in load_file(folder / "model.safetensors").items() if ".layers." in k}
             assert parameters == sum(tensor.numel() for tensor in layers.values() if tensor.ndim == 2)
-            assert width == sum(tensor.shape[0] for name, tensor in layers.items() if name.endswith("q_proj.weight"))
+            assert width == sum(
+                tensor.shape[0] for name, tensor in layers.items() if name.endswith("q_proj.weight")
+            )
 
 
 def test_of_experts_only_the_chosen_ones_count() -> None:
     """Counted by hand: a layer of Qwen3-30B-A3B, hidden 2,048, 32 query and 4 key/value heads of 128, 8 of 128 experts of width 768."""
-    sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_query_groups": 4, "kv_channels": 128, "ffn_hidden_size": 768}
+    sizes = {
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_query_groups": 4,
+        "kv_channels": 128,
+        "ffn_hidden_size": 768,
+    }
     experts = {"num_moe_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768}
     config = TransformerConfig(num_layers=1, **sizes, **experts)
     attention = 2048 * 4096 + 2 * 2048 * 512 + 4096 * 2048
@@ -98,7 +129,9 @@ def test_mini_batches_of_the_critic(
         found = ranks(*layout).run(divide, folders=folders, mini_batch=4, critic_mini_batch=critic_mini_batch)
         assert all(rank["forward"] == rank["local"] for rank in found)
         for which, size in sizes.items():
-            mini_batches = [sorted(n for rank in found for n in rank[which][k]) for k in range(RESPONSES // size)]
+            mini_batches = [
+                sorted(n for rank in found for n in rank[which][k]) for k in range(RESPONSES // size)
+            ]
             assert sorted(n for own in mini_batches for n in own) == list(range(RESPONSES))
             assert {len(own) for own in mini_batches} == {size}
             assert whole.setdefault(which, mini_batches) == mini_batches

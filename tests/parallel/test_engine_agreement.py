@@ -25,13 +25,21 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "family", "options"), CASES, ids=lambda x: str(x))
-def test_transfer_is_exact(layout: tuple, family: str, options: dict, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+def test_transfer_is_exact(
+    layout: tuple, family: str, options: dict, ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
     folder = make_tiny_model(tmp_path / "model", family, vocab=61, **options)
     out = tmp_path / "out"
     answers = ranks(*layout).run(jobs.rollout_after_update, folder=folder, out=out, prompts=PROMPTS)
-    exported = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    original = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    assert any(not torch.equal(exported[name], original[name]) for name in exported), "the update changed nothing"
+    exported = {
+        name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    original = {
+        name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    assert any(not torch.equal(exported[name], original[name]) for name in exported), (
+        "the update changed nothing"
+    )
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     for answer in answers:
         assert answer["parameters"].keys() == exported.keys()
@@ -41,7 +49,9 @@ def test_transfer_is_exact(layout: tuple, family: str, options: dict, ranks: Cal
         assert answer["greedy"] == answers[0]["greedy"]
     for prompt, tokens in zip(PROMPTS, answers[0]["greedy"], strict=True):
         with torch.no_grad():
-            generated = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=1, pad_token_id=0)
+            generated = model.generate(
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=1, pad_token_id=0
+            )
         assert generated[0, len(prompt) :].tolist() == tokens
 
 
@@ -50,10 +60,18 @@ def test_transfer_is_exact_in_bf16(layout: tuple, ranks: Callable[..., RankPool]
     """bf16 weights under the distributed optimizer's fp32 copies; trainer and engine differ by bf16's rounding only."""
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, tied=True, dtype=torch.bfloat16)
     out = tmp_path / "out"
-    answers = ranks(*layout).run(jobs.rollout_after_update, folder=folder, out=out, prompts=PROMPTS, dtype="bf16")
-    exported = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    original = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    assert any(not torch.equal(exported[name], original[name]) for name in exported), "the update changed nothing"
+    answers = ranks(*layout).run(
+        jobs.rollout_after_update, folder=folder, out=out, prompts=PROMPTS, dtype="bf16"
+    )
+    exported = {
+        name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    original = {
+        name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    assert any(not torch.equal(exported[name], original[name]) for name in exported), (
+        "the update changed nothing"
+    )
     for answer in answers:
         assert answer["grad_norm"] > 0
         for name, tensor in answer["parameters"].items():
@@ -64,10 +82,14 @@ def test_transfer_is_exact_in_bf16(layout: tuple, ranks: Callable[..., RankPool]
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
-def test_bad_numbers_stop_the_update_on_every_rank(layout: tuple, what: str, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+def test_bad_numbers_stop_the_update_on_every_rank(
+    layout: tuple, what: str, ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61)
     # The last rank is on the last stage, where losses are.
-    for text, unchanged in ranks(*layout).run(jobs.update_with_bad_loss, folder=folder, bad_rank=1, what=what):
+    for text, unchanged in ranks(*layout).run(
+        jobs.update_with_bad_loss, folder=folder, bad_rank=1, what=what
+    ):
         assert text is not None
         assert text.startswith("actor update, rank ")
         assert what in text

@@ -26,11 +26,17 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     "DAPO": ("actor", {"clip_high": 0.28, "aggregation": "token", "overlong": True}),
     "VAPO": ("actor", {"clip_high": 0.28, "aggregation": "token", "nll_weight": 0.1}),
     "policy, importance weights of tokens": ("actor", {"mismatch": {"weight": "token", "cap": 1.1}}),
-    "policy and KL, importance weights of responses": ("actor", {"kl_weight": 0.2, "mismatch": {"weight": "sequence", "cap": 3.0}}),
+    "policy and KL, importance weights of responses": (
+        "actor",
+        {"kl_weight": 0.2, "mismatch": {"weight": "sequence", "cap": 3.0}},
+    ),
     "policy, tokens masked": ("actor", {"mismatch": {"mask": "token", "mask_low": 0.8, "mask_high": 1.2}}),
     "policy, responses masked": (
         "actor",
-        {"aggregation": "sample", "mismatch": {"weight": "token", "mask": "sequence", "mask_low": 0.95, "mask_high": 1.05}},
+        {
+            "aggregation": "sample",
+            "mismatch": {"weight": "token", "mask": "sequence", "mask_low": 0.95, "mask_high": 1.05},
+        },
     ),
     "value": ("critic", {}),
     "value, clipped": ("critic", {"value_clip": 0.1}),
@@ -50,7 +56,9 @@ def make_batch(only_first_correct: bool = False) -> Experience:
     batch["truncated"] = torch.tensor([i in (2, 7) for i in range(8)])
     for name, scale in (("old_logprobs", 0.3), ("ref_logprobs", 0.3)):
         batch[name] = torch.where(mask, -4.0 + scale * torch.randn(total, generator=g), 0.0)
-    batch["engine_logprobs"] = torch.where(mask, batch["old_logprobs"] + 0.2 * torch.randn(total, generator=g), 0.0)
+    batch["engine_logprobs"] = torch.where(
+        mask, batch["old_logprobs"] + 0.2 * torch.randn(total, generator=g), 0.0
+    )
     for name in ("advantages", "returns", "values"):
         batch[name] = torch.where(mask, torch.randn(total, generator=g), 0.0)
     return batch
@@ -64,17 +72,31 @@ def relative_difference(found: dict[str, torch.Tensor], expected: dict[str, torc
     return float(difference / norm)
 
 
-@pytest.mark.parametrize("term", [pytest.param(term, marks=[pytest.mark.slow] if term in LATER else []) for term in TERMS])
-def test_gradients_do_not_depend_on_the_layout(term: str, ranks: Callable[[int, int, int], RankPool], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "term", [pytest.param(term, marks=[pytest.mark.slow] if term in LATER else []) for term in TERMS]
+)
+def test_gradients_do_not_depend_on_the_layout(
+    term: str, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+) -> None:
     which, options = TERMS[term]
     folder = make_tiny_model(
-        tmp_path / "model", "qwen3", vocab=VOCAB, layers=2, tied=True, classification="token" if which == "critic" else None
+        tmp_path / "model",
+        "qwen3",
+        vocab=VOCAB,
+        layers=2,
+        tied=True,
+        classification="token" if which == "critic" else None,
     )
     batch = make_batch(only_first_correct="NLL" in term)
 
     def gradients(layout: tuple[int, int, int], budget: int, shuffle: bool = False) -> dict[str, Any]:
         order = [5, 2, 7, 0, 1, 6, 3, 4] if shuffle else range(8)
-        arguments = {"folder": folder, "batch": batch.select(order), "which": which, "options": {**options, "budget": budget}}
+        arguments = {
+            "folder": folder,
+            "batch": batch.select(order),
+            "which": which,
+            "options": {**options, "budget": budget},
+        }
         return ranks(*layout).run(jobs.gradients, **arguments)[0]
 
     expected = gradients((1, 1, 1), budget=10_000)
@@ -82,7 +104,10 @@ def test_gradients_do_not_depend_on_the_layout(term: str, ranks: Callable[[int, 
         found = gradients(layout, budget=48, shuffle=layout[0] == 1)
         assert relative_difference(found["gradients"], expected["gradients"]) <= 1e-5, layout
         exact = torch.cat([x.flatten() for x in found["gradients"].values()]).double().norm()
-        assert found["norm"] == pytest.approx(float(exact), rel=1e-5), (layout, "the norm that clips the gradient")
+        assert found["norm"] == pytest.approx(float(exact), rel=1e-5), (
+            layout,
+            "the norm that clips the gradient",
+        )
         for name, value in expected["sums"].items():
             assert found["sums"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), (layout, name)
 
@@ -93,7 +118,9 @@ def test_every_group_that_a_run_uses_was_used_by_all_its_members_at_start(
 ) -> None:
     """NCCL makes a group's communicator at its first use, which all members must enter; a message between two ranks is none."""
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=VOCAB, layers=2, tied=True)
-    found = ranks(*layout).run(jobs.groups_in_use, folder=folder, batch=make_batch(), which="actor", options={"budget": 48})
+    found = ranks(*layout).run(
+        jobs.groups_in_use, folder=folder, batch=make_batch(), which="actor", options={"budget": 48}
+    )
     for rank, (started, used) in enumerate(found):
         assert ([0, 1, 2, 3], "default_pg") in started
         for group in started:

@@ -42,7 +42,8 @@ def test_no_private_name_of_megatron_is_imported() -> None:
         node.module
         for file in (ROOT / "megarl/training").glob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.core.dist_checkpointing")
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("megatron.core.dist_checkpointing")
     }
     package = "megatron.core.dist_checkpointing"
     assert used <= {package, f"{package}.core", f"{package}.dict_utils", f"{package}.mapping"}
@@ -68,9 +69,18 @@ def test_a_checkpoint_is_continued_by_another_version(family: str, back: bool, t
     writer, reader = (sys.executable, os.environ["OTHER_PYTHON"])[:: -1 if back else 1]
     make_tiny_model(tmp_path / "model", family)
     (tmp_path / "checkpoint").mkdir()
-    written, read = (run(python, tmp_path / "model", tmp_path / "checkpoint", python is reader) for python in (writer, reader))
+    written, read = (
+        run(python, tmp_path / "model", tmp_path / "checkpoint", python is reader)
+        for python in (writer, reader)
+    )
     assert written["version"] != read["version"]
     for when, tolerance in (("between", 0.0), ("after", 1e-6)):
         assert written[when].keys() == read[when].keys()
         for name, tensor in written[when].items():
-            torch.testing.assert_close(read[when][name], tensor, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                read[when][name],
+                tensor,
+                rtol=0,
+                atol=tolerance,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )

@@ -20,7 +20,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.clone().flatten().view(torch.uint8).numpy().tobytes()  # numpy() would pin the storage to its size
+    return (
+        tensor.clone().flatten().view(torch.uint8).numpy().tobytes()
+    )  # numpy() would pin the storage to its size
 
 
 @given(
@@ -31,7 +33,9 @@ def bits(tensor: torch.Tensor) -> bytes:
 def test_comes_back_as_it_left(sizes: list[tuple[int, torch.dtype]], chunk: int, rounds: int) -> None:
     """Views share their storage and stay views of it; the second group gets the first one's host memory while that is back."""
     pool = HostPool(CPU, chunk)
-    whole = [torch.randint(0, 256, (n * dtype.itemsize,), dtype=torch.uint8).view(dtype) for n, dtype in sizes]
+    whole = [
+        torch.randint(0, 256, (n * dtype.itemsize,), dtype=torch.uint8).view(dtype) for n, dtype in sizes
+    ]
     views = [tensor[1:] for tensor in whole if len(tensor) > 1]
     movable = Movable(lambda: [*views, *whole], CPU, pool)
     before, size = [bits(tensor) for tensor in whole], sum(tensor.nbytes for tensor in whole)
@@ -42,14 +46,20 @@ def test_comes_back_as_it_left(sizes: list[tuple[int, torch.dtype]], chunk: int,
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in whole)
         movable.onload()
         assert [bits(tensor) for tensor in whole] == before
-        assert all(view.data_ptr() == base[1:].data_ptr() for view, base in zip(views, (t for t in whole if len(t) > 1), strict=True))
+        assert all(
+            view.data_ptr() == base[1:].data_ptr()
+            for view, base in zip(views, (t for t in whole if len(t) > 1), strict=True)
+        )
     assert pool.nbytes == -(-size // chunk) * chunk
 
 
 def test_zeros_and_constants() -> None:
     pool = HostPool(CPU, 32)
     gradients, weights = torch.full((9,), torch.nan), torch.arange(20.0)
-    zero, constant = Movable(lambda: [gradients], CPU, pool, "zero"), Movable(lambda: [weights], CPU, pool, "constant")
+    zero, constant = (
+        Movable(lambda: [gradients], CPU, pool, "zero"),
+        Movable(lambda: [weights], CPU, pool, "constant"),
+    )
     zero.offload()
     assert pool.nbytes == 0
     zero.onload()
@@ -90,12 +100,15 @@ def test_no_room_leaves_everything_off_the_device(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [((2, 1, 1), "bf16"), ((1, 1, 2), "bf16"), ((1, 2, 1), "fp32")])
-def test_a_learner_that_was_away_learns_the_same_bits(layout: tuple, dtype: str, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+def test_a_learner_that_was_away_learns_the_same_bits(
+    layout: tuple, dtype: str, ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
     """Weights, gradients and optimizer leave between updates; in bf16 the optimizer has FP32 copies of its own, in FP32 views."""
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, tied=True)
     for which in ("actor", "critic"):
         stayed, moved = (
-            ranks(*layout).run(jobs.updates_with_moves, folder=folder, which=which, dtype=dtype, moves=moves) for moves in (False, True)
+            ranks(*layout).run(jobs.updates_with_moves, folder=folder, which=which, dtype=dtype, moves=moves)
+            for moves in (False, True)
         )
         for here, there in zip(stayed, moved, strict=True):
             assert here["norms"] == there["norms"]

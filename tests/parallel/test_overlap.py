@@ -26,23 +26,41 @@ SMALL = 1000  # weights of a bucket, so that a tiny model has several
     ids=lambda value: "tp{}-pp{}-dp{}".format(*value) if isinstance(value, tuple) else None,
 )
 def test_overlaps_change_nothing(
-    layout: tuple[int, int, int], family: str, tied: bool, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+    layout: tuple[int, int, int],
+    family: str,
+    tied: bool,
+    ranks: Callable[[int, int, int], RankPool],
+    tmp_path: Path,
 ) -> None:
     make_tiny_model(tmp_path / "model", family, tied=tied)
     found = {}
-    for which, switches in {"off": {}, "reduce": {"overlap_grad_reduce": True}, "both": {"overlap_param_gather": True}}.items():
+    for which, switches in {
+        "off": {},
+        "reduce": {"overlap_grad_reduce": True},
+        "both": {"overlap_param_gather": True},
+    }.items():
         (tmp_path / which).mkdir()
         options = {**switches, "overlap_bucket": SMALL} if switches else {}
-        found[which] = ranks(*layout).run(updates_with_overlap, folder=tmp_path / "model", checkpoint=tmp_path / which, **options)
+        found[which] = ranks(*layout).run(
+            updates_with_overlap, folder=tmp_path / "model", checkpoint=tmp_path / which, **options
+        )
     for rank, plain in enumerate(found["off"]):
         assert all(plain["alike"])
         assert max(plain["norms"]) > 0
         for which in ("reduce", "both"):
             ours = found[which][rank]
             # Rounding: replicas are added up in another order where there are more than two, and the norm over other shards.
-            torch.testing.assert_close(torch.tensor(ours["norms"]), torch.tensor(plain["norms"]), rtol=1e-5, atol=0)
+            torch.testing.assert_close(
+                torch.tensor(ours["norms"]), torch.tensor(plain["norms"]), rtol=1e-5, atol=0
+            )
             for name, weight in plain["weights"].items():
-                torch.testing.assert_close(ours["weights"][name], weight, rtol=0, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(
+                    ours["weights"][name],
+                    weight,
+                    rtol=0,
+                    atol=2e-6,
+                    msg=lambda text, name=name: f"{name}: {text}",
+                )
                 assert torch.equal(ours["back"][name], ours["weights"][name]), name
     # The last stages have one bucket: Megatron cuts those of the first stage only, which are the last to be reduced.
     assert all(ours[0]["buckets"] > 2 for ours in (found["reduce"], found["both"]))

@@ -7,14 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from tests.parallel import jobs
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)]
-FAMILIES = [("qwen2", {}), ("qwen2", {"tied": True}), ("qwen3", {"head_dim": 12}), ("qwen3", {"tied": True}), ("llama", {"rope": "llama3"})]
+FAMILIES = [
+    ("qwen2", {}),
+    ("qwen2", {"tied": True}),
+    ("qwen3", {"head_dim": 12}),
+    ("qwen3", {"tied": True}),
+    ("llama", {"rope": "llama3"}),
+]
 
 
 def sequences(vocab: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -32,7 +42,10 @@ def hf_logprobs(
     found, entropies = [], []
     for prompt, response in zip(prompts, responses, strict=True):
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].double() / temperature
+            logits = (
+                model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].double()
+                / temperature
+            )
         table = logits.log_softmax(-1)
         found.append(table.gather(-1, torch.tensor(response)[:, None])[:, 0])
         entropies.append(-(table.exp() * table).sum(-1))
@@ -40,7 +53,9 @@ def hf_logprobs(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
-def test_logprobs_equal_hugging_face(layout: tuple[int, int, int], ranks: Callable[[int, int, int], RankPool], tmp_path: Path) -> None:
+def test_logprobs_equal_hugging_face(
+    layout: tuple[int, int, int], ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+) -> None:
     tp, pp, dp = layout
     for number, (family, options) in enumerate(FAMILIES):
         # A vocabulary that tp does not divide, and more layers than stages.
@@ -49,17 +64,28 @@ def test_logprobs_equal_hugging_face(layout: tuple[int, int, int], ranks: Callab
         temperature = 1.0 if number % 2 else 0.7
         expected, entropy = hf_logprobs(folder, prompts, responses, temperature)
         for sequence_parallel in (None, False) if tp > 1 else (None,):
-            arguments = {"folder": folder, "prompts": prompts, "responses": responses, "temperature": temperature}
-            for found, found_entropy in ranks(tp, pp, dp).run(jobs.logprobs, sequence_parallel=sequence_parallel, **arguments):
+            arguments = {
+                "folder": folder,
+                "prompts": prompts,
+                "responses": responses,
+                "temperature": temperature,
+            }
+            for found, found_entropy in ranks(tp, pp, dp).run(
+                jobs.logprobs, sequence_parallel=sequence_parallel, **arguments
+            ):
                 assert (found - expected).abs().max() <= 1e-5, (family, options, sequence_parallel)
                 assert (found_entropy - entropy).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (2, 2, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
-def test_values_equal_hugging_face(layout: tuple[int, int, int], ranks: Callable[[int, int, int], RankPool], tmp_path: Path) -> None:
+def test_values_equal_hugging_face(
+    layout: tuple[int, int, int], ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+) -> None:
     """A reward model with one label becomes a critic whose values are that model's scores."""
     tp, pp, dp = layout
-    folder = make_tiny_model(tmp_path / "token", "qwen2", vocab=101, layers=2 * pp, tied=True, classification="token")
+    folder = make_tiny_model(
+        tmp_path / "token", "qwen2", vocab=101, layers=2 * pp, tied=True, classification="token"
+    )
     prompts, responses = sequences(101)
     model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
     expected = []
@@ -70,10 +96,14 @@ def test_values_equal_hugging_face(layout: tuple[int, int, int], ranks: Callable
         assert (found - torch.cat(expected)).abs().max() <= 1e-5
 
     # A sequence classifier scores the last token of what it is given: the state in which the last response token was chosen.
-    folder = make_tiny_model(tmp_path / "sequence", "qwen3", vocab=101, layers=2 * pp, classification="sequence")
+    folder = make_tiny_model(
+        tmp_path / "sequence", "qwen3", vocab=101, layers=2 * pp, classification="sequence"
+    )
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        scores = torch.cat([model(torch.tensor([p + r[:-1]])).logits[:, 0] for p, r in zip(prompts, responses, strict=True)])
+        scores = torch.cat(
+            [model(torch.tensor([p + r[:-1]])).logits[:, 0] for p, r in zip(prompts, responses, strict=True)]
+        )
     last = torch.tensor([len(r) for r in responses]).cumsum(0) - 1
     for found in ranks(tp, pp, dp).run(jobs.values, folder=folder, prompts=prompts, responses=responses):
         assert (found[last] - scores).abs().max() <= 1e-5

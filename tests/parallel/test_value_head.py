@@ -20,14 +20,18 @@ def head(runtime: Runtime, folder: Path, std: float, seed: int) -> Tensor | None
     from megarl.model.builder import build_critic, read_hf_config
 
     config = make_config(folder)
-    config = config.model_copy(update={"seed": seed, "critic": config.critic.model_copy(update={"head_std": std})})
+    config = config.model_copy(
+        update={"seed": seed, "critic": config.critic.model_copy(update={"head_std": std})}
+    )
     model = build_critic(config, read_hf_config(folder), runtime)
     load(model, folder, runtime, critic=True)
     return model.value_head.weight.detach().clone() if model.post_process else None
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 2, 1)])
-def test_head_of_a_body(layout: tuple[int, int, int], tmp_path: Path, ranks: Callable[[int, int, int], RankPool]) -> None:
+def test_head_of_a_body(
+    layout: tuple[int, int, int], tmp_path: Path, ranks: Callable[[int, int, int], RankPool]
+) -> None:
     folder = make_tiny_model(tmp_path / "body", "qwen3", hidden=256, heads=4, kv_heads=2)
 
     def found(std: float, seed: int) -> Tensor:

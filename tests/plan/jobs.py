@@ -39,7 +39,13 @@ def hf_of(family: str, **keys: Any) -> Any:
     return CONFIGS[family](**{**SIZES, "max_position_embeddings": 512, "tie_word_embeddings": False, **keys})
 
 
-def config_of(dtype: str, recompute: str = "none", sequence_parallel: bool | None = None, chunk: int = 256, **parallel: int) -> Config:
+def config_of(
+    dtype: str,
+    recompute: str = "none",
+    sequence_parallel: bool | None = None,
+    chunk: int = 256,
+    **parallel: int,
+) -> Config:
     settings = {
         "recipe": "vapo",
         "run_dir": Path("unused"),
@@ -52,14 +58,18 @@ def config_of(dtype: str, recompute: str = "none", sequence_parallel: bool | Non
     return Config.model_validate(settings)
 
 
-def plan_for(layout: tuple[int, int, int, int], family: str, dtype: str, critic: bool = False, **keys: Any) -> Plan:
+def plan_for(
+    layout: tuple[int, int, int, int], family: str, dtype: str, critic: bool = False, **keys: Any
+) -> Plan:
     """The plan of a run of such models."""
     tp, pp, dp, ep = layout
     described = hf_of(family, **keys).to_dict()
     return plan_of(config_of(dtype, tp=tp, pp=pp, dp=dp, ep=ep), described)
 
 
-def learner_of(runtime: Runtime, family: str, dtype: str, critic: bool, recompute: str = "none", **keys: Any) -> tuple[Any, TrainableModel]:
+def learner_of(
+    runtime: Runtime, family: str, dtype: str, critic: bool, recompute: str = "none", **keys: Any
+) -> tuple[Any, TrainableModel]:
     """A model with random weights, and its optimizer."""
     config = config_of(dtype, recompute, keys.pop("sequence_parallel", None), keys.pop("chunk", 256))
     hf = hf_of(family, **keys)
@@ -69,7 +79,9 @@ def learner_of(runtime: Runtime, family: str, dtype: str, critic: bool, recomput
     return hf, TrainableModel("model", model, OptimizerConfig(), 1, runtime)
 
 
-def group_sizes(runtime: Runtime, out: Path, family: str, dtype: str, critic: bool = False, **keys: Any) -> dict[str, int]:
+def group_sizes(
+    runtime: Runtime, out: Path, family: str, dtype: str, critic: bool = False, **keys: Any
+) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer on this rank after a step, by their storages; writes a checkpoint as well."""
     _, learner = learner_of(runtime, family, dtype, critic, **keys)
     learner.update(batches(learner, 1), lambda output, _: ((output if critic else output[0]).sum(), {}))
@@ -79,14 +91,23 @@ def group_sizes(runtime: Runtime, out: Path, family: str, dtype: str, critic: bo
     optimizer: dict[int, int] = {}
     for part in getattr(learner.optimizer, "chained_optimizers", [learner.optimizer]):
         held = [p for group in part.optimizer.param_groups for p in group["params"]]
-        held += [t for state in part.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor) and t.dim()]
+        held += [
+            t
+            for state in part.optimizer.state.values()
+            for t in state.values()
+            if isinstance(t, torch.Tensor) and t.dim()
+        ]
         optimizer |= storages(held)
     if runtime.rank == 0:
         out.mkdir(exist_ok=True)
     barrier(runtime)
     save_model(learner, out)
     own = {key: size for key, size in optimizer.items() if key not in weights and key not in gradients}
-    return {"weights": sum(weights.values()), "gradients": sum(gradients.values()), "optimizer": sum(own.values())}
+    return {
+        "weights": sum(weights.values()),
+        "gradients": sum(gradients.values()),
+        "optimizer": sum(own.values()),
+    }
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -102,7 +123,12 @@ def batches(learner: TrainableModel, count: int) -> list[Any]:
 
 
 def measure(
-    runtime: Runtime, family: str = "qwen2", dtype: str = "fp32", critic: bool = False, micro_batches: int = 1, **keys: Any
+    runtime: Runtime,
+    family: str = "qwen2",
+    dtype: str = "fp32",
+    critic: bool = False,
+    micro_batches: int = 1,
+    **keys: Any,
 ) -> tuple[float, float]:
     """The most memory alive in forward and backward of one mini-batch on this rank, measured and predicted, in bytes."""
     hf, learner = learner_of(runtime, family, dtype, critic, **keys)

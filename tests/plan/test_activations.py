@@ -26,12 +26,16 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(f"{k}={v}" for k, v in case.items()) or "plain")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: " ".join(f"{k}={v}" for k, v in case.items()) or "plain"
+)
 def test_prediction_on_one_rank(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
     check(ranks(1, 1, 1), case)
 
 
-@pytest.mark.parametrize("case", [{}, {"recompute": "full", "dtype": "bf16"}, {"sequence_parallel": False}], ids=str)
+@pytest.mark.parametrize(
+    "case", [{}, {"recompute": "full", "dtype": "bf16"}, {"sequence_parallel": False}], ids=str
+)
 def test_prediction_under_tensor_parallelism(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
     check(ranks(2, 1, 1), case)
 

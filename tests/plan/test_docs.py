@@ -41,14 +41,18 @@ def test_it_does_not_fit_in_the_same_words_and_with_an_exit_code(
     assert re.search(r"phase \w+ needs [\d.]+ GiB of the 79.2 of each H100", capsys.readouterr().err)
 
 
-def test_all_layouts_are_listed_on_demand(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_layouts_are_listed_on_demand(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     assert main(["plan", "configs/dapo_32b.yaml", "--all", "--mean-length", "2000"]) == 0
     text = capsys.readouterr().out
     fit, rest = map(int, re.findall(r"(\d+) fit, (\d+) do not", text)[0])
     rows = [line for line in text.splitlines() if re.match(r"\s+\d+\s+\d+\s+\d+\s+\d+ ", line)]
     engines = [
-        len(re.findall(r"\d+", line.split(":")[0].split("engine tp ")[1])) for line in text.splitlines() if line.startswith("    not ")
+        len(re.findall(r"\d+", line.split(":")[0].split("engine tp ")[1]))
+        for line in text.splitlines()
+        if line.startswith("    not ")
     ]
     assert len(rows) == fit and sum(engines) == rest
     assert "responses of 2,000 tokens" in text and "(--all)" not in text

@@ -17,8 +17,18 @@ from tests.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
-LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), pytest.param((2, 1, 2, 1), marks=pytest.mark.slow)]
-SMALL = ["parallel.tp=4", "parallel.pp=1", "parallel.dp=32"]  # more layers on a GPU than the configuration has
+LAYOUTS = [
+    (1, 1, 1, 1),
+    (2, 1, 1, 1),
+    (1, 2, 1, 1),
+    (1, 1, 2, 1),
+    pytest.param((2, 1, 2, 1), marks=pytest.mark.slow),
+]
+SMALL = [
+    "parallel.tp=4",
+    "parallel.pp=1",
+    "parallel.dp=32",
+]  # more layers on a GPU than the configuration has
 MODELS: list[dict[str, Any]] = [
     {"family": "qwen2", "dtype": "bf16"},
     {"family": "qwen3", "dtype": "fp32", "tie_word_embeddings": True, "vocab_size": 2047},
@@ -42,22 +52,34 @@ def test_tensor_groups_are_as_large_as_planned(
         stage = plan.layout.coords(rank).pp
         for part, measured in found.items():
             planned = plan.group(f"{model}.{part}", stage)
-            assert abs(planned / measured - 1) < 0.01, f"rank {rank}: {part}: planned {planned:,.0f}, there are {measured:,.0f} bytes"
+            assert abs(planned / measured - 1) < 0.01, (
+                f"rank {rank}: {part}: planned {planned:,.0f}, there are {measured:,.0f} bytes"
+            )
     on_disk = sum(file.stat().st_size for file in (tmp_path / "checkpoint").rglob("*.distcp"))
     planned = plan.checkpoint() - other_checkpoint(plan, model)
-    assert abs(planned / on_disk - 1) < 0.02, f"planned {planned:,.0f}, there are {on_disk:,.0f} bytes"  # 1 % of a file's own
+    assert abs(planned / on_disk - 1) < 0.02, (
+        f"planned {planned:,.0f}, there are {on_disk:,.0f} bytes"
+    )  # 1 % of a file's own
 
 
 def other_checkpoint(plan: Plan, model: str) -> float:
     """The part of the other one of actor and critic."""
-    alone = plan.config.model_copy(update={"algorithm": plan.config.algorithm.model_copy(update={"advantage": "group"})})
+    alone = plan.config.model_copy(
+        update={"algorithm": plan.config.algorithm.model_copy(update={"advantage": "group"})}
+    )
     actors = Plan(alone, plan.actor, plan.critic, plan.device).checkpoint()
     return plan.checkpoint() - actors if model == "actor" else actors
 
 
 @pytest.mark.slow
 def test_experts_are_as_large_as_planned(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
-    case = {"family": "qwen3_moe", "dtype": "bf16", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    case = {
+        "family": "qwen3_moe",
+        "dtype": "bf16",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+    }
     plan = plan_for((2, 1, 1, 2), **case)
     for found in ranks(2, 1, 1, 2).run(group_sizes, out=tmp_path / "checkpoint", **case):
         for part, measured in found.items():
@@ -72,7 +94,9 @@ def test_parameters_of_public_models(name: str) -> None:
     from megarl.plan.sizes import Shape
     from megarl.weights.layout import hf_shapes
 
-    assert Shape(KNOWN_MODELS[name], "bf16").parameters == sum(map(prod, hf_shapes(KNOWN_MODELS[name]).values()))
+    assert Shape(KNOWN_MODELS[name], "bf16").parameters == sum(
+        map(prod, hf_shapes(KNOWN_MODELS[name]).values())
+    )
 
 
 def plan_32b(*overrides: str) -> Plan:
@@ -112,16 +136,25 @@ def test_larger_budgets_need_more_and_the_largest_is_the_last_that_fits() -> Non
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["parallel.tp=1", "parallel.pp=1", "parallel.dp=128"], "phase critic_update needs .* raise parallel.tp or parallel.pp"),
+        (
+            ["parallel.tp=1", "parallel.pp=1", "parallel.dp=128"],
+            "phase critic_update needs .* raise parallel.tp or parallel.pp",
+        ),
         (["rollout.engine_memory=0.97"], "phase rollout needs .*; lower rollout.engine_memory"),
         (["rollout.engine_tp=1"], "holds 0 tokens|phase weight_transfer needs|KV cache of an engine holds"),
-        (["update.tokens_per_micro_batch=999424"], r"phase \w+ needs .*; lower update.tokens_per_micro_batch to \d+"),
+        (
+            ["update.tokens_per_micro_batch=999424"],
+            r"phase \w+ needs .*; lower update.tokens_per_micro_batch to \d+",
+        ),
         (
             ["model.recompute=none", *SMALL],
             "phase critic_update needs .*; set model.recompute=full",
         ),
         (["residency.offload=false"], "phase .* needs .*; set residency.offload=true"),
-        (["residency.keep=[actor.optimizer,critic.optimizer,actor.gradients]", *SMALL], "take .* out of residency.keep"),
+        (
+            ["residency.keep=[actor.optimizer,critic.optimizer,actor.gradients]", *SMALL],
+            "take .* out of residency.keep",
+        ),
         (["cluster.host_memory=100"], r"a node needs \d+ GiB of memory and has 100"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -146,16 +179,29 @@ def test_the_32b_configurations_fit_their_128_gpus() -> None:
         config = load_config(ROOT / f"configs/{recipe}_32b.yaml")
         for gpu in ("H100", "H200", "H800", "A100"):
             cluster = config.cluster.model_copy(update={"gpu": gpu})
-            assert plan_of(config.model_copy(update={"cluster": cluster}), KNOWN_MODELS["Qwen2.5-32B"]).problem() is None
+            assert (
+                plan_of(config.model_copy(update={"cluster": cluster}), KNOWN_MODELS["Qwen2.5-32B"]).problem()
+                is None
+            )
 
 
 def test_another_gpu_needs_all_its_figures() -> None:
-    config = load_config(ROOT / "configs/vapo_32b.yaml", ["cluster.gpu=B1", "cluster.gpu_memory=100", "cluster.gpu_tflops=1000"])
-    with pytest.raises(ConfigError, match=r"^cluster.gpu: B1 .*: set cluster.gpu_memory_speed, cluster.host_speed as well$"):
+    config = load_config(
+        ROOT / "configs/vapo_32b.yaml",
+        ["cluster.gpu=B1", "cluster.gpu_memory=100", "cluster.gpu_tflops=1000"],
+    )
+    with pytest.raises(
+        ConfigError, match=r"^cluster.gpu: B1 .*: set cluster.gpu_memory_speed, cluster.host_speed as well$"
+    ):
         plan_of(config, KNOWN_MODELS["Qwen2.5-32B"])
     more = ["cluster.gpu_memory_speed=3000", "cluster.host_speed=50"]
     overrides = ["cluster.gpu=B1", "cluster.gpu_memory=100", "cluster.gpu_tflops=1000", *more]
-    assert plan_of(load_config(ROOT / "configs/vapo_32b.yaml", overrides), KNOWN_MODELS["Qwen2.5-32B"]).device.memory == 100 * GIB
+    assert (
+        plan_of(
+            load_config(ROOT / "configs/vapo_32b.yaml", overrides), KNOWN_MODELS["Qwen2.5-32B"]
+        ).device.memory
+        == 100 * GIB
+    )
 
 
 def test_kept_groups_are_in_every_phase() -> None:

@@ -56,7 +56,13 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def make_config(**changes: Any) -> Config:
-    least = {"recipe": "dapo", "run_dir": Path("x"), "steps": 1, "model": {"path": Path("x")}, "data": {"train": [Path("x")]}}
+    least = {
+        "recipe": "dapo",
+        "run_dir": Path("x"),
+        "steps": 1,
+        "model": {"path": Path("x")},
+        "data": {"train": [Path("x")]},
+    }
     return Config(**{**least, **changes})
 
 
@@ -86,14 +92,19 @@ class TestStart:
         monkeypatch.undo()
         parallel.stop()
 
-    def test_a_rank_takes_its_device_and_nccl(self, joined: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_rank_takes_its_device_and_nccl(
+        self, joined: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from megatron.core.tensor_parallel import random
 
         calls = pretend(monkeypatch)
         monkeypatch.setenv("LOCAL_RANK", "3")
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
         monkeypatch.setattr(random, "model_parallel_cuda_manual_seed", lambda *a, **k: None)
-        monkeypatch.setattr("megatron.core.tensor_parallel.model_parallel_cuda_manual_seed", lambda *a, **k: calls.append(("seed", *a)))
+        monkeypatch.setattr(
+            "megatron.core.tensor_parallel.model_parallel_cuda_manual_seed",
+            lambda *a, **k: calls.append(("seed", *a)),
+        )
         started = parallel.start(ParallelConfig(device="cuda", timeout=60), seed=7)
         assert started.device == torch.device("cuda", 3) and started.world == 1
         assert ("set_device", torch.device("cuda", 3)) in calls and ("seed", 7) in calls
@@ -146,7 +157,9 @@ class TestResidency:
         manager.onload("old_logprobs", {"actor.weights"})
         assert len(calls) == 2
 
-    def test_an_engines_share_is_what_the_device_has_more_of(self, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_engines_share_is_what_the_device_has_more_of(
+        self, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         free = [10 * GIB]
 
         class Engines:
@@ -164,7 +177,10 @@ class TestResidency:
 
         offload = OffloadManager(CUDA, ("engine.weights",))
         with (
-            pytest.raises(DeviceMemoryError, match=r"phase weight_transfer: CUDA out of memory.*rollout\.transfer_bucket"),
+            pytest.raises(
+                DeviceMemoryError,
+                match=r"phase weight_transfer: CUDA out of memory.*rollout\.transfer_bucket",
+            ),
             offload.explained("weight_transfer"),
         ):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -174,17 +190,31 @@ class TestEngines:
     """rollout/sglang.py, rollout/transformers_engine.py"""
 
     def test_sglang_on_cuda(self, tmp_path: Path, calls: list[Any]) -> None:
-        config = make_config(rollout={"engine": "sglang", "engine_tp": 4, "engine_memory": 0.7}, model={"path": tmp_path, "dtype": "bf16"})
+        config = make_config(
+            rollout={"engine": "sglang", "engine_tp": 4, "engine_memory": 0.7},
+            model={"path": tmp_path, "dtype": "bf16"},
+        )
         engine = SGLangEngine(config, TINY, 4, torch.device("cuda", 4), (1,))
         assert engine.process is not None
         given = engine.process.arguments
-        assert given["base_gpu_id"] == 4 and given["mem_fraction_static"] == 0.7 and given["enable_memory_saver"] is True
+        assert (
+            given["base_gpu_id"] == 4
+            and given["mem_fraction_static"] == 0.7
+            and given["enable_memory_saver"] is True
+        )
         assert "device" not in given and "GLOO_SOCKET_IFNAME" not in engine._environment()
 
     def test_transformers_gives_its_memory_back(self, tmp_path: Path, calls: list[Any]) -> None:
         (tmp_path / "config.json").write_text(json.dumps(TINY))
         make_tokenizer(300).save_pretrained(tmp_path)
-        engine = TransformersEngine(tmp_path, dtype=torch.float32, device=torch.device("cpu"), max_batch=2, eos_ids=(1,), tokenizer=None)
+        engine = TransformersEngine(
+            tmp_path,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_batch=2,
+            eos_ids=(1,),
+            tokenizer=None,
+        )
         engine.start()
         engine.device = CUDA
         engine.sleep()
@@ -208,22 +238,35 @@ def test_a_transfer_ends_when_the_device_has(calls: list[Any]) -> None:
 class TestLayers:
     """model/builder.py, model/fp8.py"""
 
-    def test_auto_takes_transformer_engine_where_it_is(self, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(builder, "transformer_engine_problem", lambda device: "" if device == "cuda" else "needs a CUDA device")
+    def test_auto_takes_transformer_engine_where_it_is(
+        self, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            builder,
+            "transformer_engine_problem",
+            lambda device: "" if device == "cuda" else "needs a CUDA device",
+        )
         layers = make_config().model
         assert builder.choose_layers(layers, CUDA) == "te"
         assert builder.choose_layers(layers, torch.device("cpu")) == "portable"
         assert builder.choose_layers(layers.model_copy(update={"layers": "portable"}), CUDA) == "portable"
 
-    @pytest.mark.parametrize(("recipe", "works"), [("tensorwise", True), ("delayed", True), ("blockwise", True), ("mxfp8", False)])
-    def test_recipes_of_the_device(self, recipe: str, works: bool, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("recipe", "works"), [("tensorwise", True), ("delayed", True), ("blockwise", True), ("mxfp8", False)]
+    )
+    def test_recipes_of_the_device(
+        self, recipe: str, works: bool, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(builder, "transformer_engine_problem", lambda device: "")
         fp8 = {"format": "hybrid", "recipe": recipe, "first_last_layers_bf16": False}
         model = make_config(model={"path": Path("x"), "dtype": "bf16", "fp8": fp8}).model
         if works:
             assert builder.choose_layers(model, CUDA) == "te"
         else:
-            with pytest.raises(ConfigError, match=r"model\.fp8\.recipe: mxfp8 needs compute capability 10\.0, this device has 9\.0"):
+            with pytest.raises(
+                ConfigError,
+                match=r"model\.fp8\.recipe: mxfp8 needs compute capability 10\.0, this device has 9\.0",
+            ):
                 builder.choose_layers(model, CUDA)
 
 
@@ -234,7 +277,9 @@ class TestPreflight:
         ones = torch.ones
         monkeypatch.setattr(torch, "ones", lambda *a, device=None, **k: ones(*a, **k))
         assert node_preflight._device_problems(NodeNeeds(Path("x"), devices=8)) == []
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (FREE // 2 if device == 5 else FREE, TOTAL))
+        monkeypatch.setattr(
+            torch.cuda, "mem_get_info", lambda device=None: (FREE // 2 if device == 5 else FREE, TOTAL)
+        )
         busy = "GPU 5: 39.1 of 79.2 GiB are free: another process is on it"
         assert node_preflight._device_problems(NodeNeeds(Path("x"), devices=8)) == [busy]
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -243,33 +288,47 @@ class TestPreflight:
             "0 GPUs, 8 were asked for (driver 550.54.14 is too old for CUDA 13.0, of which torch is: 580.65.06 or newer)"
         ]
 
-    def test_times_are_taken_when_the_device_has_finished(self, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_times_are_taken_when_the_device_has_finished(
+        self, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(dist, "barrier", lambda: calls.append(("barrier",)))
         node_preflight._seconds(lambda: calls.append(("work",)), CUDA)
-        assert [name for name, *_ in calls] == ["barrier", "work", "synchronize"] * (node_preflight.ROUNDS + 1)
+        assert [name for name, *_ in calls] == ["barrier", "work", "synchronize"] * (
+            node_preflight.ROUNDS + 1
+        )
 
     def test_versions_that_nodes_compare(self, calls: list[Any]) -> None:
         found = node_preflight.node_versions(True)
         assert found["nccl"] == "2.30.7" and found["GPU"] == "NVIDIA H100 80GB HBM3"
 
     def test_a_large_run_on_one_node_is_refused_before_its_ranks(self, calls: list[Any]) -> None:
-        with pytest.raises(ConfigError, match=r"parallel: tp 8 x pp 4 x dp 1 = 32 devices, but there are 8 here"):
+        with pytest.raises(
+            ConfigError, match=r"parallel: tp 8 x pp 4 x dp 1 = 32 devices, but there are 8 here"
+        ):
             preflight._check_machine(make_config(parallel={"tp": 8, "pp": 4}), "cuda")
 
     def test_an_engine_that_lies_in_two_nodes_is_refused(self, calls: list[Any]) -> None:
         config = make_config(rollout={"engine": "sglang", "engine_tp": 16})
-        with pytest.raises(ConfigError, match=r"rollout\.engine_tp: 16 does not divide the 8 devices of this node"):
+        with pytest.raises(
+            ConfigError, match=r"rollout\.engine_tp: 16 does not divide the 8 devices of this node"
+        ):
             preflight._check_engine_layout(config, sizes_of("Qwen2.5-32B"), CUDA, world=128)
 
-    def test_an_engine_whose_packages_do_not_fit(self, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_engine_whose_packages_do_not_fit(
+        self, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(preflight, "find_spec", lambda name: object())
         monkeypatch.setattr(
-            preflight, "unmet", lambda name: [f"{name} 0.5.23 needs torch==2.14.1, there is torch 2.13.0 (make install-gpu)"]
+            preflight,
+            "unmet",
+            lambda name: [f"{name} 0.5.23 needs torch==2.14.1, there is torch 2.13.0 (make install-gpu)"],
         )
         with pytest.raises(ConfigError, match=r"rollout\.engine: sglang 0\.5\.23 needs torch==2\.14\.1"):
             preflight._check_machine(make_config(rollout={"engine": "sglang"}), "cuda")
 
-    def test_what_does_not_fit_the_device_is_refused(self, calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_does_not_fit_the_device_is_refused(
+        self, calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The whole of it, up to the memory of the GPU that is there; the model is described by its config.json."""
         (tmp_path / "config.json").write_text(json.dumps(sizes_of("Qwen2.5-32B")))
         folder = preflight.Described(tmp_path, read_config(tmp_path))
@@ -281,7 +340,9 @@ class TestPreflight:
             preflight.preflight(make_config(**changes), "x.yaml", world=8)
 
 
-def test_doctor_on_such_a_node(calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_on_such_a_node(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from megarl.cli import doctor
 
     monkeypatch.setattr(doctor, "driver_version", lambda: "580.95.05")
@@ -289,4 +350,7 @@ def test_doctor_on_such_a_node(calls: list[Any], monkeypatch: pytest.MonkeyPatch
     assert doctor.doctor() == 0
     printed = capsys.readouterr().out
     assert "driver     580.95.05, torch for CUDA 13.0" in printed
-    assert "yes  training on GPUs, bf16: 8 x NVIDIA H100 80GB HBM3, 79 GiB" in printed and "look for CUDA 13.0" in printed
+    assert (
+        "yes  training on GPUs, bf16: 8 x NVIDIA H100 80GB HBM3, 79 GiB" in printed
+        and "look for CUDA 13.0" in printed
+    )

@@ -44,13 +44,19 @@ def engine_on(folder: Path, rank: int = 0, **rollout: Any) -> SGLangEngine:
     make_tokenizer(400).save_pretrained(folder)
     asked = {"engine": "sglang", "engine_tp": 8, **LENGTHS, **rollout}
     model = {"path": folder, "dtype": "bf16"}
-    config = Config(recipe="dapo", run_dir=folder, steps=1, model=model, rollout=asked, data={"max_prompt_tokens": 2048})
+    config = Config(
+        recipe="dapo", run_dir=folder, steps=1, model=model, rollout=asked, data={"max_prompt_tokens": 2048}
+    )
     return SGLangEngine(config, sizes, rank, torch.device("cuda", rank % 8), (1,))
 
 
 @pytest.mark.parametrize(
     ("weights", "options"),
-    [("model", {}), ("fp8_block", {}), ("model", {"attention_backend": "triton", "disable_cuda_graph": True})],
+    [
+        ("model", {}),
+        ("fp8_block", {}),
+        ("model", {"attention_backend": "triton", "disable_cuda_graph": True}),
+    ],
     ids=["bf16", "fp8", "options of benchmarks/gpu.py"],
 )
 def test_sglang_takes_the_arguments(tmp_path: Path, weights: str, options: dict[str, Any]) -> None:
@@ -80,7 +86,9 @@ def test_sglang_takes_the_arguments(tmp_path: Path, weights: str, options: dict[
     }
     assert {key: found[key] for key in wanted} == wanted
     override = json.loads(found["json_model_override_args"])
-    assert override.get("quantization_config", {}).get("weight_block_size") == ([128, 128] if weights == "fp8_block" else None)
+    assert override.get("quantization_config", {}).get("weight_block_size") == (
+        [128, 128] if weights == "fp8_block" else None
+    )
     if not options:
         assert found["cuda_graph_config"]["decode"]["max_bs"] == 256  # every batch that may run has its graph
 
@@ -125,7 +133,9 @@ class OnDevice:
 
     def __reduce__(self) -> Any:
         rebuild, arguments = cuda_reduction(self.nbytes, self.device)
-        arguments = tuple(torch.storage.TypedStorage if value is SimpleNamespace else value for value in arguments)
+        arguments = tuple(
+            torch.storage.TypedStorage if value is SimpleNamespace else value for value in arguments
+        )
         return rebuild, arguments
 
 
@@ -139,7 +149,10 @@ def test_sglang_unpickles_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         rebuilt.append(arguments)
         return torch.zeros(8, dtype=torch.uint8)
 
-    rebuild_cuda_tensor.__module__, rebuild_cuda_tensor.__qualname__ = reductions.__name__, "rebuild_cuda_tensor"
+    rebuild_cuda_tensor.__module__, rebuild_cuda_tensor.__qualname__ = (
+        reductions.__name__,
+        "rebuild_cuda_tensor",
+    )
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild_cuda_tensor)
     engine = engine_on(tmp_path, rank=3)
     handle = bytes(ForkingPickler.dumps([(json.dumps({"tensors": {}, "complete": []}), OnDevice(8, 3))]))
@@ -149,7 +162,9 @@ def test_sglang_unpickles_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(rebuilt) == 2 and engine.device.index in rebuilt[0]
 
 
-def test_a_rank_of_an_engine_on_cuda_leaves_its_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_an_engine_on_cuda_leaves_its_environment_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     engine = engine_on(tmp_path)

@@ -18,7 +18,9 @@ from megarl.weights.layout import megatron_layout
 from tests.rehearsal.pretended import rank_of
 from tests.tiny_models import make_config
 
-pytestmark = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="transformer-engine is not installed: make rehearse")
+pytestmark = pytest.mark.skipif(
+    find_spec("transformer_engine") is None, reason="transformer-engine is not installed: make rehearse"
+)
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -42,7 +44,9 @@ RECOMPUTE = ("none", "selective", "full")
 def settings(recompute: str = "full", fp8: str | None = None, layers: str = "te", **parallel: Any) -> Config:
     eight = {"format": "hybrid", "recipe": fp8, "first_last_layers_bf16": fp8 != "delayed"} if fp8 else {}
     model = {"path": Path("x"), "dtype": "bf16", "recompute": recompute, "layers": layers, "fp8": eight}
-    return Config(recipe="vapo", run_dir=Path("x"), steps=1, model=model, parallel={"device": "cpu", **parallel})
+    return Config(
+        recipe="vapo", run_dir=Path("x"), steps=1, model=model, parallel={"device": "cpu", **parallel}
+    )
 
 
 def build(kind: str, config: Config, hf: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -78,11 +82,19 @@ def well_marked(model: Any, *, sequence: bool) -> None:
 def from_transformer_engine(model: Any) -> None:
     """No layer is another's by mistake: matrix products, norms and attention."""
     parts = [
-        module for module in model.decoder.modules() if any(word in type(module).__name__ for word in ("Linear", "Norm", "DotProduct"))
+        module
+        for module in model.decoder.modules()
+        if any(word in type(module).__name__ for word in ("Linear", "Norm", "DotProduct"))
     ]
-    others = {type(part) for part in parts if not any(base.__module__.startswith("transformer_engine") for base in type(part).__mro__)}
+    others = {
+        type(part)
+        for part in parts
+        if not any(base.__module__.startswith("transformer_engine") for base in type(part).__mro__)
+    }
     assert parts and not others
-    assert all(module.fuse_wgrad_accumulation for module in parts if hasattr(module, "fuse_wgrad_accumulation"))
+    assert all(
+        module.fuse_wgrad_accumulation for module in parts if hasattr(module, "fuse_wgrad_accumulation")
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,7 +106,9 @@ def test_layers(family: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.training.sharded import EXTRA, model_state
 
     hf = make_config(family, **SIZES, **FAMILIES[family])
-    cases = [(kind, None) for kind in RECOMPUTE] + ([("full", recipe) for recipe in RECIPES] if family in ("qwen2", "qwen3_moe") else [])
+    cases = [(kind, None) for kind in RECOMPUTE] + (
+        [("full", recipe) for recipe in RECIPES] if family in ("qwen2", "qwen3_moe") else []
+    )
     with rank_of(Layout(tp=tp, pp=1, dp=2 // tp, ep=1), rank=1) as runtime:
         for kind in ("actor", "critic"):
             plain = build(kind, settings(layers="portable", tp=tp), hf, runtime, monkeypatch)
@@ -124,10 +138,18 @@ def test_the_optimizer_is_transformer_engines(monkeypatch: pytest.MonkeyPatch) -
             parameter.data.normal_(0, 0.02)
         learner = TrainableModel("actor", model, config.actor, 10, runtime, config.parallel)
         [part] = learner.optimizers
-        assert type(part.optimizer).__name__ == "FusedAdam" and type(part.optimizer).__module__.startswith("transformer_engine")
+        assert type(part.optimizer).__name__ == "FusedAdam" and type(part.optimizer).__module__.startswith(
+            "transformer_engine"
+        )
         size = sum(parameter.numel() for parameter in model.parameters())
-        held = {name: group.nbytes for name, group in tensor_groups(learner, HostPool(runtime.device)).items()}
-        assert held["actor.weights"] >= 2 * size and held["actor.gradients"] >= 4 * size and held["actor.optimizer"] >= 4 * size
+        held = {
+            name: group.nbytes for name, group in tensor_groups(learner, HostPool(runtime.device)).items()
+        }
+        assert (
+            held["actor.weights"] >= 2 * size
+            and held["actor.gradients"] >= 4 * size
+            and held["actor.optimizer"] >= 4 * size
+        )
 
 
 @pytest.mark.parametrize("rank", [0, 3, 37, 127])

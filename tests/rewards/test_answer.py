@@ -196,7 +196,9 @@ def test_every_real_reference_answer_is_right_against_itself_and_wrong_against_t
     file = SHARED / "gsm8k_test_200.jsonl"
     if not file.exists():
         pytest.skip(f"{file} is not on this machine")
-    answers = [json.loads(line)["answer"].rpartition("####")[2].strip() for line in file.read_text().splitlines()]
+    answers = [
+        json.loads(line)["answer"].rpartition("####")[2].strip() for line in file.read_text().splitlines()
+    ]
     assert len(answers) == 200
     for answer in answers:
         number = int(answer.replace(",", ""))

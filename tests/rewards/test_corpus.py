@@ -55,7 +55,9 @@ def test_answers(name: str) -> None:
     with VerifierPool(name, workers=2, timeout=30, memory_mib=MEMORY) as pool:
         verdicts = pool.verify([(row["response"], row["answer"]) for row in ANSWERS])
     pairs = zip(ANSWERS, verdicts, strict=True)
-    wrong = [(row["response"], row["answer"], verdict) for row, verdict in pairs if verdict.correct != row[name]]
+    wrong = [
+        (row["response"], row["answer"], verdict) for row, verdict in pairs if verdict.correct != row[name]
+    ]
     assert wrong == [] and all(verdict.error is None for verdict in verdicts)
 
 
@@ -79,10 +81,16 @@ def test_hostile_answers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_canary_would_sing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A verifier that does evaluate what it is given leaves the file that the test above looks for."""
-    (tmp_path / "corpus_test_evaluates.py").write_text("def f(response, answer):\n    return bool(eval(response.partition(': ')[2]))\n")
+    (tmp_path / "corpus_test_evaluates.py").write_text(
+        "def f(response, answer):\n    return bool(eval(response.partition(': ')[2]))\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    commands = [text(row["response"]) for row in lines("hostile.jsonl") if text(row["response"]).startswith("Answer: __import__")]
+    commands = [
+        text(row["response"])
+        for row in lines("hostile.jsonl")
+        if text(row["response"]).startswith("Answer: __import__")
+    ]
     with VerifierPool("corpus_test_evaluates:f", timeout=20) as pool:
         pool.verify([(command, "") for command in commands])
     assert commands and (tmp_path / "CANARY").exists()
@@ -143,17 +151,41 @@ def test_a_verifier_that_eats_memory_is_contained(greedy: str) -> None:
         verdicts = pool.verify([(how, "") for how in ("data", "list", "shared", "grow", "right")])
     assert [verdict.correct for verdict in verdicts] == [False] * 4 + [True]
     assert [verdict.error for verdict in verdicts[:2]] == ["verifier ran out of memory"] * 2
-    assert verdicts[2].error and ("memory" in verdicts[2].error) and verdicts[3].error == "verifier ran out of memory"
+    assert (
+        verdicts[2].error
+        and ("memory" in verdicts[2].error)
+        and verdicts[3].error == "verifier ran out of memory"
+    )
     assert 0 < watch.peak < 512 << 20
     assert resource.getrlimit(resource.RLIMIT_AS) == limit, "the limit is the worker's, not this process's"
 
 
-def test_a_verifier_sees_nothing_of_the_runs_environment(greedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verifier_sees_nothing_of_the_runs_environment(
+    greedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither in os.environ nor in what the kernel kept of the start."""
-    for name in ("WANDB_API_KEY", "HF_TOKEN", "RANK", "MASTER_ADDR", "PYTHONPATH", "HOME", "CUDA_VISIBLE_DEVICES"):
+    for name in (
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "RANK",
+        "MASTER_ADDR",
+        "PYTHONPATH",
+        "HOME",
+        "CUDA_VISIBLE_DEVICES",
+    ):
         monkeypatch.setenv(name, "secret-of-the-run")
     with VerifierPool(greedy, workers=1, timeout=20) as pool:
         environ, proc = (verdict.extracted or "" for verdict in pool.verify([("environ", ""), ("proc", "")]))
-    allowed = {"LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PATH", "PYTHONHASHSEED", "PYTHONHOME", "TMPDIR"}
+    allowed = {
+        "LANG",
+        "LC_ALL",
+        "LC_CTYPE",
+        "LD_LIBRARY_PATH",
+        "OMP_NUM_THREADS",
+        "PATH",
+        "PYTHONHASHSEED",
+        "PYTHONHOME",
+        "TMPDIR",
+    }
     assert set(environ.split()) <= allowed and "PYTHONHASHSEED" in environ
     assert "secret-of-the-run" not in proc and "PYTHONHASHSEED=0" in proc

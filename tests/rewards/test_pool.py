@@ -116,7 +116,9 @@ def test_a_worker_killed_from_outside_while_it_works(user_module: str) -> None:
         killer.start()
         verdicts = pool.verify([*[("pid", "")] * 5, *[("a", "a")] * 20])
         killer.join()
-        assert [verdict.correct for verdict in verdicts] == [True] * 25  # another worker has judged what it had
+        assert [verdict.correct for verdict in verdicts] == [
+            True
+        ] * 25  # another worker has judged what it had
         assert pid not in pool.pids
 
 
@@ -161,11 +163,15 @@ def test_signals_of_the_job_do_not_end_workers(user_module: str) -> None:
         assert pool.pids == before
 
 
-def test_a_worker_has_neither_the_runs_environment_nor_torch(user_module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_has_neither_the_runs_environment_nor_torch(
+    user_module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("RANK", "3")
     with VerifierPool(user_module, workers=1, timeout=20) as pool:
-        environment, modules = (verdict.extracted or "" for verdict in pool.verify([("environment", ""), ("modules", "")]))
+        environment, modules = (
+            verdict.extracted or "" for verdict in pool.verify([("environment", ""), ("modules", "")])
+        )
     assert "PATH" in environment and "KEY" not in environment and "RANK" not in environment
     assert not {"torch", "megatron", "transformers", "sympy"} & set(modules.split(","))
     code = "import sys, megarl.rewards as r; r.get_verifier('dapo'); sys.exit('torch' in sys.modules or 'sympy' in sys.modules)"
@@ -211,7 +217,10 @@ def test_verifiers_that_cannot_be_had_are_refused_by_name(user_module: str) -> N
 def test_workers_that_die_at_their_start_stop_the_run_with_their_last_words(user_module: str) -> None:
     with VerifierPool("pool_test_fatal_later:f", workers=2) as pool, pytest.raises(ConfigError) as caught:
         pool.verify([("a", "a")])
-    assert str(caught.value) == "reward.verifier: 3 worker processes died at their start (exit code 7; cannot go on)"
+    assert (
+        str(caught.value)
+        == "reward.verifier: 3 worker processes died at their start (exit code 7; cannot go on)"
+    )
     assert pool.pids == []
 
 

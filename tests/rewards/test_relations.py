@@ -266,16 +266,31 @@ def test_a_response_without_a_label() -> None:
 
 def test_the_protocol_of_dapo_stays_as_it_is() -> None:
     """Its normalisation compares last sides, whatever stands before, and drops `!`, as the reference implementation does."""
-    for found, answer in (("0", "5x - 7y = 0"), ("y=4", "x=4"), ("5!", "5"), ("32, 349", "32349"), ("m+n = 3+4 = 7", "7")):
+    for found, answer in (
+        ("0", "5x - 7y = 0"),
+        ("y=4", "x=4"),
+        ("5!", "5"),
+        ("32, 349", "32349"),
+        ("m+n = 3+4 = 7", "7"),
+    ):
         assert verify_dapo(f"Answer: {found}", answer).correct
-    assert not verify_dapo("Answer: \\boxed{5!}", "120").correct and not verify_dapo("Answer: 5.5", "\\$5.50").correct
+    assert (
+        not verify_dapo("Answer: \\boxed{5!}", "120").correct
+        and not verify_dapo("Answer: 5.5", "\\$5.50").correct
+    )
 
 
 def test_votes_are_for_values() -> None:
-    votes = [verify_math(f"Answer: {found}", "x = 4").extracted for found in ("4", "x = 4", "$x=4$", "\\boxed{x = 4}", "4 = x", "8/2")]
+    votes = [
+        verify_math(f"Answer: {found}", "x = 4").extracted
+        for found in ("4", "x = 4", "$x=4$", "\\boxed{x = 4}", "4 = x", "8/2")
+    ]
     assert votes == ["4"] * 6
     assert verify_math("Answer: $m + n = 3 + 4 = 7$", "9").extracted == "7"
-    assert verify_math("Answer: x + 2y = 3", "x + y = 3").extracted != verify_math("Answer: x - y = 3", "x + y = 3").extracted
+    assert (
+        verify_math("Answer: x + 2y = 3", "x + y = 3").extracted
+        != verify_math("Answer: x - y = 3", "x + y = 3").extracted
+    )
 
 
 coefficients = st.integers(-99, 99)
@@ -283,7 +298,10 @@ factors = st.tuples(st.integers(-30, 30).filter(bool), st.integers(1, 12))
 
 
 def equation(numbers: list[int], monomials: list[str], right: int) -> str:
-    return " ".join(f"{number:+d}{monomial}" for number, monomial in zip(numbers, monomials, strict=True)) + f" = {right}"
+    return (
+        " ".join(f"{number:+d}{monomial}" for number, monomial in zip(numbers, monomials, strict=True))
+        + f" = {right}"
+    )
 
 
 @pytest.mark.slow  # sympy multiplies out some ten equations an example
@@ -297,9 +315,17 @@ def equation(numbers: list[int], monomials: list[str], right: int) -> str:
     st.integers(0, 3),
     st.integers(-3, 3).filter(bool),
 )
-@example([0, 1, 1], 0, (1, 1), ["a", "b^3", "\\sqrt{2}c"], [False] * 4, 0, 1)  # a last letter that could be a unit
+@example(
+    [0, 1, 1], 0, (1, 1), ["a", "b^3", "\\sqrt{2}c"], [False] * 4, 0, 1
+)  # a last letter that could be a unit
 def test_equations(
-    numbers: list[int], right: int, factor: tuple[int, int], monomials: list[str], moved: list[bool], which: int, change: int
+    numbers: list[int],
+    right: int,
+    factor: tuple[int, int],
+    monomials: list[str],
+    moved: list[bool],
+    which: int,
+    change: int,
 ) -> None:
     """Scaled, with terms on the other side, with sides exchanged: right. One coefficient altered: wrong. A side of it: wrong."""
     assume(sum(map(bool, numbers)) >= 2)
@@ -318,21 +344,41 @@ def test_equations(
     assert verify_math(f"Answer: ${same}$", reference).correct, same
     altered = [(n + change * (i == which), m) for i, (n, m) in enumerate(terms)]
     assert not verify_math(f"Answer: ${written(altered)}$", reference).correct or proportional(altered, terms)
-    for bare in (str(right), "0", reference.partition(" = ")[0], "= 0", "0 = 0", "x = x", f"x = {right}", "1 = 1"):
+    for bare in (
+        str(right),
+        "0",
+        reference.partition(" = ")[0],
+        "= 0",
+        "0 = 0",
+        "x = x",
+        f"x = {right}",
+        "1 = 1",
+    ):
         assert not verify_math(f"Answer: ${bare}$", reference).correct, bare
     assert not verify_math(f"Answer: ${same}, {written(altered)}$", reference).correct
 
 
 def proportional(a: list[tuple[int, str]], b: list[tuple[int, str]]) -> bool:
-    return all(p * s == q * r for (p, _), (q, _) in zip(a, b, strict=True) for (r, _), (s, _) in zip(a, b, strict=True))
+    return all(
+        p * s == q * r
+        for (p, _), (q, _) in zip(a, b, strict=True)
+        for (r, _), (s, _) in zip(a, b, strict=True)
+    )
 
 
 @settings(deadline=None, max_examples=10)
-@given(st.integers(-50, 50), st.integers(-50, 50), st.sampled_from("xyzn"), st.integers(2, 9), st.integers(-9, 9))
+@given(
+    st.integers(-50, 50), st.integers(-50, 50), st.sampled_from("xyzn"), st.integers(2, 9), st.integers(-9, 9)
+)
 def test_solutions(value: int, other: int, name: str, a: int, b: int) -> None:
     """A name and its value, either alone and both ways; not another name, another value, or the equation that was to be solved."""
     reference = f"{name} = {value}"
-    for found, answer in ((reference, reference), (str(value), reference), (reference, str(value)), (f"{value} = {name}", reference)):
+    for found, answer in (
+        (reference, reference),
+        (str(value), reference),
+        (reference, str(value)),
+        (f"{value} = {name}", reference),
+    ):
         assert verify_math(f"Answer: {found}", answer).correct
     wrong = [
         f"k = {value}",
@@ -344,31 +390,48 @@ def test_solutions(value: int, other: int, name: str, a: int, b: int) -> None:
     for found in wrong:
         assert not verify_math(f"Answer: {found}", reference).correct, found
     if other != value:
-        for found in (str(other), f"{name} = {other}", f"{name} = {value}, {name} = {other}", f"{name} = {value} or {other}"):
+        for found in (
+            str(other),
+            f"{name} = {other}",
+            f"{name} = {value}, {name} = {other}",
+            f"{name} = {value} or {other}",
+        ):
             assert not verify_math(f"Answer: {found}", reference).correct, found
             assert not verify_math(f"Answer: {reference}", found).correct
         both = f"{name} = {other}, {name} = {value}"
         assert verify_math(f"Answer: {name} = {value} or {other}", both).correct
-        assert not verify_math(f"Answer: {name}^2 - ({value + other}){name} + ({value * other}) = 0", both).correct
+        assert not verify_math(
+            f"Answer: {name}^2 - ({value + other}){name} + ({value * other}) = 0", both
+        ).correct
 
 
 @settings(deadline=None, max_examples=8)
-@given(st.lists(coefficients.filter(bool), min_size=2, max_size=2), coefficients, factors, st.sampled_from(["<", ">", "\\le", "\\ge"]))
+@given(
+    st.lists(coefficients.filter(bool), min_size=2, max_size=2),
+    coefficients,
+    factors,
+    st.sampled_from(["<", ">", "\\le", "\\ge"]),
+)
 def test_inequalities(numbers: list[int], right: int, factor: tuple[int, int], operator: str) -> None:
     mirrored = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
     above, below = factor
     left, scaled = (f"{p}x + {q}y" for p, q in (numbers, [n * above for n in numbers]))
     kept, turned = (operator, mirrored[operator]) if above > 0 else (mirrored[operator], operator)
     reference = f"{left} {operator} {right}"
-    assert verify_math(f"Answer: $\\frac{{{scaled}}}{{{below}}} {kept} \\frac{{{right * above}}}{{{below}}}$", reference).correct
-    assert not verify_math(f"Answer: ${scaled} {turned} {right * above}$", f"{above}({left}) {kept} {right * above}").correct
+    assert verify_math(
+        f"Answer: $\\frac{{{scaled}}}{{{below}}} {kept} \\frac{{{right * above}}}{{{below}}}$", reference
+    ).correct
+    assert not verify_math(
+        f"Answer: ${scaled} {turned} {right * above}$", f"{above}({left}) {kept} {right * above}"
+    ).correct
     for found in (f"{scaled} = {right * above}", str(right), f"{left} {operator} {right + 1}"):
         assert not verify_math(f"Answer: {found}", reference).correct
 
 
 @settings(deadline=None, max_examples=25)
 @given(
-    st.text(st.sampled_from("=<>,;()[]{}|\\$!&: x1y0.-+^_*/ean\n"), max_size=120), st.sampled_from(["x + 2y = 3", "x = 4", "x > 1", "1, 2"])
+    st.text(st.sampled_from("=<>,;()[]{}|\\$!&: x1y0.-+^_*/ean\n"), max_size=120),
+    st.sampled_from(["x + 2y = 3", "x = 4", "x > 1", "1, 2"]),
 )
 def test_any_text_gets_a_verdict(text: str, answer: str) -> None:
     start = time.process_time()
@@ -377,7 +440,10 @@ def test_any_text_gets_a_verdict(text: str, answer: str) -> None:
     assert time.process_time() - start < 10
 
 
-@pytest.mark.parametrize("unit", ["x = ", "=", "(x = 1)", "\\text{a}", "1 < ", "x,", "\\frac{x}{y} = ", "is ", "!", "\\left", "$x=1$ "])
+@pytest.mark.parametrize(
+    "unit",
+    ["x = ", "=", "(x = 1)", "\\text{a}", "1 < ", "x,", "\\frac{x}{y} = ", "is ", "!", "\\left", "$x=1$ "],
+)
 def test_long_chains_cost_little(unit: str) -> None:
     start = time.process_time()
     for length in (290, 1000, 100_000):
@@ -390,7 +456,9 @@ def test_long_chains_cost_little(unit: str) -> None:
 def test_a_number_and_a_multiple_of_a_matrix_differ() -> None:
     """sympy recurses without an end over their difference."""
     matrix = "2\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"
-    assert not verify_math("Answer: 5", matrix).correct and not verify_math(f"Answer: ${matrix}$", "5").correct
+    assert (
+        not verify_math("Answer: 5", matrix).correct and not verify_math(f"Answer: ${matrix}$", "5").correct
+    )
     assert verify_math(f"Answer: ${matrix}$", "\\begin{pmatrix} 2 \\\\ 4 \\end{pmatrix}").correct
 
 
@@ -399,7 +467,9 @@ def test_math_verifys_own_table() -> None:
     """What `math` says otherwise is known, with the reason, in corpus/math_verify.jsonl and docs/verifiers.md."""
     folder = Path(os.environ.get("MATH_VERIFY_TESTS", ""))
     if not (folder / "test_all.py").is_file():
-        pytest.skip("MATH_VERIFY_TESTS does not name the folder `tests` of math-verify 0.9.0's source distribution (not in its wheel)")
+        pytest.skip(
+            "MATH_VERIFY_TESTS does not name the folder `tests` of math-verify 0.9.0's source distribution (not in its wheel)"
+        )
     cases = list(math_verify_cases(folder))
     assert len(cases) == 268
     on_one_line = [case for case in cases if "\n" not in case[1]]
@@ -408,7 +478,10 @@ def test_math_verifys_own_table() -> None:
     for gold, found, expected in on_one_line:
         if verify_math(f"Answer: {found}", gold).correct != expected:
             differ.append((gold[:60], found[:60], expected))
-    known = [(row["answer"], row["response"], row["expected"]) for row in map(json.loads, TABLE.read_text().splitlines())]
+    known = [
+        (row["answer"], row["response"], row["expected"])
+        for row in map(json.loads, TABLE.read_text().splitlines())
+    ]
     assert sorted(differ) == sorted(known)
 
 
@@ -424,7 +497,11 @@ def math_verify_cases(folder: Path) -> list[tuple[str, str, bool]]:
             except ValueError:  # computed ones
                 continue
             names = [name.strip() for name in names.split(",")]
-            if names[:2] == ["gold", "pred"] and names[2] in ("expected", "result") and "allow_set_relation_comp" not in names:
+            if (
+                names[:2] == ["gold", "pred"]
+                and names[2] in ("expected", "result")
+                and "allow_set_relation_comp" not in names
+            ):
                 cases += [(row[0], row[1], bool(row[2])) for row in rows]
     return cases
 

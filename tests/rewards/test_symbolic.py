@@ -66,9 +66,17 @@ def test_unequal_and_quickly_so(response: str, answer: str) -> None:
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.integers(-50, 50), st.integers(1, 20), st.integers(-50, 50), st.integers(1, 20), st.sampled_from(["{}/{}", "\\frac{{{}}}{{{}}}"]))
+@given(
+    st.integers(-50, 50),
+    st.integers(1, 20),
+    st.integers(-50, 50),
+    st.integers(1, 20),
+    st.sampled_from(["{}/{}", "\\frac{{{}}}{{{}}}"]),
+)
 def test_fractions_agree_with_exact_arithmetic(a: int, b: int, c: int, d: int, form: str) -> None:
-    assert verify_math(f"\\boxed{{{form.format(a, b)}}}", f"{c}/{d}").correct == (Fraction(a, b) == Fraction(c, d))
+    assert verify_math(f"\\boxed{{{form.format(a, b)}}}", f"{c}/{d}").correct == (
+        Fraction(a, b) == Fraction(c, d)
+    )
     assert verify_math(f"Answer: ${form.format(a, b)}$", form.format(3 * a, 3 * b)).correct
 
 

@@ -34,7 +34,11 @@ def sockets() -> list[socket.socket]:
         with suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 one = socket.socket(fileno=os.dup(int(name)))
-                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM and _peer(one):
+                if (
+                    one.family in (socket.AF_INET, socket.AF_INET6)
+                    and one.type == socket.SOCK_STREAM
+                    and _peer(one)
+                ):
                     found.append(one)
                 else:
                     one.close()
@@ -56,7 +60,8 @@ def traffic() -> Counter[str]:
     for one in sockets():
         info = one.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 256)
         (received,), (inward, outward), (sent,) = (
-            struct.unpack_from(kind, info, at) for kind, at in (("<Q", RECEIVED), ("<II", SEGMENTS), ("<Q", SENT))
+            struct.unpack_from(kind, info, at)
+            for kind, at in (("<Q", RECEIVED), ("<II", SEGMENTS), ("<Q", SENT))
         )
         if _peer(one) == port:
             total["store_requests"] += outward
@@ -76,7 +81,11 @@ class Count:
     def started(self, runtime: Runtime, seconds: float) -> None:
         self.rank = runtime.rank
         self.imported = set(sys.modules)
-        self.found = {"start_seconds": seconds, "start": dict(traffic()), "threads": len(os.listdir("/proc/self/task"))}
+        self.found = {
+            "start_seconds": seconds,
+            "start": dict(traffic()),
+            "threads": len(os.listdir("/proc/self/task")),
+        }
         self.write()
 
     def write(self) -> None:

@@ -51,7 +51,9 @@ def rank(arguments: Sequence[str]) -> int:
         worker.tick()
     counts["ticks"] = dict(traffic() - before)
     before = traffic()
-    assert len(gather_objects(runtime, bytes(NEWS) if runtime.rank == runtime.world - 1 else None)[-1]) == NEWS
+    assert (
+        len(gather_objects(runtime, bytes(NEWS) if runtime.rank == runtime.world - 1 else None)[-1]) == NEWS
+    )
     counts["news"] = dict(traffic() - before)
     (folder / f"{runtime.rank}.json").write_text(json.dumps(counts))
     barrier(runtime)

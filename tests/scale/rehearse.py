@@ -80,7 +80,9 @@ class Job:
         self.log = self.counts / "output.txt"
         with open(self.log, "wb") as log:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
         self.memory, self._ended = 0, threading.Event()
         # Beside the wait: with a hundred ranks that want the same two cores, one look takes a minute.
         threading.Thread(target=self._watch_memory, daemon=True).start()
@@ -91,7 +93,10 @@ class Job:
     def _watch_memory(self) -> None:
         while not self._ended.wait(EACH):
             with suppress(psutil.NoSuchProcess):
-                family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+                family = [
+                    psutil.Process(self.process.pid),
+                    *psutil.Process(self.process.pid).children(recursive=True),
+                ]
                 self.memory = max(self.memory, sum(map(_proportional, family)))
 
     def _phases(self) -> list[tuple[str, float]]:
@@ -105,7 +110,9 @@ class Job:
         while (status := os.wait4(self.process.pid, os.WNOHANG))[0] == 0:
             if time.monotonic() - self.began > LIMIT:
                 self.process.send_signal(signal.SIGTERM)
-                raise SystemExit(f"rehearse: {self.config.run_dir} takes longer than {LIMIT:.0f} s: see {self.log}")
+                raise SystemExit(
+                    f"rehearse: {self.config.run_dir} takes longer than {LIMIT:.0f} s: see {self.log}"
+                )
             if victim is not None and self._in_second_update(beat := self.beat(victim)):
                 os.kill(int(beat["pid"]), signal.SIGKILL)
                 victim, code = None, KILLED
@@ -166,9 +173,14 @@ def rehearse(ranks: int, folder: Path) -> dict[str, Any]:
     figures["idle"] = idle(ranks, folder / "idle")
     single = config_of(folder, "single", 1)
     Job(single, "alone").run()
-    before, big, small = (weights(path) for path in (folder / "model", config.run_dir / "hf", single.run_dir / "hf"))
+    before, big, small = (
+        weights(path) for path in (folder / "model", config.run_dir / "hf", single.run_dir / "hf")
+    )
     figures["from_one_rank"] = off = float((big - small).norm() / (small - before).norm())
-    print(f"weights differ from those of one rank by {off:.1e} of the way that they have gone (at most {ROUNDING:.0e})", flush=True)
+    print(
+        f"weights differ from those of one rank by {off:.1e} of the way that they have gone (at most {ROUNDING:.0e})",
+        flush=True,
+    )
     if not off <= ROUNDING:
         raise SystemExit("rehearse: that is more than rounding")
     if ranks <= BITWISE:
@@ -190,7 +202,13 @@ def idle(ranks: int, folder: Path) -> list[dict[str, Any]]:
     folder.mkdir()
     layout = map(str, LAYOUTS[ranks])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "tests.scale.idle", folder, *layout], cwd=ROOT, env=environment, check=True, timeout=LIMIT)
+    subprocess.run(
+        [sys.executable, "-m", "tests.scale.idle", folder, *layout],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        timeout=LIMIT,
+    )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -204,7 +222,10 @@ def row(ranks: int, figures: dict[str, Any]) -> str:
     def each(moment: str, what: str, per: float = 1.0) -> str:
         """Of rank 0, and of the rank in the middle of all others."""
         first, *others = [rank[moment].get(what, 0) / per for rank in figures["idle"]]
-        return " / ".join(f"{number:,.0f}" if number > 100 else f"{number:.3g}" for number in (first, statistics.median(others)))
+        return " / ".join(
+            f"{number:,.0f}" if number > 100 else f"{number:.3g}"
+            for number in (first, statistics.median(others))
+        )
 
     step, pretraining = figures["records"]["train 1"], figures["records"]["value_pretraining 1"]
     ends = [rank["end"] for rank in continued["ranks"]]
@@ -220,7 +241,10 @@ def row(ranks: int, figures: dict[str, Any]) -> str:
         each("ticks", "bytes", TICKS),
         f"{sum(end.get('messages', 0) for end in ends) / 2e3:.0f}",
         f"{pretraining['time/step']:.0f}",
-        *(f"{step[f'time/{phase}']:.1f}" for phase in ("rollout", "old_logprobs", "critic_update", "actor_update", "weight_transfer")),
+        *(
+            f"{step[f'time/{phase}']:.1f}"
+            for phase in ("rollout", "old_logprobs", "critic_update", "actor_update", "weight_transfer")
+        ),
         f"{step['time/step']:.0f}",
         f"{killed['seconds'] + continued['seconds']:.0f}",
         f"{killed['cpu_seconds'] + continued['cpu_seconds']:.0f}",

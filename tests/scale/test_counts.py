@@ -27,7 +27,13 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int, int]
         folder = tmp_path_factory.mktemp("idle")
         command = [sys.executable, "-m", "tests.scale.idle", str(folder), *map(str, (tp, pp, dp))]
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False
+            command,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
         )
         assert done.returncode == 0, done.stderr[-4000:]
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(tp * pp * dp)]

@@ -16,8 +16,17 @@ LIMIT = 240  # seconds for one run
 def megarl(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
     """`megarl ARGUMENTS` from the repository's root; its exit code must be `code`."""
     command = [sys.executable, "-m", "megarl", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == code, f"{arguments}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == code, (
+        f"{arguments}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    )
     return done
 
 
@@ -26,7 +35,11 @@ def make_warm_model(folder: Path, steps: int = 120) -> Path:
     from megarl.demo.arithmetic import write_demo
 
     write_demo(folder, 0)
-    where = (f"data.train=[{folder / 'sft.jsonl'}]", f"model.path={folder / 'model'}", f"run_dir={folder / 'sft'}")
+    where = (
+        f"data.train=[{folder / 'sft.jsonl'}]",
+        f"model.path={folder / 'model'}",
+        f"run_dir={folder / 'sft'}",
+    )
     megarl("train", "configs/demo_sft.yaml", f"steps={steps}", "log.report=false", *where)
     return folder
 

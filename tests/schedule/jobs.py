@@ -77,7 +77,9 @@ def train_with_bad_losses(runtime: Runtime, config: Config, bad: tuple[int, ...]
 
     def begin_step() -> None:
         now = [parameter.detach().clone() for parameter in actor.model.parameters()]
-        changed.append(bool(weights) and not all(torch.equal(a, b) for a, b in zip(now, weights[-1], strict=True)))
+        changed.append(
+            bool(weights) and not all(torch.equal(a, b) for a, b in zip(now, weights[-1], strict=True))
+        )
         weights.append(now)
         begin()
 

@@ -42,16 +42,23 @@ def test_the_run_stops_after_so_many_steps_without_a_verdict() -> None:
     guards = Guards(GuardConfig(unverified_steps=2))
     errors = {"ValueError: odd": 2, "TypeError: getcwd() takes no arguments": 6}
     (line,) = guards.judged({"reward/unverified": 1.0}, errors)
-    assert line == "the verifier failed on every answer, most often: TypeError: getcwd() takes no arguments (1 of at most 2 steps in a row)"
+    assert (
+        line
+        == "the verifier failed on every answer, most often: TypeError: getcwd() takes no arguments (1 of at most 2 steps in a row)"
+    )
     assert guards.judged({"reward/unverified": 7 / 8}, errors) == []
     assert len(guards.judged({"reward/unverified": 1.0}, {})) == 1 and guards.judged({}, {}) == []
     guards.check_judged()
     resumed = Guards(GuardConfig(unverified_steps=2))
     resumed.load_state_dict(guards.state_dict())
     (line,) = resumed.judged({"reward/unverified": 1.0}, errors)
-    with pytest.raises(ConfigError, match=r"^reward\.verifier: it failed on every answer of 2 steps in a row"):
+    with pytest.raises(
+        ConfigError, match=r"^reward\.verifier: it failed on every answer of 2 steps in a row"
+    ):
         resumed.check_judged()
-    resumed.load_state_dict({"skipped": 0, "length": None})  # of a checkpoint from before there was this count
+    resumed.load_state_dict(
+        {"skipped": 0, "length": None}
+    )  # of a checkpoint from before there was this count
     resumed.check_judged()
 
 
@@ -60,21 +67,36 @@ def test_the_run_stops_after_so_many_steps_without_a_verdict() -> None:
     [
         ({"policy/entropy": 0.04}, "policy/entropy 0.04 is below guard.entropy_low 0.05"),
         ({"response/length_mean": 31.0}, "response/length_mean 31 is more than guard.length_growth 1.5 x 20"),
-        ({"policy/clip_fraction_high": 0.31}, "policy/clip_fraction_high 0.31 is above guard.clip_fraction 0.3"),
+        (
+            {"policy/clip_fraction_high": 0.31},
+            "policy/clip_fraction_high 0.31 is above guard.clip_fraction 0.3",
+        ),
         ({"policy/clip_fraction_low": 0.31}, "policy/clip_fraction_low 0.31 is above"),
     ],
 )
 def test_alarms(metrics: dict[str, float], words: str) -> None:
     guards = Guards(GuardConfig(entropy_low=0.05, length_growth=1.5, clip_fraction=0.3))
-    calm = {"policy/entropy": 0.06, "response/length_mean": 20.0, "policy/clip_fraction_high": 0.29, "policy/clip_fraction_low": 0.29}
+    calm = {
+        "policy/entropy": 0.06,
+        "response/length_mean": 20.0,
+        "policy/clip_fraction_high": 0.29,
+        "policy/clip_fraction_low": 0.29,
+    }
     assert guards.passed(calm) == []
     (line,) = guards.passed({**calm, **metrics})
     assert line.startswith(f"alarm: {words}")
-    assert Guards(GuardConfig(entropy_low=None, length_growth=None, clip_fraction=None)).passed({**calm, **metrics}) == []
+    assert (
+        Guards(GuardConfig(entropy_low=None, length_growth=None, clip_fraction=None)).passed(
+            {**calm, **metrics}
+        )
+        == []
+    )
 
 
 @pytest.mark.slow
-def test_a_run_leaves_out_what_is_not_finite(tmp_path: Path, ranks: Callable[[int, int, int], RankPool]) -> None:
+def test_a_run_leaves_out_what_is_not_finite(
+    tmp_path: Path, ranks: Callable[[int, int, int], RankPool]
+) -> None:
     """Step 2's loss is not a number on one rank: its update is left out on both and its batch kept, then the run goes on."""
     prepare(tmp_path)
     keys = {"steps": 3, "evaluation": {"every": 0}, "value_pretraining": {"steps": 1}}
@@ -93,4 +115,6 @@ def test_a_run_leaves_out_what_is_not_finite(tmp_path: Path, ranks: Callable[[in
         assert kept["tokens"].numel() == kept["advantages"].numel() > 0
     config = make_config(tmp_path, "twice", **keys, guard={"skipped_steps": 1})
     for message, _ in ranks(2, 1, 1).run(train_with_bad_losses, config=config, bad=(2, 3)):
-        assert message.startswith("step 3, phase actor_update: actor update, rank 1: loss of micro-batch 0 is nan")
+        assert message.startswith(
+            "step 3, phase actor_update: actor update, rank 1: loss of micro-batch 0 is nan"
+        )

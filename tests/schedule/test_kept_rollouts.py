@@ -34,7 +34,9 @@ Ranks = Callable[[int, int, int], RankPool]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kept")
     make_tiny_model(folder / "model", "qwen3", tied=True)
-    make_tiny_model(folder / "critic", "llama", layers=1, hidden=48, heads=6, kv_heads=2, ffn=64, classification="token")
+    make_tiny_model(
+        folder / "critic", "llama", layers=1, hidden=48, heads=6, kv_heads=2, ffn=64, classification="token"
+    )
     rows = [{"question": f"{a}+{b}=?", "answer": str(a + b)} for a in range(5) for b in range(5)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -45,7 +47,12 @@ def config_of(folder: Path, name: str, **keys: Any) -> Config:
     base: dict[str, Any] = {
         "recipe": "vapo",
         "steps": 1,
-        "algorithm": {"advantage": "gae", "lambda_policy": "length_adaptive", "alpha": 0.5, "nll_weight": 0.1},
+        "algorithm": {
+            "advantage": "gae",
+            "lambda_policy": "length_adaptive",
+            "alpha": 0.5,
+            "nll_weight": 0.1,
+        },
         "critic": {"lr": 1e-2},
         "value_pretraining": {"steps": 3},
         "checkpoint": {"every": 0},
@@ -122,7 +129,10 @@ def test_another_critic_takes_them(folder: Path, first: Path, ranks: Ranks) -> N
     }
     fewer = {"steps": 2, "epochs": 3, "lr": 5e-3}
     ranks(1, 1, 2).run(execute, config=config_of(folder, "other_new", value_pretraining=fewer, **other))
-    ranks(1, 1, 2).run(execute, config=config_of(folder, "other_kept", value_pretraining={**fewer, "rollouts": first}, **other))
+    ranks(1, 1, 2).run(
+        execute,
+        config=config_of(folder, "other_kept", value_pretraining={**fewer, "rollouts": first}, **other),
+    )
     assert (reused(folder / "other_new"), reused(folder / "other_kept")) == ([0, 0], [1, 1])
     assert numbers(folder / "other_kept") == numbers(folder / "other_new")
     for what in ("hf", "critic_pretrained"):
@@ -131,7 +141,9 @@ def test_another_critic_takes_them(folder: Path, first: Path, ranks: Ranks) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (2, 2, 1)])
-def test_a_critic_of_another_size_and_family_at_any_layout(layout: tuple[int, int, int], folder: Path, first: Path, ranks: Ranks) -> None:
+def test_a_critic_of_another_size_and_family_at_any_layout(
+    layout: tuple[int, int, int], folder: Path, first: Path, ranks: Ranks
+) -> None:
     """Larger than the actor this time; fitted to the same rollouts its numbers are those of one rank."""
     large = folder / "large_critic"
     if not large.exists():
@@ -140,17 +152,25 @@ def test_a_critic_of_another_size_and_family_at_any_layout(layout: tuple[int, in
     found = {}
     for name, sizes in (("one", (1, 1, 1)), ("many", layout)):
         run_dir = f"large_{name}_{''.join(map(str, layout))}"
-        ranks(*sizes).run(execute, config=config_of(folder, run_dir, critic=critic, value_pretraining={"rollouts": first}))
-        found[name] = [record for record in records(folder / run_dir) if record["stage"] == "value_pretraining"]
+        ranks(*sizes).run(
+            execute, config=config_of(folder, run_dir, critic=critic, value_pretraining={"rollouts": first})
+        )
+        found[name] = [
+            record for record in records(folder / run_dir) if record["stage"] == "value_pretraining"
+        ]
         exported = load_file(folder / run_dir / "critic_pretrained" / "model.safetensors")
-        assert exported["model.layers.3.mlp.down_proj.weight"].shape == (64, 96) and exported["score.weight"].shape == (1, 64)
+        assert exported["model.layers.3.mlp.down_proj.weight"].shape == (64, 96) and exported[
+            "score.weight"
+        ].shape == (1, 64)
     for one, other in zip(found["one"], found["many"], strict=True):
         for key in ("value/loss", "value/grad_norm", "value/explained_variance"):
             assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
 
 
 @pytest.mark.slow
-def test_a_damaged_file_is_named_and_sampled_again_and_more_rollouts_follow(folder: Path, first: Path, ranks: Ranks) -> None:
+def test_a_damaged_file_is_named_and_sampled_again_and_more_rollouts_follow(
+    folder: Path, first: Path, ranks: Ranks
+) -> None:
     """At another layout, too: the responses are the same."""
     kept = shutil.copytree(first, folder / "damaged")
     with open(kept / "step-000002.safetensors", "r+b") as file:
@@ -159,13 +179,27 @@ def test_a_damaged_file_is_named_and_sampled_again_and_more_rollouts_follow(fold
     config = config_of(folder, "mended", value_pretraining={"rollouts": kept, "steps": 4})
     ranks(1, 1, 2).run(execute, config=config)
     assert reused(folder / "mended") == [1, 0, 1, 0]
-    events = [record.get("events") for record in records(folder / "mended") if record["stage"] == "value_pretraining"]
-    assert events == [None, [f"{kept}/step-000002.safetensors: is damaged (its checksum is another); it is sampled again"], None, None]
-    assert_same_tensors(load_file(kept / "step-000002.safetensors"), load_file(first / "step-000002.safetensors"))
+    events = [
+        record.get("events")
+        for record in records(folder / "mended")
+        if record["stage"] == "value_pretraining"
+    ]
+    assert events == [
+        None,
+        [f"{kept}/step-000002.safetensors: is damaged (its checksum is another); it is sampled again"],
+        None,
+        None,
+    ]
+    assert_same_tensors(
+        load_file(kept / "step-000002.safetensors"), load_file(first / "step-000002.safetensors")
+    )
     assert sorted(path.name for path in kept.iterdir()) == [f"step-{n:06d}.safetensors" for n in range(1, 5)]
     ranks(1, 1, 1).run(execute, config=config_of(folder, "one_rank", value_pretraining={"steps": 4}))
     for number in range(1, 5):
-        one, other = (read_experience(path / f"step-{number:06d}.safetensors") for path in (kept, folder / "one_rank/value_pretraining"))
+        one, other = (
+            read_experience(path / f"step-{number:06d}.safetensors")
+            for path in (kept, folder / "one_rank/value_pretraining")
+        )
         assert torch.equal(one[0].tokens, other[0].tokens) and one[1]["stats"] == other[1]["stats"]
 
 
@@ -185,13 +219,14 @@ def test_rollouts_of_something_else_are_refused(
     capsys.readouterr()
     for number, (expected, keys) in enumerate(cases.items()):
         config = config_of(folder, f"refused{number}", value_pretraining=kept, **keys)
-        message = (
-            f"value_pretraining.rollouts: {first}/step-000001.safetensors: was sampled with {expected} (set it back, or choose another"
-        )
+        file = f"value_pretraining.rollouts: {first}/step-000001.safetensors"
+        message = f"{file}: was sampled with {expected} (set it back, or choose another"
         found = ranks(1, 1, 2).run(refusal, config=config)
         assert len(set(found)) == 1 and found[0].startswith(message), found
         if not expected.startswith("other"):
-            (tmp_path / "config.yaml").write_text(dump_config(config.model_copy(update={"run_dir": tmp_path / "run"})))
+            (tmp_path / "config.yaml").write_text(
+                dump_config(config.model_copy(update={"run_dir": tmp_path / "run"}))
+            )
             assert main(["train", str(tmp_path / "config.yaml")]) == 2
             assert capsys.readouterr().err.startswith(f"megarl: {message}")
     assert len(list(first.iterdir())) == 3
@@ -214,7 +249,12 @@ def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
     assert found.columns.keys() == experience.columns.keys()
     for one, other in zip(
         (found.tokens, found.cu_seqlens, found.response_mask, *found.columns.values()),
-        (experience.tokens, experience.cu_seqlens, experience.response_mask, *(experience[name] for name in found.columns)),
+        (
+            experience.tokens,
+            experience.cu_seqlens,
+            experience.response_mask,
+            *(experience[name] for name in found.columns),
+        ),
         strict=True,
     ):
         assert one.dtype == other.dtype and torch.equal(one, other)
@@ -223,7 +263,9 @@ def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_damage_is_found_wherever_it_is(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_damage_is_found_wherever_it_is(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     """A bit flipped or the end lost: one line that names the file, never another experience."""
     path, experience = tmp_path_factory.mktemp("damage") / "x.safetensors", make_experience()
     write_experience(path, experience, {"stats": {}}, {})

@@ -29,7 +29,13 @@ CPU = torch.device("cpu")
 
 
 def make_config(**keys: object) -> Config:
-    given = {"recipe": "dapo", "run_dir": Path("run"), "steps": 1, "model": {"path": Path("x")}, "data": {"train": [Path("x")]}}
+    given = {
+        "recipe": "dapo",
+        "run_dir": Path("run"),
+        "steps": 1,
+        "model": {"path": Path("x")},
+        "data": {"train": [Path("x")]},
+    }
     return Config.model_validate(given | keys)
 
 
@@ -37,7 +43,9 @@ ORDERS = {
     "grpo": training_phases(make_config(recipe="grpo")),
     "grpo with kl": training_phases(make_config(recipe="grpo", algorithm={"kl_weight": 0.1})),
     "vapo": training_phases(make_config(recipe="vapo", algorithm={"advantage": "gae"})),
-    "vapo with kl": training_phases(make_config(recipe="vapo", algorithm={"advantage": "gae", "kl_weight": 0.1})),
+    "vapo with kl": training_phases(
+        make_config(recipe="vapo", algorithm={"advantage": "gae", "kl_weight": 0.1})
+    ),
     "value pretraining": VALUE_PRETRAINING,
     "sft": training_phases(make_config(recipe="sft")),
 }
@@ -48,7 +56,9 @@ def both(present: frozenset[str]) -> bool:
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_kv_cache_and_optimizer_share_the_device_only_where_the_config_says_so(order: tuple[Phase, ...]) -> None:
+def test_kv_cache_and_optimizer_share_the_device_only_where_the_config_says_so(
+    order: tuple[Phase, ...],
+) -> None:
     check_phases(order)
     assert not any(both(phase.on_gpu) for phase in order)
     if "rollout" in {phase.name for phase in order}:
@@ -57,7 +67,9 @@ def test_kv_cache_and_optimizer_share_the_device_only_where_the_config_says_so(o
 
 def test_declarations_that_contradict_are_found() -> None:
     greedy = replace(ACTOR_UPDATE, reads=frozenset(), on_gpu=ACTOR_UPDATE.on_gpu | {"engine.kv_cache"})
-    with pytest.raises(ValueError, match=r"phase actor_update needs engine\.kv_cache and an optimizer on the device together"):
+    with pytest.raises(
+        ValueError, match=r"phase actor_update needs engine\.kv_cache and an optimizer on the device together"
+    ):
         check_phases((ROLLOUT, greedy))
     with pytest.raises(ValueError, match=r"phase rollout needs engine\.cache, which is no tensor group"):
         check_phases((replace(ROLLOUT, on_gpu=frozenset({"engine.cache"})),))
@@ -66,7 +78,9 @@ def test_declarations_that_contradict_are_found() -> None:
 def make_manager(keep: frozenset[str] = frozenset()) -> tuple[OffloadManager, dict[str, torch.Tensor]]:
     tensors = {name: torch.full((64 * (i + 1),), float(i)) for i, name in enumerate(GROUPS)}
     offload, pool = OffloadManager(CPU, keep), HostPool(CPU, 1024)
-    offload.register({name: Movable(lambda tensor=tensor: [tensor], CPU, pool) for name, tensor in tensors.items()})
+    offload.register(
+        {name: Movable(lambda tensor=tensor: [tensor], CPU, pool) for name, tensor in tensors.items()}
+    )
     return offload, tensors
 
 
@@ -110,9 +124,13 @@ def test_out_of_memory_is_explained(keep: tuple[str, ...], phase: str, knobs: li
     offload, _ = make_manager(frozenset(keep))
     offload.onload(phase, {"actor.weights"})
     with pytest.raises(DeviceMemoryError) as caught, offload.explained(phase):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB"
+        )
     message = str(caught.value)
-    assert message.startswith(f"phase {phase}: CUDA out of memory, Tried to allocate 2.00 GiB; on the device are ")
+    assert message.startswith(
+        f"phase {phase}: CUDA out of memory, Tried to allocate 2.00 GiB; on the device are "
+    )
     for name in offload.present:
         assert f"{name} 0.00 GiB" in message
     for knob in knobs:
@@ -133,7 +151,10 @@ def test_who_stays() -> None:
 @pytest.mark.parametrize(
     ("residency", "complaint"),
     [
-        ({"offload": False, "keep": ["actor.weights"]}, "residency.keep: has no effect with residency.offload false"),
+        (
+            {"offload": False, "keep": ["actor.weights"]},
+            "residency.keep: has no effect with residency.offload false",
+        ),
         ({"keep": ["critic.optimizer"]}, "residency.keep: critic.optimizer: this run has none"),
     ],
 )
@@ -149,11 +170,27 @@ def test_contradictions(residency: dict, complaint: str) -> None:
 def test_a_run_that_offloads_ends_in_the_same_bits(tmp_path: Path) -> None:
     """All tensor groups: actor, critic, reference, engine; value pretraining, whose engine must get its weights again; checkpoints."""
     warm = make_warm_model(tmp_path, 40)
-    options = ["value_pretraining.steps=2", "algorithm.kl_weight=0.01", "checkpoint.every=1", "parallel.tp=1", "steps=2"]
-    stays, moves = (train(warm, "vapo", tmp_path / name, f"residency.offload={name}", *options) for name in ("false", "true"))
+    options = [
+        "value_pretraining.steps=2",
+        "algorithm.kl_weight=0.01",
+        "checkpoint.every=1",
+        "parallel.tp=1",
+        "steps=2",
+    ]
+    stays, moves = (
+        train(warm, "vapo", tmp_path / name, f"residency.offload={name}", *options)
+        for name in ("false", "true")
+    )
 
     def comparable(records: list[dict]) -> list[dict]:
-        return [{k: v for k, v in record.items() if not k.startswith(("time/", "inside/", "throughput/", "memory"))} for record in records]
+        return [
+            {
+                k: v
+                for k, v in record.items()
+                if not k.startswith(("time/", "inside/", "throughput/", "memory"))
+            }
+            for record in records
+        ]
 
     assert comparable(stays) == comparable(moves)
     for name in (
@@ -174,4 +211,6 @@ def test_a_run_that_offloads_ends_in_the_same_bits(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "true" / "checkpoints" / "step-000002")
     again = train(warm, "vapo", tmp_path / "true", "residency.offload=false", *options)
     assert comparable(again)[-2:] == comparable(stays)[-2:]
-    assert (tmp_path / "false/hf/model.safetensors").read_bytes() == (tmp_path / "true/hf/model.safetensors").read_bytes()
+    assert (tmp_path / "false/hf/model.safetensors").read_bytes() == (
+        tmp_path / "true/hf/model.safetensors"
+    ).read_bytes()

@@ -67,7 +67,9 @@ def test_a_phase_is_held_to_its_declaration() -> None:
         run(lambda: step.batch["correct"])
     assert type(step.batch.columns) is dict
     for work in (lambda: add("returns"), add_to_a_new_batch):
-        with pytest.raises(ValueError, match=r"phase values writes (column )?returns, which it does not declare"):
+        with pytest.raises(
+            ValueError, match=r"phase values writes (column )?returns, which it does not declare"
+        ):
             run(work)
     step.batch = Experience.build([[1], [2]], [[3], [4]])
     with pytest.raises(ValueError, match="phase values has not written values, which it declares"):
@@ -91,7 +93,11 @@ def test_a_phase_is_held_to_its_declaration() -> None:
             ],
             ["rollout/groups_kept", "mismatch/kl", "mismatch/truncated", "mismatch/masked"],
         ),
-        ("ppo", ["rollout.group_size=1", "rollout.prompts=32", "parallel.tp=1", "value_pretraining.steps=0"], ["value/loss"]),
+        (
+            "ppo",
+            ["rollout.group_size=1", "rollout.prompts=32", "parallel.tp=1", "value_pretraining.steps=0"],
+            ["value/loss"],
+        ),
         (
             "vapo",
             ["value_pretraining.steps=2", "algorithm.kl_weight=0.01"],
@@ -106,7 +112,15 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
     assert stages.count("eval") == 2
     assert stages.count("value_pretraining") == (2 if recipe == "vapo" else 0)
     last = [record for record in records if record["stage"] == "train"][-1]
-    for name in ("policy/loss", "policy/entropy", "policy/grad_norm", "policy/lr", "reward/accuracy", "response/length_mean", *expected):
+    for name in (
+        "policy/loss",
+        "policy/entropy",
+        "policy/grad_norm",
+        "policy/lr",
+        "reward/accuracy",
+        "response/length_mean",
+        *expected,
+    ):
         assert math.isfinite(last[name]), name
     assert last["mismatch/logprob_abs_max"] <= 1e-4
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
@@ -121,11 +135,16 @@ def test_a_seed_gives_the_same_run_and_the_layout_the_same_responses(warm: Path,
 
     first, again = numbers("first"), numbers("again")
     assert first == again
-    assert (tmp_path / "first/hf/model.safetensors").read_bytes() == (tmp_path / "again/hf/model.safetensors").read_bytes()
+    assert (tmp_path / "first/hf/model.safetensors").read_bytes() == (
+        tmp_path / "again/hf/model.safetensors"
+    ).read_bytes()
     for name in ("samples.jsonl", "distributions.jsonl"):
         assert (tmp_path / "first" / name).read_text() == (tmp_path / "again" / name).read_text()
     other = numbers("other", "parallel.tp=1", "parallel.dp=2")
-    sampled = [[next(r for r in run if r["stage"] == "train"), next(r for r in run if r["stage"] == "eval")] for run in (first, other)]
+    sampled = [
+        [next(r for r in run if r["stage"] == "train"), next(r for r in run if r["stage"] == "eval")]
+        for run in (first, other)
+    ]
     for mine, theirs in zip(*sampled, strict=True):
         for name in mine:
             if name.startswith(("reward/", "response/", "rollout/", "eval/")):
@@ -134,6 +153,10 @@ def test_a_seed_gives_the_same_run_and_the_layout_the_same_responses(warm: Path,
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
     # The group's advantages do not depend on the layout, whichever replica has the response.
     shown = [[s for s in load_run(tmp_path / name).samples if s.step == 1] for name in ("first", "other")]
-    assert shown[0] == shown[1] and all(s.tokens and s.advantages and len(s.tokens) == len(s.advantages) for s in shown[1])
-    tokens = [sum(load_run(tmp_path / name).distributions[0]["mismatch"]["tokens"]) for name in ("first", "other")]
+    assert shown[0] == shown[1] and all(
+        s.tokens and s.advantages and len(s.tokens) == len(s.advantages) for s in shown[1]
+    )
+    tokens = [
+        sum(load_run(tmp_path / name).distributions[0]["mismatch"]["tokens"]) for name in ("first", "other")
+    ]
     assert tokens[0] == tokens[1] > 0

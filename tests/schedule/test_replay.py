@@ -24,11 +24,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_steps_are_replayed(folder: Path, ranks: Callable[[int, int, int], RankPool]) -> None:
-    keys = {"steps": 3, "evaluation": {"every": 0}, "checkpoint": {"keep": 0, "rollouts": True}, "value_pretraining": {"steps": 1}}
+    keys = {
+        "steps": 3,
+        "evaluation": {"every": 0},
+        "checkpoint": {"keep": 0, "rollouts": True},
+        "value_pretraining": {"steps": 1},
+    }
     config = make_config(folder, "run", **keys)
     for outcome in ranks(2, 1, 1).run(train_and_replay, config=config, numbers=(1, 2))[0]:
         assert outcome.exact and outcome.different == [] and outcome.weights == 0.0 and outcome.remarks == ()
-        assert {"policy/loss", "policy/grad_norm", "value/loss", "reward/mean", "mismatch/kl"} <= outcome.numbers.keys()
+        assert {
+            "policy/loss",
+            "policy/grad_norm",
+            "value/loss",
+            "reward/mean",
+            "mismatch/kl",
+        } <= outcome.numbers.keys()
     # Another layout adds up in another order: nearly the same, and said to be so.
     single = make_config(folder, "run", **keys, parallel={"tp": 1})
     (outcome,) = ranks(1, 1, 1).run(train_and_replay, config=single, numbers=(2,))[0]

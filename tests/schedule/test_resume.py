@@ -28,7 +28,16 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
 from megarl.observe.runs import load_run
 from megarl.schedule.preflight import claim_run_dir
-from megarl.training.checkpoint import FREE, Checkpoint, check_continues, find_checkpoint, read_state, seal, settings_of, write_state
+from megarl.training.checkpoint import (
+    FREE,
+    Checkpoint,
+    check_continues,
+    find_checkpoint,
+    read_state,
+    seal,
+    settings_of,
+    write_state,
+)
 from tests.ranks import RankPool
 from tests.schedule.jobs import generators_moved, write_again
 from tests.tiny_models import make_tiny_model
@@ -47,8 +56,16 @@ def make_config(folder: Path, run_dir: Path, **keys: Any) -> Config:
         "model": {"path": folder / "model", "dtype": "fp32", "layers": "portable"},
         "parallel": {"tp": 1, "device": "cpu", "timeout": 60},
         "data": {"train": [folder / "train.jsonl"], "template": "raw", "max_prompt_tokens": 16},
-        "rollout": {"prompts": 6, "group_size": 4, "max_response_tokens": 8, "dynamic_sampling": {"enabled": True, "max_batches": 4}},
-        "reward": {"verifier": "tests.schedule.verifiers:by_checksum", "overlong": {"soft_punishment": True, "buffer": 4}},
+        "rollout": {
+            "prompts": 6,
+            "group_size": 4,
+            "max_response_tokens": 8,
+            "dynamic_sampling": {"enabled": True, "max_batches": 4},
+        },
+        "reward": {
+            "verifier": "tests.schedule.verifiers:by_checksum",
+            "overlong": {"soft_punishment": True, "buffer": 4},
+        },
         "algorithm": {"advantage": "group", "clip_high": 0.28},
         "actor": {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.01},
         "update": {"mini_batch": 12, "tokens_per_micro_batch": 64},
@@ -75,7 +92,9 @@ def start(config: Config) -> subprocess.Popen[str]:
     path.write_text(dump_config(config))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "megarl", "train", str(path)]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def train(config: Config) -> str:
@@ -132,7 +151,11 @@ def assert_same_export(one: Path, other: Path) -> None:
 def stored(part: Path, scratch: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint's part, whole, as torch's own offline converter reads them."""
     dcp_to_torch_save(part, scratch)
-    return {name: value for name, value in torch.load(scratch, weights_only=False).items() if isinstance(value, torch.Tensor)}
+    return {
+        name: value
+        for name, value in torch.load(scratch, weights_only=False).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 @pytest.mark.slow
@@ -160,16 +183,25 @@ def test_a_killed_run_ends_in_the_same_bits(folder: Path, undisturbed: Path) -> 
 
     assert f"continues from {checkpoint.path}" in output
     skipped = [line for line in output.splitlines() if "(skipped)" in line]
-    assert len(skipped) == 2 and "step-000090.partial" in skipped[0] and "__1_0.distcp: has 100 bytes" in skipped[1]
+    assert (
+        len(skipped) == 2
+        and "step-000090.partial" in skipped[0]
+        and "__1_0.distcp: has 100 bytes" in skipped[1]
+    )
     assert_same_export(config.run_dir / "hf", undisturbed / "hf")
     assert records(config.run_dir) == records(undisturbed)
     for name in ("samples.jsonl", "distributions.jsonl"):
         assert (config.run_dir / name).read_text() == (undisturbed / name).read_text()
     happened = [event["event"] for event in load_run(config.run_dir).events]
-    assert f"continues from {checkpoint.path}" in happened and sum("(skipped)" in event for event in happened) == 2
+    assert (
+        f"continues from {checkpoint.path}" in happened
+        and sum("(skipped)" in event for event in happened) == 2
+    )
     # None of this would be seen in a run that learns nothing or has no surplus to keep.
     assert read_state(undisturbed / "checkpoints/step-000002")["samplers"]["rollout"]["surplus"]
-    start_weights, end_weights = (load_file(f / "model.safetensors") for f in (folder / "model", undisturbed / "hf"))
+    start_weights, end_weights = (
+        load_file(f / "model.safetensors") for f in (folder / "model", undisturbed / "hf")
+    )
     assert all((start_weights[name] != end_weights[name]).any() for name in end_weights)
 
 
@@ -184,11 +216,15 @@ def test_another_layout_gets_the_same_values(
     full.mkdir(parents=True)
     (full / "__0_0.distcp").symlink_to("/dev/full")
     started = time.monotonic()
-    messages = ranks(1, pp, dp).run(write_again, config=make_config(folder, out, parallel={"pp": pp}), source=undisturbed, full=full)
+    messages = ranks(1, pp, dp).run(
+        write_again, config=make_config(folder, out, parallel={"pp": pp}), source=undisturbed, full=full
+    )
     assert all("No space left" in message and "\n" not in message for message in messages), messages
     assert time.monotonic() - started < LIMIT
     assert_same_export(out / "hf", undisturbed / "hf")
-    one, other = (stored(f / "checkpoints/step-000006/actor", folder / "whole.pt") for f in (undisturbed, out))
+    one, other = (
+        stored(f / "checkpoints/step-000006/actor", folder / "whole.pt") for f in (undisturbed, out)
+    )
     assert sum("exp_avg_sq" in name for name in one) == sum(not name.startswith("optimizer.") for name in one)
     assert_same_tensors(one, other)
 
@@ -202,9 +238,20 @@ def vapo(folder: Path) -> Iterator[Callable[[str, int], Config]]:
             recipe="vapo",
             model={"path": folder / "model", "dtype": "bf16", "layers": "portable"},
             steps=steps,
-            algorithm={"advantage": "gae", "lambda_policy": "length_adaptive", "alpha": 0.5, "whiten": True, "nll_weight": 0.1},
+            algorithm={
+                "advantage": "gae",
+                "lambda_policy": "length_adaptive",
+                "alpha": 0.5,
+                "whiten": True,
+                "nll_weight": 0.1,
+            },
             rollout={"prompts": 6, "group_size": 4, "max_response_tokens": 8},
-            data={"train": [folder / "train.jsonl"], "eval": [folder / "train.jsonl"], "template": "raw", "max_prompt_tokens": 16},
+            data={
+                "train": [folder / "train.jsonl"],
+                "eval": [folder / "train.jsonl"],
+                "template": "raw",
+                "max_prompt_tokens": 16,
+            },
             evaluation={"every": 1, "samples": 1},
             critic={"lr": 1e-2},
             actor={"lr": 1e-2, "schedule": "constant"},
@@ -216,7 +263,9 @@ def vapo(folder: Path) -> Iterator[Callable[[str, int], Config]]:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_done_goes_on_with_more_steps(folder: Path, vapo: Callable[[str, int], Config]) -> None:
+def test_a_run_that_was_done_goes_on_with_more_steps(
+    folder: Path, vapo: Callable[[str, int], Config]
+) -> None:
     """The critic, its optimizer and schedule come back; value pretraining and the first evaluation are not repeated."""
     train(vapo("straight", 3))
     train(vapo("added", 1))
@@ -230,15 +279,22 @@ def test_a_run_that_was_done_goes_on_with_more_steps(folder: Path, vapo: Callabl
         ("value_pretraining", 2),
         *((stage, step) for step in (1, 2, 3) for stage in ("train", "eval")),
     ]
-    assert (folder / "added/evaluations.jsonl").read_text() == (folder / "straight/evaluations.jsonl").read_text()
+    assert (folder / "added/evaluations.jsonl").read_text() == (
+        folder / "straight/evaluations.jsonl"
+    ).read_text()
     for part in ("actor", "critic"):
-        one, other = (stored(folder / run / "checkpoints/step-000003" / part, folder / "whole.pt") for run in ("straight", "added"))
+        one, other = (
+            stored(folder / run / "checkpoints/step-000003" / part, folder / "whole.pt")
+            for run in ("straight", "added")
+        )
         assert_same_tensors(one, other)
     assert [path.name for path in (folder / "added/checkpoints").iterdir()] == ["step-000003"]
 
 
 @pytest.mark.slow
-def test_no_step_draws_from_a_global_generator(folder: Path, vapo: Callable[[str, int], Config], ranks: Any) -> None:
+def test_no_step_draws_from_a_global_generator(
+    folder: Path, vapo: Callable[[str, int], Config], ranks: Any
+) -> None:
     """So there is no generator whose state a checkpoint would have to keep."""
     assert ranks(1, 1, 2).run(generators_moved, config=vapo("generators", 1)) == [[], []]
 
@@ -251,7 +307,14 @@ def write_folder(run_dir: Path, step: int, settings: dict[str, Any]) -> Path:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(content)
     entries = {name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in files.items()}
-    manifest = {"format": 2, "stage": "train", "step": step, "settings": settings, "versions": {}, "files": entries}
+    manifest = {
+        "format": 2,
+        "stage": "train",
+        "step": step,
+        "settings": settings,
+        "versions": {},
+        "files": entries,
+    }
     (path / "manifest.json").write_text(seal(manifest))
     return path
 
@@ -261,7 +324,11 @@ def made(path: Path, step: int, settings: dict[str, Any]) -> Checkpoint:
 
 
 @example("manifest.json", -1, False)
-@given(st.sampled_from(["actor/__0_0.distcp", "state.json", "manifest.json"]), st.integers(0, 1000), st.booleans())
+@given(
+    st.sampled_from(["actor/__0_0.distcp", "state.json", "manifest.json"]),
+    st.integers(0, 1000),
+    st.booleans(),
+)
 def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
     tmp_path_factory: pytest.TempPathFactory, name: str, length: int, removed: bool
 ) -> None:
@@ -299,9 +366,14 @@ def test_a_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, name: 
         assert [line for part in range(3) for line in found.damage(part, 3)] == lines
 
 
-numbers = st.lists(st.integers(-(2**62), 2**62), max_size=40) | st.lists(st.floats(allow_nan=False), max_size=40) | st.lists(st.booleans())
+numbers = (
+    st.lists(st.integers(-(2**62), 2**62), max_size=40)
+    | st.lists(st.floats(allow_nan=False), max_size=40)
+    | st.lists(st.booleans())
+)
 trees = st.recursive(
-    numbers | st.none() | st.text(), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+    numbers | st.none() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
 )
 
 
@@ -315,7 +387,16 @@ def test_state_comes_back_exactly(tmp_path_factory: pytest.TempPathFactory, stat
 def test_every_key_that_decides_the_result_is_compared(folder: Path, tmp_path: Path) -> None:
     config = make_config(folder, tmp_path, critic={"path": folder / "model"})
     settings = settings_of(config)
-    for key in ("recipe", "model.path", "algorithm.clip_high", "update.mini_batch", "rollout.prompts", "actor.lr", "seed", "data.train"):
+    for key in (
+        "recipe",
+        "model.path",
+        "algorithm.clip_high",
+        "update.mini_batch",
+        "rollout.prompts",
+        "actor.lr",
+        "seed",
+        "data.train",
+    ):
         assert key in settings
     for key in settings:
         with pytest.raises(ConfigError, match=f"^{key}: .*set it back") as error:
@@ -355,7 +436,9 @@ def test_a_model_that_was_replaced_is_noticed(folder: Path, tmp_path: Path) -> N
         check_continues(config, made(tmp_path, 1, settings))
 
 
-def test_the_folder_of_a_run_is_continued_or_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_of_a_run_is_continued_or_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Before any rank is started, with exit code 2 and one line."""
     config = make_config(folder, tmp_path / "run")
     claim_run_dir(config, fresh=True)

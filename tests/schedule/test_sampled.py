@@ -18,7 +18,9 @@ TEXTS = ("1+1=2", "Größe 👍!", "")
 
 
 def make_batch(tokenizer: Any) -> Experience:
-    responses = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in TEXTS * 2]
+    responses = [
+        [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in TEXTS * 2
+    ]
     batch = Experience.build([[5, 6]] * 6, responses)
     batch["group_ids"] = torch.tensor([0, 0, 0, 1, 1, 1])
     batch["response_index"] = torch.tensor([0, 1, 2] * 2)
@@ -45,7 +47,9 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
     shares = [batch.select([4, 0, 2]), batch.select([5, 3, 1])]
     for share in shares:
         numbers = share["group_ids"] * 100 + share["response_index"] * 10
-        share["advantages"] = (share.spread(numbers).float() + torch.arange(share.num_tokens) / 1e4) * share.response_mask
+        share["advantages"] = (
+            share.spread(numbers).float() + torch.arange(share.num_tokens) / 1e4
+        ) * share.response_mask
     theirs = token_worth(shares[1], batch, [0, 1, 4])
     assert theirs.keys() == {1} and theirs[1].keys() == {"advantages"}
     monkeypatch.setattr(sampled, "gather_on_0", lambda runtime, value: [value, theirs])
@@ -57,7 +61,11 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
     for (row, sample), found in zip(samples.items(), with_tokens(run, step), strict=True):
         number = row // 3 * 100 + row % 3 * 10
         assert found.response == sample.response and found.values is None
-        assert found.tokens is not None and found.advantages is not None and len(found.tokens) == len(found.advantages)
+        assert (
+            found.tokens is not None
+            and found.advantages is not None
+            and len(found.tokens) == len(found.advantages)
+        )
         assert all(x is None or number <= x < number + 0.1 for x in found.advantages)
         assert found.advantage_min is not None and number <= found.advantage_min < number + 0.1
         length = len(TEXTS[row % 3].encode()) + 1

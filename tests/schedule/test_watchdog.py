@@ -46,7 +46,12 @@ def ranks(folder: Path, limit: float, silence: float) -> list[subprocess.Popen[s
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", RANK, str(folder)]
     started = [
-        subprocess.Popen([*command, str(rank), str(limit), str(silence)], env=environment, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(limit), str(silence)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in (0, 1)
     ]
     end = time.monotonic() + 200
@@ -76,8 +81,15 @@ def test_a_stopped_rank_is_found_by_its_neighbour(tmp_path: Path) -> None:
     (report,) = tmp_path.glob("hang-*.txt")
     assert "the run hangs: rank 1 does not answer" in said and str(report) in said and said.count("\n") == 1
     text = report.read_text()
-    assert text.startswith("culprit: rank 1 does not answer") and "was last seen in phase rollout of train step 12" in text
-    assert "rank 0: train step 12, phase rollout for" in text and "7 answers" in text and "in stand_still" in text
+    assert (
+        text.startswith("culprit: rank 1 does not answer")
+        and "was last seen in phase rollout of train step 12" in text
+    )
+    assert (
+        "rank 0: train step 12, phase rollout for" in text
+        and "7 answers" in text
+        and "in stand_still" in text
+    )
 
 
 @pytest.mark.slow
@@ -105,7 +117,10 @@ def test_a_run_that_hangs_ends_though_its_folder_is_gone(tmp_path: Path) -> None
     finally:
         destroy(processes)
     assert codes == [HUNG, HUNG]
-    assert all("phase rollout has taken" in text and "no report could be written" in text and text.count("\n") == 1 for text in said)
+    assert all(
+        "phase rollout has taken" in text and "no report could be written" in text and text.count("\n") == 1
+        for text in said
+    )
 
 
 def made(rank: int, phases: int, waits_in: str | None, phase: str = "actor_update") -> Report:
@@ -136,8 +151,14 @@ def test_reports_survive_json() -> None:
 def test_limits_can_be_set_for_all_that_a_run_does_and_for_nothing_else() -> None:
     """The schema, which knows no phases, names them once more; here is what the trainer and its phases call themselves."""
     names = {phase.name for phase in vars(phases).values() if isinstance(phase, Phase)} | {"start"}
-    calls = [node for node in ast.walk(ast.parse(Path(trainer.__file__).read_text())) if isinstance(node, ast.Call)]
+    calls = [
+        node for node in ast.walk(ast.parse(Path(trainer.__file__).read_text())) if isinstance(node, ast.Call)
+    ]
     for call in calls:
         if isinstance(call.func, ast.Attribute) and call.func.attr in ("_enter", "_timed"):
-            names |= {part.value for part in call.args[:2] if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+            names |= {
+                part.value
+                for part in call.args[:2]
+                if isinstance(part, ast.Constant) and isinstance(part.value, str)
+            }
     assert set(get_args(WatchedPhase)) == names | {"export actor", "export critic"}

@@ -16,7 +16,9 @@ class Calls(sglang_host.Calls):
         """Each rank's parameters into `path` with its rank put in."""
         payload = bytes(ForkingPickler.dumps([(path, torch.empty(0))]))
         await self.begin()
-        request = self.io.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[payload] * ranks, load_format=DUMP, flush_cache=False)
+        request = self.io.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[payload] * ranks, load_format=DUMP, flush_cache=False
+        )
         self._check("dump", await self.manager.update_weights_from_tensor(request, None))
         await self.end()
 

@@ -40,5 +40,9 @@ def test_the_demo_learns_on_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert record["mismatch/logprob_abs_max"] <= 1e-4  # trainer against engine, nats
         assert record["policy/grad_norm"] > 0
         assert record["rollout/prompts"] >= 8
-    left = [p.name() for p in psutil.process_iter() if p.pid not in before and ("sglang" in p.name() or "sglang" in " ".join(p.cmdline()))]
+    left = [
+        p.name()
+        for p in psutil.process_iter()
+        if p.pid not in before and ("sglang" in p.name() or "sglang" in " ".join(p.cmdline()))
+    ]
     assert left == []

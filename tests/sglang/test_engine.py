@@ -37,7 +37,9 @@ def begin(pool: RankPool, name: str, folder: Path, **options: Any) -> None:
 @pytest.fixture(scope="module")
 def one(ranks: Callable[..., RankPool], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """A rank with an engine at tp=1, which has the folder's weights as version 0."""
-    folder = make_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", tied=True, vocab=307, head_dim=16, hidden=64, ffn=96)
+    folder = make_tiny_model(
+        tmp_path_factory.mktemp("qwen3"), "qwen3", tied=True, vocab=307, head_dim=16, hidden=64, ffn=96
+    )
     pool = ranks(1, 1, 1)
     begin(pool, "one", folder, max_response_tokens=100)
     pool.run(jobs.deliver, name="one", version=0, dump=tmp_path_factory.mktemp("dump"))
@@ -79,7 +81,9 @@ def check_samples(pool: RankPool, name: str, dump: Path, params: SamplingParams,
             assert torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-4)
 
 
-@pytest.mark.parametrize("params", [SamplingParams(48), SamplingParams(24, 0.7, 0.8, 10), SamplingParams(24, 0.0)], ids=str)
+@pytest.mark.parametrize(
+    "params", [SamplingParams(48), SamplingParams(24, 0.7, 0.8, 10), SamplingParams(24, 0.0)], ids=str
+)
 def test_samples_as_the_transformers_engine(one: RankPool, params: SamplingParams, tmp_path: Path) -> None:
     one.run(jobs.deliver, name="one", version=0, dump=tmp_path)
     check_samples(one, "one", tmp_path, params, 0)
@@ -111,7 +115,9 @@ def test_an_aborted_response_goes_on_as_if_nothing_had_happened(one: RankPool) -
 def test_a_reader_that_is_late_loses_nothing(one: RankPool) -> None:
     [completions] = one.run(jobs.read_late, name="one", params=SamplingParams(100))
     assert all(c.tokens and c.finish in ("stop", "length") for c in completions)
-    assert sum(len(c.tokens) for c in completions) * 12 > 212_992  # bytes as they are sent; Linux's default of a socket's buffer
+    assert (
+        sum(len(c.tokens) for c in completions) * 12 > 212_992
+    )  # bytes as they are sent; Linux's default of a socket's buffer
 
 
 def test_sleep_and_wake_by_tags(one: RankPool) -> None:
@@ -132,7 +138,9 @@ def test_an_engine_that_dies_before_it_sleeps_sleeps_nevertheless(one: RankPool)
 
 def test_an_engine_over_two_ranks(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
     """Untied, a vocabulary that is padded, biases; several buckets; the trainer at TP 2 as well."""
-    folder = make_tiny_model(tmp_path / "model", "qwen2", vocab=4099, hidden=128, ffn=160, heads=4, kv_heads=2)
+    folder = make_tiny_model(
+        tmp_path / "model", "qwen2", vocab=4099, hidden=128, ffn=160, heads=4, kv_heads=2
+    )
     pool = ranks(2, 1, 1)
     begin(pool, "two", folder, engine_tp=2, transfer_bucket=1)
     for version in (0, 1):
@@ -156,7 +164,10 @@ def test_a_failed_engine_is_started_anew_and_nothing_is_lost(one: RankPool, harm
     [disturbed] = one.run(jobs.rollout, name="one", harm=harm)
     assert disturbed["error"] is None
     assert disturbed["failures"] == 1
-    assert len(disturbed["events"]) == 1 and "engine of rank 0 failed (1 of at most 3): SGLang" in disturbed["events"][0]
+    assert (
+        len(disturbed["events"]) == 1
+        and "engine of rank 0 failed (1 of at most 3): SGLang" in disturbed["events"][0]
+    )
     same = sum(a[0] == b[0] for a, b in zip(undisturbed["responses"], disturbed["responses"], strict=True))
     assert same >= len(undisturbed["responses"]) - 1  # from the same seeds under the same weights
     assert not set(disturbed["before"]) & set(disturbed["after"])

@@ -18,7 +18,12 @@ from megarl.rollout.sampling import SamplingParams, choose
 if find_spec("sglang") is not None:  # else conftest.py skips what is here
     from megarl.rollout import sglang_host  # noqa: F401 (installs the stubs)
 # Anything made from Python numbers, and anything that Python reads of a tensor: on a GPU a copy, and one that waits.
-BLOCKING = {"aten.lift_fresh.default", "aten._local_scalar_dense.default", "aten.nonzero.default", "aten._pin_memory.default"}
+BLOCKING = {
+    "aten.lift_fresh.default",
+    "aten._local_scalar_dense.default",
+    "aten.nonzero.default",
+    "aten._pin_memory.default",
+}
 
 
 class Watch(TorchDispatchMode):
@@ -52,7 +57,12 @@ def step(sampler: Any, info: Any, positions: list[int]) -> tuple[list[int], set[
         tokens = sampler(SimpleNamespace(next_token_logits=logits), info, True, [], [], at)
     for i, own in enumerate(info.custom_params):
         params = SamplingParams(0, own["temperature"], own["top_p"], own["top_k"])
-        expected, _ = choose(logits[i : i + 1], torch.tensor([own["seed"]]), torch.tensor([positions[i] + 1 - own["prompt"]]), params)
+        expected, _ = choose(
+            logits[i : i + 1],
+            torch.tensor([own["seed"]]),
+            torch.tensor([positions[i] + 1 - own["prompt"]]),
+            params,
+        )
         assert tokens[i] == expected[0]
     return tokens.tolist(), watch.seen
 
@@ -80,7 +90,9 @@ def test_the_device_has_read_a_bucket_when_its_loader_returns(monkeypatch: pytes
     model = torch.nn.Linear(4, 3, bias=False)
     values = torch.arange(12.0).view(3, 4)
     found: list[bool] = []
-    monkeypatch.setattr(torch.cpu, "synchronize", lambda *arguments: found.append(torch.equal(model.weight.data, values)))
+    monkeypatch.setattr(
+        torch.cpu, "synchronize", lambda *arguments: found.append(torch.equal(model.weight.data, values))
+    )
     part = {"tensors": {"weight": (0, [3, 4], "float32")}, "complete": ["weight"]}
     load_shards(model, [(json.dumps(part), values.view(-1).view(torch.uint8))])
     assert found == [True]
@@ -99,7 +111,9 @@ def test_sleep_ends_when_all_ranks_have_freed_their_memory() -> None:
         order.append(request.tags)
 
     manager = SimpleNamespace(flush_cache=flush, release_memory_occupation=release)
-    engine: Any = SimpleNamespace(tokenizer_manager=manager, collective_rpc=lambda method: order.append(method))
+    engine: Any = SimpleNamespace(
+        tokenizer_manager=manager, collective_rpc=lambda method: order.append(method)
+    )
     asyncio.run(Calls(engine).sleep(["kv_cache", "cuda_graph"]))
     assert order == [["kv_cache", "cuda_graph"], "flush_cache"]
 
@@ -113,6 +127,8 @@ def test_sglang_knows_all_that_it_is_told_on_a_gpu() -> None:
     from megarl.rollout.sglang import SGLangEngine
 
     for weights in ("model", "fp8_block"):
-        config = load_config(Path(__file__).parents[2] / "configs/vapo_32b.yaml", [f"rollout.weights_dtype={weights}"])
+        config = load_config(
+            Path(__file__).parents[2] / "configs/vapo_32b.yaml", [f"rollout.weights_dtype={weights}"]
+        )
         arguments = SGLangEngine(config, {}, 0, torch.device("cuda", 0), (1,))._arguments()
         assert not arguments.keys() - inspect.signature(ServerArgs).parameters.keys()

@@ -90,7 +90,11 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         # The nodes' names resolve to loopback, which the preflight refuses, unless told that it is meant.
-        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "GLOO_SOCKET_IFNAME": "lo"}
+        self.environment = {
+            **os.environ,
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         self.pids: dict[str, psutil.Process] = {}
 
     def __enter__(self) -> Cluster:
@@ -114,7 +118,9 @@ class Cluster:
         for process in alive:
             process.kill()
         lines = HOSTS.read_text().splitlines(keepends=True)
-        HOSTS.write_text("".join(line for line in lines if MARK not in line))  # in place: it is a mount in containers
+        HOSTS.write_text(
+            "".join(line for line in lines if MARK not in line)
+        )  # in place: it is a mount in containers
 
     def _start(self) -> None:
         folder = self.folder
@@ -122,7 +128,9 @@ class Cluster:
             (folder / part).mkdir(parents=True)
         ports = _free_ports(3)
         host = socket.gethostname().split(".")[0]
-        (folder / "slurm.conf").write_text(CONF.format(folder=folder, host=host, port=ports[0], port1=ports[1], port2=ports[2]))
+        (folder / "slurm.conf").write_text(
+            CONF.format(folder=folder, host=host, port=ports[0], port1=ports[1], port2=ports[2])
+        )
         (folder / "cgroup.conf").write_text("CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n")
         with HOSTS.open("a") as hosts:
             hosts.writelines(f"127.0.1.{i} {name} {MARK}\n" for i, name in enumerate(NODES, 1))
@@ -151,7 +159,11 @@ class Cluster:
         daemon = self.pids.pop(f"slurmd.{name}")
         family = [daemon]
         for process in psutil.process_iter(["name"]):
-            if process.info["name"] == "slurmstepd" and process.ppid() in (1, daemon.pid) and self._is_on(process, name):
+            if (
+                process.info["name"] == "slurmstepd"
+                and process.ppid() in (1, daemon.pid)
+                and self._is_on(process, name)
+            ):
                 family += [process, *process.children(recursive=True)]
         for process in family:
             if process.is_running():
@@ -164,7 +176,10 @@ class Cluster:
                 environment = child.environ()
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-            if environment.get("SLURM_CONF") == str(self.folder / "slurm.conf") and environment.get("SLURMD_NODENAME") == name:
+            if (
+                environment.get("SLURM_CONF") == str(self.folder / "slurm.conf")
+                and environment.get("SLURMD_NODENAME") == name
+            ):
                 return True
         return False
 
@@ -175,7 +190,13 @@ class Cluster:
     def run(self, *command: str, check: bool = True, **environment: str) -> str:
         """A command of Slurm's; what it printed."""
         done = subprocess.run(
-            command, env=self.environment | environment, capture_output=True, text=True, timeout=LIMIT, check=False, start_new_session=True
+            command,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+            start_new_session=True,
         )
         assert not check or done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout

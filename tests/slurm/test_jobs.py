@@ -19,10 +19,20 @@ from tests.slurm.cluster import Cluster, missing, wait_for
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 1200.0  # seconds for one job, its requeues included; a busy machine takes ten times as long as an idle one
-SMALL = ("rollout.prompts=4", "update.mini_batch=32", "value_pretraining.steps=1", "evaluation.max_problems=8", "log.report=false")
+SMALL = (
+    "rollout.prompts=4",
+    "update.mini_batch=32",
+    "value_pretraining.steps=1",
+    "evaluation.max_problems=8",
+    "log.report=false",
+)
 STEPS = 6
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400), pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(2400),
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+]
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +44,38 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 class Job:
     """A submitted demo."""
 
-    def __init__(self, cluster: Cluster, folder: Path, *overrides: str, options: tuple[str, ...] = (), **environment: str) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        *overrides: str,
+        options: tuple[str, ...] = (),
+        **environment: str,
+    ) -> None:
         self.cluster, self.folder, self.log = cluster, folder, folder / "slurm.out"
         folder.mkdir(parents=True, exist_ok=True)
-        settings = {"MEGARL_PYTHON": sys.executable, "MEGARL_HOME": str(ROOT), "DEMO_FOLDER": str(folder / "demo")}
-        settings |= {"MEGARL_LOGS": str(folder / "logs"), "MEGARL_GRACE": "3", "MEGARL_LIMIT": "300", "DEMO_WARM_START": "5"}
-        command = ["sbatch", "--parsable", f"--output={self.log}", f"--chdir={ROOT}", *options, str(ROOT / "slurm" / "demo.sbatch")]
-        self.number = cluster.run(*command, *SMALL, f"steps={STEPS}", "checkpoint.every=1", *overrides, **(settings | environment)).strip()
+        settings = {
+            "MEGARL_PYTHON": sys.executable,
+            "MEGARL_HOME": str(ROOT),
+            "DEMO_FOLDER": str(folder / "demo"),
+        }
+        settings |= {
+            "MEGARL_LOGS": str(folder / "logs"),
+            "MEGARL_GRACE": "3",
+            "MEGARL_LIMIT": "300",
+            "DEMO_WARM_START": "5",
+        }
+        command = [
+            "sbatch",
+            "--parsable",
+            f"--output={self.log}",
+            f"--chdir={ROOT}",
+            *options,
+            str(ROOT / "slurm" / "demo.sbatch"),
+        ]
+        self.number = cluster.run(
+            *command, *SMALL, f"steps={STEPS}", "checkpoint.every=1", *overrides, **(settings | environment)
+        ).strip()
 
     @property
     def run_dir(self) -> Path:
@@ -72,7 +107,11 @@ class Job:
                 command, environment = process.cmdline(), process.environ()
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
-            if environment.get("SLURM_JOB_ID") == self.number and "RANK" in environment and command[1:4] == ["-u", "-m", "megarl"]:
+            if (
+                environment.get("SLURM_JOB_ID") == self.number
+                and "RANK" in environment
+                and command[1:4] == ["-u", "-m", "megarl"]
+            ):
                 found[int(environment["RANK"])] = process
         return found
 
@@ -103,8 +142,13 @@ def assert_same(job: Job, undisturbed: Job) -> None:
 
 def test_the_demo_trains_on_two_nodes(undisturbed: Job) -> None:
     assert "preflight: 2 nodes over gloo: all-reduce" in undisturbed.text
-    logs = sorted(str(path.relative_to(undisturbed.folder / "logs")) for path in (undisturbed.folder / "logs").rglob("stderr.log"))
-    assert [Path(log).parts[:2] for log in logs] == [("attempt-0", "node1")] * 2 + [("attempt-0", "node2")] * 2
+    logs = sorted(
+        str(path.relative_to(undisturbed.folder / "logs"))
+        for path in (undisturbed.folder / "logs").rglob("stderr.log")
+    )
+    assert [Path(log).parts[:2] for log in logs] == [("attempt-0", "node1")] * 2 + [
+        ("attempt-0", "node2")
+    ] * 2
 
 
 def test_a_signal_before_the_time_limit(cluster: Cluster, undisturbed: Job, tmp_path: Path) -> None:
@@ -112,7 +156,9 @@ def test_a_signal_before_the_time_limit(cluster: Cluster, undisturbed: Job, tmp_
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)  # what --signal=B:USR1@N has Slurm do
     assert_same(job, undisturbed)
     assert "signal USR1: the ranks have 200 s to save and leave" in job.text
-    assert re.search(r"megarl: stopped by SIGUSR1: step \d of train is saved in \S+; the same command continues", job.text)
+    assert re.search(
+        r"megarl: stopped by SIGUSR1: step \d of train is saved in \S+; the same command continues", job.text
+    )
     assert "the ranks are still there" not in job.text
     assert cluster.job(job.number)["Restarts"] == "1"
 
@@ -131,7 +177,10 @@ def test_nodes_that_are_not_fit(cluster: Cluster, undisturbed: Job, tmp_path: Pa
     shutil.copytree(undisturbed.folder / "demo", tmp_path / "demo", ignore=shutil.ignore_patterns("vapo"))
     job = Job(cluster, tmp_path, MEGARL_HOST_MEMORY="1000000")
     assert job.ended() == "FAILED"
-    assert all(f"preflight: {name}: " in job.text for name in ("node1", "node2")) and "the run needs 1000000.0" in job.text
+    assert (
+        all(f"preflight: {name}: " in job.text for name in ("node1", "node2"))
+        and "the run needs 1000000.0" in job.text
+    )
     assert cluster.job(job.number)["Restarts"] == "0" and not (job.run_dir / "metrics.jsonl").exists()
 
 
@@ -146,7 +195,9 @@ def test_a_rank_that_is_killed(cluster: Cluster, undisturbed: Job, tmp_path: Pat
 def test_a_node_that_is_lost(cluster: Cluster, undisturbed: Job, tmp_path: Path) -> None:
     job = disturbed(cluster, undisturbed, tmp_path)
     cluster.kill_node("node2")
-    wait_for("the node's end to be noticed", lambda: any(state.startswith("down") for state in cluster.states()))
+    wait_for(
+        "the node's end to be noticed", lambda: any(state.startswith("down") for state in cluster.states())
+    )
     cluster.start_node("node2")
     assert_same(job, undisturbed)
     assert int(cluster.job(job.number)["Restarts"]) >= 1

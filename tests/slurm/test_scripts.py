@@ -21,7 +21,10 @@ def bin_folder(tmp_path: Path) -> Path:
     for name, body in (
         ("scontrol", '[ "$2" = hostnames ] && echo node1; echo "scontrol $*" >>"$CALLS"'),
         ("srun", 'echo "srun $*" >>"$CALLS"; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'),
-        ("apptainer", 'echo "apptainer $*" >>"$CALLS"; while [ "$1" != image.sif ]; do shift; done; shift; exec "$@"'),
+        (
+            "apptainer",
+            'echo "apptainer $*" >>"$CALLS"; while [ "$1" != image.sif ]; do shift; done; shift; exec "$@"',
+        ),
         ("scancel", 'echo "scancel $*" >>"$CALLS"'),
         ("sleep", "true"),
     ):
@@ -40,9 +43,19 @@ def script(bin_folder: Path, code: str, **settings: str) -> tuple[int, str, str]
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "node[1-2]",
     }
-    environment |= {"SLURM_JOB_NUM_NODES": "2", "MEGARL_HOME": str(ROOT), "MEGARL_LOGS": str(bin_folder.parent / "logs"), **settings}
+    environment |= {
+        "SLURM_JOB_NUM_NODES": "2",
+        "MEGARL_HOME": str(ROOT),
+        "MEGARL_LOGS": str(bin_folder.parent / "logs"),
+        **settings,
+    }
     done = subprocess.run(
-        ["bash", "-c", f". {ROOT}/slurm/common.sh\n{code}"], env=environment, capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", f". {ROOT}/slurm/common.sh\n{code}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     return done.returncode, done.stdout + done.stderr, calls.read_text() if calls.exists() else ""
 
@@ -54,14 +67,19 @@ def test_without_a_container(bin_folder: Path) -> None:
 
 
 def test_with_apptainer(bin_folder: Path) -> None:
-    code, output, calls = script(bin_folder, "megarl_srun echo inside", MEGARL_CONTAINER="image.sif", MEGARL_MOUNTS="/data:/data")
+    code, output, calls = script(
+        bin_folder, "megarl_srun echo inside", MEGARL_CONTAINER="image.sif", MEGARL_MOUNTS="/data:/data"
+    )
     assert (code, output) == (0, "inside\n")
     assert f"apptainer exec --nv --bind /data:/data --pwd {ROOT} image.sif echo inside" in calls
 
 
 def test_with_pyxis(bin_folder: Path) -> None:
     _, _, calls = script(bin_folder, "megarl_srun true", MEGARL_CONTAINER="org/megarl:1")
-    assert f"--container-image=org/megarl:1 --container-mounts={ROOT}:{ROOT} --container-workdir={ROOT} true" in calls
+    assert (
+        f"--container-image=org/megarl:1 --container-mounts={ROOT}:{ROOT} --container-workdir={ROOT} true"
+        in calls
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +91,9 @@ def test_with_pyxis(bin_folder: Path) -> None:
     ],
     ids=["first", "same place", "progress"],
 )
-def test_failures_without_progress_end_the_job(bin_folder: Path, steps: str, codes: list[int], requeues: int) -> None:
+def test_failures_without_progress_end_the_job(
+    bin_folder: Path, steps: str, codes: list[int], requeues: int
+) -> None:
     for expected in codes:
         code, output, calls = script(bin_folder, f"megarl_failed 1 {steps}")
         assert code == expected, output
@@ -86,7 +106,10 @@ def test_the_newest_complete_checkpoint(bin_folder: Path, tmp_path: Path) -> Non
         (tmp_path / "run/checkpoints" / name).mkdir(parents=True)
         (tmp_path / "run/checkpoints" / name / "manifest.json").touch()
     (tmp_path / "run/checkpoints/step-000020").mkdir()
-    assert script(bin_folder, f"megarl_newest {tmp_path}/run; megarl_newest {tmp_path}/none")[1] == "step-000010\n"
+    assert (
+        script(bin_folder, f"megarl_newest {tmp_path}/run; megarl_newest {tmp_path}/none")[1]
+        == "step-000010\n"
+    )
 
 
 def test_cancelled_is_not_queued_again(bin_folder: Path) -> None:
@@ -103,7 +126,9 @@ def test_the_large_jobs_have_the_nodes_that_their_layout_needs(recipe: str) -> N
     check_config(config, str(path))
     assert f"configs/{recipe}_32b.yaml" in text
     parallel = config.parallel
-    assert int(options["nodes"]) * int(options["gpus-per-node"]) == parallel.tp * parallel.pp * (parallel.dp or 0)
+    assert int(options["nodes"]) * int(options["gpus-per-node"]) == parallel.tp * parallel.pp * (
+        parallel.dp or 0
+    )
     grace = re.search(r"MEGARL_GRACE:-(\d+)", text)
     assert grace and int(grace[1]) + 30 <= int(options["signal"].split("@")[1])
     assert config.checkpoint.every > 0
@@ -124,5 +149,7 @@ def test_the_locked_environment_comes_first(bin_folder: Path, tmp_path: Path) ->
         (tmp_path / name / "bin" / "python").symlink_to("/bin/true")
         _, output, _ = script(bin_folder, 'echo "$MEGARL_PYTHON"', MEGARL_HOME=str(tmp_path))
         assert output.strip() == f"{tmp_path}/{name}/bin/python"
-    _, output, _ = script(bin_folder, 'echo "$MEGARL_PYTHON"', MEGARL_HOME=str(tmp_path), MEGARL_CONTAINER="image.sif")
+    _, output, _ = script(
+        bin_folder, 'echo "$MEGARL_PYTHON"', MEGARL_HOME=str(tmp_path), MEGARL_CONTAINER="image.sif"
+    )
     assert output.strip() == "python"

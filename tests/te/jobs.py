@@ -50,7 +50,10 @@ def emulation() -> Any:
 
 
 def measure(
-    runtime: Runtime, folder: Path, models: Mapping[str, Mapping[str, Any]], mistakes: Mapping[str, str] | None = None
+    runtime: Runtime,
+    folder: Path,
+    models: Mapping[str, Mapping[str, Any]],
+    mistakes: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Log-probabilities, this rank's gradients as one vector, and the kernels that were called, for each of `models`.
 
@@ -87,7 +90,9 @@ def accumulate(runtime: Runtime, folder: Path, dtype: str) -> dict[str, float]:
     """Gradients of several micro-batches with the fused addition and without, relative to the sum of each micro-batch's own."""
     from megarl.training.losses import supervised_loss
 
-    scene = make_scene(runtime, folder, {"layers": "te", "dtype": dtype}, update={"tokens_per_micro_batch": 128})
+    scene = make_scene(
+        runtime, folder, {"layers": "te", "dtype": dtype}, update={"tokens_per_micro_batch": 128}
+    )
     local = scene.local(6, 60)
     (batches,) = local.mini_batches
     assert len(batches) > 2
@@ -148,7 +153,12 @@ def through_a_checkpoint(
             for key in ("scaling_fwd", "scaling_bwd"):
                 if state := getattr(module, "fp8_meta", {}).get(key):
                     state.amax_history.zero_(), state.scale.fill_(1.0)
-    out: dict[str, Any] = {"scales": [scales(scene) for scene in (first, second)], "weights": [], "norms": [], "logprobs": []}
+    out: dict[str, Any] = {
+        "scales": [scales(scene) for scene in (first, second)],
+        "weights": [],
+        "norms": [],
+        "logprobs": [],
+    }
     for scene in (first, second):
         scene.offload.onload("old_logprobs", WEIGHTS)
         named = table_names(dict(scene.actor.model.named_parameters()))

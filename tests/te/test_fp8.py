@@ -43,8 +43,12 @@ def blackwell() -> Iterator[RankPool]:
 
 def differences(found: list[dict[str, Any]], name: str, reference: str = "bf16") -> tuple[float, float]:
     """(mean of log-probabilities, relative of gradients), the largest of all ranks."""
-    logprobs = max(float((rank[name]["logprobs"] - rank[reference]["logprobs"]).abs().mean()) for rank in found)
-    difference = torch.cat([rank[name]["gradients"] - rank[reference]["gradients"] for rank in found]).double().norm()
+    logprobs = max(
+        float((rank[name]["logprobs"] - rank[reference]["logprobs"]).abs().mean()) for rank in found
+    )
+    difference = (
+        torch.cat([rank[name]["gradients"] - rank[reference]["gradients"] for rank in found]).double().norm()
+    )
     norm = torch.cat([rank[reference]["gradients"] for rank in found]).double().norm()
     return logprobs, float(difference / norm)
 
@@ -83,7 +87,9 @@ def test_recipes_are_near_bf16(layout: tuple[int, int, int], ranks: Ranks, tmp_p
 def test_mxfp8_is_near_bf16(blackwell: RankPool, tmp_path: Path) -> None:
     """And a recipe with one scale for a tensor, on a device whose products take operands in either orientation."""
     recipes = ("mxfp8", "tensorwise")
-    found = blackwell.run(jobs.measure, folder=tmp_path, models={"bf16": BF16} | {name: fp8(name) for name in recipes})
+    found = blackwell.run(
+        jobs.measure, folder=tmp_path, models={"bf16": BF16} | {name: fp8(name) for name in recipes}
+    )
     for recipe in recipes:
         check(found, recipe, recipe)
 
@@ -95,19 +101,32 @@ def test_first_and_last_layer_stay_in_bf16(recipe: str, ranks: Ranks, tmp_path: 
     found = ranks(1, 1, 1).run(jobs.measure, folder=tmp_path, models=models)
 
     def products(name: str, operand: str) -> int:
-        return sum(n for key, n in found[0][name]["calls"].items() if key.startswith("gemm TN") and key.endswith(operand))
+        return sum(
+            n
+            for key, n in found[0][name]["calls"].items()
+            if key.startswith("gemm TN") and key.endswith(operand)
+        )
 
     assert products("all", " Tensor") == 0
-    assert products("inner", " Tensor") == products("inner", STORAGE[recipe]) == products("all", STORAGE[recipe]) // 2 > 0
+    assert (
+        products("inner", " Tensor")
+        == products("inner", STORAGE[recipe])
+        == products("all", STORAGE[recipe]) // 2
+        > 0
+    )
     assert differences(found, "inner")[0] < differences(found, "all")[0]
     check(found, "inner", recipe)
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
-def test_delayed_scalings_history_is_part_of_a_checkpoint(layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path) -> None:
+def test_delayed_scalings_history_is_part_of_a_checkpoint(
+    layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path
+) -> None:
     """Loaded, it gives the update that the undisturbed learner makes, bit for bit; without its history it does not."""
     model = fp8("delayed")
-    for rank in ranks(*layout).run(jobs.through_a_checkpoint, folder=tmp_path / "kept", written=model, read=model):
+    for rank in ranks(*layout).run(
+        jobs.through_a_checkpoint, folder=tmp_path / "kept", written=model, read=model
+    ):
         written, read = rank["scales"]
         assert written.keys() == read.keys() and len(written) == 4 * 16
         assert all(torch.equal(written[name], read[name]) for name in written)
@@ -115,5 +134,7 @@ def test_delayed_scalings_history_is_part_of_a_checkpoint(layout: tuple[int, int
         assert rank["norms"][0] == rank["norms"][1] > 0
         assert torch.equal(*rank["logprobs"])
     if layout == (1, 1, 1):
-        (lost,) = ranks(1, 1, 1).run(jobs.through_a_checkpoint, folder=tmp_path / "lost", written=model, read=model, forget=True)
+        (lost,) = ranks(1, 1, 1).run(
+            jobs.through_a_checkpoint, folder=tmp_path / "lost", written=model, read=model, forget=True
+        )
         assert lost["norms"][0] != lost["norms"][1]

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from megarl.parallel import cpu_platform
 
-tex = pytest.importorskip("transformer_engine_torch", reason="needs tests/te/compiled on PYTHONPATH: make test-te")
+tex = pytest.importorskip(
+    "transformer_engine_torch", reason="needs tests/te/compiled on PYTHONPATH: make test-te"
+)
 pytest.importorskip("transformer_engine", reason="needs Transformer Engine's Python half: make test-te")
 cpu_platform.install()
 
@@ -53,7 +55,9 @@ def test_every_kernel_is_one_that_the_python_half_or_megatron_names() -> None:
     named = set(re.findall(r"\b\w+\b", text))
     newer = {"multi_tensor_scale_tensor"}  # megatron-core 0.19's
     assert set(tex.KERNELS) - newer <= named
-    assert all(re.match(r"(pytorch/csrc|common)/\S+\.(cpp|cuh?)\b", source) for source in tex.KERNELS.values())
+    assert all(
+        re.match(r"(pytorch/csrc|common)/\S+\.(cpp|cuh?)\b", source) for source in tex.KERNELS.values()
+    )
 
 
 def test_what_is_not_emulated_says_its_name() -> None:
@@ -65,10 +69,14 @@ def test_what_is_not_emulated_says_its_name() -> None:
 @pytest.mark.parametrize("fp8", FORMATS)
 @pytest.mark.parametrize("power_of_2", [False, True])
 @pytest.mark.parametrize("factor", [1.0, 1e-38, 0.0])
-def test_current_scaling_is_transformer_engines_reference(x: torch.dtype, fp8: torch.dtype, power_of_2: bool, factor: float) -> None:
+def test_current_scaling_is_transformer_engines_reference(
+    x: torch.dtype, fp8: torch.dtype, power_of_2: bool, factor: float
+) -> None:
     """Bytes, scale and transpose, bit for bit; also where everything is tiny or zero."""
     tensor = (numbers(48, 64) * factor).to(x)
-    reference = CurrentScalingQuantizerRef(dtype=fp8, rowwise=True, columnwise=True, pow_2_scales=power_of_2).quantize(tensor)
+    reference = CurrentScalingQuantizerRef(
+        dtype=fp8, rowwise=True, columnwise=True, pow_2_scales=power_of_2
+    ).quantize(tensor)
     made = Float8CurrentScalingQuantizer(FORMATS[fp8], "cpu", force_pow_2_scales=power_of_2)(tensor)
     assert torch.equal(made._data, reference.data.view(torch.uint8))
     assert torch.equal(made._transpose, reference.data_t.view(torch.uint8))
@@ -86,7 +94,9 @@ def test_block_scales(kind: str) -> None:
         tiles = {False: (1, 32), True: (32, 1)}
     else:
         dim = 2 if "x" in kind else 1
-        made = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=dim)(tensor)
+        made = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=dim)(
+            tensor
+        )
         tiles = {False: (128 if dim == 2 else 1, 128), True: (128, 128 if dim == 2 else 1)}
     for columnwise, (height, width) in tiles.items():
         back = tex.operand(made, columnwise)
@@ -105,7 +115,10 @@ def test_block_scales(kind: str) -> None:
                 while amax * 2.0 ** (exponent + 1) <= 448:
                     exponent += 1
                 step = 2.0**-9 / 2.0**exponent  # the smallest of e4m3's steps
-                assert bool(((returned - block).abs() <= (block.abs() / 16).clamp(min=step / 2)).all()), (top, left)
+                assert bool(((returned - block).abs() <= (block.abs() / 16).clamp(min=step / 2)).all()), (
+                    top,
+                    left,
+                )
 
 
 def test_delayed_scaling_remembers() -> None:
@@ -114,7 +127,11 @@ def test_delayed_scaling_remembers() -> None:
     recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=4, amax_compute_algo="max")
     seen: list[float] = []
     for number, factor in enumerate((3.0, 1.0, 2.0, 0.5, 0.25, 0.125)):
-        x = (factor * torch.randn(16, 64, generator=torch.Generator().manual_seed(number))).bfloat16().requires_grad_()
+        x = (
+            (factor * torch.randn(16, 64, generator=torch.Generator().manual_seed(number)))
+            .bfloat16()
+            .requires_grad_()
+        )
         with te.autocast(enabled=True, recipe=recipe):
             y = linear(x)
         y.sum().backward()
@@ -150,7 +167,9 @@ def test_a_linear_layer_equals_torchs(bias: bool) -> None:
 
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_rmsnorm_equals_torchs(zero_centered: bool) -> None:
-    norm = te.RMSNorm(48, eps=1e-5, zero_centered_gamma=zero_centered, device="cpu", params_dtype=torch.float32)
+    norm = te.RMSNorm(
+        48, eps=1e-5, zero_centered_gamma=zero_centered, device="cpu", params_dtype=torch.float32
+    )
     x, grad = torch.randn(7, 2, 48, requires_grad=True), torch.randn(7, 2, 48)
     with torch.no_grad():
         norm.weight.normal_()
@@ -166,7 +185,9 @@ def test_rmsnorm_equals_torchs(zero_centered: bool) -> None:
 def test_rotation_is_transformer_engines_unfused_one() -> None:
     cu_seqlens = torch.tensor([0, 5, 6, 17], dtype=torch.int32)
     freqs = RotaryPositionEmbedding(16)(11)
-    leaves = [torch.randn(17, 2, 24, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
+    leaves = [
+        torch.randn(17, 2, 24, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)
+    ]
     fused, unfused = (
         apply_rotary_pos_emb(leaf, freqs, tensor_format="thd", cu_seqlens=cu_seqlens, fused=fused)
         for leaf, fused in zip(leaves, (True, False), strict=True)
@@ -180,23 +201,35 @@ def test_rotation_is_transformer_engines_unfused_one() -> None:
         apply_rotary_pos_emb(leaves[0], freqs[:8], tensor_format="thd", cu_seqlens=cu_seqlens, fused=True)
 
 
-@pytest.mark.parametrize(("dtype", "fused", "bound"), [(torch.float32, False, 1e-6), (torch.bfloat16, True, 1e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "fused", "bound"), [(torch.float32, False, 1e-6), (torch.bfloat16, True, 1e-2)]
+)
 def test_packed_attention_is_a_loop_over_sequences(dtype: torch.dtype, fused: bool, bound: float) -> None:
     """Through DotProductAttention, which takes its own unfused attention for float32, and cuDNN's place for 16 bits."""
-    attention = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="thd", attn_mask_type="padding_causal")
+    attention = te.DotProductAttention(
+        4, 16, num_gqa_groups=2, qkv_format="thd", attn_mask_type="padding_causal"
+    )
     cu_seqlens = torch.tensor([0, 9, 10, 24], dtype=torch.int32)
     q, k, v = (torch.randn(24, heads, 16).to(dtype).requires_grad_() for heads in (4, 2, 2))
     grad = torch.randn(24, 64).to(dtype)
     tex.CALLS.clear()
-    out = attention(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=14, max_seqlen_kv=14)
+    out = attention(
+        q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=14, max_seqlen_kv=14
+    )
     out.backward(grad)
     assert bool(tex.CALLS["fused_attn_fwd"]) == bool(tex.CALLS["fused_attn_bwd"]) == fused
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     expected = torch.zeros(24, 4, 16, dtype=torch.float64)
     for start, end in ((0, 9), (9, 10), (10, 24)):
         for head in range(4):
-            mine, keys, values = exact[0][start:end, head], exact[1][start:end, head // 2], exact[2][start:end, head // 2]
-            scores = (mine @ keys.T / 4.0).masked_fill(torch.ones(end - start, end - start).triu(1).bool(), -torch.inf)
+            mine, keys, values = (
+                exact[0][start:end, head],
+                exact[1][start:end, head // 2],
+                exact[2][start:end, head // 2],
+            )
+            scores = (mine @ keys.T / 4.0).masked_fill(
+                torch.ones(end - start, end - start).triu(1).bool(), -torch.inf
+            )
             expected[start:end, head] = scores.softmax(-1) @ values
     expected.flatten(1).backward(grad.double())
     close(out, expected.flatten(1), bound)
@@ -227,7 +260,10 @@ def test_lists_of_tensors() -> None:
     norm, each = tex.multi_tensor_l2norm(65536, noop, [tensors], True)
     assert float(norm) == pytest.approx(float(torch.cat([t.flatten() for t in tensors]).norm()), rel=1e-6)
     assert each.tolist() == pytest.approx([float(t.norm()) for t in tensors], rel=1e-6)
-    for scale, factor in ((tex.multi_tensor_scale, 0.25), (tex.multi_tensor_scale_tensor, torch.tensor([0.25]))):
+    for scale, factor in (
+        (tex.multi_tensor_scale, 0.25),
+        (tex.multi_tensor_scale_tensor, torch.tensor([0.25])),
+    ):
         targets = [torch.zeros_like(t) for t in tensors]
         scale(65536, noop, [tensors, targets], factor)
         assert all(torch.equal(target, t * 0.25) for target, t in zip(targets, tensors, strict=True))
@@ -245,7 +281,9 @@ def test_products_refuse_what_the_device_refuses() -> None:
 
     def product(a: Any, b: Any, out: Tensor | None = None) -> Any:
         dtype = DType.kFloat32
-        return tex.generic_gemm(a, True, b, False, out, None, dtype, None, None, False, None, False, workspace, 1, False, False)[0]
+        return tex.generic_gemm(
+            a, True, b, False, out, None, dtype, None, None, False, None, False, workspace, 1, False, False
+        )[0]
 
     close(product(whole, whole), whole.dequantize() @ whole.dequantize().T, 1e-6)
     with pytest.raises(RuntimeError, match="multiples of 16"):

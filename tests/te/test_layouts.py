@@ -29,7 +29,9 @@ def te(recompute: str = "none") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids="tp{0[0]}-pp{0[1]}-dp{0[2]}-ep{0[3]}".format)
-def test_logprobs_equal_hugging_face_and_portable_layers(layout: tuple[int, int, int, int], ranks: Ranks, tmp_path: Path) -> None:
+def test_logprobs_equal_hugging_face_and_portable_layers(
+    layout: tuple[int, int, int, int], ranks: Ranks, tmp_path: Path
+) -> None:
     tp, pp, _, ep = layout
     dense = FAMILIES if ep == 1 else []
     mixtures = [("qwen3_moe", options) for options in EXPERTS] if layout in test_families.LAYOUTS else []
@@ -52,21 +54,32 @@ def test_logprobs_equal_hugging_face_and_portable_layers(layout: tuple[int, int,
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (2, 2, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
 def test_values_equal_hugging_face(layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path, "qwen2", vocab=101, layers=2 * layout[1], tied=True, classification="token")
+    folder = make_tiny_model(
+        tmp_path, "qwen2", vocab=101, layers=2 * layout[1], tied=True, classification="token"
+    )
     prompts, responses = sequences(101)
     model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        expected = [model(torch.tensor([p + r])).logits[0, len(p) - 1 : -1, 0] for p, r in zip(prompts, responses, strict=True)]
-    for found in ranks(*layout).run(jobs.values, folder=folder, prompts=prompts, responses=responses, model=te()):
+        expected = [
+            model(torch.tensor([p + r])).logits[0, len(p) - 1 : -1, 0]
+            for p, r in zip(prompts, responses, strict=True)
+        ]
+    for found in ranks(*layout).run(
+        jobs.values, folder=folder, prompts=prompts, responses=responses, model=te()
+    ):
         assert (found - torch.cat(expected)).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("term", TERMS)
-def test_gradients_equal_those_of_portable_layers_on_one_rank(term: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_gradients_equal_those_of_portable_layers_on_one_rank(
+    term: str, ranks: Ranks, tmp_path: Path
+) -> None:
     """At every layout of the table, with every kind of recompute; the norm that clips them, and the statistics."""
     which, options = TERMS[term]
     kind = "token" if which == "critic" else None
-    folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=VOCAB, layers=2, tied=True, classification=kind)
+    folder = make_tiny_model(
+        tmp_path / "model", "qwen3", vocab=VOCAB, layers=2, tied=True, classification=kind
+    )
     arguments = {"folder": folder, "which": which, "batch": make_batch(only_first_correct="NLL" in term)}
     expected = ranks(1, 1, 1).run(jobs.gradients, **arguments, options={**options, "budget": 10_000})[0]
     for number, layout in enumerate(test_invariance.LAYOUTS):
@@ -91,6 +104,9 @@ def test_gradients_of_the_other_families(family: Any, ranks: Ranks, tmp_path: Pa
 def check(found: dict[str, Any], expected: dict[str, Any], layout: tuple[int, ...]) -> None:
     assert relative_difference(found["gradients"], expected["gradients"]) <= 1e-5, layout
     exact = torch.cat([x.flatten() for x in found["gradients"].values()]).double().norm()
-    assert found["norm"] == pytest.approx(float(exact), rel=1e-5), (layout, "the norm that clips the gradient")
+    assert found["norm"] == pytest.approx(float(exact), rel=1e-5), (
+        layout,
+        "the norm that clips the gradient",
+    )
     for name, value in expected["sums"].items():
         assert found["sums"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), (layout, name)

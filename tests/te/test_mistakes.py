@@ -19,9 +19,15 @@ PORTABLE = {"layers": "portable", "dtype": "fp32"}
 
 def test_mistakes_in_float32_are_seen(ranks: Ranks, tmp_path: Path) -> None:
     """Log-probs or gradients leave the bound of 1e-5 by far; without a mistake both keep it."""
-    seen = {"merged sequences": (0.1, 0.1), "another epsilon": (1e-3, 1e-3), "weight gradients counted twice": (0.0, 0.1)}
+    seen = {
+        "merged sequences": (0.1, 0.1),
+        "another epsilon": (1e-3, 1e-3),
+        "weight gradients counted twice": (0.0, 0.1),
+    }
     models = {"bf16": PORTABLE, "none": FP32} | dict.fromkeys(seen, FP32)
-    found = ranks(1, 1, 1).run(jobs.measure, folder=tmp_path, models=models, mistakes={name: name for name in seen})
+    found = ranks(1, 1, 1).run(
+        jobs.measure, folder=tmp_path, models=models, mistakes={name: name for name in seen}
+    )
     assert max(differences(found, "none")) <= 1e-5
     for name, (logprobs, gradients) in seen.items():
         measured = differences(found, name)
@@ -31,7 +37,9 @@ def test_mistakes_in_float32_are_seen(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_wrong_scales_are_seen(ranks: Ranks, tmp_path: Path) -> None:
     models = {"bf16": BF16, "right": fp8("tensorwise"), "wrong": fp8("tensorwise")}
-    found = ranks(1, 1, 1).run(jobs.measure, folder=tmp_path, models=models, mistakes={"wrong": "scales that saturate"})
+    found = ranks(1, 1, 1).run(
+        jobs.measure, folder=tmp_path, models=models, mistakes={"wrong": "scales that saturate"}
+    )
     right, wrong = differences(found, "right"), differences(found, "wrong")
     assert right[0] <= LOGPROBS and right[1] <= GRADIENTS
     assert wrong[0] > LOGPROBS and wrong[1] > GRADIENTS
@@ -44,7 +52,9 @@ def test_wrong_scales_are_seen(ranks: Ranks, tmp_path: Path) -> None:
         ("a max_seqlen that is too small", FP32, r"^IndexError: "),
     ],
 )
-def test_what_the_layers_refuse(mistake: str, model: dict, complaint: str, tmp_path: Path, ranks: Ranks) -> None:
+def test_what_the_layers_refuse(
+    mistake: str, model: dict, complaint: str, tmp_path: Path, ranks: Ranks
+) -> None:
     assert ranks(1, 1, 1).run(jobs.refusal, folder=tmp_path, model=model, mistake="none") == [""]
     (said,) = ranks(1, 1, 1).run(jobs.refusal, folder=tmp_path, model=model, mistake=mistake)
     assert re.search(complaint, said, re.DOTALL), said

@@ -30,15 +30,21 @@ def test_weight_gradients_are_added_up_in_float32(ranks: Ranks, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [((2, 1, 1), "bf16"), ((1, 1, 2), "fp32")])
-def test_a_learner_that_was_away_learns_the_same_bits(layout: tuple, dtype: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_a_learner_that_was_away_learns_the_same_bits(
+    layout: tuple, dtype: str, ranks: Ranks, tmp_path: Path
+) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, tied=True)
     for which in ("actor", "critic"):
         arguments = {"folder": folder, "which": which, "dtype": dtype, "model": {"layers": "te"}}
-        stayed, moved = (ranks(*layout).run(updates_with_moves, **arguments, moves=moves) for moves in (False, True))
+        stayed, moved = (
+            ranks(*layout).run(updates_with_moves, **arguments, moves=moves) for moves in (False, True)
+        )
         for here, there in zip(stayed, moved, strict=True):
             assert here["norms"] == there["norms"] and all(norm > 0 for norm in here["norms"])
             assert here["tensors"].keys() == there["tensors"].keys()
-            assert all(bits(tensor) == bits(there["tensors"][name]) for name, tensor in here["tensors"].items())
+            assert all(
+                bits(tensor) == bits(there["tensors"][name]) for name, tensor in here["tensors"].items()
+            )
             assert there["away"] == 0
 
 
@@ -53,7 +59,9 @@ def test_fp8_copies_of_weights_go_with_them(recipe: str, ranks: Ranks, tmp_path:
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
-def test_a_checkpoint_is_for_both_kinds_of_layers(layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_is_for_both_kinds_of_layers(
+    layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path
+) -> None:
     """Weights are equal, and the next update is, which needs the optimizer's state."""
     kinds = {name: {"layers": name, "dtype": "fp32"} for name in ("te", "portable")}
     for written, read in (("te", "portable"), ("portable", "te")):
@@ -92,20 +100,33 @@ def test_runs_equal_those_of_portable_layers(recipe: str, ranks: Ranks, folder: 
     for layers in ("portable", "te"):
         keys = VAPO if recipe == "vapo" else {}
         model = {"path": folder / "model", "dtype": "fp32", "layers": layers}
-        shared = {"steps": 2, "model": model, "parallel": {"tp": 2, "device": "auto"}, "residency": {"offload": True}}
+        shared = {
+            "steps": 2,
+            "model": model,
+            "parallel": {"tp": 2, "device": "auto"},
+            "residency": {"offload": True},
+        }
         config = test_resume.make_config(folder, tmp_path / layers, **shared, **keys)
         config.run_dir.mkdir()
         ranks(2, 1, 1).run(jobs.train, config=config)
-        records.append([json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()])
+        records.append(
+            [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+        )
     portable, found = records
     stages = [record["stage"] for record in found]
     assert stages.count("train") == 2 and stages.count("value_pretraining") == (2 if recipe == "vapo" else 0)
     for mine, theirs in zip(found, portable, strict=True):
         assert mine.keys() == theirs.keys()
         for name, value in mine.items():
-            if name.startswith(("time/", "inside/", "throughput/", "memory", "transfer/")) or not isinstance(value, float):
+            if name.startswith(("time/", "inside/", "throughput/", "memory", "transfer/")) or not isinstance(
+                value, float
+            ):
                 continue
-            assert value == pytest.approx(theirs[name], rel=2e-3, abs=2e-5), (mine["stage"], mine["step"], name)
+            assert value == pytest.approx(theirs[name], rel=2e-3, abs=2e-5), (
+                mine["stage"],
+                mine["step"],
+                name,
+            )
     last = found[-1]
     assert last["mismatch/logprob_abs_max"] <= 1e-4 and last["policy/grad_norm"] > 0
 
@@ -114,7 +135,12 @@ def test_runs_equal_those_of_portable_layers(recipe: str, ranks: Ranks, folder: 
 def test_vapo_in_fp8(recipe: str, ranks: Ranks, folder: Path, tmp_path: Path) -> None:
     """Actor and critic in FP8 against an engine in bf16: trained, pretrained, within what FP8 differs by."""
     model = {"path": folder / "model", **fp8(recipe, recompute="full")}
-    shared = {"steps": 2, "model": model, "parallel": {"tp": 1, "device": "auto"}, "residency": {"offload": True}}
+    shared = {
+        "steps": 2,
+        "model": model,
+        "parallel": {"tp": 1, "device": "auto"},
+        "residency": {"offload": True},
+    }
     config = test_resume.make_config(folder, tmp_path / "run", **shared, **VAPO)
     config.run_dir.mkdir()
     ranks(1, 1, 1).run(jobs.train, config=config)

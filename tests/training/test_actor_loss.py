@@ -29,7 +29,9 @@ def whole(batch: Batch) -> MicroBatch:
 
 def loss_of(config: AlgorithmConfig, batch: Batch) -> float:
     e, micro = batch.experience, whole(batch)
-    loss, _ = actor_loss(config, e)((e["logprobs"][micro.token_indices], e["entropy"][micro.token_indices]), micro)
+    loss, _ = actor_loss(config, e)(
+        (e["logprobs"][micro.token_indices], e["entropy"][micro.token_indices]), micro
+    )
     return float(loss)
 
 
@@ -48,13 +50,21 @@ def test_is_the_weighted_sum_of_its_terms(batch: Batch, mu: float, beta: float) 
     """VAPO eq. 10: L_PPO + mu L_NLL, and GRPO's beta KL; the NLL over the correct responses alone."""
     policy_weights, nll_weights = add_columns(batch)
     config = AlgorithmConfig(clip_low=0.2, clip_high=0.28, nll_weight=mu, kl_weight=beta)
-    policy, nll, kl = loop_policy(batch, policy_weights, 0.2, 0.28)[0], loop_nll(batch, nll_weights), loop_kl(batch, policy_weights)
+    policy, nll, kl = (
+        loop_policy(batch, policy_weights, 0.2, 0.28)[0],
+        loop_nll(batch, nll_weights),
+        loop_kl(batch, policy_weights),
+    )
     size = policy.size + mu * nll.size + beta * kl.size
-    assert loss_of(config, batch) == pytest.approx(policy.loss + mu * nll.loss + beta * kl.loss, abs=1e-6 * size)
+    assert loss_of(config, batch) == pytest.approx(
+        policy.loss + mu * nll.loss + beta * kl.loss, abs=1e-6 * size
+    )
 
 
 @settings(max_examples=40, deadline=None)
-@given(batches(), st.sampled_from(["none", "token", "sequence"]), st.sampled_from(["none", "token", "sequence"]))
+@given(
+    batches(), st.sampled_from(["none", "token", "sequence"]), st.sampled_from(["none", "token", "sequence"])
+)
 def test_mismatch_reaches_policy_and_kl_and_leaves_the_nll(batch: Batch, weight: str, mask: str) -> None:
     policy_weights, nll_weights = add_columns(batch)
     e = batch.experience
@@ -64,11 +74,22 @@ def test_mismatch_reaches_policy_and_kl_and_leaves_the_nll(batch: Batch, weight:
     metrics = correct_mismatch(config.mismatch, e, ALONE)
     # loop_factors compares logprobs with old_logprobs: here these are the trainer's old ones and the engine's.
     compared = Batch(e.select(range(e.num_sequences)), batch.spans, batch.include)
-    compared.experience["logprobs"], compared.experience["old_logprobs"] = e["old_logprobs"], e["engine_logprobs"]
+    compared.experience["logprobs"], compared.experience["old_logprobs"] = (
+        e["old_logprobs"],
+        e["engine_logprobs"],
+    )
     factors, (tokens, truncated, masked) = loop_factors(compared, weight, 1.2, mask, (0.8, 1.25))
     weights = [w * factor for w, factor in zip(policy_weights, factors, strict=True)]
-    policy, nll, kl = loop_policy(batch, weights, 0.2, 0.2)[0], loop_nll(batch, nll_weights), loop_kl(batch, weights)
+    policy, nll, kl = (
+        loop_policy(batch, weights, 0.2, 0.2)[0],
+        loop_nll(batch, nll_weights),
+        loop_kl(batch, weights),
+    )
     size = policy.size + 0.1 * nll.size + 0.3 * kl.size
-    assert loss_of(config, batch) == pytest.approx(policy.loss + 0.1 * nll.loss + 0.3 * kl.loss, abs=2e-6 * size)
+    assert loss_of(config, batch) == pytest.approx(
+        policy.loss + 0.1 * nll.loss + 0.3 * kl.loss, abs=2e-6 * size
+    )
     off = weight == mask == "none"
-    assert metrics == ({} if off else {"mismatch/truncated": truncated / tokens, "mismatch/masked": masked / tokens})
+    assert metrics == (
+        {} if off else {"mismatch/truncated": truncated / tokens, "mismatch/masked": masked / tokens}
+    )

@@ -92,14 +92,18 @@ def _enum(name: str, members: str) -> Any:
     return IntEnum(name, {key: int(value) if value else place for place, (key, _, value) in enumerate(pairs)})
 
 
-DType = _enum("DType", "kByte=0 kInt32=2 kFloat32=4 kFloat16=5 kBFloat16=6 kFloat8E4M3=7 kFloat8E5M2=8 kFloat4E2M1=10")
+DType = _enum(
+    "DType", "kByte=0 kInt32=2 kFloat32=4 kFloat16=5 kBFloat16=6 kFloat8E4M3=7 kFloat8E5M2=8 kFloat4E2M1=10"
+)
 NVTE_Bias_Type = _enum("NVTE_Bias_Type", "NVTE_NO_BIAS NVTE_PRE_SCALE_BIAS NVTE_POST_SCALE_BIAS NVTE_ALIBI")
 NVTE_Mask_Type = _enum(
     "NVTE_Mask_Type",
     "NVTE_NO_MASK NVTE_PADDING_MASK NVTE_CAUSAL_MASK NVTE_PADDING_CAUSAL_MASK NVTE_CAUSAL_BOTTOM_RIGHT_MASK"
     " NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
 )
-NVTE_Softmax_Type = _enum("NVTE_Softmax_Type", "NVTE_VANILLA_SOFTMAX NVTE_OFF_BY_ONE_SOFTMAX NVTE_LEARNABLE_SOFTMAX")
+NVTE_Softmax_Type = _enum(
+    "NVTE_Softmax_Type", "NVTE_VANILLA_SOFTMAX NVTE_OFF_BY_ONE_SOFTMAX NVTE_LEARNABLE_SOFTMAX"
+)
 NVTE_QKV_Format = _enum(
     "NVTE_QKV_Format",
     "NVTE_BSHD NVTE_SBHD NVTE_THD NVTE_SBHD_2BSHD NVTE_BSHD_2SBHD NVTE_THD_2BSHD NVTE_THD_2SBHD NVTE_BHSD NVTE_QKV_Format_NOT_SET",
@@ -113,7 +117,9 @@ NVTE_QKV_Layout = _enum(
     " NVTE_Paged_KV_SBHD_SBHD_SBHD NVTE_Paged_KV_THD_BSHD_BSHD NVTE_Paged_KV_THD_SBHD_SBHD NVTE_BHSD_BHSD_BHSD"
     " NVTE_QKV_Layout_NOT_SET",
 )
-NVTE_Fused_Attn_Backend = _enum("NVTE_Fused_Attn_Backend", "NVTE_F16_arbitrary_seqlen NVTE_FP8 NVTE_No_Backend")
+NVTE_Fused_Attn_Backend = _enum(
+    "NVTE_Fused_Attn_Backend", "NVTE_F16_arbitrary_seqlen NVTE_FP8 NVTE_No_Backend"
+)
 NVTEScalingMode = _enum(
     "NVTEScalingMode",
     "NVTE_DELAYED_TENSOR_SCALING NVTE_MXFP8_1D_SCALING NVTE_BLOCK_SCALING_1D NVTE_BLOCK_SCALING_2D"
@@ -132,7 +138,9 @@ FP8FwdTensors = _enum(
     "FP8FwdTensors",
     "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
 )
-FP8BwdTensors = _enum("FP8BwdTensors", "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3")
+FP8BwdTensors = _enum(
+    "FP8BwdTensors", "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3"
+)
 
 
 def get_cublasLt_version() -> int:
@@ -212,7 +220,9 @@ def _spread(scales: Tensor, height: int, width: int, shape: torch.Size) -> Tenso
 
 
 @kernel("pytorch/csrc/quantizer.cpp: create_tensor of each quantizer")
-def create_empty_quantized_tensor(quantizer: Any, shape: Any, dtype: torch.dtype, device: Any = "cpu", pin_memory: bool = False) -> Any:
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: Any, dtype: torch.dtype, device: Any = "cpu", pin_memory: bool = False
+) -> Any:
     te, shape = _te(), tuple(shape)
     if not isinstance(quantizer, te.Delayed):  # the others' layout is known to the Python half
         context = quantizer.create_metadata(shape, dtype=dtype)
@@ -239,9 +249,16 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
     elif noop is not None and noop.item() != 0:
         return output
     te = _te()
-    fill = {te.Delayed: _fill_per_tensor, te.Current: _fill_per_tensor, te.Block: _fill_blocks, te.MX: _fill_mx}
+    fill = {
+        te.Delayed: _fill_per_tensor,
+        te.Current: _fill_per_tensor,
+        te.Block: _fill_blocks,
+        te.MX: _fill_mx,
+    }
     if type(quantizer) not in fill:
-        raise NotImplementedError(f"transformer_engine_torch.quantize with {type(quantizer).__name__} is not emulated")
+        raise NotImplementedError(
+            f"transformer_engine_torch.quantize with {type(quantizer).__name__} is not emulated"
+        )
     fill[type(quantizer)](output, quantizer, tensor.detach(), _dtype(quantizer.dtype))
     return output
 
@@ -342,7 +359,9 @@ def operand(t: Any, columnwise: bool) -> Tensor:
         tile = (32, 1) if columnwise else (1, 32)
         return values * _spread(torch.exp2(scale_inv.float() - 127), *tile, values.shape)
     # The columnwise copy of a block-scaled tensor is a transpose: its first dimension is the tensor's last.
-    values = (data.reshape(data.shape[0], -1) if columnwise else _rows(data)).view(_dtype(t._fp8_dtype)).float()
+    values = (
+        (data.reshape(data.shape[0], -1) if columnwise else _rows(data)).view(_dtype(t._fp8_dtype)).float()
+    )
     if t._is_2D_scaled:
         values = values * _spread(scale_inv, 128, 128, values.shape)
     else:
@@ -426,7 +445,9 @@ def generic_gemm(
 
     Gives (D, gradient of the bias where `grad`, None, extra_output)."""
     if gelu or comm_overlap is not None:
-        raise NotImplementedError("transformer_engine_torch.generic_gemm with gelu or overlapped communication is not emulated")
+        raise NotImplementedError(
+            "transformer_engine_torch.generic_gemm with gelu or overlapped communication is not emulated"
+        )
     te = _te()
     a, b = operand(A, columnwise=not transA), operand(B, columnwise=transB)
     if isinstance(A, te.PerTensorStorage | te.BlockStorage | te.MXStorage):
@@ -459,9 +480,18 @@ def generic_gemm(
     return D, bias_grad, None, extra_output
 
 
-@kernel("pytorch/csrc/extensions/normalization.cpp: rmsnorm_fwd; common/normalization/rmsnorm/rmsnorm_fwd_kernels.cuh")
+@kernel(
+    "pytorch/csrc/extensions/normalization.cpp: rmsnorm_fwd; common/normalization/rmsnorm/rmsnorm_fwd_kernels.cuh"
+)
 def rmsnorm_fwd(
-    input: Tensor, weight: Tensor, eps: float, ln_out: Any, quantizer: Any, otype: Any, sm_margin: int, zero_centered_gamma: bool
+    input: Tensor,
+    weight: Tensor,
+    eps: float,
+    ln_out: Any,
+    quantizer: Any,
+    otype: Any,
+    sm_margin: int,
+    zero_centered_gamma: bool,
 ) -> tuple[Any, None, Tensor]:
     """Gives (normed, None, reciprocal of the root mean square: float32 [rows])."""
     x, gamma = input.detach().float(), weight.detach().float() + float(zero_centered_gamma)
@@ -474,8 +504,12 @@ def rmsnorm_fwd(
     return normed, None, reciprocal.reshape(-1)
 
 
-@kernel("pytorch/csrc/extensions/normalization.cpp: rmsnorm_bwd; common/normalization/rmsnorm/rmsnorm_bwd_kernels.cuh")
-def rmsnorm_bwd(dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool) -> tuple[Tensor, Tensor]:
+@kernel(
+    "pytorch/csrc/extensions/normalization.cpp: rmsnorm_bwd; common/normalization/rmsnorm/rmsnorm_bwd_kernels.cuh"
+)
+def rmsnorm_bwd(
+    dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
+) -> tuple[Tensor, Tensor]:
     """Gives the gradients of the input and of gamma."""
     weight, reciprocal = gamma.detach().float() + float(zero_centered_gamma), rsigma.reshape(*x.shape[:-1], 1)
     normed = x.detach().float() * reciprocal
@@ -484,11 +518,15 @@ def rmsnorm_bwd(dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin:
     return dx.to(x.dtype), _rows(dz.float() * normed).sum(0).to(gamma.dtype)
 
 
-def _rotate(t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, options: tuple[Any, ...], direction: float) -> Tensor:
+def _rotate(
+    t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, options: tuple[Any, ...], direction: float
+) -> Tensor:
     """t: [tokens, heads, width], packed sequences, each of whose tokens count from zero; freqs: [longest, 1, 1, rotated width]."""
     start_positions, _, interleaved, cp_size = options
     if interleaved or cp_size > 1 or start_positions is not None or cu_seqlens is None:
-        raise NotImplementedError("fused_rope is emulated for packed sequences of one context-parallel rank, rotated by halves")
+        raise NotImplementedError(
+            "fused_rope is emulated for packed sequences of one context-parallel rank, rotated by halves"
+        )
     positions = torch.cat([torch.arange(length) for length in cu_seqlens.diff().tolist()])
     angle = freqs[positions, 0]  # IndexError where a sequence is longer than was said
     width = freqs.shape[-1]
@@ -500,14 +538,28 @@ def _rotate(t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, options: tuple[
 
 @kernel("pytorch/csrc/extensions/apply_rope.cpp: fused_rope_forward; common/fused_rope/fused_rope.cu")
 def fused_rope_forward(
-    t: Tensor, freqs: Tensor, start: Any, qkv_format: Any, interleaved: bool, cu_seqlens: Any, cp_size: int, cp_rank: int
+    t: Tensor,
+    freqs: Tensor,
+    start: Any,
+    qkv_format: Any,
+    interleaved: bool,
+    cu_seqlens: Any,
+    cp_size: int,
+    cp_rank: int,
 ) -> Tensor:
     return _rotate(t.detach(), freqs, cu_seqlens, (start, qkv_format, interleaved, cp_size), 1.0)
 
 
 @kernel("pytorch/csrc/extensions/apply_rope.cpp: fused_rope_backward; common/fused_rope/fused_rope.cu")
 def fused_rope_backward(
-    t: Tensor, freqs: Tensor, start: Any, qkv_format: Any, interleaved: bool, cu_seqlens: Any, cp_size: int, cp_rank: int
+    t: Tensor,
+    freqs: Tensor,
+    start: Any,
+    qkv_format: Any,
+    interleaved: bool,
+    cu_seqlens: Any,
+    cp_size: int,
+    cp_rank: int,
 ) -> Tensor:
     return _rotate(t.detach(), freqs, cu_seqlens, (start, qkv_format, interleaved, cp_size), -1.0)
 
@@ -527,7 +579,10 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -
     """Causal attention within each packed sequence; zeros after the last. q: [tokens, heads, width]."""
     out = [
         torch.nn.functional.scaled_dot_product_attention(
-            *(x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
+            *(x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
+            is_causal=True,
+            scale=scale,
+            enable_gqa=True,
         )[0].transpose(0, 1)
         for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
     ]
@@ -559,10 +614,16 @@ def fused_attn_fwd(
 ) -> list[Tensor]:
     """Gives [output, softmax statistics, random state]; the latter two are empty here: the backward pass computes anew."""
     if "THD" not in qkv_layout.name or "CAUSAL" not in mask.name or dropout or bias_type or softmax:
-        raise NotImplementedError(f"fused_attn_fwd with {qkv_layout.name}, {mask.name}, dropout {dropout} is not emulated")
+        raise NotImplementedError(
+            f"fused_attn_fwd with {qkv_layout.name}, {mask.name}, dropout {dropout} is not emulated"
+        )
     if int(cu_seqlens_q.diff().max()) > max_seqlen_q:
         raise RuntimeError("a sequence is longer than max_seqlen_q")
-    return [_causal(q.detach(), k.detach(), v.detach(), cu_seqlens_q, scale), torch.zeros(1), torch.zeros(2, dtype=torch.int64)]
+    return [
+        _causal(q.detach(), k.detach(), v.detach(), cu_seqlens_q, scale),
+        torch.zeros(1),
+        torch.zeros(2, dtype=torch.int64),
+    ]
 
 
 @kernel("pytorch/csrc/extensions/attention.cpp: fused_attn_bwd")
@@ -602,7 +663,9 @@ def fused_attn_bwd(
 @kernel("pytorch/csrc/extensions/attention.cpp: convert_thd_to_bshd")
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, batch: int, longest: int) -> Tensor:
     out = tensor.new_zeros(batch, longest, *tensor.shape[1:])
-    for row, (start, end) in enumerate(zip(cu_seqlens[:batch].tolist(), cu_seqlens[1:].tolist(), strict=False)):
+    for row, (start, end) in enumerate(
+        zip(cu_seqlens[:batch].tolist(), cu_seqlens[1:].tolist(), strict=False)
+    ):
         out[row, : end - start] = tensor[start:end]
     return out
 
@@ -619,7 +682,9 @@ def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, tokens: int) -> Tens
 
 
 @kernel("common/multi_tensor/l2norm.cu")
-def multi_tensor_l2norm(chunk: int, noop: Tensor, lists: list[list[Tensor]], per_tensor: bool = False) -> tuple[Tensor, Tensor]:
+def multi_tensor_l2norm(
+    chunk: int, noop: Tensor, lists: list[list[Tensor]], per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
     each = torch.stack([t.float().norm() for t in lists[0]])
     return each.norm().reshape(1), each if per_tensor else each[:0]
 
@@ -697,7 +762,12 @@ class _Names(types.ModuleType):
 
 def _properties(device: Any = None) -> Any:
     major, minor = CAPABILITY
-    sizes = {"total_memory": 80 << 30, "multi_processor_count": 132, "warp_size": 32, "L2_cache_size": 50 << 20}
+    sizes = {
+        "total_memory": 80 << 30,
+        "multi_processor_count": 132,
+        "warp_size": 32,
+        "L2_cache_size": 50 << 20,
+    }
     return types.SimpleNamespace(name="emulated", major=major, minor=minor, is_integrated=0, **sizes)
 
 
@@ -709,7 +779,18 @@ def _give_names() -> None:
         is_current_stream_capturing=lambda: False,
         device=lambda device=None: contextlib.nullcontext(),
     )
-    factories = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like", "load")
+    factories = (
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "tensor",
+        "arange",
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "load",
+    )
     names = _Names(torch, cuda=cuda, **{name: _led(getattr(torch, name)) for name in factories})
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "transformer_engine" and getattr(module, "torch", None) is torch:
@@ -728,7 +809,10 @@ def _absent_packages() -> Iterator[None]:
         spec = importlib.machinery.ModuleSpec(name, None)
         sys.modules[name] = MagicMock(__version__="3.0.0", __spec__=spec, __path__=[])
     if "triton" in made:  # a kernel that is launched after all: kernel[grid](...)
-        for launched in (sys.modules["triton"].jit.return_value, sys.modules["triton"].autotune.return_value.return_value):
+        for launched in (
+            sys.modules["triton"].jit.return_value,
+            sys.modules["triton"].autotune.return_value.return_value,
+        ):
             launched.__getitem__.side_effect = NotImplementedError("a triton kernel is not emulated")
     yield
     for name in made:
@@ -741,9 +825,13 @@ def emulated() -> Iterator[None]:
     from importlib.metadata import version
 
     if version("transformer_engine") != VERSION:
-        raise ImportError(f"{__file__}: written for Transformer Engine {VERSION}, this is {version('transformer_engine')}")
+        raise ImportError(
+            f"{__file__}: written for Transformer Engine {VERSION}, this is {version('transformer_engine')}"
+        )
     os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")  # no library of CUDA is looked for
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # fused activations would be compiled for the CPU, for minutes
+    os.environ.setdefault(
+        "TORCHDYNAMO_DISABLE", "1"
+    )  # fused activations would be compiled for the CPU, for minutes
     cuda: Any = torch.cuda
     cuda.get_device_capability = lambda device=None: CAPABILITY
     cuda.get_device_properties = _properties
@@ -761,6 +849,8 @@ def emulated() -> Iterator[None]:
     import transformer_engine.pytorch.distributed as distributed
 
     # Its activation recompute, FP8's, keeps the state of CUDA's random generator.
-    distributed._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    distributed._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
     distributed._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     _give_names()
