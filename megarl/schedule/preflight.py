@@ -263,6 +263,15 @@ def _check_engine_layout(
         raise ConfigError(
             f"rollout.engine_tp: {tp} does not divide {devices} (an engine lies within one node)"
         )
+    if (
+        config.rollout.weights_dtype == "fp8_block"
+        and not cpu
+        and torch.cuda.get_device_capability(device) >= (10, 0)
+    ):
+        raise ConfigError(
+            "rollout.weights_dtype: fp8_block: on Blackwell SGLang packs the blocks' scales in a way of its own, which "
+            "megarl does not write (set it to model)"
+        )
     world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
     engine_targets(config, hf_config, world, cpu=cpu)
 

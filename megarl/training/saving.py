@@ -380,7 +380,10 @@ class HostCopy:
                 return copies[write_item.index]
 
         planner = Planner(flatten_state_dict=False)
-        written = FileSystemWriter(folder, sync_files=True).write_data(self.plan, planner)
+        # Copying ahead would take a CUDA stream in this thread, whose device is GPU 0 on every rank: a context there for
+        # each of them. The copies are on the host already.
+        writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
+        written = writer.write_data(self.plan, planner)
         written.wait()
         self.results, self.copies = written.value(), {}
         return sorted({folder / result.storage_data.relative_path for result in self.results})

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
-from megarl.parallel.offload import HostPool, Movable
+from megarl.parallel.offload import Contents, HostPool, Movable
 from megarl.training.model import InferenceModel, TrainableModel
 
 
@@ -15,7 +15,7 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
     """Return {"actor.weights", "actor.gradients", "actor.optimizer"}; for an inference model its weights alone."""
     device = model.runtime.device
     if not isinstance(model, TrainableModel):
-        return {f"{model.name}.weights": Movable(model.model.parameters, device, pool, "constant")}
+        return {f"{model.name}.weights": _Weights(model, model.model.parameters, pool, "constant")}
     # Megatron's ParamAndGradBuffers, one for each dtype, and those of experts. All parameters are views of their param_data.
     buffers: list[Any] = [*model.chunk.buffers, *model.chunk.expert_parallel_buffers]
 
@@ -31,7 +31,7 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
             yield from (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in others)
 
     return {
-        f"{model.name}.weights": _Weights(model, buffers, pool),
+        f"{model.name}.weights": _Weights(model, lambda: (buffer.param_data for buffer in buffers), pool),
         f"{model.name}.gradients": Movable(
             lambda: (buffer.grad_data for buffer in buffers), device, pool, "zero"
         ),
@@ -40,11 +40,17 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
 
 
 class _Weights(Movable):
-    """Weights of a trainable model. The FP8 copies that Transformer Engine's modules cache go too; they are made again at
-    the next forward pass."""
+    """Weights of a model. The FP8 copies that Transformer Engine's modules cache go too; they are made again at the next
+    forward pass."""
 
-    def __init__(self, model: TrainableModel, buffers: list[Any], pool: HostPool) -> None:
-        super().__init__(lambda: (buffer.param_data for buffer in buffers), model.runtime.device, pool)
+    def __init__(
+        self,
+        model: InferenceModel,
+        tensors: Callable[[], Iterable[Tensor]],
+        pool: HostPool,
+        contents: Contents = "kept",
+    ) -> None:
+        super().__init__(tensors, model.runtime.device, pool, contents)
         self._model = model.model
 
     def offload(self) -> None:

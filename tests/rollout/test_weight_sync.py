@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.cli import train
 from megarl.config import load_config
+from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
 from megarl.parallel import cpu_platform, runtime
 from megarl.parallel.layout import Layout
@@ -221,6 +223,22 @@ def test_a_user_is_told_that_the_engine_runs_without_them(
     assert (
         "megarl: PYTORCH_CUDA_ALLOC_CONF: SGLang runs without expandable_segments" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((9, 0), False), ((10, 0), True), ((12, 0), True)])
+def test_fp8_blocks_are_not_sent_to_an_engine_that_packs_their_scales(
+    capability: tuple[int, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = planned(2, 1, 4, 2, "rollout.weights_dtype=fp8_block")[0]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    expected = (
+        pytest.raises(ConfigError, match=r"^rollout\.weights_dtype: fp8_block: on Blackwell")
+        if refused
+        else nullcontext()
+    )
+    with expected:
+        preflight._check_engine_layout(config, HF, torch.device("cuda", 0), world=8)
 
 
 class Told:

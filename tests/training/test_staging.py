@@ -1,11 +1,21 @@
-"""Ranks whose parts of a checkpoint do not make a whole are told so, all of them, before anything is written."""
+"""Ranks whose parts of a checkpoint do not make a whole are told so before anything is written; what is left on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan
 
+from megarl.parallel.offload import HostPool
+from megarl.training.saving import HostCopy, _copied
+from megarl.training.tensor_groups import tensor_groups
 from tests.parallel.jobs import stage_parts
 from tests.ranks import RankPool
 
@@ -25,3 +35,28 @@ def test_parts_must_make_a_whole(
 ) -> None:
     first, second = ranks(1, 1, 2).run(stage_parts, length=length, offset=offset)
     assert first == second and said in first and bool(said) == bool(first)
+
+
+def test_a_rank_writes_without_asking_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that writes has GPU 0 as its device on every rank: a stream of it would be a context there."""
+    item, copy = _copied(ShardedTensor.from_rank_offsets("weights", torch.arange(4.0)))
+    (plan,) = FileSystemWriter("").prepare_global_plan([SavePlan([item])])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: pytest.fail("asked for a stream"))
+    (file,) = HostCopy(plan, {item.index: copy}, None, {}).write(tmp_path)
+    assert file.stat().st_size > 16
+
+
+def test_fp8_copies_leave_with_the_weights_of_a_model_that_does_not_learn() -> None:
+    """The reference policy's too: nobody else clears them before the engine wakes up."""
+    module = torch.nn.Linear(4, 4)
+    module._fp8_workspaces = {"weight": torch.ones(16)}  # as Transformer Engine's modules keep them
+    model: Any = SimpleNamespace(
+        runtime=SimpleNamespace(device=torch.device("cpu")), model=module, name="reference"
+    )
+    (weights,) = tensor_groups(model, HostPool(torch.device("cpu"), 1024)).values()
+    before = module.weight.detach().clone()
+    weights.offload()
+    assert module._fp8_workspaces == {} and module.weight.untyped_storage().nbytes() == 0
+    weights.onload()
+    assert torch.equal(module.weight, before)
