@@ -6,7 +6,7 @@ python benchmarks/gpu.py --tiny              # a tiny model on any device, to se
 
 rates     bf16 matrix products (TFLOP/s), copies within the device, to and from pinned host memory (GB/s)
 train     forward, backward and optimizer of a stack of 7B-shaped layers: portable, Transformer Engine in bf16, in FP8
-memory    peak of each phase beside the tenants that are there, and the GB/s of their moves
+memory    peak of each phase beside the tensor groups that are there, and the GB/s of their moves
 transfer  the actor's weights into SGLang's layout on the same device
 rollout   SGLang inside megarl and alone, and what residency and transfers add to a step
 """
@@ -107,7 +107,7 @@ def train(tiny: bool, layers: str, recipe: str) -> dict[str, float]:
 
 
 def memory(tiny: bool) -> dict[str, Any]:
-    """Bytes: the peak of each phase and the tenants that are there; GB/s of a full move to the host and back."""
+    """Bytes: the peak of each phase and the tensor groups that are there; GB/s of a full move to the host and back."""
     from tests.gpu.scene import UPDATE, WEIGHTS
 
     responses, tokens = (4, 60) if tiny else (8, 4092)
@@ -115,14 +115,14 @@ def memory(tiny: bool) -> dict[str, Any]:
         scene = make_scene(
             folder, tiny, model={"recompute": "selective"}, update={"tokens_per_micro_batch": 8192}
         )
-        local, peaks, tenants = scene.local(responses, tokens), dict[str, float](), dict[str, float]()
+        local, peaks, groups = scene.local(responses, tokens), dict[str, float](), dict[str, float]()
         scene.update(local)
         for phase, needs, work in (
             ("old_logprobs", WEIGHTS, scene.logprobs),
             ("actor_update", UPDATE, scene.update),
         ):
             scene.offload.onload(phase, needs)
-            tenants[phase] = float(scene.offload.nbytes)
+            groups[phase] = float(scene.offload.nbytes)
             with scene.offload.measured(phase, peaks):
                 work(local)
 
@@ -132,10 +132,10 @@ def memory(tiny: bool) -> dict[str, Any]:
 
         took = seconds(there_and_back)
         scene.offload.onload("nothing", ("actor.gradients",))  # which come back as zeros and are not copied
-        copied = tenants["actor_update"] - scene.offload.nbytes
+        copied = groups["actor_update"] - scene.offload.nbytes
     return {
         "peaks": peaks,
-        "tenants": tenants,
+        "groups": groups,
         "host": float(scene.host.nbytes),
         "move_gb": 2 * copied / took / 1e9,
     }

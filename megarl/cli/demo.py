@@ -123,7 +123,7 @@ def _print_end(config: Config) -> None:
 
 
 def _print_styles(answers: Path, first: int, last: int) -> None:
-    """How the shares of the kinds of answers moved: what the policy has learned to do, besides being right more often."""
+    """Return how the shares of the kinds of answers moved: what the policy learned besides being right more often."""
     from megarl.demo.arithmetic import Style, style_shares
 
     found: dict[int, list[tuple[str, bool]]] = {first: [], last: []}

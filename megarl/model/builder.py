@@ -65,7 +65,7 @@ def choose_layers(model: ModelConfig, device: torch.device) -> str:
 
 
 def _has_apex() -> bool:
-    """Whether apex's kernel for gradients is there; most machines lack it."""
+    """Return whether apex's kernel for gradients is installed; most machines lack it."""
     try:
         importlib.import_module("fused_weight_gradient_mlp_cuda")
     except ImportError:
@@ -96,7 +96,7 @@ class _Body(GPTModel):
         self.rotary_pos_emb.inv_freq = rope_frequencies(hf).to(runtime.device)
 
     def pack(self, cu_seqlens: Tensor) -> PackedSeqParams:
-        """What the layers need to know of packed sequences. cu_seqlens: int64 [n+1] on the host."""
+        """Return what the layers need to know of packed sequences. cu_seqlens: int64 [n+1] on the host."""
         device = self.rotary_pos_emb.inv_freq.device
         if self.layers_kind == "portable":
             return PackedPlan.of(cu_seqlens, device)
@@ -196,7 +196,7 @@ class Critic(_Body):
     def forward(
         self, tokens: Tensor, positions: Tensor, packed: PackedSeqParams, at: Tensor, labels: Tensor
     ) -> Any:
-        """As the actor's; `labels` is not used: the value of a state does not know the action."""
+        """Run forward as the actor does, to values; `labels` is not used: the value of a state does not depend on the action."""
         hidden = super().forward(tokens, positions, None, packed_seq_params=packed)
         if not self.post_process:
             return hidden
@@ -268,7 +268,8 @@ def _mark_shards(model: Model) -> Model:
 def _experts(
     hf: PretrainedConfig, family: Family, runtime: Runtime, sequence_parallel: bool
 ) -> dict[str, Any]:
-    """What makes a mixture of experts out of each layer: dropless, no auxiliary loss, so that a token's output is its own affair."""
+    """Return the options that make each layer a mixture of experts: dropless and without auxiliary loss, so that a token's
+    output does not depend on other tokens."""
     if not family.is_moe:
         return {}
     if runtime.layout.tp > 1 and not sequence_parallel:

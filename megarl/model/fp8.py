@@ -36,8 +36,8 @@ RECIPES = {
 
 
 def pack_multiple(config: Any) -> int:
-    """What the tokens of a pack must be a multiple of, for a Megatron TransformerConfig: with sequence parallelism each tensor-parallel
-    rank has its share of them, and with FP8 each share is quantised."""
+    """Return what the number of a pack's tokens must be a multiple of, for a Megatron TransformerConfig: with sequence
+    parallelism each tensor-parallel rank has its share of them, and with FP8 each share is quantised."""
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return ranks * (RECIPES[config.fp8_recipe].multiple if config.fp8 else 1)
 
@@ -98,7 +98,7 @@ def check_device(recipe: str, device: torch.device) -> None:
 
 
 def device_problem(recipe: str, capability: tuple[int, int], cuda: str) -> str:
-    """What is missing on a device; empty where nothing is. cuda: as torch writes it, "12.9"."""
+    """Return what is missing on a device; empty where nothing is. cuda: as torch writes it, "12.9"."""
     needs = RECIPES[recipe]
     if capability < needs.capability:
         return f"needs compute capability {_dotted(needs.capability)}, this device has {_dotted(capability)}"

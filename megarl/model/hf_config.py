@@ -27,8 +27,8 @@ def read_hf_config(folder: Path) -> PretrainedConfig:
 
 
 def check_buildable(folder: Path) -> None:
-    """What the model's builder would refuse on every rank, found before there are any. Raises CheckpointError naming config.json and
-    the key."""
+    """Check, before there are ranks, what the model's builder would refuse on each of them. Raises CheckpointError naming
+    config.json and the key."""
     described, hf = read_config(folder), read_hf_config(folder)
     sizes = Sizes.of(described)
     taken = {

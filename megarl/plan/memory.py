@@ -25,7 +25,7 @@ FLOAT = 4
 
 @dataclass(frozen=True)
 class Need:
-    """What one phase needs on one GPU, the fullest of the job: part -> bytes, and the pipeline stage that it is on."""
+    """The memory that one phase needs on the fullest GPU of the job: part -> bytes, and that GPU's pipeline stage."""
 
     phase: str
     parts: dict[str, float]
@@ -167,7 +167,7 @@ class Plan:
         )
 
     def work(self, phase: str, stage: int, tokens: float | None = None) -> dict[str, float]:
-        """What a phase makes on the device besides its tensor groups. tokens: of a micro-batch; None: `pack`."""
+        """Return the bytes that a phase allocates besides its tensor groups. tokens: of a micro-batch; None: `pack`."""
         layout, tokens = self.layout, self.pack if tokens is None else tokens
         last = stage == layout.pp - 1
         if phase == "weight_transfer":

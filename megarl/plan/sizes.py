@@ -49,7 +49,8 @@ class Shape:
         return BYTES[self.dtype]
 
     def held(self, layout: Layout, pp_rank: int, *, critic: bool = False) -> Held:
-        """What a rank of this pipeline stage holds; all tensor-parallel ranks hold the same, padding of the vocabulary included."""
+        """Count what a rank of this pipeline stage holds; all tensor-parallel ranks hold the same, padding of the vocabulary
+        included."""
         sizes, tp = self.sizes, layout.tp
         dense, experts = 0, 0
         for pair in family_of(self.config).layer:
@@ -71,7 +72,7 @@ class Shape:
 
     @cached_property
     def parameters(self) -> int:
-        """Of the whole model, without padding."""
+        """Parameters of the whole model, without padding."""
         return self.held(Layout(), 0).all
 
     @cached_property

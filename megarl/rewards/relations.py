@@ -83,7 +83,7 @@ class Relation:
 
     @property
     def solved(self) -> bool:
-        """Whether it bounds one name by a constant. A relation that is still to be solved never does."""
+        """Return whether the relation bounds one name by a constant. One that is still to be solved never does."""
         pair = (self.left, self.right)
         return any(_name(one.lstrip("- ")) and is_constant(other) for one, other in (pair, pair[::-1]))
 

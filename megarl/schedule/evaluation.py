@@ -7,8 +7,7 @@ from pathlib import Path
 
 from megarl.config.errors import CheckpointError
 from megarl.config.schema import Config, OverlongConfig
-from megarl.data.prompts import Prompt
-from megarl.data.reader import ReadReport, read_prompts
+from megarl.data.reader import read_prompts
 from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
@@ -30,8 +29,8 @@ from megarl.weights.megatron import open_model
 
 
 def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None]:
-    """What `--checkpoint` names: (the config with the folder of the model's description and tokenizer as `model.path`, the actor's part
-    of a run's checkpoint, which holds the weights; None: that folder does).
+    """Resolve `--checkpoint`. Return the config, whose `model.path` is the folder with config.json and tokenizer, and the
+    actor's part of a run's checkpoint, which holds the weights; None where `model.path` holds them.
 
     given: a Hugging Face folder, a checkpoint as `megarl convert` writes it, with config.json and tokenizer beside it, a checkpoint of a
     run, the run's folder (its newest complete checkpoint), or None: `model.path`. Raises CheckpointError for anything else, and where
@@ -89,16 +88,13 @@ class Evaluation:
         # A run may be writing there: what rank 0 has found is what all of them read.
         self.weights = from_rank_0(runtime, weights)
         self.tokenizer = load_tokenizer(config.model.path)
-        self.problems, self.report = self._read_problems()
+        problems, self.report = read_prompts(config.data.eval, config.data, self.tokenizer)
+        self.problems = problems[: config.evaluation.max_problems or None]
         self.engine = make_engine(config, self.tokenizer, runtime)
         self._load()
 
-    def _read_problems(self) -> tuple[list[Prompt], ReadReport]:
-        problems, report = read_prompts(self.config.data.eval, self.config.data, self.tokenizer)
-        return problems[: self.config.evaluation.max_problems or None], report
-
     def _load(self) -> None:
-        """The weights into Megatron's actor at this job's layout, and by the plan into the engine; the actor goes then."""
+        """Load the weights into Megatron's actor at this job's layout, then sync them into the engine and drop the actor."""
         config, runtime, path = self.config, self.runtime, self.config.model.path
         model = build_actor(config, read_hf_config(path), runtime).requires_grad_(False)
         if self.weights is None:

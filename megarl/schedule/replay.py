@@ -114,7 +114,7 @@ def main_stage(config: Config) -> str:
 
 
 def recorded_numbers(config: Config, number: int) -> dict[str, float]:
-    """What metrics.jsonl says of the step. DataError where it says nothing."""
+    """Return what metrics.jsonl holds of the step. Raises DataError where it holds nothing."""
     for record in read_metrics(config.run_dir).records:
         if record["stage"] == main_stage(config) and record["step"] == number:
             kept = {
@@ -189,7 +189,7 @@ def _differ(run: Run, checkpoint: Checkpoint, runtime: Runtime) -> float:
 
 
 def check_replay(config: Config, number: int) -> None:
-    """What can be said before a rank is started: whether record, checkpoint and rollout of the step are there."""
+    """Check, before a rank is started, that record, checkpoint and rollout of the step are there."""
     if number < 1:
         raise ConfigError(f"--step: must be >= 1 (got {number})")
     recorded_numbers(config, number)
