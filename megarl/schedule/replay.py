@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -200,7 +199,8 @@ def check_replay(config: Config, number: int) -> None:
 
 def lines(outcome: Outcome) -> list[str]:
     """For people: what differs, and the verdict."""
-    shown = [f"{name}: recorded {a:.9g}, replayed {b:.9g}" for name, (a, b) in _chosen(outcome).items()]
+    chosen = {name: outcome.numbers[name] for name in outcome.different if name in outcome.numbers}
+    shown = [f"{name}: recorded {a:.9g}, replayed {b:.9g}" for name, (a, b) in chosen.items()]
     rule = "to the last recorded digit" if outcome.exact else f"within {outcome.tolerance:g}"
     weights = (
         ""
@@ -213,7 +213,3 @@ def lines(outcome: Outcome) -> list[str]:
         *shown,
         f"{len(outcome.numbers) - len(shown)} of {len(outcome.numbers)} numbers equal {rule}{weights}",
     ] + ([f"{different} differ"] if different else [])
-
-
-def _chosen(outcome: Outcome) -> Mapping[str, tuple[float, float]]:
-    return {name: outcome.numbers[name] for name in outcome.different if name in outcome.numbers}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.config.errors import DeviceMemoryError, MegarlError, NumericalError
 from megarl.config.phases import VALUE_PRETRAINING, WEIGHT_TRANSFER, Phase, check_phases, training_phases
-from megarl.observe.run_log import JsonlWriter, RunLog
+from megarl.observe.run_log import JsonlWriter, RunLog, Sample
 from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.parallel.comm import barrier, from_rank_0, gather_objects
 from megarl.parallel.runtime import set_generator_states
@@ -280,7 +280,7 @@ class Trainer:
         if self.log is not None:
             self.view.step(self.log.write_metrics({"step": number, "stage": stage, **metrics}))
 
-    def _samples(self, step: Step) -> list[Any]:
+    def _samples(self, step: Step) -> list[Sample]:
         steps = self.config.value_pretraining.steps if step.stage == PRETRAINING else self.config.steps
         wanted = step.samples and has_tokens(step.number, steps)
         found = with_tokens(self.run, step) if wanted else step.samples.values()
