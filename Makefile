@@ -50,6 +50,8 @@ PYTEST := $(BIN)/python -m pytest
 export OMP_NUM_THREADS = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
+# Tests start hundreds of processes: without bytecode each would compile megarl again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-gpu lock-gpu demo demo-te test test-megatron test-slow test-te rehearse rehearse-gpu rehearse-scale test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean

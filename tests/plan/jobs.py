@@ -84,7 +84,9 @@ def group_sizes(
 ) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer on this rank after a step, by their storages; writes a checkpoint as well."""
     _, learner = learner_of(runtime, family, dtype, critic, **keys)
-    learner.update(batches(learner, 1), lambda output, _: ((output if critic else output[0]).sum(), {}))
+    learner.update(
+        batches(learner, 1, LENGTH), lambda output, _: ((output if critic else output[0]).sum(), {})
+    )
     buffers = [*learner.chunk.buffers, *learner.chunk.expert_parallel_buffers]
     weights, gradients = storages(b.param_data for b in buffers), storages(b.grad_data for b in buffers)
     weights |= storages(learner.model.parameters())
@@ -115,11 +117,11 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
 
 
-def batches(learner: TrainableModel, count: int) -> list[Any]:
-    """Micro-batches of PACK sequences of LENGTH tokens."""
-    rows = PACK * count
+def batches(learner: TrainableModel, count: int, tokens: int = PACK * LENGTH) -> list[Any]:
+    """`count` micro-batches of `tokens` tokens, of sequences of LENGTH tokens."""
+    rows = tokens // LENGTH * count
     batch = Experience.build([[1, 2]] * rows, [[3] * (LENGTH - 2)] * rows)
-    return make_micro_batches(batch, range(rows), PACK * LENGTH, learner.model)
+    return make_micro_batches(batch, range(rows), tokens, learner.model)
 
 
 def measure(

@@ -11,12 +11,12 @@ from tests.plan.jobs import measure
 from tests.ranks import RankPool
 
 TOLERANCE = 0.15
-CASES: list[dict[str, Any]] = [
+CASES: list[Any] = [
     {},
     {"recompute": "full"},
     {"recompute": "selective"},
     {"dtype": "bf16"},
-    {"dtype": "bf16", "recompute": "full"},
+    pytest.param({"dtype": "bf16", "recompute": "full"}, marks=pytest.mark.slow),
     {"critic": True},
     {"critic": True, "recompute": "full"},
     {"family": "qwen3"},
@@ -34,7 +34,13 @@ def test_prediction_on_one_rank(ranks: Callable[..., RankPool], case: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "case", [{}, {"recompute": "full", "dtype": "bf16"}, {"sequence_parallel": False}], ids=str
+    "case",
+    [
+        {},
+        pytest.param({"recompute": "full", "dtype": "bf16"}, marks=pytest.mark.slow),
+        {"sequence_parallel": False},
+    ],
+    ids=str,
 )
 def test_prediction_under_tensor_parallelism(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
     check(ranks(2, 1, 1), case)

@@ -41,6 +41,7 @@ def test_it_does_not_fit_in_the_same_words_and_with_an_exit_code(
     assert re.search(r"phase \w+ needs [\d.]+ GiB of the 79.2 of each H100", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_all_layouts_are_listed_on_demand(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,7 @@ def test_the_corpus_is_what_it_should_be() -> None:
     assert not [row for row in ANSWERS if row["dapo"] and not row["math"]]
 
 
-@pytest.mark.parametrize("name", ["dapo", "math"])
+@pytest.mark.parametrize("name", ["dapo", pytest.param("math", marks=pytest.mark.slow)])
 def test_answers(name: str) -> None:
     with VerifierPool(name, workers=2, timeout=30, memory_mib=MEMORY) as pool:
         verdicts = pool.verify([(row["response"], row["answer"]) for row in ANSWERS])

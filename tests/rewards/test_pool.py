@@ -178,7 +178,7 @@ def test_a_worker_has_neither_the_runs_environment_nor_torch(
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("work", ["pid", "spin"])
+@pytest.mark.parametrize("work", ["pid", pytest.param("spin", marks=pytest.mark.slow)])
 def test_workers_end_when_their_parent_is_killed(user_module: str, tmp_path: Path, work: str) -> None:
     """Idle, or in the middle of a computation that never ends and reads no pipe."""
     code = (

@@ -44,7 +44,14 @@ HF = {
 }
 META = torch.device("meta")
 # (tp, pp, dp, engine_tp); in the second a quarter of the ranks has no message in the first bucket.
-LAYOUTS = [(8, 4, 4, 8), (4, 2, 16, 4), (8, 1, 16, 8), (4, 2, 1, 4), (2, 2, 2, 4), (2, 1, 4, 2)]
+LAYOUTS = [
+    (8, 4, 4, 8),
+    pytest.param((4, 2, 16, 4), marks=pytest.mark.slow),
+    pytest.param((8, 1, 16, 8), marks=pytest.mark.slow),
+    (4, 2, 1, 4),
+    (2, 2, 2, 4),
+    (2, 1, 4, 2),
+]
 
 
 @cache

@@ -76,6 +76,7 @@ def test_bytes_of_each_link(drawn: tuple[dict[str, Any], list[Layout]], node: in
         assert cost.seconds >= sum(size / speed for size, speed in speeds) * (1 - 1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(hf_configs(), st.sampled_from((1, 2, 4)))
 def test_a_full_gather_gives_everything_to_everyone(
