@@ -1,4 +1,4 @@
-"""Fixtures that several rooms use."""
+"""Fixtures that several packages use."""
 
 from __future__ import annotations
 
