@@ -1,5 +1,6 @@
-"""Every branch of megarl that only CUDA takes, entered once on a node that is made up (fakecuda.py): what is asked of the device, in which
-order, and that no name in it is wrong. What the device would compute is not tested here."""
+"""Every branch of megarl that only CUDA takes, entered once on a node that is made up (fakecuda.py): what is
+asked of the device, in which order, and that no name in it is wrong. What the device would compute is not
+tested here."""
 
 from __future__ import annotations
 
@@ -329,7 +330,8 @@ class TestPreflight:
     def test_what_does_not_fit_the_device_is_refused(
         self, calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The whole of it, up to the memory of the GPU that is there; the model is described by its config.json."""
+        """The whole of it, up to the memory of the GPU that is there; the model is described by its
+        config.json."""
         (tmp_path / "config.json").write_text(json.dumps(sizes_of("Qwen2.5-32B")))
         folder = preflight.Described(tmp_path, read_config(tmp_path))
         monkeypatch.setattr(preflight, "check_model", lambda *a, **k: folder)
