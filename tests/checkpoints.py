@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.config.errors import CheckpointError
 from megarl.config.schema import Config
-from megarl.parallel.comm import gather_objects
+from megarl.parallel.comm import barrier, gather_objects
 from megarl.parallel.runtime import Runtime
 from megarl.training.checkpoint import FOLDER, folder_name
 from megarl.training.model import TrainableModel
@@ -16,11 +16,11 @@ from megarl.training.saving import CheckpointWriter, HostCopier, cannot_be_writt
 from megarl.training.sharded import FAILURES, reason
 
 
-def save_model(model: TrainableModel, folder: Path) -> None:
-    """Write into the empty `folder`; every rank calls this. Raises CheckpointError on every rank where one
-    cannot write."""
+def save_model(model: TrainableModel, folder: Path) -> int:
+    """Write into the empty `folder` and return the bytes that this rank wrote; every rank calls this. Raises
+    CheckpointError on every rank where one cannot write."""
     copy = HostCopier(model.runtime).copy_model(model)
-    failure = None
+    failure, size = None, copy.nbytes
     try:
         copy.write(folder)
     except FAILURES as error:
@@ -28,8 +28,10 @@ def save_model(model: TrainableModel, folder: Path) -> None:
     failures, results = zip(*gather_objects(model.runtime, (failure, copy.results)), strict=True)
     if model.runtime.rank == 0 and not any(failures):
         copy.write_index(folder, list(results))
+    barrier(model.runtime)  # the others may read it at once
     if any(failures):
         raise CheckpointError(cannot_be_written(next(text for text in failures if text)))
+    return size
 
 
 def save_checkpoint(

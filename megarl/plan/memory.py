@@ -237,6 +237,7 @@ class Plan:
             "pinned buffers": away * per_node,
             "rollouts": tokens * (8 + 1 + FLOAT * columns) * per_node,
             "checkpoint staging": self.checkpoint() / self.nodes if config.checkpoint.every else 0.0,
+            "gathered optimizer": self.gathered_optimizer() * per_node if config.checkpoint.every else 0.0,
             "processes": HOST_PROCESS * per_node,
             "verifiers": config.reward.workers * 0.3 * GIB * per_node if config.recipe != "sft" else 0.0,
         }
@@ -246,6 +247,16 @@ class Plan:
         return (
             self.config.supervised.batch if self.config.recipe == "sft" else self.config.responses
         ) * length
+
+    def gathered_optimizer(self) -> float:
+        """Bytes of a rank's host memory while a model is saved or loaded: each replica gathers the whole optimizer of its
+        shard, in float32."""
+        trained = [model for model in self.models if model != "reference"]
+        return max(
+            self.group(f"{model}.gradients", stage) * 3
+            for model in trained
+            for stage in range(self.layout.pp)
+        )
 
     def checkpoint(self) -> float:
         """Bytes of one checkpoint: weights, the optimizer's own float32 weights, Adam's moments; without padding."""

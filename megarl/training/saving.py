@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megarl.config.errors import CheckpointError
 from megarl.config.files import fsync
 from megarl.config.schema import Config
+from megarl.data.packing import balance
 from megarl.parallel.comm import any_rank, from_rank_0, gather_objects, gather_on_0
 from megarl.parallel.runtime import Runtime, generator_states
 from megarl.training.checkpoint import (
@@ -306,9 +307,7 @@ class HostCopier:
         parts, common = extract_matching_values(
             state, lambda value: isinstance(value, (ShardedBase, LocalNonpersistentObject))
         )
-        own = [
-            p for p in nested_values(parts) if isinstance(p, ShardedBase) and is_main_replica(p.replica_id)
-        ]
+        own = self._own([part for part in nested_values(parts) if isinstance(part, ShardedBase)])
         items, copies = zip(*map(_copied, own), strict=True) if own else ((), ())
         plan = SavePlan(list(items))
         if any_rank(self.runtime, plan != self._plan):
@@ -317,6 +316,22 @@ class HostCopier:
         named = FileSystemWriter("").prepare_global_plan([plan] * self.runtime.world)[self.runtime.rank]
         by_index = {item.index: copy for item, copy in zip(items, copies, strict=True)}
         return HostCopy(named, by_index, self._index, common)
+
+    def _own(self, parts: list[ShardedBase]) -> list[ShardedBase]:
+        """Choose the parts that this rank writes. Every data-parallel replica holds the same weights, and the same
+        gathered optimizer: each writes as many bytes as the others. Experts and small objects go by the first replica."""
+        shared, own = [], []
+        for part in parts:
+            # Megatron numbers the holders of a part by (pipeline stage, tensor-parallel rank, data-parallel rank).
+            number = part.replica_id
+            if isinstance(part, ShardedTensor) and isinstance(number, tuple) and ".experts." not in part.key:
+                if not any(number[:-1]):
+                    shared.append(part)
+            elif is_main_replica(number):
+                own.append(part)
+        shared.sort(key=lambda part: (part.key, part.global_offset))
+        mine = balance([part.data.nbytes for part in shared], self.runtime.layout.dp)[self.runtime.dp_rank]
+        return own + [shared[i] for i in mine]
 
     def _agree(self, plan: SavePlan) -> Metadata | None:
         """Return the index of all ranks' parts, on rank 0; None on the others."""

@@ -37,6 +37,7 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
         optimizers = {}
         for i, optimizer in enumerate(model.optimizers):
             _mend(optimizer)
+            allocate_moments(optimizer.optimizer)  # the first step may have been skipped
             optimizers[str(i)] = optimizer.sharded_state_dict(
                 weights, is_loading=is_loading, metadata=OPTIMIZER_FORMAT
             )
@@ -47,8 +48,6 @@ def load_trainable(model: TrainableModel, folder: Path) -> None:
     """Fill a model, its optimizer and its schedule with exactly the values of `folder`; every rank calls this. Raises
     CheckpointError where they cannot be read."""
     check_index(folder / ".metadata")
-    for optimizer in model.optimizers:
-        allocate_moments(optimizer.optimizer)
     wanted = megatron_state(model, is_loading=True)
     loaded = _load(wanted, folder, "remove it to continue from an older one")
     _fill(model.model, loaded["model"])
@@ -133,12 +132,13 @@ def _mend(optimizer: Any) -> None:
 
 
 def allocate_moments(adam: torch.optim.Optimizer) -> None:
-    """Give torch's Adam the state that it has after its first step, which Megatron's loading needs (Transformer Engine's
-    Adam is handled by Megatron)."""
-    if not isinstance(adam, torch.optim.Adam) or adam.state:
+    """Give Adam the state that it has before its first step, which Megatron's saving and loading need."""
+    if adam.state:
         return
-    for group in adam.param_groups:
-        for p in group["params"]:
+    for p in (p for group in adam.param_groups for p in group["params"]):
+        if not isinstance(adam, torch.optim.Adam):  # Transformer Engine's or apex's FusedAdam
+            adam.initialize_state(p, False)
+        else:
             adam.state[p] = {
                 "step": torch.zeros(()),
                 "exp_avg": torch.zeros_like(p),

@@ -486,3 +486,22 @@ def stage_parts(runtime: Runtime, length: int, offset: int) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def saved_before_a_step(runtime: Runtime, folder: Path) -> bool:
+    """Save a model that has had no step, and fill another one with it: whether the two have the same weights and moments."""
+    from megarl.training.sharded import load_trainable
+    from tests.checkpoints import save_model
+    from tests.plan.jobs import learner_of
+
+    torch.manual_seed(5)  # replicas begin alike
+    first, second = (learner_of(runtime, "qwen2", "bf16", critic=False)[1] for _ in range(2))
+    save_model(first, folder)
+    load_trainable(second, folder)
+
+    def tensors(learner: Any) -> list[torch.Tensor]:
+        states = learner.optimizer.optimizer.state.values()
+        return [*learner.model.parameters(), *(state[key] for state in states for key in sorted(state))]
+
+    ours, theirs = tensors(first), tensors(second)
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

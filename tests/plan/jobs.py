@@ -82,7 +82,8 @@ def learner_of(
 def group_sizes(
     runtime: Runtime, out: Path, family: str, dtype: str, critic: bool = False, **keys: Any
 ) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer on this rank after a step, by their storages; writes a checkpoint as well."""
+    """Bytes of weights, gradients and optimizer on this rank after a step, by their storages, and of a checkpoint that it
+    writes."""
     _, learner = learner_of(runtime, family, dtype, critic, **keys)
     learner.update(
         batches(learner, 1, LENGTH), lambda output, _: ((output if critic else output[0]).sum(), {})
@@ -103,12 +104,13 @@ def group_sizes(
     if runtime.rank == 0:
         out.mkdir(exist_ok=True)
     barrier(runtime)
-    save_model(learner, out)
+    written = save_model(learner, out)
     own = {key: size for key, size in optimizer.items() if key not in weights and key not in gradients}
     return {
         "weights": sum(weights.values()),
         "gradients": sum(gradients.values()),
         "optimizer": sum(own.values()),
+        "written": written,
     }
 
 

@@ -48,14 +48,17 @@ def test_tensor_groups_are_as_large_as_planned(
     """On every rank; Adam's moments exist, as there has been a step. The checkpoint is on disk."""
     plan = plan_for(layout, **case)
     model = "critic" if case.get("critic") else "actor"
+    written: dict[tuple[int, int], list[int]] = {}  # by the replicas of each shard
     for rank, found in enumerate(ranks(*layout).run(group_sizes, out=tmp_path / "checkpoint", **case)):
         stage = plan.layout.coords(rank).pp
+        written.setdefault((stage, plan.layout.coords(rank).tp), []).append(found.pop("written"))
         for part, measured in found.items():
             planned = plan.group(f"{model}.{part}", stage)
             assert abs(planned / measured - 1) < 0.01, (
                 f"rank {rank}: {part}: planned {planned:,.0f}, there are {measured:,.0f} bytes"
             )
     on_disk = sum(file.stat().st_size for file in (tmp_path / "checkpoint").rglob("*.distcp"))
+    assert all(max(shares) < 1.1 * min(shares) for shares in written.values()), "replicas write alike"
     planned = plan.checkpoint() - other_checkpoint(plan, model)
     assert abs(planned / on_disk - 1) < 0.02, (
         f"planned {planned:,.0f}, there are {on_disk:,.0f} bytes"
@@ -82,6 +85,7 @@ def test_experts_are_as_large_as_planned(ranks: Callable[..., RankPool], tmp_pat
     }
     plan = plan_for((2, 1, 1, 2), **case)
     for found in ranks(2, 1, 1, 2).run(group_sizes, out=tmp_path / "checkpoint", **case):
+        found.pop("written")
         for part, measured in found.items():
             assert abs(plan.group(f"actor.{part}", 0) / measured - 1) < 0.01, part
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from megarl.parallel.offload import HostPool
 from megarl.training.saving import HostCopy, _copied
 from megarl.training.tensor_groups import tensor_groups
-from tests.parallel.jobs import stage_parts
+from tests.parallel.jobs import saved_before_a_step, stage_parts
 from tests.ranks import RankPool
 
 
@@ -35,6 +35,13 @@ def test_parts_must_make_a_whole(
 ) -> None:
     first, second = ranks(1, 1, 2).run(stage_parts, length=length, offset=offset)
     assert first == second and said in first and bool(said) == bool(first)
+
+
+def test_a_model_whose_first_step_was_skipped_is_saved_and_read(
+    ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    assert all(ranks(1, 1, 2).run(saved_before_a_step, folder=tmp_path / "checkpoint"))
 
 
 def test_a_rank_writes_without_asking_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
