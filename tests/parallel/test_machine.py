@@ -12,8 +12,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from megarl.config.errors import ConfigError
+from megarl.parallel import internals
 from megarl.parallel import machine as module
-from megarl.parallel.internals import CALLS, INTERNALS, READS, REPLACES, Internal, changed
+from megarl.parallel.internals import Internal, Package, changed, read_table
 from megarl.parallel.machine import (
     LOCK,
     MEGATRON,
@@ -278,18 +279,18 @@ def test_the_table_of_internals_holds_for_what_is_installed() -> None:
 @pytest.mark.parametrize(
     ("entry", "problem"),
     [
-        (Internal("lib.api", "gone", READS, "", "x.py"), "is not there"),
-        (Internal("lib.gone", "f", READS, "", "x.py"), "is not there"),
-        (Internal("lib.api", "f", CALLS, "b new", "x.py"), "has no parameter new"),
-        (Internal("lib.api", "f", CALLS, "a b", "x.py"), ""),
-        (Internal("lib.api", "f", REPLACES, "b", "x.py"), "takes a, b and not first b"),
-        (Internal("lib", "f", CALLS, "a", "x.py"), ""),
-        (Internal("lib", "Fields", CALLS, "one two", "x.py"), ""),
-        (Internal("lib", "Fields", CALLS, "three", "x.py"), "has no parameter three"),
-        (Internal("lib", "Made", CALLS, "anything", "x.py"), ""),
-        (Internal("lib", "Made.there", READS, "", "x.py"), ""),
-        (Internal("lib", "Made.inherited", CALLS, "self", "x.py"), ""),
-        (Internal("lib", "Made.gone", READS, "", "x.py"), "is not there"),
+        (Internal("lib.api", "gone", "reads", "", "x.py"), "is not there"),
+        (Internal("lib.gone", "f", "reads", "", "x.py"), "is not there"),
+        (Internal("lib.api", "f", "calls", "b new", "x.py"), "has no parameter new"),
+        (Internal("lib.api", "f", "calls", "a b", "x.py"), ""),
+        (Internal("lib.api", "f", "replaces", "b", "x.py"), "takes a, b and not first b"),
+        (Internal("lib", "f", "calls", "a", "x.py"), ""),
+        (Internal("lib", "Fields", "calls", "one two", "x.py"), ""),
+        (Internal("lib", "Fields", "calls", "three", "x.py"), "has no parameter three"),
+        (Internal("lib", "Made", "calls", "anything", "x.py"), ""),
+        (Internal("lib", "Made.there", "reads", "", "x.py"), ""),
+        (Internal("lib", "Made.inherited", "calls", "self", "x.py"), ""),
+        (Internal("lib", "Made.gone", "reads", "", "x.py"), "is not there"),
     ],
 )
 def test_the_check_of_the_table(
@@ -303,11 +304,8 @@ def test_the_check_of_the_table(
         "class Base:\n    one: int\n    def inherited(self): ...\nclass Fields(Base):\n    two: int = 0\n"
         "class Made(Base):\n    def __init__(self, **rest): self.there = 1\n"
     )
-    from megarl.parallel import internals
-
     internals._tree.cache_clear()
-    monkeypatch.setitem(INTERNALS, "lib", (entry,))
-    monkeypatch.setitem(internals.KNOWN, "lib", "3.0")
+    monkeypatch.setitem(read_table(), "lib", Package("3.0", [entry]))
     lines = (
         [f"lib 3.1: {entry.module}.{entry.name}: {problem}, which x.py relies on (run with 3.0)"]
         if problem
@@ -320,7 +318,7 @@ def test_everything_that_megarl_imports_is_in_the_table() -> None:
     """So that a new import is a line there, which is checked on each version."""
     import ast
 
-    entries = [entry for listed in INTERNALS.values() for entry in listed]
+    entries = [entry for package in read_table().values() for entry in package.internals]
     names = {entry.name.partition(".")[0] for entry in entries}
     modules = tuple(entry.module for entry in entries)
     missing = []
