@@ -80,7 +80,7 @@ class Sample:
     """One response of a step, for people to read. A field is None where nothing was recorded.
 
     reward: as it entered the advantages, with penalties; length: response tokens; group_size, group_right:
-    responses to the same prompt, and how many are right; advantage_*: over all tokens; tokens: their texts."""
+    responses to the same prompt, and how many are right; advantage_*: over all tokens; tokens: texts."""
 
     step: int
     prompt: str

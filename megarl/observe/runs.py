@@ -132,7 +132,7 @@ def load_run(run_dir: Path) -> Run:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a mapping from a small .yaml or .json file, empty if there is none; DataError for anything else."""
+    """Read a mapping from a .yaml or .json file, empty if there is none; DataError for anything else."""
     if not path.exists():
         return {}
     try:

@@ -167,7 +167,7 @@ class TerminalView:
     """Shows the course of a run; used as a context manager.
 
     mode  live: redrawn in place (without a terminal only the last state is printed); plain: a line every
-          `every` steps, for evaluations and for events; quiet: nothing; auto: live on a terminal, else plain"""
+          `every` steps, for evaluations and events; quiet: nothing; auto: live on a terminal, else plain"""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class TerminalView:
                 self._evaluation = dict(record)
             else:
                 if not self._record:
-                    # A resumed run does not begin at step 0: its first step here took the time since the start.
+                    # A resumed run does not begin at step 0: its first step took the time since the start.
                     self._finished[0] = (self._finished[0][0], record["step"] - 1)
                 elif record["stage"] != self._record["stage"]:
                     self._finished = deque([(self._finished[-1][0], 0)], maxlen=STEPS_TIMED + 1)

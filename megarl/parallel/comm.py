@@ -112,7 +112,7 @@ def sum_stats(runtime: Runtime, sums: Mapping[str, Tensor | float]) -> dict[str,
 
 
 def sum_over_replicas(runtime: Runtime, sums: Tensor) -> Tensor:
-    """Return the element-wise float64 sum over the data-parallel replicas, each counted once, on every rank."""
+    """Return the element-wise float64 sum over the replicas, each counted once, on every rank."""
     total = sums.to("cpu", torch.float64, copy=True)
     if runtime.world > 1:
         dist.all_reduce(total if runtime.is_replica_leader else total.zero_(), group=runtime.cpu_group)

@@ -1,8 +1,8 @@
-"""Redirect the CUDA calls of megatron-core 0.16-0.19 to the CPU. The only module of megarl that patches anything.
+"""Redirect the CUDA calls of megatron-core 0.16-0.19 to the CPU: the only module that patches anything.
 
-What is on the path of a forward and backward pass is replaced once, by plain functions; what is in construction
-and in the optimizer step by a `TorchFunctionMode` that is entered only around these two (`on_cpu`), so that no
-torch call of a forward or backward pass is intercepted."""
+What is on the path of a forward and backward pass is replaced once, by plain functions; what is in
+construction and in the optimizer step by a `TorchFunctionMode` that is entered only around these two
+(`on_cpu`), so that no torch call of a forward or backward pass is intercepted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _to_cpu(device: Any) -> Any:
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Redirects `device="cuda"` to the CPU, and gives tensors the type name that the optimizer compares with."""
+    """Redirects `device="cuda"` to the CPU, and gives tensors the type name that the optimizer expects."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -88,7 +88,7 @@ class _Event:
 
 
 class _TorchWithoutCuda(types.ModuleType):
-    """Stands for `torch` inside one Megatron module: its factory functions take `device="cuda"` as the CPU."""
+    """Stands for `torch` inside one Megatron module: its factories take `device="cuda"` as the CPU."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(torch, name)
@@ -117,8 +117,8 @@ def _share_gloo_devices() -> None:
 
     torch makes a device for every group (ProcessGroupGloo's constructor that takes a time limit), and each
     device's thread wakes a hundred times a second: with Megatron's twenty groups, 128 idle ranks would keep
-    two cores busy. A group of more than LARGE ranks has a device of its own, which connects two ranks at their
-    first message, not all ranks at start; gloo can do that for one group of a device only."""
+    two cores busy. A group of more than LARGE ranks has a device of its own, which connects two ranks at
+    their first message, not all ranks at start; gloo can do that for one group of a device only."""
     original: Any = distributed.ProcessGroupGloo
     shared: list[Any] = []
 

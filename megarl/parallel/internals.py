@@ -1,6 +1,6 @@
-"""Check what megarl uses of SGLang, Megatron and Transformer Engine, most of it undocumented there, against the
-installed sources, without importing them. internals.yaml is the table; `megarl doctor` and `make rehearse-gpu`
-run the check."""
+"""Check what megarl uses of SGLang, Megatron and Transformer Engine, most of it undocumented there, against
+the installed sources, without importing them. internals.yaml is the table; `megarl doctor` and
+`make rehearse-gpu` run the check."""
 
 from __future__ import annotations
 

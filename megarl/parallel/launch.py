@@ -62,7 +62,7 @@ def launch(rank_main: Callable[[], int], config: ParallelConfig, folder: Path, g
                 them as SIGUSR1
 
     When a rank fails or this process is told to end, the other ranks are ended too. Raises KeyboardInterrupt
-    after Ctrl-C. On a CPU ranks are forked: what this process has imported costs them neither time nor memory."""
+    after Ctrl-C. On a CPU ranks are forked: they have what this process has imported."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -126,8 +126,8 @@ def _start(
     error_files: Sequence[Path],
     ranks: list[BaseProcess],
 ) -> dist.TCPStore:
-    """Append the ranks to `ranks` as they start. Return the store by which they find each other, made last: no
-    rank may inherit its thread."""
+    """Append the ranks to `ranks` as they start. Return the store by which they find each other, made last:
+    no rank may inherit its thread."""
     world = len(error_files)
     forks = _may_fork(config)
     context: Any = multiprocessing.get_context("fork" if forks else "spawn")
@@ -203,8 +203,8 @@ def _be_rank(rank_main: Callable[[], int], environment: dict[str, str], inherite
 
 
 def _end(ranks: Sequence[BaseProcess]) -> set[int]:
-    """End the ranks that still run, and whatever they have started. Return those that did not go after SIGTERM
-    and were killed."""
+    """End the ranks that still run, and whatever they have started. Return those that did not go after
+    SIGTERM and were killed."""
 
     def send(number: signal.Signals) -> None:
         for rank in ranks:
@@ -227,7 +227,7 @@ def _end(ranks: Sequence[BaseProcess]) -> set[int]:
 
 def environment_of_children() -> dict[str, str]:
     """Return this rank's environment for an engine: without the launcher's settings, which are for other
-    process groups, and without expandable segments, which torch_memory_saver refuses (SGLang sleeps by it)."""
+    process groups, and without expandable segments, which SGLang's torch_memory_saver refuses."""
     launcher = {*LAUNCHED_BY, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
     kept = {
         name: value
@@ -279,7 +279,7 @@ def explain_failures(
 
 
 def write_error_file(line: str, *, peer_lost: bool = False) -> bool:
-    """Write a rank's last line to the file that its launcher reads; return False where there is no launcher."""
+    """Write a rank's last line to the file that its launcher reads; return False where there is none."""
     path = os.environ.get(_ERROR_FILE)
     if not path:
         return False

@@ -185,8 +185,8 @@ def transformer_engine_problem(device_type: str) -> str:
 
 
 def import_problem(package: str, code: str, limit: float = 300.0) -> str | None:
-    """Return why `code`, which imports an installed package, fails in a process of its own; None where it does
-    not. limit: seconds."""
+    """Return why `code`, which imports an installed package, fails in a process of its own; None where it
+    does not. limit: seconds."""
     command, nothing = [sys.executable, "-c", code], subprocess.DEVNULL
     try:
         done = subprocess.run(

@@ -157,7 +157,7 @@ def _connect(device: torch.device) -> None:
 
     NCCL makes a group's communicator at its first use, which all members must join. In a weight transfer or
     between pipeline stages some ranks may send and receive nothing, and the others would wait for them
-    (torch's batch_isend_irecv). Also, their buffers are then allocated before the engine measures what is free.
+    (torch's batch_isend_irecv). Also, their buffers are allocated before the engine measures what is free.
 
     Not `device_id` of init_process_group: with it the ranks outside of a new gloo group split the NCCL
     communicator, and those inside do not (torch's _new_process_group_helper), which hangs; and Megatron's
