@@ -44,5 +44,6 @@ def test_every_rank_hears_what_each_has_said(ranks: Callable[..., RankPool]) -> 
         assert heard["on 0"] == (expected if rank == 0 else [None] * len(LENGTHS))
         assert heard["from 0"] == [words[0] for words in expected]
         assert heard["any"] == [True, False, True]
-        # One gloo device for all of Megatron's groups, each of which has a thread that wakes a hundred times a second.
+        # One gloo device for all of Megatron's groups, each of which has a thread that wakes a hundred times
+        # a second.
         assert heard["listening"] == 1

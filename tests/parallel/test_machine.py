@@ -85,7 +85,8 @@ class TestTransformerEngine:
         install(site, "transformer_engine", "2.20.2", module="transformer_engine")
         found = broken_transformer_engine()
         assert found.endswith(
-            "transformer-engine 2.20.2 lacks its compiled half, transformer-engine-torch (make install-gpu, or uninstall it)"
+            "transformer-engine 2.20.2 lacks its compiled half, transformer-engine-torch "
+            "(make install-gpu, or uninstall it)"
         )
 
     def test_parts_of_different_versions(self, site: Path) -> None:
@@ -98,10 +99,10 @@ class TestTransformerEngine:
         )
 
     def test_a_leftover_folder(self, site: Path) -> None:
-        (site / "transformer_engine").mkdir()
-        assert broken_transformer_engine() == (
-            f"{site / 'transformer_engine'}: a folder without a package in the place of Transformer Engine (remove it)"
-        )
+        folder = site / "transformer_engine"
+        folder.mkdir()
+        without = "a folder without a package in the place of Transformer Engine (remove it)"
+        assert broken_transformer_engine() == f"{folder}: {without}"
 
     def test_compiled_for_another_torch(self, site: Path) -> None:
         install(site, "transformer_engine", "2.20.2", module="transformer_engine")
@@ -131,12 +132,14 @@ def test_how_an_environment_differs_from_the_lock() -> None:
     numpy, torch = metadata.version("numpy"), metadata.version("torch")
     assert lock_problem(f"numpy=={numpy}\ntorch=={torch.partition('+')[0]}\n# comment\n") is None
     assert lock_problem(f"aaa==1\nnumpy=={numpy}\ntorch==9.9\n") == (
-        f"2 of 3 packages are not as in requirements-gpu.txt: torch {torch} (there 9.9), aaa missing (there 1) (make install-gpu)"
+        f"2 of 3 packages are not as in requirements-gpu.txt: torch {torch} (there 9.9), "
+        "aaa missing (there 1) (make install-gpu)"
     )
 
 
 def test_the_lock_holds_what_megarl_asks_for() -> None:
-    """Every requirement of megarl itself, and one version of each part of Transformer Engine; nothing twice, all of it exact."""
+    """Every requirement of megarl itself, and one version of each part of Transformer Engine; nothing twice,
+    all of it exact."""
     from packaging.requirements import Requirement
 
     lines = [Requirement(line) for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
@@ -296,7 +299,8 @@ def test_the_table_of_internals_holds_for_what_is_installed() -> None:
 def test_the_check_of_the_table(
     site: Path, monkeypatch: pytest.MonkeyPatch, entry: Internal, problem: str
 ) -> None:
-    """On sources that are parsed and never imported: re-exports, dataclasses and their bases, attributes that a method sets."""
+    """On sources that are parsed and never imported: re-exports, dataclasses and their bases, attributes that
+    a method sets."""
     install(site, "lib", "3.1", module="lib")
     (site / "lib" / "__init__.py").write_text("from .api import f, Fields\nfrom lib.api import Made\n")
     (site / "lib" / "api.py").write_text(

@@ -1,4 +1,5 @@
-"""The first weights of a critic's head where its folder has none: zeros, or drawn from the run's seed, alike on all ranks."""
+"""The first weights of a critic's head where its folder has none: zeros, or drawn from the run's seed, alike
+on all ranks."""
 
 from __future__ import annotations
 
