@@ -29,9 +29,8 @@ def gather_over(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     blobs = _collect(group, pickle.dumps(value))
     whole = None
     if blobs is not None:
-        seen: dict[
-            bytes, bytes
-        ] = {}  # equal messages are sent once: pickle refers to an object that it has met
+        # Equal messages are sent once: pickle refers to an object that it has met.
+        seen: dict[bytes, bytes] = {}
         whole = pickle.dumps([seen.setdefault(blob, blob) for blob in blobs])
     return [pickle.loads(blob) for blob in pickle.loads(_spread(group, whole))]
 

@@ -49,36 +49,23 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-class _Stream:
-    """Stands for a CUDA stream: on a CPU all is in order (p2p_communication, param_and_grad_buffer)."""
+class _InOrder:
+    """Stands for a CUDA stream and for an event (p2p_communication, param_and_grad_buffer, checkpointing,
+    timers): on a CPU everything is in order already."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> _InOrder:
         return self
 
     def __exit__(self, *args: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None: ...
+    def synchronize(self, *args: Any) -> None: ...
 
-    def wait_event(self, event: Any) -> None: ...
+    wait_stream = wait_event = wait = record = synchronize
 
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: Any = None) -> _Event:
-        return _Event()
-
-
-class _Event:
-    """Stands for a CUDA event (checkpointing, timers)."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
+    def record_event(self, event: Any = None) -> _InOrder:
+        return self
 
     def query(self) -> bool:
         return True
@@ -143,11 +130,11 @@ def install() -> None:
     # model_parallel_config, RotaryEmbedding, p2p_communication: tensors on `torch.cuda.current_device()`.
     cuda.current_device = lambda: _CPU
     cuda.synchronize = lambda device=None: None
-    cuda.current_stream = lambda device=None: _Stream()
-    cuda.default_stream = lambda device=None: _Stream()
+    cuda.current_stream = lambda device=None: _InOrder()
+    cuda.default_stream = lambda device=None: _InOrder()
     cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.Stream = _Stream
-    cuda.Event = _Event
+    cuda.Stream = _InOrder
+    cuda.Event = _InOrder
     cuda.empty_cache = lambda: None
     # tensor_parallel.random keeps a state per model-parallel region.
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()

@@ -163,7 +163,7 @@ class VerifierPool:
             try:
                 problem = await worker.connect(self._settings)
             except (TimeoutError, EOFError) as error:
-                reason = f"{worker.end()}; {worker.last_words}"
+                reason = f"{worker.end()}; {worker.last_line}"
                 if isinstance(error, TimeoutError):
                     late = f"a worker process was not ready within {_START_LIMIT:g} s ({reason})"
                     raise WaitTimeout(f"reward.verifier: {late}") from None
@@ -183,7 +183,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.batch: deque[int] = deque()
-        self.last_words = ""
+        self.last_line = ""
         self._ready = self._ended = False
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self._transports: list[asyncio.BaseTransport] = []
@@ -247,7 +247,7 @@ class _Worker:
             if not self._ready:
                 self._stderr.seek(0)
                 lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-                self.last_words = lines[-1] if lines else "it wrote no reason"
+                self.last_line = lines[-1] if lines else "it wrote no reason"
             for transport in self._transports:
                 if isinstance(transport, asyncio.WriteTransport) and not transport.is_closing():
                     transport.abort()  # `close` would first wait for what was not read

@@ -88,8 +88,8 @@ class Relation:
 
 
 @dataclass(frozen=True)
-class Said:
-    """An answer as read.
+class ParsedAnswer:
+    """An answer with relations in it.
 
     text       the formula
     values     the values that names are said to have, in their order
@@ -130,8 +130,8 @@ def tuples(rows: Iterable[tuple[str, ...]]) -> str:
 
 
 @lru_cache(maxsize=1024)
-def read(text: str) -> Said | None:
-    """Return what `text` says; None where no relation stands in it outside of brackets."""
+def read(text: str) -> ParsedAnswer | None:
+    """Parse an answer; None where no relation stands in it outside of brackets."""
     if not _OPERATOR.search(text):
         return None
     found = list(formulas(text))
@@ -164,7 +164,7 @@ def read(text: str) -> Said | None:
         if len(rows) == len(values[key]) and all(len(row) == len(names) for row in rows):
             del values[key]
             values |= {name: tuple(row[i] for row in rows) for i, name in enumerate(names)}
-    return Said(text, values, tuple(relations), frozenset(words)) if related else None
+    return ParsedAnswer(text, values, tuple(relations), frozenset(words)) if related else None
 
 
 def _chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]], list[Relation]]:

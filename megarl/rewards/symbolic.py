@@ -21,7 +21,7 @@ from sympy import Basic, Derivative, Expr, Float, Rational, Symbol
 from sympy.core.function import AppliedUndef
 
 from megarl.rewards.answer import MAX_ANSWER, all_boxed, find_answer, last_boxed, normalise
-from megarl.rewards.relations import Relation, Said, formulas, read, split, tuples
+from megarl.rewards.relations import ParsedAnswer, Relation, formulas, read, split, tuples
 from megarl.rewards.verdict import Verdict
 
 # math-verify warns once per process that its own limits are off; that is on purpose (they need SIGALRM, which
@@ -83,7 +83,7 @@ def verify_math(response: str, answer: str) -> Verdict:
     found = _plain(found)
     mine = read(found) if _is_plausible(found) else None
     if gold is not None and mine is not None:
-        correct = _says_the_same(gold, mine) or (
+        correct = _same_answer(gold, mine) or (
             mine.value is not None and not gold.values and _is_value_of(gold, mine.value)
         )
     elif gold is not None:
@@ -138,7 +138,7 @@ def _verify(gold: list, candidates: list, percent: bool) -> bool:
     return bool(verify(gold, candidates, timeout_seconds=None))
 
 
-def _is_value_of(gold: Said, found: str) -> bool:
+def _is_value_of(gold: ParsedAnswer, found: str) -> bool:
     """Return whether `found`, which names nothing, is the value of the reference's name, or the values of its
     names in their order."""
     if gold.relations:
@@ -156,7 +156,7 @@ def _is_value_of(gold: Said, found: str) -> bool:
     return bool(rows) and len(mine) == len(rows[0]) and all(map(_equal, rows[0], mine))
 
 
-def _says_the_same(gold: Said, mine: Said) -> bool:
+def _same_answer(gold: ParsedAnswer, mine: ParsedAnswer) -> bool:
     """Return whether names have equal values and the other relations of both have the same solutions, one by
     one."""
     named_otherwise = gold.words | mine.words or "=" in (*gold.values, *mine.values)
