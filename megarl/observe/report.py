@@ -136,11 +136,10 @@ def alarms(runs: Sequence[Run]) -> list[tuple[tuple[str, str], bool]]:
     """Return ((where, what), whether it stands out) of alarms, events and what could not be read."""
     rows = []
     for run in runs:
-        times = [datetime.fromtimestamp(event["time"], UTC) for event in run.events]
-        found = [
-            (f"{at:%Y-%m-%d %H:%M} UTC", event["event"], True)
-            for at, event in zip(times, run.events, strict=True)
-        ]
+        found = []
+        for event in run.events:
+            at = datetime.fromtimestamp(event["time"], UTC)
+            found.append((f"{at:%Y-%m-%d %H:%M} UTC", event["event"], True))
         for record in run.records:
             where = f"{record['stage'].replace('_', ' ')} step {record['step']}"
             found += [(where, f"not finite: {text}", True) for text in record.get("alarms", ())]
