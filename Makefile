@@ -85,7 +85,7 @@ demo-te: $(STAMP) $(TE)/installed ## the DAPO demo on Transformer Engine's layer
 test: $(STAMP) ## the fast tests: JOBS=2, ARGS='-k name'
 	$(PYTEST) -m 'not slow' -n $(JOBS) --dist loadfile $(ARGS)
 
-# The rooms that call Megatron. What starts commands of its own finds the same megatron-core: it is the environment's.
+# The packages that call Megatron. What starts commands of its own finds the same megatron-core: it is the environment's.
 test-megatron: $(VENV)-megatron-$(MEGATRON)/installed ## tests of what calls Megatron, on another version: MEGATRON=0.18.2
 	$(<D)/bin/python -m pytest $(or $(ARGS),-m 'not slow' -n $(JOBS) --dist loadfile tests/model tests/parallel tests/training tests/weights)
 	OTHER_PYTHON=$(BIN)/python $(<D)/bin/python -m pytest -m slow tests/parallel/test_megatron_versions.py
@@ -159,7 +159,7 @@ $(SGLANG)/installed: pyproject.toml constraints-cpu.txt requirements-sglang-cpu.
 	$(SGLANG)/bin/python -m pip install --quiet --no-deps -r requirements-sglang-cpu.txt
 	@touch $@
 
-lint: $(STAMP) ## ruff (rules and format) and the floors of docs/design.md
+lint: $(STAMP) ## ruff (rules and format) and the layers of docs/design.md
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/lint-imports

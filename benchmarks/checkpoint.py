@@ -1,7 +1,8 @@
-"""What checkpoints cost at demo scale when one is saved after every step: `configs/demo_vapo.yaml` on two ranks, with none, with one
-written beside the next step, and with one that the run waits for.
+"""What checkpoints cost at demo scale when one is saved after every step: `configs/demo_vapo.yaml` on two
+ranks, with none, with one written beside the next step, and with one that the run waits for.
 
-On a machine whose cores are all at work (here: as many ranks as cores) what is written beside a step takes its time from it.
+On a machine whose cores are all at work (here: as many ranks as cores) what is written beside a step takes
+its time from it.
 
 python benchmarks/checkpoint.py [--steps 20] [--rounds 2]
 """
@@ -35,8 +36,8 @@ WARM = 2  # first steps, in which torch and the disk's cache warm up
 
 
 def train(folder: Path, way: str, steps: int) -> tuple[list[float], list[float]]:
-    """Of each step of a run: seconds from the end of the one before to its own, by this process's clock, and seconds that the run says
-    it has spent on a checkpoint."""
+    """Of each step of a run: seconds from the end of the one before to its own, by this process's clock, and
+    seconds that the run says it has spent on a checkpoint."""
     run = folder / way
     keys = [
         f"model.path={folder}/model",

@@ -1,14 +1,17 @@
-"""How fast a model's folder is converted, against `cp` of the same bytes on the same disk in the same run, and how much memory it takes.
+"""How fast a model's folder is converted, against `cp` of the same bytes on the same disk in the same run,
+and how much memory it takes.
 
     python benchmarks/convert.py [--folder DIR] [--layers 24] [--tp 1] [--rounds 3] [--cold]
 
-The model has random weights in the shapes of Qwen2.5-0.5B (1 GB with 24 layers). Each round copies and converts it in both directions,
-one after the other, so that they meet the same disk. Every time includes fsync of all files that were written: for `cp` one fsync per
-file after it. By default the source is in the page cache, which favours `cp`; with --cold it is dropped from it before each run.
-Memory is the peak of the converting process over that of one that only imports the converter, beside the largest tensor.
-CPU seconds of user and system tell a busy machine from slow code. Right before each time as many bytes are written and removed, so
-that all meet memory which the machine has at hand: a virtual one gives free memory back to its host within seconds (the time that
-torch takes to start), and pays a fault for each page that it wants again, several times what copying costs.
+The model has random weights in the shapes of Qwen2.5-0.5B (1 GB with 24 layers). Each round copies and
+converts it in both directions, one after the other, so that they meet the same disk. Every time includes
+fsync of all files that were written: for `cp` one fsync per file after it. By default the source is in the
+page cache, which favours `cp`; with --cold it is dropped from it before each run. Memory is the peak of the
+converting process over that of one that only imports the converter, beside the largest tensor. CPU seconds of
+user and system tell a busy machine from slow code. Right before each time as many bytes are written and
+removed, so that all meet memory which the machine has at hand: a virtual one gives free memory back to its
+host within seconds (the time that torch takes to start), and pays a fault for each page that it wants again,
+several times what copying costs.
 """
 
 from __future__ import annotations
@@ -168,7 +171,8 @@ def visit(folder: Path, advice: int) -> None:
         os.close(descriptor)
 
 
-# The converter in a process of its own: its seconds without the start of Python and torch, and its peak memory in bytes.
+# The converter in a process of its own: its seconds without the start of Python and torch, and its peak
+# memory in bytes.
 CHILD = """
 import json, sys, time
 from pathlib import Path

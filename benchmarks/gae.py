@@ -1,6 +1,6 @@
-"""GAE of a rollout of packed responses against the usual ways to write it: a loop over tokens (on tensors, on lists) and a
-loop over time on padded tensors. Prints ratios, memory, the largest relative error, and seconds of CPU time, which other work on
-the machine moves less than the clock."""
+"""GAE of a rollout of packed responses against the usual ways to write it: a loop over tokens (on tensors, on
+lists) and a loop over time on padded tensors. Prints ratios, memory, the largest relative error, and seconds
+of CPU time, which other work on the machine moves less than the clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Loop = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor | list[float]]
 def rollout(
     responses: int, mean: int, longest: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rewards, values, mask, cu_seqlens and response lengths: log-normal lengths, prompts of 50-200 tokens, reward +-1 at the end."""
+    """Rewards, values, mask, cu_seqlens and response lengths: log-normal lengths, prompts of 50-200 tokens,
+    reward +-1 at the end."""
     generator = torch.Generator().manual_seed(seed)
     lengths = (0.9 * torch.randn(responses, generator=generator, dtype=torch.float64)).exp()
     for _ in range(20):  # the cut at `longest` lowers the mean: scale until it is met
@@ -41,7 +42,8 @@ def rollout(
 def list_loop(
     rewards: Tensor, values: Tensor, cu_seqlens: Tensor, lengths: Tensor, lam: Tensor
 ) -> list[float]:
-    """Token after token in Python floats, on lists, which is several times faster than on tensors; float64. Response tokens only."""
+    """Token after token in Python floats, on lists, which is several times faster than on tensors; float64.
+    Response tokens only."""
     reward_list, value_list = rewards.tolist(), values.tolist()
     out = [0.0] * len(value_list)
     for end, length, decay in zip(cu_seqlens[1:].tolist(), lengths.tolist(), lam.tolist(), strict=True):

@@ -1,4 +1,5 @@
-"""One GPU: its measured matrix-product and copy rates, and beside them what megarl makes of them. Each part has a process of its own.
+"""One GPU: its measured matrix-product and copy rates, and beside them what megarl makes of them. Each part
+has a process of its own.
 
 python benchmarks/gpu.py                     # all parts, about 8 minutes
 python benchmarks/gpu.py --only rates train  # some
@@ -81,8 +82,8 @@ def make_scene(folder: str, tiny: bool, **overrides: Any) -> Any:
 
 
 def flops(sizes: dict[str, Any], lengths: list[int], responses: int) -> float:
-    """Of a step's forward and backward passes: 6 per token and matrix parameter, the head's at response tokens, and those of causal
-    attention. What is computed again (recompute) does not count."""
+    """Of a step's forward and backward passes: 6 per token and matrix parameter, the head's at response
+    tokens, and those of causal attention. What is computed again (recompute) does not count."""
     from megarl.weights.families import Sizes
 
     s = Sizes.of(sizes)
@@ -107,7 +108,8 @@ def train(tiny: bool, layers: str, recipe: str) -> dict[str, float]:
 
 
 def memory(tiny: bool) -> dict[str, Any]:
-    """Bytes: the peak of each phase and the tensor groups that are there; GB/s of a full move to the host and back."""
+    """Bytes: the peak of each phase and the tensor groups that are there; GB/s of a full move to the host and
+    back."""
     from tests.gpu.scene import UPDATE, WEIGHTS
 
     responses, tokens = (4, 60) if tiny else (8, 4092)
@@ -167,8 +169,8 @@ def transfer(tiny: bool) -> dict[str, float]:
 
 
 def rollout(tiny: bool) -> dict[str, float]:
-    """Tokens per second of a batch through megarl's engine and straight through SGLang's own generate, and the seconds of moves and
-    transfer that a colocated step adds."""
+    """Tokens per second of a batch through megarl's engine and straight through SGLang's own generate, and
+    the seconds of moves and transfer that a colocated step adds."""
     from tests.gpu.scene import ENGINE, TRANSFER, UPDATE
 
     count, tokens = (4, 16) if tiny else (256, 512)

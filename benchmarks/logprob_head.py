@@ -1,9 +1,10 @@
-"""The log-prob head against the plain way at a 32B model's vocabulary: log-probs, entropy and the gradients of hidden states and output
-layer, float32. Each measurement has a process of its own with the same inputs.
+"""The log-prob head against the plain way at a 32B model's vocabulary: log-probs, entropy and the gradients
+of hidden states and output layer, float32. Each measurement has a process of its own with the same inputs.
 
-The plain way is its leanest usual form: log_softmax(hidden @ weight.T), gather; the entropy without a gradient (no loss here has one).
-Extra memory is the growth of the peak resident memory beyond the inputs and, forward and backward, beyond the two gradients: both
-ways have those in common. Times are compared in CPU time, which other work on the machine moves less than the clock.
+The plain way is its leanest usual form: log_softmax(hidden @ weight.T), gather; the entropy without a
+gradient (no loss here has one). Extra memory is the growth of the peak resident memory beyond the inputs and,
+forward and backward, beyond the two gradients: both ways have those in common. Times are compared in CPU
+time, which other work on the machine moves less than the clock.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from megarl.model.logprob_head import vocab_parallel_logprobs
 
 
 def inputs(tokens: int, words: int, hidden_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, output layer, labels, and the gradient of the log-probs. The largest of 152k logits is near 4: a soft policy, on
-    which no word's share can be neglected."""
+    """Hidden states, output layer, labels, and the gradient of the log-probs. The largest of 152k logits is
+    near 4: a soft policy, on which no word's share can be neglected."""
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, hidden_size, generator=g)
     weight = torch.empty(words, hidden_size).normal_(0, hidden_size**-0.5, generator=g)

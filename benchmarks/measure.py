@@ -1,5 +1,5 @@
-"""What the benchmarks share: the line about the machine, memory of a process, a process for each measurement, and the verdicts
-`met` / `not met` that `make bench` gathers."""
+"""What the benchmarks share: the line about the machine, memory of a process, a process for each measurement,
+and the verdicts `met` / `not met` that `make bench` gathers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def machine() -> str:
 
 
 class Verdicts:
-    """Prints each target with its measured figure. A missed target is `not met`, which a busy machine may be the cause of; a missed
-    bound on correctness (must=True) is `WRONG` and makes `exit_code` 1."""
+    """Prints each target with its measured figure. A missed target is `not met`, which a busy machine may be
+    the cause of; a missed bound on correctness (must=True) is `WRONG` and makes `exit_code` 1."""
 
     def __init__(self) -> None:
         self.exit_code = 0

@@ -1,8 +1,10 @@
-"""Balanced packing at the papers' size: responses to ranks by estimated cost, each rank's share to micro-batches by token budget.
+"""Balanced packing at the papers' size: responses to ranks by estimated cost, each rank's share to
+micro-batches by token budget.
 
-Lengths are log-normal, cut at 20,480 tokens. Waste is the share of the micro-batches' token budget that stays empty. The cost of a
-rank is the sum of its samples' costs (linear and attention, as Qwen2.5-32B has them). A run plans mini-batch by mini-batch: the
-second case is one of 512 samples, where each rank has 32 and its last micro-batch is as full as chance left it.
+Lengths are log-normal, cut at 20,480 tokens. Waste is the share of the micro-batches' token budget that stays
+empty. The cost of a rank is the sum of its samples' costs (linear and attention, as Qwen2.5-32B has them). A
+run plans mini-batch by mini-batch: the second case is one of 512 samples, where each rank has 32 and its last
+micro-batch is as full as chance left it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The weight transfer against gathering whole tensors everywhere, on 4 CPU processes in one run: a tied model of 400 MB, actor TP2 PP2, two
-engines of TP2 in SGLang's fused layout. And seconds and memory of plan and proof for Qwen2.5-32B on 128 and 1,024 GPUs. CPU seconds tell a
-busy machine from slow code.
+"""The weight transfer against gathering whole tensors everywhere, on 4 CPU processes in one run: a tied model
+of 400 MB, actor TP2 PP2, two engines of TP2 in SGLang's fused layout. And seconds and memory of plan and
+proof for Qwen2.5-32B on 128 and 1,024 GPUs. CPU seconds tell a busy machine from slow code.
 
     .venv/bin/python benchmarks/reshard.py             # all of it
     .venv/bin/python benchmarks/reshard.py --untied    # a model with an output layer of its own
@@ -54,8 +54,8 @@ def fused_plan(config: dict[str, Any], layout: Layout, tp: int) -> Plan:
 
 
 class FullGather:
-    """The usual way, without its avoidable costs: whole Hugging Face tensors, bucket by bucket, each shard broadcast by one of the ranks
-    that hold it, and every rank cuts out its part."""
+    """The usual way, without its avoidable costs: whole Hugging Face tensors, bucket by bucket, each shard
+    broadcast by one of the ranks that hold it, and every rank cuts out its part."""
 
     def __init__(
         self,
@@ -125,7 +125,8 @@ class FullGather:
 
 
 def fill(shapes: Shards) -> dict[str, Tensor]:
-    """This rank's source tensors; an element's value follows from its place in the Hugging Face tensor, so that replicas agree."""
+    """This rank's source tensors; an element's value follows from its place in the Hugging Face tensor, so
+    that replicas agree."""
     tensors = {}
     for name, shard in shapes.items():
         tensors[name] = torch.zeros(shard.shape, dtype=torch.bfloat16)
@@ -204,7 +205,8 @@ def compare(tied: bool, verdicts: Verdicts) -> None:
         speed = f"{data[name] / seconds[name] / 1e9:5.2f} GB/s moved, {cpu[name]:6.3f} CPU s of all ranks"
         print(f"  {title:12s} {data[name] / 1e6:8.1f} MB moved   {seconds[name]:6.3f} s   {speed}")
     verdicts.holds(f"{kind}: both ways write the same bytes", all(answer[4] for answer in answers))
-    # Tied embeddings are on both stages, so that more is kept on the rank itself; untied is the harder case and has no target of its own.
+    # Tied embeddings are on both stages, so that more is kept on the rank itself; untied is the harder case
+    # and has no target of its own.
     verdicts.at_least(
         f"{kind}: data of a full gather over the plan's", data["gather"] / data["plan"], 3, " x", must=tied
     )
@@ -231,7 +233,8 @@ def plan_times(verdicts: Verdicts) -> None:
 
 
 def plan_time(dp: int) -> dict[str, float]:
-    """Seconds on the clock and of CPU, memory in GB, and the most that a GPU receives beside its share of the model."""
+    """Seconds on the clock and of CPU, memory in GB, and the most that a GPU receives beside its share of the
+    model."""
     layout, config = Layout(tp=8, pp=4, dp=dp), KNOWN_MODELS["Qwen2.5-32B"]
     started, cpu = time.perf_counter(), time.process_time()
     plan = fused_plan(config, layout, 8)

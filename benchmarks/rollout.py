@@ -1,4 +1,5 @@
-"""Speed of the transformers engine at the demo's size: Qwen3, hidden 64, 2 layers, 32 prompts x 8 responses, one thread.
+"""Speed of the transformers engine at the demo's size: Qwen3, hidden 64, 2 layers, 32 prompts x 8 responses,
+one thread.
 
 python benchmarks/rollout.py [--repeats 5] [--profile]
 """
@@ -21,8 +22,8 @@ VOCAB, EOS = 40, 1
 
 
 def make_engine(folder: Path, max_batch: int) -> TransformersEngine:
-    """A random model of the demo's shape. Its logits are nearly flat, so `EOS` comes at a rate of about 1/40: lengths are geometric with
-    mean 35 cut at 80, which is harder on a batch than the demo's lengths."""
+    """A random model of the demo's shape. Its logits are nearly flat, so `EOS` comes at a rate of about 1/40:
+    lengths are geometric with mean 35 cut at 80, which is harder on a batch than the demo's lengths."""
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=64,

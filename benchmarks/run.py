@@ -1,5 +1,5 @@
-"""All benchmarks with a target, one after the other, and one table of what was met. Exit code 1 if a result was WRONG or a benchmark
-failed; a time that a busy machine missed is `not met` and no failure.
+"""All benchmarks with a target, one after the other, and one table of what was met. Exit code 1 if a result
+was WRONG or a benchmark failed; a time that a busy machine missed is `not met` and no failure.
 
     make bench                                # all of them, about 20 minutes on an idle core
     make bench BENCH='gae packing'            # some

@@ -1,10 +1,12 @@
-"""Throughput of rollouts through megarl against the same requests sent straight to SGLang, in one run on one engine of a CPU.
+"""Throughput of rollouts through megarl against the same requests sent straight to SGLang, in one run on one
+engine of a CPU.
 
     .venv-sglang/bin/python benchmarks/sglang.py [--responses 256] [--tokens 96] [--repeats 3]
 
-Straight is one call of SGLang's `generate` with the whole batch, in the process of the engine, sampled by SGLang's own sampler without
-seeds. Through megarl is a generation batch: requests and answers cross the process border, each response has its seed, and is decoded
-and verified. The model has no end-of-sequence token, so that both make the same number of tokens.
+Straight is one call of SGLang's `generate` with the whole batch, in the process of the engine, sampled by
+SGLang's own sampler without seeds. Through megarl is a generation batch: requests and answers cross the
+process border, each response has its seed, and is decoded and verified. The model has no end-of-sequence
+token, so that both make the same number of tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def make_engine(folder: Path, responses: int, tokens: int) -> Any:
-    """An engine with undefined weights of the demo's shape; finite ones, as SGLang's dummy weights are small."""
+    """An engine with undefined weights of the demo's shape; finite ones, as SGLang's dummy weights are
+    small."""
     from megarl.config.schema import Config
     from megarl.rollout.sglang import SGLangEngine
     from megarl.weights.families import read_config

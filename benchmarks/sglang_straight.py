@@ -1,4 +1,5 @@
-"""The process of an SGLang engine with one call more, for benchmarks/sglang.py: a batch straight through SGLang's own `generate`."""
+"""The process of an SGLang engine with one call more, for benchmarks/sglang.py: a batch straight through
+SGLang's own `generate`."""
 
 from __future__ import annotations
 

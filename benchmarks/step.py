@@ -1,5 +1,6 @@
-"""Seconds and tokens/s per phase of a step at the demo's size, and the share of the step that is neither generation nor Megatron's own
-forward, backward and optimizer. With `--vs trl` the same rollouts by TRL's GRPOTrainer in the same run, and the ratio.
+"""Seconds and tokens/s per phase of a step at the demo's size, and the share of the step that is neither
+generation nor Megatron's own forward, backward and optimizer. With `--vs trl` the same rollouts by TRL's
+GRPOTrainer in the same run, and the ratio.
 
     make bench BENCH=step                     # megarl alone, VAPO
     make bench BENCH=step ARGS='--vs trl'     # 256 responses, 4 updates, no dynamic sampling; TRL in a venv of its own (make trl)
@@ -25,7 +26,8 @@ LIMIT = 900  # seconds that one part may take
 
 
 def call(*command: str | Path, env: dict[str, str] | None = None) -> str:
-    """Runs a command from the repository's root and gives its output; a failure ends the benchmark with the output's end."""
+    """Runs a command from the repository's root and gives its output; a failure ends the benchmark with the
+    output's end."""
     done = subprocess.run(
         [str(c) for c in command],
         cwd=ROOT,

@@ -1,10 +1,11 @@
-"""The yardstick: TRL's GRPOTrainer on the demo's task, at the demo's size. Run by the Python of a venv of its own:
+"""The yardstick: TRL's GRPOTrainer on the demo's task, at the demo's size. Run by the Python of a venv of its
+own:
 
     make trl
     .venv-trl/bin/python benchmarks/trl_reference.py runs/demo/sft/hf runs/demo/train.jsonl --threads 2
 
-A rollout is 32 prompts x 8 responses, then 4 optimizer updates of 64 responses each, without dynamic sampling, in fp32 on a CPU.
-Prints one JSON object; megarl is not imported.
+A rollout is 32 prompts x 8 responses, then 4 optimizer updates of 64 responses each, without dynamic
+sampling, in fp32 on a CPU. Prints one JSON object; megarl is not imported.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ ANSWER = re.compile(r"Answer:\s*(-?\d+)\s*$")
 
 
 class Clock(TrainerCallback):
-    """Wall and CPU seconds at the end of each rollout's last update: a rollout's time includes its generation and its updates."""
+    """Wall and CPU seconds at the end of each rollout's last update: a rollout's time includes its generation
+    and its updates."""
 
     def __init__(self) -> None:
         self.wall: list[float] = []

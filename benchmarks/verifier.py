@@ -1,8 +1,9 @@
-"""Answers per second through a VerifierPool as the trainer uses it: one call with the responses of a generation batch, in groups of 16
-responses to one prompt, about half of them right. Every verdict is checked: the answers' relation is known by construction.
+"""Answers per second through a VerifierPool as the trainer uses it: one call with the responses of a
+generation batch, in groups of 16 responses to one prompt, about half of them right. Every verdict is checked:
+the answers' relation is known by construction.
 
-Integer answers go to the `dapo` verifier at the end of 4,000 characters of reasoning. Symbolic answers go to `math`: each is right or
-wrong in a form of its own, so that comparing texts or numbers decides none of them.
+Integer answers go to the `dapo` verifier at the end of 4,000 characters of reasoning. Symbolic answers go to
+`math`: each is right or wrong in a form of its own, so that comparing texts or numbers decides none of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ REASONING = "We multiply both sides by 7 and collect what is left: $7x + 14 = 35
 
 
 def integer(rng: random.Random) -> list[Item]:
-    """A group of responses to a problem whose answer is an integer, written in the ways that models write one."""
+    """A group of responses to a problem whose answer is an integer, written in the ways that models write
+    one."""
     number = rng.randrange(-99, 100_000)
     forms: list[Callable[[int], str]] = [
         str,
@@ -43,7 +45,8 @@ def integer(rng: random.Random) -> list[Item]:
 def symbolic(rng: random.Random) -> list[Item]:
     """A group of responses to a problem whose answer is a formula: another form of it, or of a neighbour.
 
-    The right form is never the reference's text, and no two groups of a kind have the same one as long as the numbers differ."""
+    The right form is never the reference's text, and no two groups of a kind have the same one as long as the
+    numbers differ."""
     a, b, n = rng.randrange(1, 60), rng.randrange(2, 60), rng.choice((2, 3, 5, 7, 11, 13))
     kinds: list[tuple[str, Callable[[int], str]]] = [
         (f"{a}\\sqrt{{{n}}}", lambda d: f"\\sqrt{{{n * (a + d) ** 2}}}"),
@@ -67,8 +70,9 @@ def symbolic(rng: random.Random) -> list[Item]:
 
 
 def per_second(verifier: str, calls: list[list[Item]], workers: int) -> tuple[float, float, int]:
-    """Answers per second of the fastest call; answers per second of the workers' CPU time, times their number, which is what a machine
-    without other work would do; and how many verdicts are not what they must be."""
+    """Answers per second of the fastest call; answers per second of the workers' CPU time, times their
+    number, which is what a machine without other work would do; and how many verdicts are not what they must
+    be."""
     best, cpu, wrong = 0.0, 0.0, 0
     with VerifierPool(verifier, workers) as pool:
         pool.verify(

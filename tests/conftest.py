@@ -1,4 +1,4 @@
-"""Fixtures that several rooms use."""
+"""Fixtures that several packages use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 
 from tests.ranks import RankPool
 
-# No test may depend on seconds: hypothesis by default fails an example above 0.2 s, and a strategy that draws slowly.
+# No test may depend on seconds: hypothesis by default fails an example above 0.2 s, and a strategy that draws
+# slowly.
 if importlib.util.find_spec("hypothesis"):  # `make gpu` does without
     from hypothesis import HealthCheck, settings
 
@@ -24,13 +25,15 @@ if importlib.util.find_spec("hypothesis"):  # `make gpu` does without
     )
     settings.load_profile("any machine")
 
-# A shell that starts the tests in the background has Ctrl-C ignored in them, and in the commands that they start: here it is not.
+# A shell that starts the tests in the background has Ctrl-C ignored in them, and in the commands that they
+# start: here it is not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[..., RankPool]]:
-    """`ranks(tp, pp, dp)`, or `ranks(tp, pp, dp, ep)`: the session's ranks of that layout, started at first use."""
+    """`ranks(tp, pp, dp)`, or `ranks(tp, pp, dp, ep)`: the session's ranks of that layout, started at first
+    use."""
     pools: dict[tuple[int, ...], RankPool] = {}
 
     def pool(tp: int, pp: int, dp: int, ep: int = 1) -> RankPool:
@@ -46,8 +49,9 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests go file by file to the processes of the tests, those of all files that need ranks to one, which starts each layout's ranks
-    once. (xdist's own --dist loadgroup cannot: 3.8.0 writes a test's group where pytest 9.2 does not read it.)"""
+    """Tests go file by file to the processes of the tests, those of all files that need ranks to one, which
+    starts each layout's ranks once. (xdist's own --dist loadgroup cannot: 3.8.0 writes a test's group where
+    pytest 9.2 does not read it.)"""
     from xdist.scheduler import LoadFileScheduling
 
     class OneForRanks(LoadFileScheduling):
@@ -65,4 +69,5 @@ def _needs_ranks(file: Path) -> bool:
 
 
 def pytest_sessionfinish() -> None:
-    forkserver._forkserver._stop()  # waits for it, so that nothing is left behind, and `time` counts what it and its ranks took
+    # waits for it, so that nothing is left behind, and `time` counts what it and its ranks took
+    forkserver._forkserver._stop()

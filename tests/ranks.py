@@ -1,10 +1,13 @@
-"""Ranks for tests: processes that stay, one set per layout, so that torch, Megatron and the process groups are there once.
+"""Ranks for tests: processes that stay, one set per layout, so that torch, Megatron and the process groups
+are there once.
 
-`ranks(tp, pp, dp).run(job, **arguments)` calls `job(runtime, **arguments)` on every rank and gives the results by rank.
-(Process groups are made once per process: gloo's threads outlive a destroyed group and spin.)
+`ranks(tp, pp, dp).run(job, **arguments)` calls `job(runtime, **arguments)` on every rank and gives the
+results by rank. (Process groups are made once per process: gloo's threads outlive a destroyed group and
+spin.)
 
-Ranks are forked from one process that has imported everything, which takes ten seconds: for each rank anew it was half of what the tests
-cost. They have one seed for the hashes of texts, where the ranks that `megarl train` starts have one each (the slow tests start such ones).
+Ranks are forked from one process that has imported everything, which takes ten seconds: for each rank anew it
+was half of what the tests cost. They have one seed for the hashes of texts, where the ranks that `megarl
+train` starts have one each (the slow tests start such ones).
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ USED_AT_START: list[
 
 
 class RankPool:
-    """The ranks of one layout on this machine. A job that fails on any rank raises RuntimeError with that rank's traceback."""
+    """The ranks of one layout on this machine. A job that fails on any rank raises RuntimeError with that
+    rank's traceback."""
 
     def __init__(self, tp: int, pp: int, dp: int, ep: int = 1, *, forked: bool = True) -> None:
         """forked: else each rank imports for itself, with the environment of now."""
@@ -48,7 +52,8 @@ class RankPool:
 
         context: Any = FORK if forked else multiprocessing.get_context("spawn")
         config = ParallelConfig(tp=tp, pp=pp, ep=ep, device="cpu", timeout=120)
-        # The store is ours and listens before a rank starts: a port that was merely free a moment ago may be anybody's by then.
+        # The store is ours and listens before a rank starts: a port that was merely free a moment ago may be
+        # anybody's by then.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes: list[Connection] = []
         self.processes = []

@@ -1,4 +1,5 @@
-"""Tiny random Hugging Face folders of every family, with a tokenizer that works, for tests that need a real model."""
+"""Tiny random Hugging Face folders of every family, with a tokenizer that works, for tests that need a real
+model."""
 
 from __future__ import annotations
 
@@ -44,9 +45,9 @@ LLAMA3_ROPE = {
 
 
 def make_tokenizer(vocab: int, *, chat_template: bool = True) -> PreTrainedTokenizerFast:
-    """One token per byte where `vocab` has room for all 256 (any text round-trips), else one per character of a small
-    alphabet (others are dropped). pad is 0, eos 1; bos is never added. Byte-level in either case, because `transformers` 5
-    forces Qwen2's byte-level tokenizer on every folder of that family."""
+    """One token per byte where `vocab` has room for all 256 (any text round-trips), else one per character of
+    a small alphabet (others are dropped). pad is 0, eos 1; bos is never added. Byte-level in either case,
+    because `transformers` 5 forces Qwen2's byte-level tokenizer on every folder of that family."""
     ids = {special: i for i, special in enumerate(SPECIALS)}
     encode = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = sorted(encode.alphabet())
@@ -118,11 +119,12 @@ def make_tiny_model(
 ) -> Path:
     """Writes config.json, safetensors, tokenizer and generation_config.json into `folder` and returns it.
 
-    Every weight, bias and norm weight is random (std 0.1 around its usual value), so that nothing is right by being zero;
-    only the `score.bias` of a token classifier is zero, because a value head has none. `head_dim` (not qwen2) may differ from
-    hidden / heads. `experts` and `active` are of qwen3_moe; an expert is half as wide as `ffn`.
-    `rope_style`: "classic" writes rope_theta and rope_scaling as published models do, "parameters" what transformers 5 writes.
-    `max_shard_bytes` splits the weights into several files with an index.
+    Every weight, bias and norm weight is random (std 0.1 around its usual value), so that nothing is right by
+    being zero; only the `score.bias` of a token classifier is zero, because a value head has none. `head_dim`
+    (not qwen2) may differ from hidden / heads. `experts` and `active` are of qwen3_moe; an expert is half as
+    wide as `ffn`. `rope_style`: "classic" writes rope_theta and rope_scaling as published models do,
+    "parameters" what transformers 5 writes. `max_shard_bytes` splits the weights into several files with an
+    index.
     """
     sizes = {
         "vocab_size": vocab,
@@ -162,7 +164,8 @@ def make_tiny_model(
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Random weights of standard deviation 0.1, norm weights around 1; the same seed gives the same weights."""
+    """Random weights of standard deviation 0.1, norm weights around 1; the same seed gives the same
+    weights."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         centre = 1.0 if "norm" in name else 0.0

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Hugging Face folder to Megatron distributed checkpoint; the same as `megarl convert to-megatron`. Alone or under torchrun."""
+"""Hugging Face folder to Megatron distributed checkpoint; the same as `megarl convert to-megatron`. Alone or
+under torchrun."""
 
 import sys
 

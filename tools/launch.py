@@ -3,7 +3,8 @@
     python tools/launch.py configs/vapo_32b.yaml --executor slurm --nodes 16 --account A --partition P --dryrun
     python tools/launch.py configs/ablations/dapo_*.yaml --seeds 0 1 2 --executor slurm --nodes 16 steps=100
 
-A Slurm job does what slurm/*.sbatch do, by the same slurm/common.sh: preflight, logs per rank, requeue with resume.
+A Slurm job does what slurm/*.sbatch do, by the same slurm/common.sh: preflight, logs per rank, requeue with
+resume.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Job(NamedTuple):
 
 
 def jobs(given: argparse.Namespace) -> Iterator[Job]:
-    """Each configuration with each seed, checked; with several seeds each has a folder of its own in the configuration's run_dir."""
+    """Each configuration with each seed, checked; with several seeds each has a folder of its own in the
+    configuration's run_dir."""
     for path in given.configs:
         for seed in given.seeds or [None]:
             overrides = list(given.overrides)
@@ -53,8 +55,8 @@ def local(given: argparse.Namespace) -> Any:
 
 
 def slurm(given: argparse.Namespace, job: Job) -> Any:
-    """NeMo-Run's sbatch file, whose set-up lines do all of the work and leave: its template has no trap for the signal before the time
-    limit and would start the ranks without a preflight."""
+    """NeMo-Run's sbatch file, whose set-up lines do all of the work and leave: its template has no trap for
+    the signal before the time limit and would start the ranks without a preflight."""
     import nemo_run
 
     arguments = shlex.join(job.arguments)

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Megatron distributed checkpoint to Hugging Face folder; the same as `megarl convert to-hf`. Alone or under torchrun."""
+"""Megatron distributed checkpoint to Hugging Face folder; the same as `megarl convert to-hf`. Alone or under
+torchrun."""
 
 import sys
 

@@ -100,9 +100,10 @@ def run_rank(config: Config, job: Callable[[Runtime], None], *, launched: bool) 
     from megarl.parallel import runtime as parallel
     from megarl.parallel.launch import lost_a_peer, write_error_file
 
-    runtime = parallel.start(config.parallel, config.seed)
+    runtime, failed = parallel.start(config.parallel, config.seed), True
     try:
         job(runtime)
+        failed = False
     except MegarlError as error:
         line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
         if not (launched and write_error_file(line)) and (runtime.rank == 0 or not error.on_every_rank):
@@ -114,5 +115,5 @@ def run_rank(config: Config, job: Callable[[Runtime], None], *, launched: bool) 
             raise
         return 1
     finally:
-        parallel.stop()
+        parallel.stop(failed=failed)
     return 0

@@ -249,17 +249,20 @@ def explain_failures(
     forwarded   the signal that this process was sent and has passed on to the ranks as SIGUSR1
 
     The cause is a hang that a watchdog has reported: a stuck rank does not end on SIGTERM, and is killed.
-    Else it is a rank that was killed; else the first that ended with an error of its own; a rank that merely
-    lost its peers, or that the launcher ended, comes last."""
+    Else it is a rank that was killed; else the first with an error of its own, however it ended then; a rank
+    that merely lost its peers, or that NCCL or the launcher ended, comes last."""
 
     def order(rank: int) -> tuple[int, float]:
         code, error = failures[rank]
         written = isinstance(error, dict) and "line" in error
         if code == HUNG and written:
             return -1, error["timestamp"]
-        if code < 0:
-            return (0 if -code != signal.SIGTERM else 3), 0.0
-        return (2 if written and error["peer_lost"] else 1), error["timestamp"] if written else 0.0
+        if code < 0 and code not in (-signal.SIGABRT, -signal.SIGTERM):
+            return 0, 0.0
+        if written:
+            return (2 if error["peer_lost"] else 1), error["timestamp"]
+        # NCCL's watchdog aborts a rank that waits for one that has gone.
+        return {-signal.SIGABRT: 2, -signal.SIGTERM: 3}.get(code, 1), 0.0
 
     rank = min(failures, key=order)
     code, error = failures[rank]
@@ -267,13 +270,13 @@ def explain_failures(
     if forwarded is not None and code == -signal.SIGUSR1:
         stopped = f"stopped by {signal.Signals(forwarded).name}: rank {rank} had nothing to save"
         return Interrupted.code, f"{stopped}; the same command continues from what is in {folder}"
+    if isinstance(error, dict) and "line" in error and not (code < 0 and error["peer_lost"]):
+        return (code if code > 0 else 1), str(error["line"])
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else "of unknown name"
         hint = "; the kernel does that when memory runs out: see dmesg" if -code == signal.SIGKILL else ""
         killed = f"rank {rank} was killed by signal {-code} ({name}), the others were ended{hint}"
         return 128 - code, f"{killed}; what the run wrote is in {folder}"
-    if isinstance(error, dict) and "line" in error:
-        return code, str(error["line"])
     ended = f"rank {rank} ended with exit code {code}"
     return code, f"{ended}: what it said is above, what the run wrote is in {folder}"
 

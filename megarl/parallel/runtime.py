@@ -126,6 +126,9 @@ def start(config: ParallelConfig, seed: int) -> Runtime:
         cpu_platform.install()
     else:
         torch.cuda.set_device(device)
+        # torch's cuDNN attention builds and keeps a graph for every shape that it meets, in some 0.4 s:
+        # decoding has a new shape with each token. (Transformer Engine, SGLang have attention of their own.)
+        torch.backends.cuda.enable_cudnn_sdp(False)
     from megatron.core import parallel_state, tensor_parallel
 
     layout = layout_for(config, launched_world())
@@ -211,9 +214,12 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
 
 
-def stop() -> None:
-    """Leave the job; safe to call when `start` has failed."""
-    if dist.is_initialized():
+def stop(*, failed: bool = False) -> None:
+    """Leave the job; safe to call when `start` has failed.
+
+    failed: this rank leaves with an error that the others may not have. To destroy a group of NCCL waits for
+    its other ranks, so such a rank only ends: its end aborts what it has under way."""
+    if dist.is_initialized() and not (failed and dist.get_backend() == "nccl"):
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()

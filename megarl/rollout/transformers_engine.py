@@ -23,6 +23,8 @@ from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
 
 ATTENTION = "megarl_rollout"  # the name under which `attention` is registered with transformers
+# Columns of the cache, by device: torch's memory-efficient kernel on CUDA refuses a bf16 mask that starts in between.
+ALIGNMENT = {"cpu": 1, "cuda": 8}
 PREFILL_TOKENS = 16384  # padded prompt tokens in one forward pass
 _NAN = (
     1 << 40
@@ -466,6 +468,8 @@ class KVCache:
     Rows are right-aligned: every row's newest token stands in the same column, a row's first token in its own start column,
     so that one step of all rows is written with one copy and a row's mask never changes while it lives.
 
+    What attention sees starts at a multiple of ALIGNMENT columns: those before the first row's start are masked.
+
     Passed to transformers' forward as `past_key_values`, whose attention layers call only `update`. While `prefilling`,
     keys and values are set aside for `place`; otherwise the one new column is written at `column`."""
 
@@ -479,6 +483,7 @@ class KVCache:
         self.column = 0  # columns in use: the next token goes here
         self.first = 0  # no live row starts before this column
         self.rows = 0  # live rows: 0..rows-1
+        self.align = ALIGNMENT[device.type]
         self.prefilling = False
         self._aside: list[tuple[Tensor, Tensor]] = []
 
@@ -498,11 +503,16 @@ class KVCache:
         keys, values = self.keys[layer], self.values[layer]
         keys[:rows, :, column] = key[:, :, 0]
         values[:rows, :, column] = value[:, :, 0]
-        return keys[:rows, :, self.first : column + 1], values[:rows, :, self.first : column + 1]
+        seen = slice(self._seen_from, column + 1)
+        return keys[:rows, :, seen], values[:rows, :, seen]
+
+    @property
+    def _seen_from(self) -> int:
+        return self.first // self.align * self.align
 
     def decode_mask(self) -> Tensor:
-        """Return the additive mask [rows, 1, 1, columns in use + 1] of the next step, its own token included."""
-        return self.mask[: self.rows, None, None, self.first : self.column + 1]
+        """Return the additive mask [rows, 1, 1, columns that attention sees] of the next step, its own token included."""
+        return self.mask[: self.rows, None, None, self._seen_from : self.column + 1]
 
     def place(self, lengths: Tensor, source: Tensor) -> None:
         """Append one row per entry of `source`: prompt source[i] of the prefill just run, lengths[source[i]] tokens long, ending
@@ -533,9 +543,10 @@ class KVCache:
         self.rows = rows
 
     def relayout(self, column: int, columns: int) -> None:
-        """Move the live content so that the next token's column becomes `column`, in a cache of `columns` columns."""
+        """Move the live content so that the next token's column becomes `column`, in a cache of at least `columns`."""
         used = self.column - self.first
         first = column - used
+        columns = -(-columns // self.align) * self.align
         for caches in (self.keys, self.values):
             for layer, old in enumerate(caches):
                 # Zeros, not empty: masked columns get weight 0, and 0 times an uninitialised NaN is NaN.

@@ -1,6 +1,8 @@
-"""One tiny run, faults that come from outside, and what becomes of it: how soon it ended, what it left, whether the end is the same.
+"""One tiny run, faults that come from outside, and what becomes of it: how soon it ended, what it left,
+whether the end is the same.
 
-Where a rank is, is read from the run's own heartbeat; what is done to it is done by its process id, or to its files.
+Where a rank is, is read from the run's own heartbeat; what is done to it is done by its process id, or to its
+files.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from megarl.schedule.watchdog import read_beat
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 600.0  # seconds for any wait: what is promised is said by the fault, this only ends a test that has failed
+# seconds for any wait: what is promised is said by the fault, this only ends a test that has failed
+LIMIT = 600.0
 OF_THE_CLOCK = ("time/", "inside/", "throughput/", "memory", "rollout/reused")
 STEPS = 4
 TEXTS = ("samples.jsonl", "distributions.jsonl", "evaluations.jsonl")
@@ -89,7 +92,8 @@ def prepare(folder: Path) -> None:
 
 @dataclass
 class Job:
-    """`megarl train` as a user starts it, its output in a file; `family`: every process of it that was ever seen."""
+    """`megarl train` as a user starts it, its output in a file; `family`: every process of it that was ever
+    seen."""
 
     config: Config
     family: dict[int, psutil.Process] = field(default_factory=dict)
@@ -204,8 +208,9 @@ def _lives(process: psutil.Process) -> bool:
 
 @dataclass(frozen=True)
 class Fault:
-    """inject: brings it about in a job that has just started, and gives what undoes it, if anything must; code: the launcher's exit codes
-    that are right; lost: most whole steps that may be lost besides the interrupted one; said: what the job must say of it."""
+    """inject: brings it about in a job that has just started, and gives what undoes it, if anything must;
+    code: the launcher's exit codes that are right; lost: most whole steps that may be lost besides the
+    interrupted one; said: what the job must say of it."""
 
     name: str
     inject: Callable[[Job], Callable[[], None] | None]
@@ -218,7 +223,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Row:
-    """Of the table. detected: seconds from the fault to the end of the job, None where it went on; lost: whole steps."""
+    """Of the table. detected: seconds from the fault to the end of the job, None where it went on; lost:
+    whole steps."""
 
     fault: str
     detected: float | None
@@ -233,7 +239,8 @@ class Row:
 
 
 def measure(fault: Fault, folder: Path, undisturbed: Path) -> Row:
-    """Injects the fault into a run of its own, starts that again until it is done, and compares its end with the undisturbed run's."""
+    """Injects the fault into a run of its own, starts that again until it is done, and compares its end with
+    the undisturbed run's."""
     name = re.sub(r"\W+", "-", fault.name)
     remarks: list[str] = []
     job = Job(make_config(folder, name, **fault.keys))

@@ -1,4 +1,5 @@
-"""`python -m tests.chaos.run [NAME ...]`: every fault whose name holds one of the texts, and a table of what became of the runs."""
+"""`python -m tests.chaos.run [NAME ...]`: every fault whose name holds one of the texts, and a table of what
+became of the runs."""
 
 from __future__ import annotations
 

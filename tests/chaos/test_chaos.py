@@ -1,4 +1,5 @@
-"""The part of `make chaos` that is short enough for every change: a run killed in an update, told to leave, and given a damaged file."""
+"""The part of `make chaos` that is short enough for every change: a run killed in an update, told to leave,
+and given a damaged file."""
 
 from __future__ import annotations
 

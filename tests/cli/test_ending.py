@@ -57,6 +57,14 @@ class TestExplainFailures:
         words = {0: (2, self.word("late", 5.0)), 1: (2, self.word("early", 4.0)), 2: (-signal.SIGTERM, {})}
         assert explain_failures(words, self.RUN) == (2, "early")
 
+    def test_a_rank_that_nccl_aborts_has_lost_a_peer(self) -> None:
+        full = self.word("step 3, phase actor_update needs more memory than there is", 4.0)
+        for ended in (2, -signal.SIGTERM):  # the rank itself, or the launcher while that rank still leaves
+            ends = {5: (ended, full), 3: (-signal.SIGABRT, None), 4: (-signal.SIGTERM, {})}
+            assert explain_failures(ends, self.RUN) == (max(ended, 1), full["line"])
+        code, line = explain_failures({3: (-signal.SIGABRT, {}), 4: (-signal.SIGTERM, {})}, self.RUN)
+        assert code == 134 and line.startswith("rank 3 was killed by signal 6 (SIGABRT)")
+
     def test_a_traceback_is_pointed_at(self) -> None:
         code, line = explain_failures({0: (-signal.SIGTERM, {}), 1: (1, {"message": "<NONE>"})}, self.RUN)
         assert (code, line) == (

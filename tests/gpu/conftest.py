@@ -1,4 +1,5 @@
-"""The GPU suite: `make gpu` on a machine with one GPU. Elsewhere every test says that it was skipped for want of CUDA."""
+"""The GPU suite: `make gpu` on a machine with one GPU. Elsewhere every test says that it was skipped for want
+of CUDA."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One rank with a random model of given sizes: actor, optimizer, engine, residency. For the GPU suite and benchmarks/gpu.py; it runs on a
-CPU too, with tiny sizes, where CI tests it."""
+"""One rank with a random model of given sizes: actor, optimizer, engine, residency. For the GPU suite and
+benchmarks/gpu.py; it runs on a CPU too, with tiny sizes, where CI tests it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def sizes_of(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def fill(model: torch.nn.Module) -> None:
-    """Random weights that depend on a parameter's name alone, so that both kinds of layers get the same; norms are ones."""
+    """Random weights that depend on a parameter's name alone, so that both kinds of layers get the same;
+    norms are ones."""
     with torch.no_grad():
         for name, parameter in table_names(dict(model.named_parameters())).items():
             if "norm" in name:
@@ -149,7 +150,8 @@ class Scene:
         return made
 
     def transfer(self, version: int) -> float:
-        """The actor's weights into the engine; gives GB/s of what arrived, most of it copied within the device."""
+        """The actor's weights into the engine; gives GB/s of what arrived, most of it copied within the
+        device."""
         weight_sync = self.weight_sync
         self.offload.onload("weight_transfer", TRANSFER)
         stats = weight_sync.sync(version)
@@ -171,8 +173,8 @@ class Scene:
 
 
 def colocated(scene: Scene) -> dict[str, Any]:
-    """Start, transfer, generate, sleep, train, transfer, wake, generate: what the engine and the trainer say of the same tokens, before
-    and after, and what is on the device in between."""
+    """Start, transfer, generate, sleep, train, transfer, wake, generate: what the engine and the trainer say
+    of the same tokens, before and after, and what is on the device in between."""
     prompts = [[3 + i, 9, 4, 5] for i in range(8)]
     local = scene.local(8, 32)
     found: dict[str, Any] = {"present": [], "differences": [], "answers": []}

@@ -1,4 +1,5 @@
-"""(a) Portable layers in bf16 on the GPU: a step of a model of Qwen2.5-0.5B's shape, whose tensor groups are offloaded and loaded again."""
+"""(a) Portable layers in bf16 on the GPU: a step of a model of Qwen2.5-0.5B's shape, whose tensor groups are
+offloaded and loaded again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The GPU suite's own machinery, on a CPU with a tiny model: what it measures and compares there is real, but for CUDA."""
+"""The GPU suite's own machinery, on a CPU with a tiny model: what it measures and compares there is real, but
+for CUDA."""
 
 from __future__ import annotations
 

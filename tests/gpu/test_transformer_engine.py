@@ -1,5 +1,6 @@
-"""(b) Transformer Engine's layers in bf16 and FP8 against portable ones with the same weights: log-probabilities and gradients, within what
-the arithmetic explains. Several sequences in one pack, so that thd attention is what is compared."""
+"""(b) Transformer Engine's layers in bf16 and FP8 against portable ones with the same weights:
+log-probabilities and gradients, within what the arithmetic explains. Several sequences in one pack, so that
+thd attention is what is compared."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from megarl.parallel.runtime import Runtime
 from tests.gpu.scene import WEIGHTS, Scene, sizes_of
 
 SIZES = sizes_of("Qwen2.5-7B", num_hidden_layers=2, vocab_size=16000)
-# Mean difference of log-probabilities in nats, and of all gradients together, relative. bf16 has 8 bits of precision, e4m3 4, e5m2 3; the
-# logits of random weights have a standard deviation of about 1.
+# Mean difference of log-probabilities in nats, and of all gradients together, relative. bf16 has 8 bits of
+# precision, e4m3 4, e5m2 3; the logits of random weights have a standard deviation of about 1.
 BF16, FP8 = (0.03, 0.05), (0.1, 0.25)
 
 pytest.importorskip(
@@ -24,7 +25,8 @@ pytest.importorskip(
 
 
 def results(runtime: Runtime, folder: Path, **model: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and one vector of all gradients, of a second pass: recipe delayed has no scales in its first."""
+    """Log-probabilities and one vector of all gradients, of a second pass: recipe delayed has no scales in
+    its first."""
     scene = Scene(runtime, folder, SIZES, model=model)
     local = scene.local(6, 300)
     for _ in range(2):

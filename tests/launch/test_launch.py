@@ -1,4 +1,5 @@
-"""tools/launch.py: sweeps resolve to the configurations that were asked for, and NeMo-Run runs them here and on a real Slurm."""
+"""tools/launch.py: sweeps resolve to the configurations that were asked for, and NeMo-Run runs them here and
+on a real Slurm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""torch.cuda as on a node of 8 H100: every question has an answer, and nothing is there. For what is decided before a kernel runs."""
+"""torch.cuda as on a node of 8 H100: every question has an answer, and nothing is there. For what is decided
+before a kernel runs."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ H100 = SimpleNamespace(
 
 
 def pretend(patch: pytest.MonkeyPatch, devices: int = 8, version: str = "13.0") -> list[tuple[Any, ...]]:
-    """Until `patch` is undone. Gives the calls, (name, arguments), that would have changed something on a device, as they are made."""
+    """Until `patch` is undone. Gives the calls, (name, arguments), that would have changed something on a
+    device, as they are made."""
     calls: list[tuple[Any, ...]] = []
     answers = {
         "is_available": True,

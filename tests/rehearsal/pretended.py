@@ -1,4 +1,5 @@
-"""One rank of a large job without the others: its process groups are torch's `fake` ones, whose collectives do nothing."""
+"""One rank of a large job without the others: its process groups are torch's `fake` ones, whose collectives
+do nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from megarl.parallel.runtime import Runtime
 
 @contextmanager
 def rank_of(layout: Layout, rank: int) -> Iterator[Runtime]:
-    """This process as `rank` of a job of that layout, on the CPU; what it builds must not wait for a message's contents."""
+    """This process as `rank` of a job of that layout, on the CPU; what it builds must not wait for a
+    message's contents."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     cpu_platform.install()

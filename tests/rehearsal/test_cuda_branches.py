@@ -1,5 +1,6 @@
-"""Every branch of megarl that only CUDA takes, entered once on a node that is made up (fakecuda.py): what is asked of the device, in which
-order, and that no name in it is wrong. What the device would compute is not tested here."""
+"""Every branch of megarl that only CUDA takes, entered once on a node that is made up (fakecuda.py): what is
+asked of the device, in which order, and that no name in it is wrong. What the device would compute is not
+tested here."""
 
 from __future__ import annotations
 
@@ -91,6 +92,7 @@ class TestStart:
         yield asked
         monkeypatch.undo()
         parallel.stop()
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
     def test_a_rank_takes_its_device_and_nccl(
         self, joined: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -108,12 +110,24 @@ class TestStart:
         started = parallel.start(ParallelConfig(device="cuda", timeout=60), seed=7)
         assert started.device == torch.device("cuda", 3) and started.world == 1
         assert ("set_device", torch.device("cuda", 3)) in calls and ("seed", 7) in calls
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert joined[0][0] == "nccl" and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
         states = parallel.generator_states()
         assert states["cuda"] == list(range(16))
         monkeypatch.setattr(random.get_cuda_rng_tracker(), "set_states", lambda states: None)
         parallel.set_generator_states(states)
         assert any(call[0] == "set_rng_state" for call in calls)
+
+    def test_a_rank_that_failed_waits_for_no_other_ranks_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        destroyed: list[str] = []
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+        monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append("groups"))
+        monkeypatch.setattr("megatron.core.parallel_state.destroy_model_parallel", lambda: None)
+        parallel.stop(failed=True)
+        assert not destroyed
+        parallel.stop()
+        assert destroyed == ["groups"]
 
     def test_cuda_that_is_not_there(self) -> None:
         with pytest.raises(ConfigError, match="cuda was asked for"):
@@ -329,7 +343,8 @@ class TestPreflight:
     def test_what_does_not_fit_the_device_is_refused(
         self, calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The whole of it, up to the memory of the GPU that is there; the model is described by its config.json."""
+        """The whole of it, up to the memory of the GPU that is there; the model is described by its
+        config.json."""
         (tmp_path / "config.json").write_text(json.dumps(sizes_of("Qwen2.5-32B")))
         folder = preflight.Described(tmp_path, read_config(tmp_path))
         monkeypatch.setattr(preflight, "check_model", lambda *a, **k: folder)

@@ -1,4 +1,5 @@
-"""What an engine on 8 H100 is given, through SGLang's own code: its arguments, its resolution of them, the handles of a weight transfer."""
+"""What an engine on 8 H100 is given, through SGLang's own code: its arguments, its resolution of them, the
+handles of a weight transfer."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ LENGTHS = {"max_response_tokens": 20480}
 
 @pytest.fixture(scope="module", autouse=True)
 def node() -> Iterator[None]:
-    """8 H100, before the first import of sglang, which asks what there is. Its kernels are stood for where they are not installed."""
+    """8 H100, before the first import of sglang, which asks what there is. Its kernels are stood for where
+    they are not installed."""
     from megarl.rollout import sglang_host  # noqa: F401 (installs the stubs)
 
     patch = pytest.MonkeyPatch()
@@ -140,7 +142,8 @@ class OnDevice:
 
 
 def test_sglang_unpickles_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the unpickler that refuses every name that it does not know; what torch would open is what the rank has shared."""
+    """Through the unpickler that refuses every name that it does not know; what torch would open is what the
+    rank has shared."""
     from sglang.srt.utils.common import MultiprocessingSerializer, SafeUnpickler
 
     rebuilt: list[tuple[Any, ...]] = []

@@ -1,5 +1,6 @@
-"""Transformer Engine's real modules as megarl has Megatron build them: names, shapes, marks, checkpoints, recipes, the optimizer; and ranks
-of the 32B run at their real widths. Their compiled half is that of tests/te/compiled; nothing is computed."""
+"""Transformer Engine's real modules as megarl has Megatron build them: names, shapes, marks, checkpoints,
+recipes, the optimizer; and ranks of the 32B run at their real widths. Their compiled half is that of
+tests/te/compiled; nothing is computed."""
 
 from __future__ import annotations
 
@@ -64,8 +65,9 @@ def as_laid_out(model: Any, hf: Any, runtime: Any, kind: str) -> None:
 
 
 def well_marked(model: Any, *, sequence: bool) -> None:
-    """Each parameter says whether tensor-parallel ranks hold different parts of it, and along which side; what each of them has whole,
-    while it sees a part of the tokens, says that its gradients are to be added up."""
+    """Each parameter says whether tensor-parallel ranks hold different parts of it, and along which side;
+    what each of them has whole, while it sees a part of the tokens, says that its gradients are to be added
+    up."""
     for name, parameter in model.named_parameters():
         whole = "norm" in name or "router" in name or "value_head" in name
         if ".experts." in name:
@@ -100,7 +102,8 @@ def from_transformer_engine(model: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_layers(family: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Actor and critic, with each kind of recomputation and FP8 recipe; their checkpoints have the names of the portable layers'."""
+    """Actor and critic, with each kind of recomputation and FP8 recipe; their checkpoints have the names of
+    the portable layers'."""
     from megatron.core import fp8_utils
 
     from megarl.training.sharded import EXTRA, model_state
@@ -126,7 +129,8 @@ def test_layers(family: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_optimizer_is_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron takes it where it is, and residency finds its tensors: FP32 weights; moments come with the first step."""
+    """Megatron takes it where it is, and residency finds its tensors: FP32 weights; moments come with the
+    first step."""
     from megarl.parallel.offload import HostPool
     from megarl.training.model import TrainableModel
     from megarl.training.tensor_groups import tensor_groups
@@ -154,7 +158,8 @@ def test_the_optimizer_is_transformer_engines(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("rank", [0, 3, 37, 127])
 def test_ranks_of_the_32b_run(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """configs/vapo_32b.yaml's tp 8, pp 4, dp 4 at its widths, of 64 layers 8, with FP8: the first stage, one between and the last."""
+    """configs/vapo_32b.yaml's tp 8, pp 4, dp 4 at its widths, of 64 layers 8, with FP8: the first stage, one
+    between and the last."""
     known = {key: value for key, value in KNOWN_MODELS["Qwen2.5-32B"].items() if key in SIZES}
     hf = make_config("qwen2", **{**known, "num_hidden_layers": 8, "max_position_embeddings": 32768})
     layout = Layout(tp=8, pp=4, dp=4, ep=1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.config.errors import CheckpointError, EngineError
+from megarl.rollout import transformers_engine
 from megarl.rollout.sampling import Request, SamplingParams
 from megarl.rollout.transformers_engine import KVCache, TransformersEngine
 from tests.engines import load_folder
@@ -105,6 +106,23 @@ def test_long_responses_outgrow_the_cache_and_late_prompts_join(make_engine, ref
     assert max(len(c.tokens) for c in completions) > 150 and min(len(c.tokens) for c in completions) < 20
     assert any(after > before for before, after in moved) and any(after < before for before, after in moved)
     assert_logprobs(reference("qwen3"), completions, asked)
+
+
+def test_attention_sees_an_aligned_mask_where_the_device_asks_for_one(make_engine, reference, monkeypatch):
+    monkeypatch.setitem(transformers_engine.ALIGNMENT, "cpu", 8)
+    seen = []
+    decode_mask = KVCache.decode_mask
+
+    def spy(cache: KVCache) -> torch.Tensor:
+        mask = decode_mask(cache)
+        seen.append((mask.storage_offset() % 8, mask.stride(0) % 8, cache.first % 8))
+        return mask
+
+    monkeypatch.setattr(KVCache, "decode_mask", spy)
+    asked = requests(8)
+    completions = make_engine(max_batch=5).generate(asked, SamplingParams(max_tokens=40))
+    assert_logprobs(reference("qwen3"), completions, asked)
+    assert all(offset == stride == 0 for offset, stride, _ in seen) and any(first for *_, first in seen)
 
 
 def test_prompts_are_prefilled_once(make_engine):

@@ -1,8 +1,8 @@
 """`megarl ARGUMENTS` whose ranks count what they send: python -m tests.scale.counted FOLDER ARGUMENTS
 
-Each rank writes FOLDER/rank-00000.json, and rank 0 FOLDER/phases.txt: when each of its phases began. Messages and bytes are
-the kernel's own count of this process's sockets (TCP_INFO), so that gloo's handshakes are in it; requests to the store are
-what went out on the socket that leads there.
+Each rank writes FOLDER/rank-00000.json, and rank 0 FOLDER/phases.txt: when each of its phases began. Messages
+and bytes are the kernel's own count of this process's sockets (TCP_INFO), so that gloo's handshakes are in
+it; requests to the store are what went out on the socket that leads there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Ranks that join a job and wait for responses, and count what that costs: python -m tests.scale.idle FOLDER TP PP DP"""
+"""Ranks that join a job and wait for responses, and count what that costs: python -m tests.scale.idle FOLDER
+TP PP DP"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""A VAPO run at the process layout of a large job, of real ranks and tiny widths, one of which is killed: python -m tests.scale.rehearse 32
+"""A VAPO run at the process layout of a large job, of real ranks and tiny widths, one of which is killed:
+python -m tests.scale.rehearse 32
 
-Value pretraining, two steps with a transfer and a checkpoint each; in the second a rank is killed, and the same command continues. The
-final weights are those of one rank alone, to rounding; up to 32 ranks also those of an undisturbed run at the same layout, bit for bit.
-Prints the row of docs/scale.md, and leaves all figures in runs/scale/RANKS/figures.json.
+Value pretraining, two steps with a transfer and a checkpoint each; in the second a rank is killed, and the
+same command continues. The final weights are those of one rank alone, to rounding; up to 32 ranks also those
+of an undisturbed run at the same layout, bit for bit. Prints the row of docs/scale.md, and leaves all figures
+in runs/scale/RANKS/figures.json.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def config_of(folder: Path, name: str, ranks: int) -> Config:
 
 
 class Job:
-    """One `megarl train` with its figures: phases by the clock, CPU seconds, the largest memory of all its processes together."""
+    """One `megarl train` with its figures: phases by the clock, CPU seconds, the largest memory of all its
+    processes together."""
 
     def __init__(self, config: Config, name: str) -> None:
         self.config, self.world = config, ranks_here(config.parallel)

@@ -1,4 +1,5 @@
-"""What a rank sends while it starts and while it waits does not grow with the number of ranks (docs/scale.md)."""
+"""What a rank sends while it starts and while it waits does not grow with the number of ranks
+(docs/scale.md)."""
 
 from __future__ import annotations
 
@@ -60,6 +61,6 @@ def test_a_rank_says_no_more_among_many(counts: Callable[[int, int, int], list[C
     for what in ("messages", "bytes"):
         assert usual(many, "ticks", what) <= 1.1 * usual(few, "ticks", what) + 8 * TICKS
     assert usual(many, "ticks", "bytes") / TICKS < 4096
-    # What one rank has to say is sent to each once (counted where it is sent and where it is received), not once for each rank, as where
-    # all are padded to the longest.
+    # What one rank has to say is sent to each once (counted where it is sent and where it is received), not
+    # once for each rank, as where all are padded to the longest.
     assert NEWS <= statistics.mean(rank["news"]["bytes"] for rank in many) <= 2.1 * NEWS + 4096

@@ -1,4 +1,5 @@
-"""What ranks do in the tests of this folder: a real actor, a real SGLang engine, which stays from job to job."""
+"""What ranks do in the tests of this folder: a real actor, a real SGLang engine, which stays from job to
+job."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def wait(runtime: Runtime, name: str) -> bool:
 
 
 def deliver(runtime: Runtime, name: str, version: int, dump: Path) -> dict[str, Any]:
-    """The actor's weights into the engine; what SGLang's ranks hold then goes to files, and the actor is exported."""
+    """The actor's weights into the engine; what SGLang's ranks hold then goes to files, and the actor is
+    exported."""
     from megarl.weights.families import table_names
     from megarl.weights.hf import export_hf
 
@@ -185,7 +187,8 @@ def sleep_and_wake(runtime: Runtime, name: str, version: int) -> str:
 
 
 def sleep_of_the_dead(runtime: Runtime, name: str) -> dict[str, Any]:
-    """The engine is killed, then all are told to sleep: it is started anew and sleeps too, and wakes to the actor's weights."""
+    """The engine is killed, then all are told to sleep: it is started anew and sleeps too, and wakes to the
+    actor's weights."""
     scene = SCENES[name]
     weight_sync, process = scene.weight_sync, scene.engine.process
     if process is not None:

@@ -1,6 +1,8 @@
-"""A real SGLang engine on a CPU, fed by a Megatron actor: its weights, what it samples, and what becomes of it when it fails.
+"""A real SGLang engine on a CPU, fed by a Megatron actor: its weights, what it samples, and what becomes of
+it when it fails.
 
-The engine at tp=1 is shared by all tests of this file and started anew only where a test kills it; the order of the tests matters little.
+The engine at tp=1 is shared by all tests of this file and started anew only where a test kills it; the order
+of the tests matters little.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def check_weights(dump: Path, tp: int) -> None:
 
 
 def check_samples(pool: RankPool, name: str, dump: Path, params: SamplingParams, version: int) -> None:
-    """The trainer's log-probabilities, and the transformers engine's tokens, from the exported folder and the same seeds."""
+    """The trainer's log-probabilities, and the transformers engine's tokens, from the exported folder and the
+    same seeds."""
     (completions, ours), *_ = pool.run(jobs.sample, name=name, params=params)
     theirs = torch.tensor([x for c in completions for x in c.logprobs])
     assert {v for c in completions for v in c.versions} == {version}

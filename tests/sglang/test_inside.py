@@ -1,4 +1,5 @@
-"""What megarl runs inside SGLang's processes, without an engine: how often it copies to the device and waits for it."""
+"""What megarl runs inside SGLang's processes, without an engine: how often it copies to the device and waits
+for it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from megarl.rollout.sampling import SamplingParams, choose
 
 if find_spec("sglang") is not None:  # else conftest.py skips what is here
     from megarl.rollout import sglang_host  # noqa: F401 (installs the stubs)
-# Anything made from Python numbers, and anything that Python reads of a tensor: on a GPU a copy, and one that waits.
+# Anything made from Python numbers, and anything that Python reads of a tensor: on a GPU a copy, and one that
+# waits.
 BLOCKING = {
     "aten.lift_fresh.default",
     "aten._local_scalar_dense.default",
@@ -69,7 +71,8 @@ def step(sampler: Any, info: Any, positions: list[int]) -> tuple[list[int], set[
 
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=["one kind", "two kinds"])
 def test_nothing_is_copied_from_token_to_token(changes: dict[str, Any]) -> None:
-    """As long as the batch stays as it is; what SGLang does when requests leave and join gives other draws at once."""
+    """As long as the batch stays as it is; what SGLang does when requests leave and join gives other draws at
+    once."""
     sampler = make_sampler()
     info = SimpleNamespace(custom_params=[row(11, 3), row(12, 5), row(13, 4, **changes)])
     assert step(sampler, info, [2, 4, 3])[1] & BLOCKING

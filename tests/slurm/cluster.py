@@ -1,4 +1,5 @@
-"""A throw-away Slurm on this machine: munged, slurmctld and two slurmd, as root, without systemd. Each node has a hostname of its own."""
+"""A throw-away Slurm on this machine: munged, slurmctld and two slurmd, as root, without systemd. Each node
+has a hostname of its own."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ PreemptMode=REQUEUE
 PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
-# cred_expire: how long a requeued job waits before it may start again (less than 5 counts as 120). config_overrides: a node may claim more
-# CPUs than there are.
+# cred_expire: how long a requeued job waits before it may start again (less than 5 counts as 120).
+# config_overrides: a node may claim more CPUs than there are.
 
 
 def missing() -> str | None:
@@ -155,7 +156,8 @@ class Cluster:
         self._remember(f"slurmd.{name}", self.folder / f"slurmd.{name}.pid")
 
     def kill_node(self, name: str) -> None:
-        """As when the power fails: slurmd, the steps' daemons and everything that they started, with SIGKILL."""
+        """As when the power fails: slurmd, the steps' daemons and everything that they started, with
+        SIGKILL."""
         daemon = self.pids.pop(f"slurmd.{name}")
         family = [daemon]
         for process in psutil.process_iter(["name"]):

@@ -1,4 +1,5 @@
-"""slurm/demo.sbatch on a real Slurm with two nodes: it trains, and whatever happens to it, it ends in the same bits.
+"""slurm/demo.sbatch on a real Slurm with two nodes: it trains, and whatever happens to it, it ends in the
+same bits.
 
 All in one file and one fixture: a cluster takes a second, each start of a job's ranks ten.
 """
@@ -18,7 +19,8 @@ from safetensors.torch import load_file
 from tests.slurm.cluster import Cluster, missing, wait_for
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 1200.0  # seconds for one job, its requeues included; a busy machine takes ten times as long as an idle one
+# seconds for one job, its requeues included; a busy machine takes ten times as long as an idle one
+LIMIT = 1200.0
 SMALL = (
     "rollout.prompts=4",
     "update.mini_batch=32",

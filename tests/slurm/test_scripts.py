@@ -1,4 +1,5 @@
-"""What the sbatch files decide, without Slurm: its commands are scripts that write down what they were asked."""
+"""What the sbatch files decide, without Slurm: its commands are scripts that write down what they were
+asked."""
 
 from __future__ import annotations
 
@@ -137,7 +138,8 @@ def test_the_large_jobs_have_the_nodes_that_their_layout_needs(recipe: str) -> N
 @pytest.mark.parametrize("job", [1, 7, 123456, 999983])
 @pytest.mark.parametrize("attempt", [0, 1, 9])
 def test_the_jobs_ports_are_nobody_elses(bin_folder: Path, job: int, attempt: int) -> None:
-    """D14: an SGLang engine takes one between 22000 and 29999 (get_free_port_below_ephemeral), the kernel those from 32768 on."""
+    """D14: an SGLang engine takes one between 22000 and 29999 (get_free_port_below_ephemeral), the kernel
+    those from 32768 on."""
     settings = {"SLURM_JOB_ID": str(job), "SLURM_RESTART_COUNT": str(attempt)}
     code, output, _ = script(bin_folder, 'echo "$megarl_port"', **settings)
     assert code == 0 and 10000 < int(output) < int(output) + 1 < 22000

@@ -1,4 +1,5 @@
-"""Transformer Engine's own modules on kernels in plain torch (compiled/): `make test-te` installs its Python half and runs this."""
+"""Transformer Engine's own modules on kernels in plain torch (compiled/): `make test-te` installs its Python
+half and runs this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What ranks do in the tests of this folder, over the GPU suite's Scene: a model of random weights, its learner, residency."""
+"""What ranks do in the tests of this folder, over the GPU suite's Scene: a model of random weights, its
+learner, residency."""
 
 from __future__ import annotations
 
@@ -55,9 +56,11 @@ def measure(
     models: Mapping[str, Mapping[str, Any]],
     mistakes: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Log-probabilities, this rank's gradients as one vector, and the kernels that were called, for each of `models`.
+    """Log-probabilities, this rank's gradients as one vector, and the kernels that were called, for each of
+    `models`.
 
-    Of a second pass, as recipe delayed has no scales in its first. mistakes: {model: what is done wrong on purpose}."""
+    Of a second pass, as recipe delayed has no scales in its first. mistakes: {model: what is done wrong on
+    purpose}."""
     found = {}
     for name, model in models.items():
         with MISTAKES[(mistakes or {}).get(name, "none")]():
@@ -87,7 +90,8 @@ def refusal(runtime: Runtime, folder: Path, model: Mapping[str, Any], mistake: s
 
 
 def accumulate(runtime: Runtime, folder: Path, dtype: str) -> dict[str, float]:
-    """Gradients of several micro-batches with the fused addition and without, relative to the sum of each micro-batch's own."""
+    """Gradients of several micro-batches with the fused addition and without, relative to the sum of each
+    micro-batch's own."""
     from megarl.training.losses import supervised_loss
 
     scene = make_scene(
@@ -131,7 +135,8 @@ def scales(scene: Scene) -> dict[str, torch.Tensor]:
 def through_a_checkpoint(
     runtime: Runtime, folder: Path, written: Mapping[str, Any], read: Mapping[str, Any], forget: bool = False
 ) -> dict[str, Any]:
-    """Two updates, a checkpoint, and one update more; the same one after the checkpoint was loaded into a model of the kind `read`.
+    """Two updates, a checkpoint, and one update more; the same one after the checkpoint was loaded into a
+    model of the kind `read`.
 
     forget: the scales that were loaded are thrown away again, as if they had not been in the checkpoint."""
     from megarl.training.sharded import load_trainable
@@ -169,7 +174,8 @@ def through_a_checkpoint(
 
 
 def updates(runtime: Runtime, folder: Path, model: Mapping[str, Any], moves: bool) -> dict[str, Any]:
-    """Three updates, with everything off the device before each where `moves`; `copies`: FP8 copies of weights that stayed behind."""
+    """Three updates, with everything off the device before each where `moves`; `copies`: FP8 copies of
+    weights that stayed behind."""
     scene = make_scene(runtime, folder / str(moves), model, residency={"offload": moves})
     local = scene.local(4, 32)
     found: dict[str, Any] = {"norms": [], "copies": 0}

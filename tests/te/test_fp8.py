@@ -1,4 +1,5 @@
-"""FP8 in Transformer Engine's layers: every recipe against bf16, packs filled up, layers left in bf16, delayed scaling's history."""
+"""FP8 in Transformer Engine's layers: every recipe against bf16, packs filled up, layers left in bf16,
+delayed scaling's history."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def check(found: list[dict[str, Any]], name: str, recipe: str) -> None:
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 2, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
 def test_recipes_are_near_bf16(layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path) -> None:
-    """With packs that have to be filled up; at TP 2 with sequence parallelism, where each rank quantises its share of them."""
+    """With packs that have to be filled up; at TP 2 with sequence parallelism, where each rank quantises its
+    share of them."""
     # Pipeline stages exchange hidden states in bf16, whatever the recipe.
     recipes = ["tensorwise"] if layout == (1, 2, 1) else [recipe for recipe in RECIPES if recipe != "mxfp8"]
     models = {"bf16": BF16, "te": {"layers": "te", "dtype": "bf16"}} | {name: fp8(name) for name in recipes}
@@ -85,7 +87,8 @@ def test_recipes_are_near_bf16(layout: tuple[int, int, int], ranks: Ranks, tmp_p
 
 
 def test_mxfp8_is_near_bf16(blackwell: RankPool, tmp_path: Path) -> None:
-    """And a recipe with one scale for a tensor, on a device whose products take operands in either orientation."""
+    """And a recipe with one scale for a tensor, on a device whose products take operands in either
+    orientation."""
     recipes = ("mxfp8", "tensorwise")
     found = blackwell.run(
         jobs.measure, folder=tmp_path, models={"bf16": BF16} | {name: fp8(name) for name in recipes}
@@ -122,7 +125,8 @@ def test_first_and_last_layer_stay_in_bf16(recipe: str, ranks: Ranks, tmp_path: 
 def test_delayed_scalings_history_is_part_of_a_checkpoint(
     layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Loaded, it gives the update that the undisturbed learner makes, bit for bit; without its history it does not."""
+    """Loaded, it gives the update that the undisturbed learner makes, bit for bit; without its history it
+    does not."""
     model = fp8("delayed")
     for rank in ranks(*layout).run(
         jobs.through_a_checkpoint, folder=tmp_path / "kept", written=model, read=model

@@ -1,4 +1,5 @@
-"""The kernels in plain torch against Transformer Engine's own Python references, and where it has none against torch or a loop."""
+"""The kernels in plain torch against Transformer Engine's own Python references, and where it has none
+against torch or a loop."""
 
 from __future__ import annotations
 
@@ -86,8 +87,9 @@ def test_current_scaling_is_transformer_engines_reference(
 
 @pytest.mark.parametrize("kind", ["blocks of 128", "blocks of 128 x 128", "MX"])
 def test_block_scales(kind: str) -> None:
-    """Of both copies, by a loop: the scale is the largest power of two at which the block does not overflow, and every value comes back
-    within half a unit in the last place of e4m3 (3 bits of mantissa), or of its smallest step."""
+    """Of both copies, by a loop: the scale is the largest power of two at which the block does not overflow,
+    and every value comes back within half a unit in the last place of e4m3 (3 bits of mantissa), or of its
+    smallest step."""
     tensor = numbers(160, 256)
     if kind == "MX":
         made = MXFP8Quantizer(DType.kFloat8E4M3)(tensor)
@@ -122,7 +124,8 @@ def test_block_scales(kind: str) -> None:
 
 
 def test_delayed_scaling_remembers() -> None:
-    """A linear layer's passes: the newest maximum at the end of the history, scales from its largest; zero for the pass to come."""
+    """A linear layer's passes: the newest maximum at the end of the history, scales from its largest; zero
+    for the pass to come."""
     linear = te.Linear(64, 32, bias=False, device="cpu", params_dtype=torch.bfloat16)
     recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=4, amax_compute_algo="max")
     seen: list[float] = []
@@ -137,7 +140,8 @@ def test_delayed_scaling_remembers() -> None:
         y.sum().backward()
         seen.append(float(x.detach().abs().max()))
         history = linear.fp8_meta["scaling_fwd"].amax_history[:, 0].tolist()
-        # Scales are made at the end of a backward pass, of the three newest maxima: the fourth row is the next pass's.
+        # Scales are made at the end of a backward pass, of the three newest maxima: the fourth row is the
+        # next pass's.
         assert history == [0.0, *[0.0] * (3 - len(seen[-3:])), *seen[-3:]]
         kept = seen[-4:]
         assert float(linear.fp8_meta["scaling_fwd"].scale[0]) == pytest.approx(448 / max(kept), rel=1e-6)
@@ -205,7 +209,8 @@ def test_rotation_is_transformer_engines_unfused_one() -> None:
     ("dtype", "fused", "bound"), [(torch.float32, False, 1e-6), (torch.bfloat16, True, 1e-2)]
 )
 def test_packed_attention_is_a_loop_over_sequences(dtype: torch.dtype, fused: bool, bound: float) -> None:
-    """Through DotProductAttention, which takes its own unfused attention for float32, and cuDNN's place for 16 bits."""
+    """Through DotProductAttention, which takes its own unfused attention for float32, and cuDNN's place for
+    16 bits."""
     attention = te.DotProductAttention(
         4, 16, num_gqa_groups=2, qkv_format="thd", attn_mask_type="padding_causal"
     )

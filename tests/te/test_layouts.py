@@ -1,4 +1,5 @@
-"""Transformer Engine's layers in float32 against Hugging Face and against portable layers, over the tables of tests/parallel."""
+"""Transformer Engine's layers in float32 against Hugging Face and against portable layers, over the tables of
+tests/parallel."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def test_values_equal_hugging_face(layout: tuple[int, int, int], ranks: Ranks, t
 def test_gradients_equal_those_of_portable_layers_on_one_rank(
     term: str, ranks: Ranks, tmp_path: Path
 ) -> None:
-    """At every layout of the table, with every kind of recompute; the norm that clips them, and the statistics."""
+    """At every layout of the table, with every kind of recompute; the norm that clips them, and the
+    statistics."""
     which, options = TERMS[term]
     kind = "token" if which == "critic" else None
     folder = make_tiny_model(

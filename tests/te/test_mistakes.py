@@ -1,4 +1,5 @@
-"""The comparison with portable layers sees mistakes: each is made on purpose, and the comparison must go red or the layers refuse."""
+"""The comparison with portable layers sees mistakes: each is made on purpose, and the comparison must go red
+or the layers refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What surrounds Transformer Engine's layers in training: gradient buffers, offloading, checkpoints, whole runs of DAPO and VAPO."""
+"""What surrounds Transformer Engine's layers in training: gradient buffers, offloading, checkpoints, whole
+runs of DAPO and VAPO."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Ranks = Callable[..., RankPool]
 
 
 def test_weight_gradients_are_added_up_in_float32(ranks: Ranks, tmp_path: Path) -> None:
-    """Within the product, without apex: in float32 the very same bits as one after the other; in bf16 no product is rounded."""
+    """Within the product, without apex: in float32 the very same bits as one after the other; in bf16 no
+    product is rounded."""
     (exact,) = ranks(1, 1, 1).run(jobs.accumulate, folder=tmp_path / "fp32", dtype="fp32")
     assert exact["equal"] and exact["fused"] <= 1e-6
     (half,) = ranks(1, 1, 1).run(jobs.accumulate, folder=tmp_path / "bf16", dtype="bf16")
@@ -95,7 +97,8 @@ BF16 = {"layers": "te", "dtype": "bf16"}
 
 @pytest.mark.parametrize("recipe", ["dapo", "vapo"])
 def test_runs_equal_those_of_portable_layers(recipe: str, ranks: Ranks, folder: Path, tmp_path: Path) -> None:
-    """Two steps at TP 2 in float32, groups moving, checkpoints written: the same responses, the same statistics."""
+    """Two steps at TP 2 in float32, groups moving, checkpoints written: the same responses, the same
+    statistics."""
     records = []
     for layers in ("portable", "te"):
         keys = VAPO if recipe == "vapo" else {}

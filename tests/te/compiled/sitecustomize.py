@@ -1,7 +1,9 @@
-"""Lets every Python process that has this folder on PYTHONPATH compute Transformer Engine's modules on its CPU.
+"""Lets every Python process that has this folder on PYTHONPATH compute Transformer Engine's modules on its
+CPU.
 
-PYTHONPATH=.te-cpu:tests/te/compiled, where .te-cpu holds the pure-Python package (`make test-te` installs it). Python imports a module
-of this name at its start; whoever first imports transformer_engine, Megatron for one, finds the compiled half in plain torch.
+PYTHONPATH=.te-cpu:tests/te/compiled, where .te-cpu holds the pure-Python package (`make test-te` installs
+it). Python imports a module of this name at its start; whoever first imports transformer_engine, Megatron for
+one, finds the compiled half in plain torch.
 """
 
 import importlib

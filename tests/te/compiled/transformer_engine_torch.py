@@ -1,11 +1,14 @@
-"""The compiled half of Transformer Engine 2.20.2 in plain torch: its real Python half then computes on a CPU. For tests only.
+"""The compiled half of Transformer Engine 2.20.2 in plain torch: its real Python half then computes on a CPU.
+For tests only.
 
-Each kernel names the C++ or CUDA source that it restates, relative to Transformer Engine's `transformer_engine/`, and raises where
-that source refuses. What is kept of the device is what the Python half depends on: which buffers a quantised tensor has, which of
-them a matrix product reads (one that was not filled is an error), where scales stand and how they are padded, and the rounding of
-scales and of casts. Products multiply dequantised operands in float32. A function that is not here raises with its name.
+Each kernel names the C++ or CUDA source that it restates, relative to Transformer Engine's
+`transformer_engine/`, and raises where that source refuses. What is kept of the device is what the Python
+half depends on: which buffers a quantised tensor has, which of them a matrix product reads (one that was not
+filled is an error), where scales stand and how they are padded, and the rounding of scales and of casts.
+Products multiply dequantised operands in float32. A function that is not here raises with its name.
 
-MEGARL_TE_CAPABILITY is the device that is played: 9.0 (Hopper, where FP8 operands carry transposes) or 10.0 (Blackwell, for MXFP8).
+MEGARL_TE_CAPABILITY is the device that is played: 9.0 (Hopper, where FP8 operands carry transposes) or 10.0
+(Blackwell, for MXFP8).
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from torch import Tensor
 VERSION = "2.20.2"
 device_types = ("cpu",)  # where these kernels run; megarl asks (parallel/machine.py)
 CAPABILITY = tuple(int(part) for part in os.environ.get("MEGARL_TE_CAPABILITY", "9.0").split("."))
-# From Blackwell on, per-tensor FP8 products take operands in either orientation (pytorch/utils.py, is_non_tn_fp8_gemm_supported).
+# From Blackwell on, per-tensor FP8 products take operands in either orientation (pytorch/utils.py,
+# is_non_tn_fp8_gemm_supported).
 NEEDS_TRANSPOSES = CAPABILITY < (10, 0)
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -39,7 +43,8 @@ CALLS: Counter[str] = Counter()  # how often each was called; products also by l
 
 
 def kernel(source: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Marks a function that restates `source`: it is counted, and autograd does not look into it, as into a real kernel."""
+    """Marks a function that restates `source`: it is counted, and autograd does not look into it, as into a
+    real kernel."""
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
         KERNELS[function.__name__] = source
@@ -56,7 +61,8 @@ def kernel(source: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def __getattr__(name: str) -> Any:
-    """What is not emulated: a type where the name is a type's, else a function that raises when it is called."""
+    """What is not emulated: a type where the name is a type's, else a function that raises when it is
+    called."""
     if name.startswith("__"):
         raise AttributeError(name)
     if name[0].isupper():
@@ -68,7 +74,8 @@ def __getattr__(name: str) -> Any:
     return missing
 
 
-# Not emulated either, but imported by name, or by `from transformer_engine_torch import *`, when the Python half is imported.
+# Not emulated either, but imported by name, or by `from transformer_engine_torch import *`, when the Python
+# half is imported.
 for _name in (
     "layernorm_fwd",
     "layernorm_bwd",
@@ -191,7 +198,8 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def scale_of(amax: Tensor, fp8: torch.dtype, x: torch.dtype, eps: float, power_of_2: bool) -> Tensor:
-    """Gives the factor that brings `amax` to the format's end (common/recipe/recipe_common.cuh, compute_scale_from_amax).
+    """Gives the factor that brings `amax` to the format's end (common/recipe/recipe_common.cuh,
+    compute_scale_from_amax).
 
     x: the dtype of what is quantised; its largest number stands for a factor that overflows."""
     amax = torch.where(amax < eps, eps, amax)
@@ -203,7 +211,8 @@ def scale_of(amax: Tensor, fp8: torch.dtype, x: torch.dtype, eps: float, power_o
 
 
 def _cast(x: Tensor, fp8: torch.dtype) -> Tensor:
-    """Saturates as the device's conversion does; torch's gives NaN beyond the format's end. The bytes, uint8."""
+    """Saturates as the device's conversion does; torch's gives NaN beyond the format's end. The bytes,
+    uint8."""
     end = torch.finfo(fp8).max
     return x.clamp(-end, end).to(fp8).view(torch.uint8)
 
@@ -264,9 +273,11 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 
 
 def _fill_per_tensor(output: Any, quantizer: Any, tensor: Tensor, fp8: torch.dtype) -> None:
-    """One factor for the whole tensor: delayed scaling has it from before, current scaling takes it from the values.
+    """One factor for the whole tensor: delayed scaling has it from before, current scaling takes it from the
+    values.
 
-    pytorch/csrc/quantizer.cpp: Float8Quantizer and Float8CurrentScalingQuantizer, convert_and_update_tensor and quantize."""
+    pytorch/csrc/quantizer.cpp: Float8Quantizer and Float8CurrentScalingQuantizer, convert_and_update_tensor
+    and quantize."""
     x = _rows(tensor).float()
     amax = x.abs().amax() if x.numel() else x.new_zeros(())
     if isinstance(quantizer, _te().Delayed):
@@ -294,7 +305,8 @@ def _fill_per_tensor(output: Any, quantizer: Any, tensor: Tensor, fp8: torch.dty
 
 
 def _fill_blocks(output: Any, quantizer: Any, tensor: Tensor, fp8: torch.dtype) -> None:
-    """A factor for 128 values of a row, or for 128 x 128; the columnwise copy is the rowwise one of the transpose.
+    """A factor for 128 values of a row, or for 128 x 128; the columnwise copy is the rowwise one of the
+    transpose.
 
     common/transpose/quantize_transpose_vector_blockwise.cu and quantize_transpose_square_blockwise.cu."""
     x = _rows(tensor).float()
@@ -313,9 +325,11 @@ def _fill_blocks(output: Any, quantizer: Any, tensor: Tensor, fp8: torch.dtype) 
 
 
 def _fill_mx(output: Any, quantizer: Any, tensor: Tensor, fp8: torch.dtype) -> None:
-    """A power of two, kept as a biased exponent, for 32 values of a row (rowwise copy) or of a column (columnwise copy).
+    """A power of two, kept as a biased exponent, for 32 values of a row (rowwise copy) or of a column
+    (columnwise copy).
 
-    common/cast/mxfp8/quantize_mxfp8.cuh; the exponent is rounded up (float_to_e8m0 in common/util/ptx_arch_spec.cuh)."""
+    common/cast/mxfp8/quantize_mxfp8.cuh; the exponent is rounded up (float_to_e8m0 in
+    common/util/ptx_arch_spec.cuh)."""
     x = _rows(tensor).float()
     for data, scale_inv, (height, width) in (
         (output._rowwise_data, output._rowwise_scale_inv, (1, 32)),
@@ -333,9 +347,11 @@ def _fill_mx(output: Any, quantizer: Any, tensor: Tensor, fp8: torch.dtype) -> N
 
 
 def operand(t: Any, columnwise: bool) -> Tensor:
-    """Gives what a product reads of `t`: the rowwise copy or the columnwise one, dequantised. float32 [rows, columns] of the tensor.
+    """Gives what a product reads of `t`: the rowwise copy or the columnwise one, dequantised. float32 [rows,
+    columns] of the tensor.
 
-    common/gemm/cublaslt_gemm.cu, CanonicalizeGemmInput. RuntimeError where the copy was not made, or was given up."""
+    common/gemm/cublaslt_gemm.cu, CanonicalizeGemmInput. RuntimeError where the copy was not made, or was
+    given up."""
     te = _te()
     if isinstance(t, te.PerTensorStorage):
         fp8 = _dtype(t._fp8_dtype)
@@ -396,8 +412,9 @@ def bgrad_quantize(grad: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
 def fused_amax_and_scale_update_after_reduction(
     reduced: Tensor, histories: list[Tensor], scales: list[Tensor], algorithm: str, dtype: Any, margin: float
 ) -> None:
-    """Rolls each history [length, tensors] by one, writes the newest maxima at its end, zeros into row 0 for the pass to come, and
-    takes new scales from it. A tensor that was not used (maximum 0) keeps history and scale."""
+    """Rolls each history [length, tensors] by one, writes the newest maxima at its end, zeros into row 0 for
+    the pass to come, and takes new scales from it. A tensor that was not used (maximum 0) keeps history and
+    scale."""
     start = 0
     for history, scale in zip(histories, scales, strict=True):
         newest = reduced[start : start + scale.numel()].reshape(scale.shape)
@@ -441,7 +458,8 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> tuple[Any, Tensor | None, None, Any]:
-    """D = alpha op(B) op(A) + beta D, both row by row: TN is input x weight^T, NN gradient x weight, NT gradient^T x input.
+    """D = alpha op(B) op(A) + beta D, both row by row: TN is input x weight^T, NN gradient x weight, NT
+    gradient^T x input.
 
     Gives (D, gradient of the bias where `grad`, None, extra_output)."""
     if gelu or comm_overlap is not None:
@@ -521,7 +539,8 @@ def rmsnorm_bwd(
 def _rotate(
     t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, options: tuple[Any, ...], direction: float
 ) -> Tensor:
-    """t: [tokens, heads, width], packed sequences, each of whose tokens count from zero; freqs: [longest, 1, 1, rotated width]."""
+    """t: [tokens, heads, width], packed sequences, each of whose tokens count from zero; freqs: [longest, 1,
+    1, rotated width]."""
     start_positions, _, interleaved, cp_size = options
     if interleaved or cp_size > 1 or start_positions is not None or cu_seqlens is None:
         raise NotImplementedError(
@@ -612,7 +631,8 @@ def fused_attn_fwd(
     v: Tensor,
     *rest: Any,
 ) -> list[Tensor]:
-    """Gives [output, softmax statistics, random state]; the latter two are empty here: the backward pass computes anew."""
+    """Gives [output, softmax statistics, random state]; the latter two are empty here: the backward pass
+    computes anew."""
     if "THD" not in qkv_layout.name or "CAUSAL" not in mask.name or dropout or bias_type or softmax:
         raise NotImplementedError(
             f"fused_attn_fwd with {qkv_layout.name}, {mask.name}, dropout {dropout} is not emulated"
@@ -716,7 +736,8 @@ def multi_tensor_adam(
     bias_correction: int,
     decay: float,
 ) -> None:
-    """lists: gradients, parameters, first and second moments and, for parameters in 16 bits, their float32 masters. mode 1: AdamW."""
+    """lists: gradients, parameters, first and second moments and, for parameters in 16 bits, their float32
+    masters. mode 1: AdamW."""
     correction1, correction2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
     for gradient, parameter, first, second, *master in zip(*lists, strict=True):
         p, g = (master[0] if master else parameter).float(), gradient.float()
@@ -737,7 +758,8 @@ def multi_tensor_adam(
 def _led(function: Callable[..., Any]) -> Callable[..., Any]:
     """`device="cuda"` and `map_location="cuda"` mean the CPU.
 
-    Not by a TorchFunctionMode: those are off within Tensor.backward, where activation recompute runs forward passes."""
+    Not by a TorchFunctionMode: those are off within Tensor.backward, where activation recompute runs forward
+    passes."""
 
     @functools.wraps(function)
     def led(*args: Any, **kwargs: Any) -> Any:
@@ -799,7 +821,8 @@ def _give_names() -> None:
 
 @contextlib.contextmanager
 def _absent_packages() -> Iterator[None]:
-    """Packages that the Python half names and that nothing here calls; for its import only, so that torch finds no triton later."""
+    """Packages that the Python half names and that nothing here calls; for its import only, so that torch
+    finds no triton later."""
     from torch.utils._triton import has_triton_package
 
     has_triton_package()  # which remembers its answer
@@ -821,7 +844,8 @@ def _absent_packages() -> Iterator[None]:
 
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
-    """Around the import of transformer_engine: what it and Megatron ask of CUDA is answered, what it loads is this module."""
+    """Around the import of transformer_engine: what it and Megatron ask of CUDA is answered, what it loads is
+    this module."""
     from importlib.metadata import version
 
     if version("transformer_engine") != VERSION:
