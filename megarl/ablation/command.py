@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from megarl.ablation.jobs import locked, run_jobs
 from megarl.ablation.result import Result, RowResult, markdown
 from megarl.ablation.runs import (
     SET_HERE,
@@ -29,7 +30,6 @@ from megarl.config import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import config_file
 from megarl.observe.runs import read_metrics
-from megarl.parallel.jobs import locked, run_jobs
 
 
 def ablate(name: str, base: Path | None, settings: Settings, into: Path | None = None) -> int:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 import megarl
+from megarl.ablation.jobs import Job
 from megarl.ablation.table import AblationRow, AblationTable
 from megarl.config import dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import set_key
 from megarl.config.schema import Config
 from megarl.observe.runs import read_metrics
-from megarl.parallel.jobs import Job
 from megarl.schedule.preflight import versions
 
 MARK = "ablation.json"  # in every folder made here; in a run's folder with `seconds` once it has ended well

@@ -11,12 +11,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megarl.ablation.jobs import locked
 from megarl.cli.train import train
 from megarl.config import check_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import config_file, set_key
 from megarl.config.schema import Config
-from megarl.parallel.jobs import locked
 
 MARK = ".megarl-demo"  # in --folder: it was made here
 MARK_WARM_START = (

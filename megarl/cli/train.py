@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megarl.cli.ranks import passes_on_rank_0, run_rank, start_ranks, starts_ranks
 from megarl.config import dump_config, load_config
 from megarl.config.schema import Config
-from megarl.parallel.signals import StopRequest
+from megarl.parallel.signals import StopRequest, follow_launcher
 
 if TYPE_CHECKING:
     from megarl.parallel.runtime import Runtime
@@ -31,9 +31,7 @@ def train(
     fresh    refuse a run_dir that holds a run
     follow   the process id of a parent whose end is to be this process's end"""
     if follow is not None:
-        from megarl.parallel.jobs import follow_parent
-
-        follow_parent(follow)
+        follow_launcher(follow)
     config = load_config(path, overrides)
     # From here on, as the imports take seconds. Ranks of ours are asked by SIGUSR1 alone: SIGTERM ends them.
     with _stop_request(config, signal.SIGUSR1, signal.SIGTERM) as stop:

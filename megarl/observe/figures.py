@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -42,12 +42,6 @@ class Spec:
     log: bool = False
 
 
-def read_sections() -> dict[str, list[Spec]]:
-    """Return section -> its figures."""
-    listed = yaml.safe_load(files("megarl.observe").joinpath("figures.yaml").read_text(encoding="utf-8"))
-    return {section: [Spec(**entry) for entry in entries] for section, entries in listed.items()}
-
-
 def draw(spec: Spec, runs: Runs) -> Drawing | None:
     """Draw a figure for these runs; None where none of them has its data."""
     return draw_curves(spec, runs) if spec.curves else DRAW[spec.draw](runs)
@@ -66,26 +60,18 @@ def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
     if spec.nonzero and not any(any(points(run, key).values()) for run in runs for key in spec.curves):
         return None
     related = families(runs)
-    found = []
+    overlay = len(related) > 1
+    found: dict[tuple[int, int], Line] = {}  # by the numbers of the runs and of the curve
     for r, family in enumerate(related):
-        for c, key in enumerate(spec.curves):
+        for c, (key, (label, colour)) in enumerate(spec.curves.items()):
             mean, band = mean_course([course for run in family if (course := points(run, key))])
+            markers = spec.stage == "eval" or len(mean) <= 12
+            shade = run_colour(r) if overlay else COLOUR[colour]
             if mean:
-                found.append((r, c, mean, band))
-    several, overlay = len({c for _, c, _, _ in found}) > 1, len(related) > 1
-    lines = []
-    for r, c, mean, band in found:
-        label, colour = list(spec.curves.values())[c]
-        line = Line(
-            mean,
-            colour=run_colour(r) if overlay else COLOUR[colour],
-            label=label if several else "",
-            style=c if overlay and several else 0,
-            markers=spec.stage == "eval" or len(mean) <= 12,
-            noisy=spec.noisy,
-            band=band,
-        )
-        lines.append(line)
+                found[r, c] = Line(mean, shade, label, c if overlay else 0, markers, spec.noisy, band)
+    lines = list(found.values())
+    if len({c for _, c in found}) == 1:
+        lines = [replace(line, label="", style=0) for line in lines]
     return Drawing(plots.draw_lines(lines, spec.xlabel, spec.limits, spec.log)) if lines else None
 
 
@@ -144,9 +130,8 @@ def draw_times(runs: Runs) -> Drawing | None:
     if not shown:
         return None
     if len(runs) > 1:
-        bars = {
-            run.name: [(mean[p], colours[p]) for p in shown] for run, mean in zip(runs, means, strict=True)
-        }
+        pieces = [[(mean[p], colours[p]) for p in shown] for mean in means]
+        bars = dict(zip((run.name for run in runs), pieces, strict=True))
         return Drawing(plots.draw_bars(bars, "s"), tuple((colours[p], _words(p)) for p in shown))
     mean, whole = means[0], sum(means[0].values())
     texts = {p: f"{_words(p)} {plots.value_text(mean[p])} s, {mean[p] / whole:.0%}" for p in shown}
@@ -171,6 +156,7 @@ def draw_memory(runs: Runs) -> Drawing | None:
 # The figures of distributions.jsonl show early and late steps of one kind of run, or late ones of several.
 
 Table = dict[str, list[float]]  # row -> one sum per bin
+DISTRIBUTED = ("train", "value_pretraining")  # the stages that have them
 
 
 class Part(NamedTuple):
@@ -181,12 +167,11 @@ class Part(NamedTuple):
     table: Table
 
 
-def add_tables(tables: Iterable[Mapping[str, Any]]) -> Table:
+def add_tables(tables: Sequence[Mapping[str, Any]]) -> Table:
     """Add tables bin by bin, but not those of another shape than the last (another version or limit)."""
-    found = list(tables)
-    shape = {row: len(sums) for row, sums in found[-1].items()}
-    alike = [table for table in found if {row: len(sums) for row, sums in table.items()} == shape]
-    bins = {row: zip(*([x or 0.0 for x in table[row]] for table in alike), strict=True) for row in shape}
+    shapes = [{row: len(sums) for row, sums in table.items()} for table in tables]
+    alike = [table for table, shape in zip(tables, shapes, strict=True) if shape == shapes[-1]]
+    bins = {row: zip(*([x or 0.0 for x in table[row]] for table in alike), strict=True) for row in shapes[-1]}
     return {row: [sum(found) for found in columns] for row, columns in bins.items()}
 
 
@@ -197,7 +182,7 @@ def thirds(records: Sequence[Record], name: str, stage: str) -> list[Part]:
     order = sorted(tables)
     size = -(-len(order) // 3)
     chosen = [order[:size], order[-size:]] if len(order) > 2 else [order] if order else []
-    return [Part(steps[0], steps[-1], add_tables(tables[step] for step in steps)) for steps in chosen]
+    return [Part(steps[0], steps[-1], add_tables([tables[step] for step in steps])) for steps in chosen]
 
 
 def parts(runs: Runs, name: str) -> list[tuple[str, str, Table]]:
@@ -205,22 +190,16 @@ def parts(runs: Runs, name: str) -> list[tuple[str, str, Table]]:
     related = families(runs)
     found: list[tuple[str, str, Table]] = []
     for number, family in enumerate(related):
-        of_runs = [
-            own
-            for run in family
-            if (
-                own := thirds(run.distributions, name, "train")
-                or thirds(run.distributions, name, "value_pretraining")
-            )
-        ]
+        stages = ([thirds(run.distributions, name, stage) for stage in DISTRIBUTED] for run in family)
+        of_runs = [train or pretraining for train, pretraining in stages if train or pretraining]
         if of_runs and len(related) > 1:
-            found.append((run_colour(number), "", add_tables(own[-1].table for own in of_runs)))
+            found.append((run_colour(number), "", add_tables([own[-1].table for own in of_runs])))
         elif of_runs:
             both = all(len(own) > 1 for own in of_runs)
             for colour, i in ((EARLY, 0), (LATE, -1)) if both else ((LATE, -1),):
                 first, last, _ = of_runs[0][i]
                 legend = f"steps {first} to {last}" if last > first else f"step {first}"
-                found.append((colour, legend, add_tables(own[i].table for own in of_runs)))
+                found.append((colour, legend, add_tables([own[i].table for own in of_runs])))
     return found
 
 
@@ -297,4 +276,5 @@ DRAW = {
     "value_error": draw_value_error,
     "mismatch": draw_mismatch,
 }
-SECTIONS = read_sections()
+_LISTED = yaml.safe_load(files("megarl.observe").joinpath("figures.yaml").read_text(encoding="utf-8"))
+SECTIONS = {section: [Spec(**entry) for entry in entries] for section, entries in _LISTED.items()}

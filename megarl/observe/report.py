@@ -43,8 +43,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     Raises DataError if a folder has no metrics or a damaged file, ConfigError if `out` cannot be written."""
     if not run_dirs:
         raise DataError("report: no run folder given (name at least one)")
-    html = render([load_run(Path(run_dir)) for run_dir in run_dirs])
-    out = Path(out)
+    html = render([load_run(run_dir) for run_dir in run_dirs])
     target = out / "report.html" if out.is_dir() else out
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -113,11 +112,8 @@ def head(run: Run) -> dict[str, Any]:
     """Return a run's headline and the facts beside it; those without a value are left out."""
     what, course, remark = headline(run)
     steps = max((step for stage in ("train", "sft") for step in run.by_stage.get(stage, {})), default=0)
-    planned, parallel, prompts = (
-        run.setting("steps"),
-        run.setting("parallel"),
-        run.setting("rollout", "prompts"),
-    )
+    planned, parallel = run.setting("steps"), run.setting("parallel")
+    prompts = run.setting("rollout", "prompts")
     size = None if run.setting("recipe") == "sft" else run.setting("rollout", "group_size")
     versions = [f"{name} {run.versions[name]}" for name in MAIN_VERSIONS if name in run.versions]
     facts = {
@@ -142,17 +138,15 @@ def alarms(runs: Sequence[Run]) -> list[tuple[tuple[str, str], bool]]:
     for run in runs:
         found = []
         for event in run.events:
-            found.append(
-                (f"{datetime.fromtimestamp(event['time'], UTC):%Y-%m-%d %H:%M} UTC", event["event"], True)
-            )
+            at = datetime.fromtimestamp(event["time"], UTC)
+            found.append((f"{at:%Y-%m-%d %H:%M} UTC", event["event"], True))
         for record in run.records:
             where = f"{record['stage'].replace('_', ' ')} step {record['step']}"
             found += [(where, f"not finite: {text}", True) for text in record.get("alarms", ())]
             found += [(where, str(text), False) for text in record.get("events", ())]
         if run.unreadable:
-            found.append(
-                ("files", f"{run.unreadable} cut or foreign lines in its .jsonl files were skipped", True)
-            )
+            skipped = f"{run.unreadable} cut or foreign lines in its .jsonl files were skipped"
+            found.append(("files", skipped, True))
         name = f"{run.name}: " if len(runs) > 1 else ""
         rows += [((f"{name}{where}", what), marked) for where, what, marked in found]
     return rows

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import zip_longest
 from numbers import Integral
@@ -21,7 +22,7 @@ from typing import Any, Self
 from megarl.config.errors import ConfigError
 
 METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
-DISTRIBUTIONS_FILE, EVENTS_FILE = "distributions.jsonl", "events.jsonl"
+DISTRIBUTIONS_FILE, EVENTS_FILE, ANSWERS_FILE = "distributions.jsonl", "events.jsonl", "evaluations.jsonl"
 STAGES = ("sft", "value_pretraining", "train", "eval")  # in the order of a run; "eval" is between its steps
 DIGITS = 9  # significant digits of a recorded number
 SAMPLE_CHARACTERS = 20_000  # of a prompt or a response
@@ -31,7 +32,7 @@ Tables = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 def parse(line: bytes) -> Record | None:
-    """Return the JSON object that a line holds, or None if the line is cut or holds something else."""
+    """Return the JSON object that a line holds; None if it is cut or holds something else."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -41,7 +42,7 @@ def parse(line: bytes) -> Record | None:
 
 def is_step(record: Mapping[str, Any]) -> bool:
     """Return whether a record has an integer `step` and a known `stage`."""
-    return isinstance(record.get("step"), int) and record.get("stage") in STAGES
+    return isinstance(record.get("step"), Integral) and record.get("stage") in STAGES
 
 
 def precedes(record: Mapping[str, Any], step: int, stage: str) -> bool:
@@ -79,8 +80,7 @@ class Sample:
     """One response of a step, for people to read. A field is None where nothing was recorded.
 
     reward: as it entered the advantages, with penalties; length: response tokens; group_size, group_right:
-    responses to the same prompt, and how many are right; advantage_mean, _min, _max: over all tokens of the
-    response; tokens: their texts, each with its advantage and value (None: not known)."""
+    responses to the same prompt, and how many are right; advantage_*: over all tokens; tokens: texts."""
 
     step: int
     prompt: str
@@ -142,9 +142,9 @@ class JsonlWriter:
             reason = f"cannot be written: {error.strerror} (choose another run_dir)"
             raise ConfigError(f"run_dir: {path}: {reason}") from error
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Mapping[str, Any], ascii_only: bool = True) -> None:
         """Append one record. Raises ValueError if it holds NaN or infinity, which JSON does not know."""
-        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        self._file.write(json.dumps(record, allow_nan=False, ensure_ascii=ascii_only).encode() + b"\n")
         self._file.flush()
 
     def keep(self, wanted: Callable[[Record], bool]) -> int:
@@ -182,12 +182,9 @@ class RunLog:
         wandb: bool = False,
     ) -> None:
         self.samples_per_step = samples
-        self._trackers: list[_TensorBoard | _Wandb] = []
-        if tensorboard:
-            self._trackers.append(_TensorBoard(run_dir))
-        if wandb:
-            self._trackers.append(_Wandb(run_dir, append))
-        names = (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE, EVENTS_FILE)
+        self._trackers: list[_TensorBoard | _Wandb] = [_TensorBoard(run_dir)] if tensorboard else []
+        self._trackers += [_Wandb(run_dir, append)] if wandb else []
+        names = (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE, EVENTS_FILE, ANSWERS_FILE)
         self._files = {name: JsonlWriter(run_dir / name, append) for name in names}
 
     def write_metrics(self, record: Mapping[str, Any]) -> Record:
@@ -196,7 +193,7 @@ class RunLog:
         `record` needs "step" (int) and "stage" (one of STAGES), else ValueError. Values are texts, numbers,
         0-dimensional tensors, or lists and mappings of these. A number that is not finite becomes null and is
         named in the record's "alarms". The report shows "alarms" and "events" (lists of texts)."""
-        if not isinstance(record.get("step"), Integral) or record.get("stage") not in STAGES:
+        if not is_step(record):
             got = f"{record.get('step')}, {record.get('stage')}"
             raise ValueError(f"a metrics record needs an int `step` and a `stage` of {STAGES} (got {got})")
         alarms = [str(text) for text in record.get("alarms", ())]
@@ -217,9 +214,9 @@ class RunLog:
         for sample in chosen:
             # The lists are of tokens: texts, and numbers that are rounded already.
             record = {k: v if isinstance(v, list) else plain(v, k, []) for k, v in vars(sample).items()}
-            texts = {"prompt": sample.prompt, "response": sample.response}
-            short = {name: shorten(text, SAMPLE_CHARACTERS) for name, text in texts.items()}
-            self._files[SAMPLES_FILE].write(record | short)
+            record["prompt"] = shorten(sample.prompt, SAMPLE_CHARACTERS)
+            record["response"] = shorten(sample.response, SAMPLE_CHARACTERS)
+            self._files[SAMPLES_FILE].write(record)
         return len(chosen)
 
     def write_distributions(self, step: int, stage: str, tables: Tables) -> None:
@@ -230,18 +227,23 @@ class RunLog:
         """Write what happened to the run rather than in a step, with the time in seconds since 1970."""
         self._files[EVENTS_FILE].write({"time": round(time.time(), 1), "event": text})
 
+    def write_answers(self, step: int, answers: Iterable[Record]) -> None:
+        """Write every answer of the evaluation at `step`."""
+        for answer in answers:
+            self._files[ANSWERS_FILE].write({"step": step, **answer}, ascii_only=False)
+
     def truncate_after(self, step: int, stage: str = "train") -> int:
         """Drop what was recorded after `step` of `stage`, except events; return the number of lines."""
         for tracker in self._trackers:
             tracker.continue_from(step)
-        stepwise = (self._files[name] for name in (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE))
-        return sum(file.keep(lambda record: precedes(record, step, stage)) for file in stepwise)
+        stepwise = [self._files[name] for name in (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE)]
+        dropped = sum(file.keep(lambda record: precedes(record, step, stage)) for file in stepwise)
+        answers = self._files[ANSWERS_FILE]
+        return dropped + answers.keep(lambda record: precedes({**record, "stage": "eval"}, step, stage))
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        for tracker in self._trackers:
-            tracker.close()
+        for one in (*self._files.values(), *self._trackers):
+            one.close()
 
     def __enter__(self) -> Self:
         return self
@@ -262,9 +264,9 @@ class _TensorBoard:
     """Writes event files into run_dir/tensorboard."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._open = _tracker("tensorboard", "TensorBoard", "torch.utils.tensorboard").SummaryWriter
-        self._folder = str(run_dir / "tensorboard")
-        self._writer = self._open(self._folder)
+        module = _tracker("tensorboard", "TensorBoard", "torch.utils.tensorboard")
+        self._open = partial(module.SummaryWriter, str(run_dir / "tensorboard"))
+        self._writer = self._open()
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
@@ -273,7 +275,7 @@ class _TensorBoard:
 
     def continue_from(self, step: int) -> None:
         self._writer.close()
-        self._writer = self._open(self._folder, purge_step=step + 1)  # hides what was logged later
+        self._writer = self._open(purge_step=step + 1)  # hides what was logged later
 
     def close(self) -> None:
         self._writer.close()
@@ -287,8 +289,9 @@ class _Wandb:
         known = run_dir / "wandb_id"
         run_dir.mkdir(parents=True, exist_ok=True)
         identity = known.read_text().strip() if append and known.exists() else None
-        folder = {"name": run_dir.name, "dir": str(run_dir)}
-        self._run = wandb.init(project="megarl", id=identity, resume="allow", **folder)
+        self._run = wandb.init(
+            project="megarl", id=identity, resume="allow", name=run_dir.name, dir=str(run_dir)
+        )
         # W&B's own step must never fall, ours starts again with each stage: ours is a metric and the x axis.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

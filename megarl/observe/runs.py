@@ -30,13 +30,12 @@ def read_jsonl(path: Path, valid: Callable[[Record], bool]) -> JsonLines:
 
     Raises DataError if the file cannot be opened."""
     try:
-        content = path.read_bytes()
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror} (is this the folder of a run?)") from error
     found = JsonLines([], [])
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        record = parse(line)
-        if record is not None and valid(record):
+    for number, line in enumerate(lines, start=1):
+        if (record := parse(line)) is not None and valid(record):
             found.records.append(record)
         elif line.strip():
             found.unreadable.append(number)
@@ -44,10 +43,8 @@ def read_jsonl(path: Path, valid: Callable[[Record], bool]) -> JsonLines:
 
 
 def read_metrics(run_dir: Path) -> JsonLines:
-    """Read run_dir/metrics.jsonl. A line that was cut, or has no step and known stage, counts as unreadable.
-
-    Raises DataError if there is no such file."""
-    return read_jsonl(Path(run_dir) / run_log.METRICS_FILE, is_step)
+    """Read run_dir/metrics.jsonl; a line without a step and a known stage counts as unreadable."""
+    return read_jsonl(run_dir / run_log.METRICS_FILE, is_step)
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Run:
 
     @cached_property
     def by_stage(self) -> dict[str, dict[int, Record]]:
-        """stage -> step -> record; where a step was written twice, the later line counts."""
+        """Map stage -> step -> record; where a step was written twice, the later line counts."""
         stages: dict[str, dict[int, Record]] = {}
         for record in self.records:
             stages.setdefault(record["stage"], {})[record["step"]] = record
@@ -75,13 +72,14 @@ class Run:
 
     @property
     def main_stage(self) -> str:
-        """The stage whose times and memory are shown: training, else what there is before it."""
-        stages = ("train", "sft", "value_pretraining")
-        return next((stage for stage in stages if stage in self.by_stage), "train")
+        """Name the stage whose times and memory are shown: training, else what there is before it."""
+        return next(
+            (stage for stage in ("train", "sft", "value_pretraining") if stage in self.by_stage), "train"
+        )
 
     @property
     def seconds(self) -> float:
-        """The time of all recorded steps, evaluations included where they say how long they took."""
+        """Sum up the time of all recorded steps."""
         records = (record for steps in self.by_stage.values() for record in steps.values())
         return sum(record.get("time/step") or 0.0 for record in records)
 
@@ -102,49 +100,45 @@ class Run:
 
 def load_run(run_dir: Path) -> Run:
     """Read a run's folder. Raises DataError if metrics.jsonl is missing or another file is damaged."""
-    run_dir = Path(run_dir)
 
     def read(name: str, valid: Callable[[Record], bool]) -> JsonLines:
         path = run_dir / name
         return read_jsonl(path, valid) if path.exists() else JsonLines([], [])
-
-    def is_event(record: Record) -> bool:
-        return isinstance(record.get("time"), int | float) and isinstance(record.get("event"), str)
 
     known = {f.name: f.default for f in fields(Sample)}
     needed = {name for name, default in known.items() if default is MISSING}
     metrics = read_metrics(run_dir)
     samples = read(run_log.SAMPLES_FILE, lambda record: needed <= record.keys())
     distributions = read(run_log.DISTRIBUTIONS_FILE, is_step)
-    events = read(run_log.EVENTS_FILE, is_event)
-    hangs = [  # the watchdog's reports
-        {"time": path.stat().st_mtime, "event": f"hang, {_first_line(path)} ({path.name})"}
-        for path in run_dir.glob("hang-*.txt")
-    ]
+    events = read(
+        run_log.EVENTS_FILE,
+        lambda r: isinstance(r.get("time"), int | float) and isinstance(r.get("event"), str),
+    )
+    hangs = []  # the watchdog's reports
+    for path in run_dir.glob("hang-*.txt"):
+        with path.open(encoding="utf-8", errors="replace") as file:
+            line = f"hang, {file.readline().strip()} ({path.name})"
+        hangs.append({"time": path.stat().st_mtime, "event": line})
     return Run(
         name=run_dir.resolve().name,
         records=metrics.records,
         samples=[Sample(**{k: v for k, v in record.items() if k in known}) for record in samples.records],
-        config=read_mapping(run_dir / "config.yaml", yaml.safe_load, yaml.YAMLError),
-        versions=read_mapping(run_dir / "versions.json", json.loads, ValueError),
+        config=read_mapping(run_dir / "config.yaml"),
+        versions=read_mapping(run_dir / "versions.json"),
         unreadable=sum(len(found.unreadable) for found in (metrics, samples, distributions, events)),
         distributions=distributions.records,
         events=sorted([*events.records, *hangs], key=lambda record: record["time"]),
     )
 
 
-def _first_line(path: Path) -> str:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.readline().strip()
-
-
-def read_mapping(path: Path, load: Callable[[str], Any], damage: type[Exception]) -> dict[str, Any]:
-    """Read a mapping from a small file, empty if there is none; DataError if the file holds anything else."""
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read a mapping from a .yaml or .json file, empty if there is none; DataError for anything else."""
     if not path.exists():
         return {}
     try:
-        content = load(path.read_text(encoding="utf-8"))
-    except (damage, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
         raise DataError(f"{path}: cannot be parsed (restore it, or remove it to leave it out)") from error
     if not isinstance(content, dict):
         raise DataError(f"{path}: holds no mapping (restore it, or remove it to leave it out)")
@@ -173,15 +167,12 @@ def mean_course(courses: Sequence[Points]) -> tuple[Points, dict[int, tuple[floa
 
 
 def kept_share(record: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the shares of the sampled groups that were kept, all right and all wrong, from counts or shares.
-
+    """Return the shares of the sampled groups that were kept, all right and all wrong, from counts or shares;
     None where the record does not say."""
-    names = ("kept", "all_right", "all_wrong")
-    found = [record.get(f"rollout/groups_{name}") for name in names]
-    counts = [float(count) for count in found if count is not None]
-    if len(counts) < len(names) or sum(counts) <= 0:
-        return None
-    return {name: count / sum(counts) for name, count in zip(names, counts, strict=True)}
+    counts = {name: record.get(f"rollout/groups_{name}") for name in ("kept", "all_right", "all_wrong")}
+    known = {name: float(count) for name, count in counts.items() if count is not None}
+    total = sum(known.values())
+    return {name: count / total for name, count in known.items()} if len(known) == 3 and total > 0 else None
 
 
 def layout_text(parallel: Mapping[str, Any]) -> str:

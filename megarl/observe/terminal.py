@@ -11,11 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.panel import Panel
@@ -38,15 +37,19 @@ WATCH_PERIOD = 0.5  # seconds between two looks at a folder
 
 @dataclass(frozen=True)
 class Column:
-    """A quantity of a step, from one metric or from several that are joined by a slash."""
+    """A quantity of a step, from one metric or from several that are joined by a slash.
 
-    short: str  # its name in plain lines
-    long: str  # its name in the live table
+    short, long: its name in plain lines and in the live table; form: see `number`; width: of one number in a
+    plain line."""
+
+    short: str
+    long: str
     keys: tuple[str, ...]
-    form: str  # see `number`
-    width: int  # of one number in a plain line
+    form: str
+    width: int
 
 
+_TOKENS_A_SECOND = ("throughput/rollout_tokens", "throughput/train_tokens")
 COLUMNS = (
     Column("acc", "accuracy", ("reward/accuracy",), ".3f", 5),
     Column("reward", "reward", ("reward/mean",), "+.3f", 6),
@@ -60,13 +63,7 @@ COLUMNS = (
     Column("lr", "learning rate", ("policy/lr",), ".1e", 7),
     Column("gnorm", "gradient norm", ("policy/grad_norm",), ".3g", 6),
     Column("kept", "groups kept", ("groups_kept",), ".2f", 4),
-    Column(
-        "tok/s",
-        "tokens/s rollout / train",
-        ("throughput/rollout_tokens", "throughput/train_tokens"),
-        "count",
-        5,
-    ),
+    Column("tok/s", "tokens/s rollout / train", _TOKENS_A_SECOND, "count", 5),
     Column("step", "time of the step", ("time/step",), "seconds", 6),
 )
 # What a plain line leaves out in a stage: quantities that say nothing there.
@@ -80,11 +77,11 @@ SPARKS = {
 
 def compact(value: float) -> str:
     """Return a number in at most 5 characters up to 999T: 1234567 -> 1.23M."""
-    for unit in ("", "k", "M", "G", "T"):
-        if abs(value) < 999.5 or unit == "T":
-            return f"{value:.0f}{unit}" if unit == "" or abs(value) >= 99.95 else f"{value:.3g}{unit}"
-        value /= 1000
-    raise AssertionError("unreachable: T is the last unit")
+    units = iter(("", "k", "M", "G", "T"))
+    unit = next(units)
+    while abs(value) >= 999.5 and unit != "T":
+        value, unit = value / 1000, next(units)
+    return f"{value:.0f}{unit}" if unit == "" or abs(value) >= 99.95 else f"{value:.3g}{unit}"
 
 
 def duration(seconds: float) -> str:
@@ -169,9 +166,8 @@ class RunFacts:
 class TerminalView:
     """Shows the course of a run; used as a context manager.
 
-    mode "live": redrawn in place (on something that is no terminal only its last state is printed); "plain":
-    a line every `every` steps, for evaluations and for events; "quiet": nothing; "auto": live on a terminal,
-    else plain."""
+    mode  live: redrawn in place (without a terminal only the last state is printed); plain: a line every
+          `every` steps, for evaluations and events; quiet: nothing; auto: live on a terminal, else plain"""
 
     def __init__(
         self,
@@ -202,10 +198,7 @@ class TerminalView:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the view and leave its last state on the screen; may be called more than once."""
+        """Leave the last state on the screen."""
         if self._live:
             self._live.stop()
 
@@ -227,23 +220,20 @@ class TerminalView:
             if record["stage"] == "eval":
                 self._evaluation = dict(record)
             else:
-                self._advance(record)
+                if not self._record:
+                    # A resumed run does not begin at step 0: its first step took the time since the start.
+                    self._finished[0] = (self._finished[0][0], record["step"] - 1)
+                elif record["stage"] != self._record["stage"]:
+                    self._finished = deque([(self._finished[-1][0], 0)], maxlen=STEPS_TIMED + 1)
+                self._record = dict(record)
+                self._finished.append((self.clock(), record["step"]))
+                for name, (key, _) in SPARKS.items():
+                    if isinstance(record.get(key), int | float):
+                        self._history[name].append(record[key])
         if self.mode == "plain":
             self._print_step(record)
         for alarm in record.get("alarms", ()):
             self.event(f"{record['stage']} step {record['step']}: not finite: {alarm}")
-
-    def _advance(self, record: Mapping[str, Any]) -> None:
-        if not self._record:
-            # A resumed run does not begin at step 0: its first step here took the time since the start.
-            self._finished[0] = (self._finished[0][0], record["step"] - 1)
-        elif record["stage"] != self._record["stage"]:
-            self._finished = deque([(self._finished[-1][0], 0)], maxlen=STEPS_TIMED + 1)
-        self._record = dict(record)
-        self._finished.append((self.clock(), record["step"]))
-        for name, (key, _) in SPARKS.items():
-            if isinstance(record.get(key), int | float):
-                self._history[name].append(record[key])
 
     def _left(self) -> str:
         """Return the time left in this stage at the pace of the last steps; empty if unknown."""
@@ -267,19 +257,20 @@ class TerminalView:
         total = self.facts.total(stage)
         place = f"{step:>{len(str(total))}}/{total}" if total else f"{step}"
         if stage == "eval":
-            return self._print(f"eval  {place}  {evaluation_text(record)}")
+            self._print(f"eval  {place}  {evaluation_text(record)}")
+            return
         # The first record of a stage decides on its columns, so that they stay aligned.
         if stage not in self._columns:
             self._columns[stage] = [c for c in present(record) if c.short not in PLAIN_LEAVES_OUT[stage]]
         elif step % self.every and step != total:
-            return None
-        name = "value" if stage == "value_pretraining" else stage
-        parts = [f"{name:<5} {place}"]
+            return
+        parts = [f"{'value' if stage == 'value_pretraining' else stage:<5} {place}"]
         for column in self._columns[stage]:
             texts = [text.rjust(column.width) for text in values(column, record)]
             parts.append(f"{column.short} {'/'.join(texts)}")
-        left = self._left()
-        return self._print("  ".join([*parts, f"left {left}"] if left else parts))
+        if left := self._left():
+            parts.append(f"left {left}")
+        self._print("  ".join(parts))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._lock:
@@ -331,10 +322,8 @@ class TerminalView:
             table.add_column(justify="right", no_wrap=True)
             table.add_column(ratio=1)
         for i in range(rows):
-            cells: list[str] = []
-            for column in columns[i::rows]:
-                cells += [column.long, " / ".join(values(column, self._record)), ""]
-            table.add_row(*cells)
+            cells = [(c.long, " / ".join(values(c, self._record)), "") for c in columns[i::rows]]
+            table.add_row(*chain.from_iterable(cells))
         return table
 
 
@@ -343,8 +332,7 @@ class Follower:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._read = 0
-        self._inode = 0
+        self._read = self._inode = 0
 
     def look(self) -> tuple[bool, list[Record]]:
         """Return whether the file was begun anew, and the records that have come since the last look."""
@@ -352,9 +340,7 @@ class Follower:
             with open(self.path, "rb") as file:
                 status = self.path.stat()
                 anew = self._read > 0 and (status.st_size < self._read or status.st_ino != self._inode)
-                if anew:
-                    self._read = 0
-                self._inode = status.st_ino
+                self._read, self._inode = 0 if anew else self._read, status.st_ino
                 file.seek(self._read)
                 content = file.read()
         except FileNotFoundError:
@@ -368,12 +354,10 @@ class Follower:
 class _Clock:
     """The run's own time, `past`, while what it did before is read; real time from `since` on."""
 
-    def __init__(self) -> None:
-        self.past = 0.0
-        self.since: float | None = None
+    past, since = 0.0, 0.0
 
     def __call__(self) -> float:
-        return self.past + (0.0 if self.since is None else time.monotonic() - self.since)
+        return self.past + (time.monotonic() - self.since if self.since else 0.0)
 
 
 def watch(
@@ -388,7 +372,7 @@ def watch(
     Raises DataError if the folder is not a run's."""
     if not (run_dir / "config.yaml").is_file():
         raise DataError(f"{run_dir}: no config.yaml (is this the folder of a run?)")
-    settings = read_mapping(run_dir / "config.yaml", yaml.safe_load, yaml.YAMLError)
+    settings = read_mapping(run_dir / "config.yaml")
     facts = read_facts(run_dir, settings)
     last = {("sft" if facts.recipe == "sft" else "train", facts.steps)}  # recorded once the run is done
     if facts.recipe != "sft" and settings.get("data", {}).get("eval"):
@@ -400,7 +384,7 @@ def watch(
         with TerminalView("auto", facts, console, clock=clock) as view:
             while True:
                 for record in records:
-                    if clock.since is None:
+                    if not clock.since:
                         clock.past += float(record.get("time/step") or record.get("time/evaluation") or 0.0)
                     for event in record.get("events", ()):
                         view.event(str(event))

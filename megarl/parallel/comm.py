@@ -19,19 +19,20 @@ _TAG = 7  # of the rest of a longer message: distinct from the phases' own point
 def gather_objects(runtime: Runtime, value: Any) -> list[Any]:
     """Return every rank's `value`, by rank, on every rank. For small objects (pickled, over gloo).
 
-    They are sent by way of rank 0: two messages a rank, each as long as its content. An all-gather would send
-    ranks x ranks messages, each padded to the longest."""
+    They go by way of rank 0: two messages a rank, each as long as its content. An all-gather would send ranks
+    x ranks messages, each padded to the longest."""
     return gather_over(runtime.cpu_group, value)
 
 
 def gather_over(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     """Return the same over a gloo group of all ranks (None: the default one)."""
     blobs = _collect(group, pickle.dumps(value))
-    seen: dict[bytes, bytes] = {}  # equal messages are sent once: pickle refers to an object that it has met
-    whole = _spread(
-        group, None if blobs is None else pickle.dumps([seen.setdefault(blob, blob) for blob in blobs])
-    )
-    return [pickle.loads(blob) for blob in pickle.loads(whole)]
+    whole = None
+    if blobs is not None:
+        # Equal messages are sent once: pickle refers to an object that it has met.
+        seen: dict[bytes, bytes] = {}
+        whole = pickle.dumps([seen.setdefault(blob, blob) for blob in blobs])
+    return [pickle.loads(blob) for blob in pickle.loads(_spread(group, whole))]
 
 
 def gather_on_0(runtime: Runtime, value: Any) -> list[Any] | None:
@@ -46,8 +47,7 @@ def from_rank_0(runtime: Runtime, value: Any) -> Any:
 
 
 def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None:
-    """Return every rank's bytes on rank 0: the first bytes of all in one gather, the rest of the long ones
-    after it."""
+    """Return every rank's bytes on rank 0: the beginnings in one gather, then the rest of the long ones."""
     world = dist.get_world_size(group)
     if world == 1:
         return [blob]
@@ -101,8 +101,7 @@ def _tensor(data: bytes) -> Tensor:
 
 
 def sum_stats(runtime: Runtime, sums: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Return statistics summed over the data-parallel replicas, each counted once, in rank order. Ranks that
-    are no replica's leader may have none."""
+    """Return statistics summed over the data-parallel replicas, each counted once, in rank order."""
     mine = {k: float(v) for k, v in sums.items()} if runtime.is_replica_leader else {}
     total: dict[str, float] = {}
     for theirs in gather_objects(runtime, mine):
@@ -112,12 +111,10 @@ def sum_stats(runtime: Runtime, sums: Mapping[str, Tensor | float]) -> dict[str,
 
 
 def sum_over_replicas(runtime: Runtime, sums: Tensor) -> Tensor:
-    """Return the element-wise sum of a float64 tensor over the data-parallel replicas, each counted once, on
-    every rank."""
-    total = sums.double().cpu() if runtime.is_replica_leader else torch.zeros(sums.shape, dtype=torch.float64)
+    """Return the element-wise float64 sum over the replicas, each counted once, on every rank."""
+    total = sums.to("cpu", torch.float64, copy=True)
     if runtime.world > 1:
-        total = total.clone()
-        dist.all_reduce(total, group=runtime.cpu_group)
+        dist.all_reduce(total if runtime.is_replica_leader else total.zero_(), group=runtime.cpu_group)
     return total
 
 
@@ -145,8 +142,7 @@ def from_last_stage(
 
 
 def any_of(runtime: Runtime, flags: Sequence[bool]) -> list[bool]:
-    """Return for each flag, on every rank, whether it is true on at least one. By way of rank 0, as
-    `gather_objects`."""
+    """Return on every rank, for each flag, whether it is true on at least one; by way of rank 0."""
     if runtime.world == 1:
         return list(flags)
     cells = torch.tensor(flags, dtype=torch.uint8)

@@ -28,15 +28,12 @@ import torch.distributed as dist
 from megarl.config.errors import Interrupted
 from megarl.config.schema import ParallelConfig
 from megarl.parallel.machine import ALLOCATOR, EXPANDABLE
-from megarl.parallel.runtime import choose_device
+from megarl.parallel.runtime import LAUNCHED_BY, choose_device
 from megarl.parallel.signals import follow_launcher
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun too; another file for each rank
-_PEER_LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-)  # gloo raises plain RuntimeErrors
+# gloo raises plain RuntimeErrors with these texts.
+_PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _TERMINATING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # with a grace period: passed on to the ranks, as SIGUSR1
 _HANDLED = (*_TERMINATING, signal.SIGUSR1, signal.SIGALRM)
@@ -45,11 +42,8 @@ PATIENCE = 30.0  # seconds that ranks have to go after SIGTERM
 HUNG = 124  # exit code of a rank whose watchdog has fired, as of the command `timeout`
 # Exit codes after which the same ranks may do better: hung, lost a peer, and killed by what comes from
 # outside or from a bug in C.
-LOST = (
-    1,
-    HUNG,
-    *(128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)),
-)
+_KILLED_BY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+LOST = (1, HUNG, *(128 + number for number in _KILLED_BY))
 _PR_SET_NAME = 15  # linux/prctl.h
 
 
@@ -67,11 +61,8 @@ def launch(rank_main: Callable[[], int], config: ParallelConfig, folder: Path, g
     grace       seconds that the ranks have to save and leave after a first SIGTERM or SIGUSR1, which goes to
                 them as SIGUSR1
 
-    When a rank fails or this process is told to end, the other ranks are ended too. Everything binds to
-    loopback. Raises KeyboardInterrupt after Ctrl-C.
-
-    On a CPU ranks are forked from this process and have what it has imported, at no cost in time or
-    memory."""
+    When a rank fails or this process is told to end, the other ranks are ended too. Raises KeyboardInterrupt
+    after Ctrl-C. On a CPU ranks are forked: they have what this process has imported."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -107,17 +98,16 @@ def launch(rank_main: Callable[[], int], config: ParallelConfig, folder: Path, g
             for rank, (process, file) in enumerate(zip(ranks, error_files, strict=True)):
                 code = -signal.SIGTERM if rank in killed else process.exitcode
                 if code:
-                    failures[rank] = (
-                        code,
-                        json.loads(file.read_text(encoding="utf-8")) if file.exists() else None,
-                    )
+                    written = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+                    failures[rank] = code, written
             code, line = explain_failures(failures, folder, forwarded[0] if forwarded else None)
             print(f"megarl: {line}", file=sys.stderr, flush=True)
             return code
         except _Terminated as terminated:
             _end(ranks)
-            print(f"megarl: ended by {terminated.number.name}, with all ranks", file=sys.stderr, flush=True)
-            return 128 + terminated.number
+            number = signal.Signals(terminated.args[0])
+            print(f"megarl: ended by {number.name}, with all ranks", file=sys.stderr, flush=True)
+            return 128 + number
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             _end(ranks)
@@ -127,11 +117,7 @@ def launch(rank_main: Callable[[], int], config: ParallelConfig, folder: Path, g
 
 
 class _Terminated(BaseException):
-    """Raised in the launcher by a signal, wherever it is."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = signal.Signals(number)
+    """Raised in the launcher by a signal, its argument, wherever it is."""
 
 
 def _start(
@@ -140,8 +126,8 @@ def _start(
     error_files: Sequence[Path],
     ranks: list[BaseProcess],
 ) -> dist.TCPStore:
-    """Start the ranks, appending them to `ranks`, and then the store by which they find each other: no rank
-    may inherit its thread."""
+    """Append the ranks to `ranks` as they start. Return the store by which they find each other, made last:
+    no rank may inherit its thread."""
     world = len(error_files)
     forks = _may_fork(config)
     context: Any = multiprocessing.get_context("fork" if forks else "spawn")
@@ -159,14 +145,12 @@ def _start(
         inherited = listener.fileno() if forks else None
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # until a rank has removed this process's handlers
         gc.collect()
-        # A collection would write to every object's head, and so copy the memory that forked ranks share.
-        gc.freeze()
+        gc.freeze()  # a collection writes to every object's head, and so copies the memory that ranks share
         try:
             for rank, file in enumerate(error_files):
                 environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), _ERROR_FILE: str(file)}
-                process = context.Process(
-                    target=_be_rank, args=(rank_main, environment, inherited), name=f"rank {rank}"
-                )
+                arguments = (rank_main, environment, inherited)
+                process = context.Process(target=_be_rank, args=arguments, name=f"rank {rank}")
                 process.start()
                 ranks.append(process)
         finally:
@@ -179,17 +163,15 @@ def _start(
 
 @contextmanager
 def without_tokenizer_threads() -> Iterator[None]:
-    """Keep the tokenizers library from starting threads in a process that ranks are to be forked from
-    (`_may_fork`)."""
+    """Keep the tokenizers library from starting threads in a process that ranks are to be forked from."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
+        del os.environ[name]
+        if before is not None:
             os.environ[name] = before
 
 
@@ -220,51 +202,40 @@ def _be_rank(rank_main: Callable[[], int], environment: dict[str, str], inherite
     sys.exit(rank_main())
 
 
-def _send(rank: BaseProcess, number: signal.Signals) -> None:
-    """Send a signal to the rank and to whatever it has started."""
-    if rank.exitcode is None and rank.pid is not None:
-        try:
-            os.killpg(rank.pid, number)
-        except ProcessLookupError:  # it has not called setsid yet
-            with suppress(ProcessLookupError):
-                os.kill(rank.pid, number)
-
-
 def _end(ranks: Sequence[BaseProcess]) -> set[int]:
-    """End the ranks that still run. Return those that did not go after SIGTERM and were killed."""
-    for rank in ranks:
-        _send(rank, signal.SIGTERM)
+    """End the ranks that still run, and whatever they have started. Return those that did not go after
+    SIGTERM and were killed."""
+
+    def send(number: signal.Signals) -> None:
+        for rank in ranks:
+            if rank.exitcode is None and rank.pid is not None:
+                try:
+                    os.killpg(rank.pid, number)
+                except ProcessLookupError:  # it has not called setsid yet
+                    with suppress(ProcessLookupError):
+                        os.kill(rank.pid, number)
+
+    send(signal.SIGTERM)
     end = time.monotonic() + PATIENCE
     while (left := [n for n, rank in enumerate(ranks) if rank.exitcode is None]) and time.monotonic() < end:
         time.sleep(POLL)
+    send(signal.SIGKILL)
     for n in left:
-        _send(ranks[n], signal.SIGKILL)
         ranks[n].join(PATIENCE)
     return set(left)
 
 
 def environment_of_children() -> dict[str, str]:
-    """Return this rank's environment for an engine: without a launcher's settings, which are for other
-    process groups, and without expandable segments, which torch_memory_saver refuses (SGLang sleeps by it);
-    the allocator's other options stay."""
-    names = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "GROUP_RANK",
-        "ROLE_RANK",
-    )
+    """Return this rank's environment for an engine: without the launcher's settings, which are for other
+    process groups, and without expandable segments, which SGLang's torch_memory_saver refuses."""
+    launcher = {*LAUNCHED_BY, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in names and not name.startswith("TORCHELASTIC_")
+        if name not in launcher and not name.startswith("TORCHELASTIC_")
     }
     for name in ALLOCATOR & kept.keys():
-        rest = EXPANDABLE.sub("", kept.pop(name)).strip(", ")
-        if rest:
+        if rest := EXPANDABLE.sub("", kept.pop(name)).strip(", "):
             kept[name] = rest
     return kept
 
@@ -278,8 +249,8 @@ def explain_failures(
     forwarded   the signal that this process was sent and has passed on to the ranks as SIGUSR1
 
     The cause is a hang that a watchdog has reported: a stuck rank does not end on SIGTERM, and is killed.
-    Else it is a rank that was killed; else the first with an error of its own, however it ended then; a rank that
-    merely lost its peers, or that NCCL or the launcher ended, comes last."""
+    Else it is a rank that was killed; else the first with an error of its own, however it ended then; a rank
+    that merely lost its peers, or that NCCL or the launcher ended, comes last."""
 
     def order(rank: int) -> tuple[int, float]:
         code, error = failures[rank]
@@ -306,15 +277,12 @@ def explain_failures(
         hint = "; the kernel does that when memory runs out: see dmesg" if -code == signal.SIGKILL else ""
         killed = f"rank {rank} was killed by signal {-code} ({name}), the others were ended{hint}"
         return 128 - code, f"{killed}; what the run wrote is in {folder}"
-    return (
-        code,
-        f"rank {rank} ended with exit code {code}: what it said is above, what the run wrote is in {folder}",
-    )
+    ended = f"rank {rank} ended with exit code {code}"
+    return code, f"{ended}: what it said is above, what the run wrote is in {folder}"
 
 
 def write_error_file(line: str, *, peer_lost: bool = False) -> bool:
-    """Write a rank's last line to the file that its launcher reads. Return False where no launcher waits for
-    it."""
+    """Write a rank's last line to the file that its launcher reads; return False where there is none."""
     path = os.environ.get(_ERROR_FILE)
     if not path:
         return False
@@ -325,8 +293,7 @@ def write_error_file(line: str, *, peer_lost: bool = False) -> bool:
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Return whether a collective failed because another rank has gone: that rank's end is the cause, not
-    this error."""
+    """Return whether a collective failed because another rank has gone, whose end is the cause."""
     return isinstance(error, dist.DistNetworkError | dist.DistBackendError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_LOST)
     )

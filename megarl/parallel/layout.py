@@ -19,9 +19,8 @@ class Coords(NamedTuple):
 class Layout:
     """Sizes of tensor, pipeline, data and expert parallelism.
 
-    Expert parallelism has no ranks of its own: for the experts' weights, the tp * dp ranks of a pipeline
-    stage are divided into groups of `ep` neighbours, each with its share of the experts, whole (expert tensor
-    parallelism is 1)."""
+    Expert parallelism has no ranks of its own: the tp * dp ranks of a pipeline stage form groups of `ep`
+    neighbours, each rank with its share of the experts, which are whole (expert tensor parallelism is 1)."""
 
     tp: int = 1
     pp: int = 1
@@ -55,13 +54,10 @@ class Layout:
         return Coords(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
 
     def ep_rank(self, rank: int) -> int:
-        """Return which share of the experts a global rank has: its place within the stage modulo EP
-        (Megatron's expert rank generator)."""
-        place = self.coords(rank)
-        return (place.tp + self.tp * place.dp) % self.ep
+        """Return which share of the experts a global rank has: its number within the stage, modulo EP."""
+        return rank % (self.tp * self.dp) % self.ep
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
-    """Return the rows of Megatron's embedding and output layer over all `tp` ranks: the next multiple of
-    `tp`."""
+    """Return the rows of Megatron's embedding and output layer over all ranks: the next multiple of `tp`."""
     return -(-vocab // tp) * tp

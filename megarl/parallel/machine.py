@@ -24,49 +24,37 @@ from megarl.parallel.internals import changed
 
 GIB = 2**30
 PACKAGES = (
-    "torch",
-    "megatron-core",
-    "triton",
-    "transformers",
-    "transformer-engine",
-    "sglang",
-    "nemo-run",
-    "tensorboard",
-    "wandb",
-    "numpy",
-    "math-verify",
+    *("torch", "megatron-core", "triton", "transformers", "transformer-engine", "sglang"),
+    *("nemo-run", "tensorboard", "wandb", "numpy", "math-verify"),
 )
 # What megarl runs on, as in pyproject.toml: the oldest version, and the first that is too new.
 SUPPORTED = {"torch": ((2, 11), (3,)), "megatron-core": ((0, 16), (0, 20)), "transformers": ((5, 12), (6,))}
-MEGATRON = {
-    False: "0.16.1",
-    True: "0.19.2",
-}  # the newest one that was tried, by whether Python is 3.12 or later
-IMPORTS_TRITON = (
-    0,
-    18,
-)  # megatron-core from here on, on any device, without saying so among its requirements
-DRIVERS = {
-    12: "525.60.13",
-    13: "580.65.06",
-}  # the oldest that runs programs of this CUDA (CUDA toolkit's release notes)
+# The newest megatron-core that was tried, by whether Python is 3.12 or later.
+MEGATRON = {False: "0.16.1", True: "0.19.2"}
+# From this megatron-core on triton is imported, on any device, and is not among the requirements.
+IMPORTS_TRITON = (0, 18)
+# The oldest driver that runs programs of this CUDA (CUDA toolkit's release notes).
+DRIVERS = {12: "525.60.13", 13: "580.65.06"}
 LOCK = Path(__file__).parents[2] / "requirements-gpu.txt"  # of the checkout
+# Named first where the installation differs from it.
 LOCKED_FIRST = (
-    "torch",
-    "transformer-engine",
-    "transformer-engine-torch",
-    "megatron-core",
-    "sglang",
-    "sglang-kernel",
-    "transformers",
+    *("torch", "transformer-engine", "transformer-engine-torch", "megatron-core"),
+    *("sglang", "sglang-kernel", "transformers"),
 )
 INSTALL = "make install-gpu"
 NEEDS_TE = "needs a CUDA device and transformer-engine"
-# In a process of its own: an import of SGLang changes the process.
 # megarl's module stands for what a CPU lacks.
 SGLANG_IMPORT = "import megarl.rollout.sglang_host, sglang.srt.entrypoints.engine"
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 EXPANDABLE = re.compile(r"(?:^|,)\s*expandable_segments\s*:\s*(\w*)", re.IGNORECASE)
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def installed() -> dict[str, str]:
@@ -95,10 +83,8 @@ def misfit(versions: Mapping[str, str], python: tuple[int, int]) -> str | None:
 
 
 def check_packages() -> None:
-    """Raise ConfigError where megarl cannot run with an installed package. To be called before any of them is
-    imported."""
-    problem = misfit(installed(), sys.version_info[:2])
-    if problem is not None:
+    """Raise ConfigError where megarl cannot run with an installed package. Call it before any is imported."""
+    if problem := misfit(installed(), sys.version_info[:2]):
         raise ConfigError(problem)
 
 
@@ -109,21 +95,23 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def flaws(cuda: str | None) -> Iterator[str]:
     """Yield what a run would fail of later: packages that do not fit each other, settings, names."""
+    problems = []
     if cuda:
         yield from unmet("sglang")
-        if LOCK.exists() and (line := lock_problem(LOCK.read_text(encoding="utf-8"))):
-            yield line
-    if find_spec("sglang") and (line := import_problem("sglang", SGLANG_IMPORT)):
-        yield line
+        if LOCK.exists():
+            problems.append(lock_problem(LOCK.read_text(encoding="utf-8")))
+    if find_spec("sglang"):
+        problems.append(import_problem("sglang", SGLANG_IMPORT))
+    yield from filter(None, problems)
     for package in ("megatron-core", "sglang", "transformer-engine"):
         yield from changed(package)
-    yield from (line for line in (allocator_problem(), hostname_problem()) if line)
+    yield from filter(None, (allocator_problem(), hostname_problem()))
 
 
 def unmet(package: str) -> list[str]:
     """Return the requirements of an installed package that are not met, a line each."""
-    lines = []
-    for text in (metadata.requires(package) or []) if version_of(package) else []:
+    version, lines = version_of(package), []
+    for text in (metadata.requires(package) or []) if version else []:
         try:
             wanted = Requirement(text)
         except InvalidRequirement:
@@ -133,31 +121,21 @@ def unmet(package: str) -> list[str]:
         found = version_of(wanted.name)
         if found is None or not wanted.specifier.contains(found, prereleases=True):
             there = f"{wanted.name} {found}" if found else f"no {wanted.name}"
-            needs = f"{package} {version_of(package)} needs {wanted.name}{wanted.specifier}"
+            needs = f"{package} {version} needs {wanted.name}{wanted.specifier}"
             lines.append(f"{needs}, there is {there} ({INSTALL})")
     return lines
-
-
-def version_of(package: str) -> str | None:
-    """Return the version of an installed package; None where it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def lock_problem(lock: str) -> str | None:
     """Return how the packages differ from those of requirements-gpu.txt; None where they do not."""
     pins: dict[str, str] = dict(re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE))
-    off = {}
-    for name, wanted in pins.items():
-        found = version_of(name)  # with the build where torch's own index has it: 2.14.1+cu130
-        if found is None or found.partition("+")[0] != wanted:
-            off[name] = found
+    found = {name: version_of(name) for name in pins}
+    # Without the build, which torch's own index adds: 2.14.1+cu130.
+    off = [name for name, wanted in pins.items() if (found[name] or "").partition("+")[0] != wanted]
     if not off:
         return None
     shown = sorted(off, key=lambda name: (canonicalize_name(name) not in LOCKED_FIRST, name))[:4]
-    listed = ", ".join(f"{name} {off[name] or 'missing'} (there {pins[name]})" for name in shown)
+    listed = ", ".join(f"{name} {found[name] or 'missing'} (there {pins[name]})" for name in shown)
     listed += ", ..." if len(off) > 4 else ""
     count = f"{len(off)} of {len(pins)} packages"
     return f"{count} are not as in requirements-gpu.txt: {listed} ({INSTALL})"
@@ -176,12 +154,8 @@ def broken_transformer_engine() -> str:
     if spec.origin is None:
         return f"{folder}: a folder without a package in the place of Transformer Engine (remove it)"
     version = version_of("transformer-engine")
-    parts = {
-        name: version_of(name)
-        for name in ("transformer-engine-torch", "transformer-engine-cu13", "transformer-engine-cu12")
-    }
-    for name, found in parts.items():
-        if found not in (None, version):
+    for name in ("transformer-engine-torch", "transformer-engine-cu13", "transformer-engine-cu12"):
+        if (found := version_of(name)) not in (None, version):
             return f"{folder}: transformer-engine {version} does not go with {name} {found} ({INSTALL})"
     if find_spec("transformer_engine_torch") is None:
         lacks = f"transformer-engine {version} lacks its compiled half, transformer-engine-torch"
@@ -211,12 +185,12 @@ def transformer_engine_problem(device_type: str) -> str:
 
 
 def import_problem(package: str, code: str, limit: float = 300.0) -> str | None:
-    """Return why `code`, which imports an installed package, fails; None where it does not. limit:
-    seconds."""
-    command = [sys.executable, "-c", code]
+    """Return why `code`, which imports an installed package, fails in a process of its own; None where it
+    does not. limit: seconds."""
+    command, nothing = [sys.executable, "-c", code], subprocess.DEVNULL
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=limit, stdin=subprocess.DEVNULL, check=False
+            command, capture_output=True, text=True, timeout=limit, stdin=nothing, check=False
         )
     except subprocess.TimeoutExpired:
         return f"{package}: its import takes more than {limit:.0f} s (a slow disk?)"
@@ -283,6 +257,6 @@ def driver_problem(driver: str | None, cuda: str | None) -> str | None:
     if driver is None or cuda is None:
         return None
     needed = DRIVERS.get(int(cuda.split(".")[0]))
-    if needed and [int(n) for n in driver.split(".")] < [int(n) for n in needed.split(".")]:
+    if needed and _numbers(driver) < _numbers(needed):
         return f"driver {driver} is too old for CUDA {cuda}, of which torch is: {needed} or newer"
     return None

@@ -4,7 +4,7 @@ every view of them stays valid; the contents go through pinned host memory that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -35,22 +35,12 @@ class HostPool:
         self._free += chunks
 
 
-class _Piece(NamedTuple):
-    """Bytes of a storage and where they are on the host."""
-
-    storage: UntypedStorage
-    start: int
-    stop: int
-    host: Tensor
-
-
 class Movable:
     """The device memory behind some tensors, which can be offloaded.
 
-    tensors   lists the tensors, again at each call: an optimizer's states exist only after its first step.
-              Tensors on other devices are left alone
-    contents  kept: restored; constant: restored from a copy that is made once, as nobody writes them; zero:
-              filled with 0"""
+    tensors   lists the tensors, anew at each call, as an optimizer's states exist only after its first step;
+              those on other devices are left alone
+    contents  kept: restored; constant: restored from one copy, as nobody writes them; zero: filled with 0"""
 
     def __init__(
         self,
@@ -66,12 +56,9 @@ class Movable:
     @property
     def nbytes(self) -> int:
         """Return the bytes that it takes, or would take, on the device."""
-        away = self._away
-        return (
-            sum(storage.nbytes() for storage in self._storages())
-            if away is None
-            else sum(size for _, size in away)
-        )
+        if self._away is None:
+            return sum(storage.nbytes() for storage in self._storages())
+        return sum(size for _, size in self._away)
 
     def offload(self) -> None:
         """Copy the tensors to host memory and free theirs. The copies run on the current stream: the kernels
@@ -79,8 +66,8 @@ class Movable:
         away = [(storage, storage.nbytes()) for storage in self._storages()]
         if self._contents != "zero" and not self._chunks:
             self._chunks = self._pool.take(-(-sum(size for _, size in away) // self._pool.chunk))
-            for piece in self._pieces(away):
-                piece.host.copy_(_bytes(piece.storage)[piece.start : piece.stop], non_blocking=True)
+            for part, host in self._parts(away):
+                host.copy_(part, non_blocking=True)
         for storage, _ in away:
             storage.resize_(0)
         self._away = away
@@ -100,15 +87,15 @@ class Movable:
         if self._contents == "zero":
             for storage, _ in away:
                 _bytes(storage).zero_()
-        for piece in self._pieces(away):
-            _bytes(piece.storage)[piece.start : piece.stop].copy_(piece.host, non_blocking=True)
+        for part, host in self._parts(away):
+            part.copy_(host, non_blocking=True)
         if self._contents == "kept":
             self._pool.give(self._chunks)
             self._chunks = []
         self._away = None
 
     def _storages(self) -> Iterator[UntypedStorage]:
-        """Each once, however many of the tensors are views of it."""
+        """Yield each storage once, however many of the tensors are views of it."""
         seen: set[int] = set()
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
@@ -116,20 +103,20 @@ class Movable:
                 seen.add(storage._cdata)
                 yield storage
 
-    def _pieces(self, away: list[tuple[UntypedStorage, int]]) -> Iterator[_Piece]:
-        """The storages one after the other over the chunks; none without chunks."""
+    def _parts(self, away: list[tuple[UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each part of the storages with its place on the host: one after the other over the chunks."""
         chunk, at = self._pool.chunk, 0
         for storage, size in away if self._chunks else ():
-            start = 0
+            whole, start = _bytes(storage), 0
             while start < size:
                 number, first = divmod(at, chunk)
                 length = min(size - start, chunk - first)
-                yield _Piece(storage, start, start + length, self._chunks[number][first : first + length])
+                yield whole[start : start + length], self._chunks[number][first : first + length]
                 start, at = start + length, at + length
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:
-    """A storage as a tensor, uint8 [nbytes]."""
+    """Return a storage as a tensor, uint8 [nbytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -152,9 +139,8 @@ def reset_device_peak(device: torch.device) -> None:
 
 
 def device_peak(device: torch.device) -> dict[str, float]:
-    """Return bytes since `reset_device_peak`: the most that this process's tensors took (""), the most that
-    torch held for them ("reserved"), and what all processes together take of the device now ("device"). Empty
-    on a CPU."""
+    """Return bytes since `reset_device_peak`: the most that this process's tensors took (""), that torch held
+    for them ("reserved"), and what all processes take of the device now ("device"). Empty on a CPU."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)

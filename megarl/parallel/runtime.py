@@ -57,8 +57,7 @@ class Runtime:
 
     @property
     def is_replica_leader(self) -> bool:
-        """True on the one rank of each data-parallel replica whose numbers count: the first TP rank of the
-        last stage."""
+        """Whether this rank's numbers count for its replica: on the first TP rank of the last stage."""
         return self.tp_rank == 0 and self.is_last_stage
 
 
@@ -68,24 +67,23 @@ def choose_device(wanted: str) -> torch.device:
     Raises ConfigError for CUDA where there is none, and for `auto` where there is a driver whose GPUs torch
     cannot use: 128 ranks would train on CPUs."""
     # Megarl's first call to CUDA, which reads the variable then, once. Megatron's column-parallel layers rely
-    # on it for the order of
-    # communication and compute (tensor_parallel/layers.py).
+    # on it for the order of communication and compute (tensor_parallel/layers.py).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "parallel.device: cuda was asked for, but torch sees no CUDA device (use auto or cpu)"
-        )
-    if wanted == "auto" and not torch.cuda.is_available() and (why := unseen_gpu(os.environ)):
+    if wanted == "cpu":  # ranks may be forked: no call to CUDA
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if wanted == "cuda":
+        problem = "cuda was asked for, but torch sees no CUDA device (use auto or cpu)"
+        raise ConfigError(f"parallel.device: {problem}")
+    if why := unseen_gpu(os.environ):
         found = f"auto finds a GPU driver, but torch sees no GPU: {why}"
         raise ConfigError(f"parallel.device: {found} (mend it, or set parallel.device=cpu)")
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
 
 
 def is_launched() -> bool:
-    """Return whether torchrun (or srun with torchrun, or `launch`) started this process as one rank of
-    several."""
+    """Return whether torchrun or `launch` started this process as one rank of several."""
     return all(name in os.environ for name in LAUNCHED_BY)
 
 
@@ -103,9 +101,8 @@ def layout_for(config: ParallelConfig, world: int) -> Layout:
     """Return the layout on `world` devices. Raises ConfigError where the sizes do not fit."""
     model_parallel = config.tp * config.pp * config.cp
     if world % model_parallel:
-        raise ConfigError(
-            f"parallel: tp {config.tp} x pp {config.pp} does not divide the {world} launched processes"
-        )
+        sizes = f"tp {config.tp} x pp {config.pp}"
+        raise ConfigError(f"parallel: {sizes} does not divide the {world} launched processes")
     dp = world // model_parallel
     if config.dp is not None and config.dp != dp:
         given = f"{world} processes / (tp {config.tp} x pp {config.pp}) give {dp}"
@@ -117,12 +114,10 @@ def layout_for(config: ParallelConfig, world: int) -> Layout:
 
 
 def start(config: ParallelConfig, seed: int) -> Runtime:
-    """Join the job: process groups over NCCL or gloo, Megatron's parallel state, seeds. Every rank calls it
-    once."""
+    """Join the job, once per rank: process groups over NCCL or gloo, Megatron's parallel state, seeds."""
     device = choose_device(config.device)
     # Transformer Engine (2.20) refuses to read delayed scaling's history, a pickle, from a checkpoint unless
-    # the file is declared
-    # trusted. Megatron's loading has unpickled other objects of the same file by then.
+    # the file is declared trusted. Megatron's loading has unpickled other objects of it by then.
     os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
     # gloo gets the addresses of a group's members from the store in one request, not one by one.
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
@@ -131,8 +126,8 @@ def start(config: ParallelConfig, seed: int) -> Runtime:
         cpu_platform.install()
     else:
         torch.cuda.set_device(device)
-        # torch's cuDNN attention builds and keeps a graph for every shape that it meets, which takes some 0.4 s:
-        # decoding has a new shape with each token. (Transformer Engine and SGLang have attention of their own.)
+        # torch's cuDNN attention builds and keeps a graph for every shape that it meets, in some 0.4 s:
+        # decoding has a new shape with each token. (Transformer Engine, SGLang have attention of their own.)
         torch.backends.cuda.enable_cudnn_sdp(False)
     from megatron.core import parallel_state, tensor_parallel
 
@@ -165,8 +160,7 @@ def _connect(device: torch.device) -> None:
 
     NCCL makes a group's communicator at its first use, which all members must join. In a weight transfer or
     between pipeline stages some ranks may send and receive nothing, and the others would wait for them
-    (torch's batch_isend_irecv). Also, the communicators' buffers are then allocated before the engine
-    measures how much memory is free.
+    (torch's batch_isend_irecv). Also, their buffers are allocated before the engine measures what is free.
 
     Not `device_id` of init_process_group: with it the ranks outside of a new gloo group split the NCCL
     communicator, and those inside do not (torch's _new_process_group_helper), which hangs; and Megatron's
@@ -192,16 +186,14 @@ def generator_states() -> dict[str, Any]:
     """Return the states of this process's global random generators, as lists and numbers."""
     from megatron.core import tensor_parallel
 
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
         "numpy": [kind, np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state().tolist(),
         "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else None,
-        "megatron": {
-            name: state.tolist()
-            for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()
-        },
+        "megatron": {name: state.tolist() for name, state in tracked.items()},
     }
 
 
@@ -225,8 +217,8 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
 def stop(*, failed: bool = False) -> None:
     """Leave the job; safe to call when `start` has failed.
 
-    failed: this rank leaves with an error that the others may not have. To destroy a group of NCCL waits for its other
-    ranks, so such a rank only ends: its end aborts what it has under way."""
+    failed: this rank leaves with an error that the others may not have. To destroy a group of NCCL waits for
+    its other ranks, so such a rank only ends: its end aborts what it has under way."""
     if dist.is_initialized() and not (failed and dist.get_backend() == "nccl"):
         from megatron.core import parallel_state
 

@@ -52,7 +52,11 @@ class StopRequest:
         return self.reason is not None
 
 
-def follow_launcher() -> None:
-    """Have this process ended by SIGTERM when the one that started it dies, even if that one is killed."""
+def follow_launcher(parent: int | None = None) -> None:
+    """Have this process ended by SIGTERM when the one that started it dies, even if that one is killed.
+
+    parent: the id of that process; where it has died while this one was starting, this one ends now."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if parent is not None and os.getppid() != parent:
+        sys.exit(128 + signal.SIGTERM)

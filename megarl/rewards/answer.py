@@ -33,8 +33,9 @@ _WRAPPER = re.compile(
 _SHORT_UNIT = re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:m|s|th)?\s*\.?\s*\}(?:\s*\^\s*(?:[23]|\{[23]\}))?")
 _DEGREES = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\u00b0|\\degree")
 _UNIT_NAMES = (
-    "square|sq|ways|integers|dollars|cents|percent|mph|inch|inches|foot|feet|km|cm|mm|meters?|metres?|kg|gm|pounds|hours?|minutes?|"
-    "seconds|degrees?|units?|points|digits|meals|edges|students|childrentickets|multiples"
+    "square|sq|ways|integers|dollars|cents|percent|mph|inch|inches|foot|feet|km|cm|mm|meters?|metres?|kg|gm|"
+    "pounds|hours?|minutes?|seconds|degrees?|units?|points|digits|meals|edges|students|childrentickets|"
+    "multiples"
 )
 _UNITS = re.compile(
     rf"(?<![A-Za-z\\])(?:{_UNIT_NAMES})(?![A-Za-z])(?:\s*\^\s*(?:[23]|\{{[23]\}}))?", re.IGNORECASE
@@ -43,7 +44,8 @@ _ARTICLE = re.compile(r"(?<![A-Za-z])(?:an?|the)\s+(?=[0-9A-Za-z\\])", re.IGNORE
 _SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)(?!\d)")
 # Not where something stands beside it: 1\frac{1}{2} is not 11/2.
 _FRACTION = re.compile(
-    r"([0-9A-Za-z)}\]^_]\s{0,8})?(\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\})(?!\s{0,8}[0-9A-Za-z({\\^])"
+    r"([0-9A-Za-z)}\]^_]\s{0,8})?(\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\})"
+    r"(?!\s{0,8}[0-9A-Za-z({\\^])"
 )
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.0*)?")

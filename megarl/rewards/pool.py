@@ -2,7 +2,8 @@
 recorded failure.
 
 One event loop talks to all workers. A worker answers item after item, so that the limit holds for each item,
-while a batch of items travels in one message.
+while a batch of items travels in one message, JSON on one line. `VerifierPool` is the parent's side, `work`
+the worker's.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from types import TracebackType
-from typing import Any, cast
+from typing import IO, Any, cast
 
 from megarl.config.errors import ConfigError, WaitTimeout
-from megarl.rewards.verdict import Verdict, get_verifier
+from megarl.rewards.verdict import Verdict, Verifier, get_verifier
 
 _START_LIMIT = 60.0  # seconds; importing sympy from a busy network file system is slow
 _MAX_BATCH = 64
@@ -32,8 +36,14 @@ _OWN_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 # megarl and the user's module are found where this process finds them, whatever put them on its path.
 _BOOT = (
     "import sys; sys.path.extend(p for p in sys.argv[1:] if p not in sys.path); "
-    "from megarl.rewards.worker import main; main()"
+    "from megarl.rewards.pool import work; work()"
 )
+_MAX_TEXT = 1000  # characters of an extracted answer or an error that travel back
+_GRACE = 2.0  # seconds after the limit of an item at which a worker whose parent has died ends by itself
+_PARENT_CHECK = 5.0  # seconds
+# Address space beyond the data memory: the interpreter, its libraries and what they map. Bounds shared
+# memory, which is not data.
+_MAPPED = 1 << 30
 
 
 class VerifierPool:
@@ -61,9 +71,7 @@ class VerifierPool:
     def __enter__(self) -> VerifierPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -73,7 +81,16 @@ class VerifierPool:
         for worker in filter(None, self._workers):
             worker.end()
         self._workers = [None] * len(self._workers)
-        self._loop.run_until_complete(_settle(asyncio.all_tasks(self._loop)))
+        tasks = asyncio.all_tasks(self._loop)
+
+        async def settle() -> None:
+            """Let cancelled tasks and closed pipes come to their end."""
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)
+
+        self._loop.run_until_complete(settle())
         self._loop.close()
         self._loop = None
 
@@ -145,18 +162,15 @@ class VerifierPool:
             worker = self._workers[slot] = _Worker()
             try:
                 problem = await worker.connect(self._settings)
-            except TimeoutError:
-                reason = f"{worker.end()}; {worker.last_words}"
-                raise WaitTimeout(
-                    f"reward.verifier: a worker process was not ready within {_START_LIMIT:g} s ({reason})"
-                ) from None
-            except EOFError:
-                reason = f"{worker.end()}; {worker.last_words}"
+            except (TimeoutError, EOFError) as error:
+                reason = f"{worker.end()}; {worker.last_line}"
+                if isinstance(error, TimeoutError):
+                    late = f"a worker process was not ready within {_START_LIMIT:g} s ({reason})"
+                    raise WaitTimeout(f"reward.verifier: {late}") from None
                 self._failed_starts += 1
                 if self._failed_starts >= _FAILED_STARTS:
-                    raise ConfigError(
-                        f"reward.verifier: {_FAILED_STARTS} worker processes died at their start ({reason})"
-                    ) from None
+                    died = f"{_FAILED_STARTS} worker processes died at their start ({reason})"
+                    raise ConfigError(f"reward.verifier: {died}") from None
                 continue
             if problem is not None:
                 raise ConfigError(problem)
@@ -164,20 +178,12 @@ class VerifierPool:
             return worker
 
 
-async def _settle(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Let cancelled tasks and closed pipes come to their end."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.sleep(0)
-
-
 class _Worker:
     """One process, its pipes, and the items that it has not answered yet."""
 
     def __init__(self) -> None:
         self.batch: deque[int] = deque()
-        self.last_words = ""
+        self.last_line = ""
         self._ready = self._ended = False
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self._transports: list[asyncio.BaseTransport] = []
@@ -234,15 +240,14 @@ class _Worker:
         """Kill this process (its own pid only), close its pipes and say how it ended."""
         if not self._ended:
             if self._transports and self._answers.at_eof():
-                # It closed its pipe by itself, so it is about to be gone, and its own way of ending is the
-                # news.
+                # It closed its pipe, so it is about to be gone, and its own way of ending is the news.
                 self._wait(1.0)
             self.process.kill()
             self._wait(10.0)
             if not self._ready:
                 self._stderr.seek(0)
                 lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-                self.last_words = lines[-1] if lines else "it wrote no reason"
+                self.last_line = lines[-1] if lines else "it wrote no reason"
             for transport in self._transports:
                 if isinstance(transport, asyncio.WriteTransport) and not transport.is_closing():
                     transport.abort()  # `close` would first wait for what was not read
@@ -257,3 +262,70 @@ class _Worker:
             self.process.wait(limit)
         except subprocess.TimeoutExpired:
             return  # killed next, or stuck in the kernel after SIGKILL: the run goes on without it
+
+
+def judge(verifier: Verifier, response: str, answer: str) -> Verdict:
+    """Return the verifier's verdict; whatever it raises or returns wrongly is a verdict with an error."""
+    try:
+        result: object = verifier(response, answer)
+    except MemoryError:
+        return Verdict(False, error="verifier ran out of memory")
+    except Exception as error:  # noqa: BLE001 (a verifier's bug must not end the run: it is recorded)
+        return Verdict(False, error=f"{type(error).__name__}: {error}".split("\n")[0])
+    if isinstance(result, Verdict):
+        return result
+    if isinstance(result, bool):
+        return Verdict(result)
+    return Verdict(False, error=f"verifier returned {type(result).__name__}, not bool or Verdict")
+
+
+def work() -> None:
+    """Be a worker: read the settings, answer `null` (ready) or the reason why this process cannot start, and
+    judge batches until input ends."""
+    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+    # Signals for the job (Ctrl-C, Slurm's warning) are the trainer's business, which needs its verifiers to
+    # save and stop.
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    settings = json.loads(source.readline())
+    # What a verifier prints must not get into the messages; stderr stays for a failing start.
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    limit = settings["memory_mib"] << 20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_AS, (limit + _MAPPED, limit + _MAPPED))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        verifier = get_verifier(settings["verifier"])
+    except ConfigError as error:  # goes to the parent, which raises it
+        _write(sink, str(error))
+        return
+    os.dup2(nowhere, 2)
+    _write(sink, None)
+    for batch in source:
+        for response, answer in json.loads(batch):
+            # The parent kills a worker that overruns. If the parent is dead nobody does: SIGALRM's default
+            # action ends it.
+            signal.setitimer(signal.ITIMER_REAL, settings["timeout"] + _GRACE)
+            verdict = judge(verifier, response, answer)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            texts = (
+                None if text is None else str(text)[:_MAX_TEXT] for text in (verdict.extracted, verdict.error)
+            )
+            _write(sink, [bool(verdict.correct), *texts])
+
+
+def _write(sink: IO[bytes], message: Any) -> None:
+    sink.write(json.dumps(message).encode() + b"\n")
+    sink.flush()
+
+
+def _follow(parent: int) -> None:
+    """End this process once its parent is gone.
+
+    The end of its input does not say so: a forked child of the parent may outlive it with the pipe open."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK)
+    os._exit(0)

@@ -7,7 +7,7 @@ the rules."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,19 +21,16 @@ _OPERATORS = {
     **dict.fromkeys(("<=", "\\le", "\\leq", "\\leqslant"), "<="),
     **dict.fromkeys((">=", "\\ge", "\\geq", "\\geqslant"), ">="),
 }
-_OPERATOR = re.compile(
-    "|".join(
-        re.escape(one) + "(?![A-Za-z])" * (one[0] == "\\")
-        for one in sorted(_OPERATORS, key=len, reverse=True)
-    )
-)
+_LONGEST_FIRST = sorted(_OPERATORS, key=len, reverse=True)
+_OPERATOR = re.compile("|".join(re.escape(x) + "(?![A-Za-z])" * (x[0] == "\\") for x in _LONGEST_FIRST))
 _DELIMITED = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL)
 _PROSE = re.compile(r".*(?<![A-Za-z\\])(?:is|are|be)(?![A-Za-z])\s{0,8}:?", re.DOTALL)
 _IMPLIES = re.compile(
     r"\\(?:Rightarrow|Longrightarrow|implies|iff|Leftrightarrow|therefore)(?![A-Za-z])|[\u21d2\u21d4]|=>"
 )
 _LAYOUT = re.compile(
-    r"\\left\s?\\\{\s?(?=\\begin)|\\right\s?\.|\\(?:left|right|displaystyle|textstyle|big|Big)(?![A-Za-z])|\\(?:begin|end)\s?\{(?:cases|align|aligned|gathered)\*?\}"
+    r"\\left\s?\\\{\s?(?=\\begin)|\\right\s?\.|\\(?:left|right|displaystyle|textstyle|big|Big)(?![A-Za-z])"
+    r"|\\(?:begin|end)\s?\{(?:cases|align|aligned|gathered)\*?\}"
     r"|(?<!\\)\\[!,;: ]|~|&(?=\s?[=<>])|(?<=[=<>])&"
 )
 _DOMAIN = re.compile(
@@ -50,8 +47,8 @@ _COMMA = re.compile(r",")
 _SEPARATOR = re.compile(r",(?!(?<=[0-9],)[0-9]{3}(?![0-9]))|;|\\\\")
 
 _GREEK = (
-    r"\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|kappa|lambda|mu|nu|xi|rho|sigma|tau|(?:var)?phi|chi|psi|omega"
-    r"|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega|ell)(?![A-Za-z])"
+    r"\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|kappa|lambda|mu|nu|xi|rho|sigma|tau"
+    r"|(?:var)?phi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega|ell)(?![A-Za-z])"
 )
 _LETTER = rf"(?:{_GREEK}|[A-Za-z])"
 _INDEX = r"(?:\s?(?:_\s?(?:\{[^{}]*\}|[A-Za-z0-9])|'|\^\s?(?:\\prime|\{(?:\\prime)+\}|\*)))*"
@@ -62,10 +59,12 @@ _NAME = re.compile(
     r"(?P<word>\\(?:text|mathrm|operatorname)\s?\{[^{}]*\}|[A-Za-z]{4,}(?: [A-Za-z]{2,})*)"
     r"|\|[A-Z]{2,4}\||\\frac\s?\{[A-Z]{2,4}\}\s?\{[A-Z]{2,4}\}"
     rf"|{_LETTER}{_INDEX}(?:\s?:\s?{_LETTER}{_INDEX})+"
-    rf"|m?\s?\\(?:angle|triangle)\s?(?:[A-Za-z]{{1,4}}|\{{[A-Za-z]{{1,4}}\}}|{_GREEK})|[A-Z]{{2,4}}|[A-Z]\^\s?\{{-1\}}"
+    rf"|m?\s?\\(?:angle|triangle)\s?(?:[A-Za-z]{{1,4}}|\{{[A-Za-z]{{1,4}}\}}|{_GREEK})"
+    r"|[A-Z]{2,4}|[A-Z]\^\s?\{-1\}"
     rf"|(?:[fghFGH](?:\^\s?\{{-1\}})?{_INDEX}|P|E|\\Pr)\s?\([^()]*\)"
     rf"|(?P<tuple>\(\s?{_LETTER}{_INDEX}(?:\s?,\s?{_LETTER}{_INDEX})+\s?\))"
-    rf"|(?:{_LETTER}|\\(?:vec|hat|bar|overline|overrightarrow|mathbf|mathcal)\s?(?:\{{[^{{}}]*\}}|[A-Za-z])){_INDEX}(?:\s?\({_ITEMS}\))?"
+    rf"|(?:{_LETTER}|\\(?:vec|hat|bar|overline|overrightarrow|mathbf|mathcal)\s?(?:\{{[^{{}}]*\}}|[A-Za-z]))"
+    rf"{_INDEX}(?:\s?\({_ITEMS}\))?"
 )
 _NOT_IN_NAMES = re.compile(r"[\s{}]|\\(?:text|mathrm|operatorname|mathbf|mathcal)(?![A-Za-z])")
 _NO_SYMBOLS = re.compile(rf"\\(?:text|mathrm|operatorname)\s?\{{[^{{}}]*\}}|(?!{_GREEK})\\[A-Za-z]+")
@@ -83,14 +82,14 @@ class Relation:
 
     @property
     def solved(self) -> bool:
-        """Return whether the relation bounds one name by a constant. One that is still to be solved never does."""
+        """Return whether the relation bounds one name by a constant."""
         pair = (self.left, self.right)
         return any(_name(one.lstrip("- ")) and is_constant(other) for one, other in (pair, pair[::-1]))
 
 
 @dataclass(frozen=True)
-class Said:
-    """An answer as read.
+class ParsedAnswer:
+    """An answer with relations in it.
 
     text       the formula
     values     the values that names are said to have, in their order
@@ -105,16 +104,12 @@ class Said:
     @property
     def value(self) -> str | None:
         """The values of the only name."""
-        return (
-            ", ".join(next(iter(self.values.values())))
-            if len(self.values) == 1 and not self.relations
-            else None
-        )
+        alone = len(self.values) == 1 and not self.relations
+        return ", ".join(next(iter(self.values.values()))) if alone else None
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """The values of all names together, row after row; empty where names have different numbers of
-        values."""
+        """The values of all names together, row after row; empty where their numbers differ."""
         columns = list(self.values.values())
         return list(zip(*columns, strict=True)) if len({len(column) for column in columns}) == 1 else []
 
@@ -122,17 +117,21 @@ class Said:
     def last(self) -> str | None:
         """The result where a mere value is asked for: all values, or the right side of the one equation."""
         if not self.relations:
-            rows = self.rows
-            if len(rows) > 1 and len(self.values) > 1:
-                return ", ".join(f"({', '.join(row)})" for row in rows)
+            if len(self.rows) > 1 and len(self.values) > 1:
+                return tuples(self.rows)
             return ", ".join(value for values in self.values.values() for value in values)
         alone = len(self.relations) == 1 and not self.values and self.relations[0].operator == "="
         return self.relations[0].right if alone else None
 
 
+def tuples(rows: Iterable[tuple[str, ...]]) -> str:
+    """Return `(1, 2), (3, 4)`."""
+    return ", ".join(f"({', '.join(row)})" for row in rows)
+
+
 @lru_cache(maxsize=1024)
-def read(text: str) -> Said | None:
-    """Return what `text` says; None where no relation stands in it outside of brackets."""
+def read(text: str) -> ParsedAnswer | None:
+    """Parse an answer; None where no relation stands in it outside of brackets."""
     if not _OPERATOR.search(text):
         return None
     found = list(formulas(text))
@@ -147,7 +146,9 @@ def read(text: str) -> Said | None:
     name = ""
     related = False
     for part in split(text, _SEPARATOR):
-        sides, operators = _sides(part)
+        pieces = list(_pieces(part, _OPERATOR))
+        sides = [part[start:end].strip() for start, end, _ in pieces]
+        operators = [_OPERATORS[mark] for _, _, mark in pieces[:-1]]
         related |= bool(operators)
         named, rest = _chain(sides, operators) if operators else ([(name, part)] if name else [], [])
         if not operators and not name:
@@ -158,14 +159,12 @@ def read(text: str) -> Said | None:
             if (match := _NAME.fullmatch(sides[0])) and match["word"]:
                 words.add(name)
     for key in [key for key in values if key[0] == "("]:  # (x, y) = (1, 2)
-        names, rows = (
-            split(key[1:-1], _COMMA),
-            [split(value[1:-1], _COMMA) for value in values[key] if value[0] == "("],
-        )
+        names = split(key[1:-1], _COMMA)
+        rows = [split(value[1:-1], _COMMA) for value in values[key] if value[0] == "("]
         if len(rows) == len(values[key]) and all(len(row) == len(names) for row in rows):
             del values[key]
             values |= {name: tuple(row[i] for row in rows) for i, name in enumerate(names)}
-    return Said(text, values, tuple(relations), frozenset(words)) if related else None
+    return ParsedAnswer(text, values, tuple(relations), frozenset(words)) if related else None
 
 
 def _chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]], list[Relation]]:
@@ -182,11 +181,8 @@ def _chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]
         return [(_name(side), last) for side in sides[:-1]], []
     # y = 2(x + 1) = 2x + 2 has one value; x = y/2 = z/3 is a line.
     one_value = len(sides) == 2 or named or all(_symbols(side) == _symbols(last) for side in sides[1:-1])
-    if (
-        name
-        and one_value
-        and not _symbols(first if first[0] == "(" else first.partition("(")[0]) & _symbols(last)
-    ):
+    its_own = _symbols(first if first[:1] == "(" else first.partition("(")[0])
+    if name and one_value and not its_own & _symbols(last):
         return [(name, last)], []
     if len(sides) == 2 and is_constant(first) and _name(last):
         return [(_name(last), first)], []
@@ -221,13 +217,6 @@ def split(text: str, separator: re.Pattern[str]) -> list[str]:
     return [part for part in parts if part]
 
 
-def _sides(part: str) -> tuple[list[str], list[str]]:
-    pieces = list(_pieces(part, _OPERATOR))
-    return [part[start:end].strip() for start, end, _ in pieces], [
-        _OPERATORS[mark] for _, _, mark in pieces[:-1]
-    ]
-
-
 def _pieces(text: str, separator: re.Pattern[str]) -> Iterator[tuple[int, int, str]]:
     """Yield start and end of each piece, and the separator after it."""
     depth = start = at = 0
@@ -236,8 +225,7 @@ def _pieces(text: str, separator: re.Pattern[str]) -> Iterator[tuple[int, int, s
             yield start, at, found[0]
             start = at = found.end()
             continue
-        depth += (text[at] in "([{" or text.startswith("\\begin{", at)) - (
-            text[at] in ")]}" or text.startswith("\\end{", at)
-        )
+        depth += text[at] in "([{" or text.startswith("\\begin{", at)
+        depth -= text[at] in ")]}" or text.startswith("\\end{", at)
         at += 2 if text.startswith("\\\\", at) else 1
     yield start, len(text), ""

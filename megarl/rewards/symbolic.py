@@ -15,27 +15,13 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, TypeVar
 
+import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import (
-    Basic,
-    Derivative,
-    Expr,
-    Float,
-    Integral,
-    Limit,
-    MatrixBase,
-    MatrixExpr,
-    Product,
-    Rational,
-    Sum,
-    Symbol,
-    fraction,
-    together,
-)
+from sympy import Basic, Derivative, Expr, Float, Rational, Symbol
 from sympy.core.function import AppliedUndef
 
 from megarl.rewards.answer import MAX_ANSWER, all_boxed, find_answer, last_boxed, normalise
-from megarl.rewards.relations import Relation, Said, formulas, read, split
+from megarl.rewards.relations import ParsedAnswer, Relation, formulas, read, split, tuples
 from megarl.rewards.verdict import Verdict
 
 # math-verify warns once per process that its own limits are off; that is on purpose (they need SIGALRM, which
@@ -54,17 +40,8 @@ _SUPERSCRIPTS = str.maketrans(
     "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-"
 )
 _SUPERSCRIPT = re.compile("[" + "".join(map(chr, _SUPERSCRIPTS)) + "]+")
-_SYMBOLS = {
-    "\u221e": "\\infty ",
-    "\u222a": "\\cup ",
-    "\u2229": "\\cap ",
-    "\u2205": "\\emptyset ",
-    "\u00d7": "\\times ",
-    "\u00f7": "\\div ",
-    "\u2264": "\\le ",
-    "\u2265": "\\ge ",
-    "\u00b1": "\\pm ",
-}
+_COMMANDS = (r"\infty", r"\cup", r"\cap", r"\emptyset", r"\times", r"\div", r"\le", r"\ge", r"\pm")
+_SYMBOLS = dict(zip("\u221e\u222a\u2229\u2205\u00d7\u00f7\u2264\u2265\u00b1", _COMMANDS, strict=True))
 _ROOT = re.compile("\u221a\\s?([0-9]{1,30}|[A-Za-z]|(?=[({]))")
 _SCIENTIFIC = re.compile(
     r"(?<![A-Za-z0-9.])([0-9]{1,30}(?:\.[0-9]{1,30})?)[eE]([+-]?[0-9]{1,3})(?![A-Za-z0-9.])"
@@ -74,12 +51,13 @@ _RATIONAL = re.compile(r"-?[0-9]+(?:/0*[1-9][0-9]*)?")
 # A number, a word, a formula in delimiters: the exclamation mark after it ends a sentence. After another
 # formula it is a factorial.
 _EXCLAIMED = re.compile(
-    r"(?:.*(?<![\\A-Za-z])[A-Za-z]{2,}\s.*|.*(?<![\\A-Za-z])[A-Za-z]{2,}|(?:.*=)?[-+\s]*[0-9.,/]+\s*%?|\([^()]*,[^()]*\)"
-    r"|-?\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|.*\\text\s*\{[^{}]*\}|.*[^A-Za-z0-9)}\]])"
+    r"(?:.*(?<![\\A-Za-z])[A-Za-z]{2,}\s.*|.*(?<![\\A-Za-z])[A-Za-z]{2,}|(?:.*=)?[-+\s]*[0-9.,/]+\s*%?"
+    r"|\([^()]*,[^()]*\)|-?\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|.*\\text\s*\{[^{}]*\}|.*[^A-Za-z0-9)}\]])"
 )
 _SUMMAND = re.compile(r"(?<=[-+*/(])\s+(?=[A-Za-z])")  # in `2 + t` math-verify finds a unit, and leaves `2 +`
 _COMMA = re.compile(r",(?!(?<=[0-9],)[0-9]{3}(?![0-9]))|;")
 _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
+_UNDONE = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, Derivative)
 _POINTS = 5
 _DIGITS = 40
 
@@ -97,11 +75,15 @@ def verify_math(response: str, answer: str) -> Verdict:
     if found is None and gold is not None:  # math-verify would find a side of it only
         found = next(iter([*formulas(tail)][::-1]), None)
     if found is None:
-        return _verify_prose(tail, gold.value if gold else answer)
+        candidates, value = _parse(tail), gold.value if gold else answer
+        correct = False
+        if value is not None and _is_plausible(value):
+            correct = _verify(_parse_formula(value), candidates, "%" in tail)
+        return Verdict(correct, _canonical(candidates))
     found = _plain(found)
     mine = read(found) if _is_plausible(found) else None
     if gold is not None and mine is not None:
-        correct = _says_the_same(gold, mine) or (
+        correct = _same_answer(gold, mine) or (
             mine.value is not None and not gold.values and _is_value_of(gold, mine.value)
         )
     elif gold is not None:
@@ -112,20 +94,10 @@ def verify_math(response: str, answer: str) -> Verdict:
     return Verdict(correct or _form(answer) == _form(found) != "", _vote(value or found))
 
 
-def _verify_prose(tail: str, value: str | None) -> Verdict:
-    candidates = _parse(tail)
-    correct = (
-        value is not None and _is_plausible(value) and _verify(_parse_formula(value), candidates, "%" in tail)
-    )
-    return Verdict(correct, _canonical(candidates))
-
-
 def _without_exclamation(line: str, answer: str) -> str:
-    text = line.rstrip("!. ")
-    ends_a_sentence = (
-        line.rstrip(". ").endswith("!") and _EXCLAIMED.fullmatch(text) and _form(line) != _form(answer)
-    )
-    return text if ends_a_sentence else line
+    """Return the answer without an exclamation mark that ends a sentence."""
+    text, ends = line.rstrip("!. "), line.rstrip(". ").endswith("!")
+    return text if ends and _EXCLAIMED.fullmatch(text) and _form(line) != _form(answer) else line
 
 
 def _form(text: str) -> str:
@@ -155,57 +127,45 @@ def _equal(answer: str, found: str) -> bool:
 
 
 def _verify(gold: list, candidates: list, percent: bool) -> bool:
-    # The question is no answer to itself: an integral is none where its value is the reference.
-    if not candidates or (_is_undone(candidates) and not _is_undone(gold)):
+    """Return whether math-verify finds one of the candidates equal to the reference.
+
+    The question is no answer to itself: an integral is none where its value is the reference."""
+    undone = [any(isinstance(x, Basic) and x.has(*_UNDONE) for x in parsed) for parsed in (candidates, gold)]
+    if not candidates or undone == [True, False]:
         return False
     if not percent and _attempt(_differ_plainly, gold, candidates):
         return False
     return bool(verify(gold, candidates, timeout_seconds=None))
 
 
-def _is_undone(parsed: list) -> bool:
-    return any(
-        isinstance(one, Basic) and one.has(Integral, Sum, Product, Limit, Derivative) for one in parsed
-    )
-
-
-def _is_value_of(gold: Said, found: str) -> bool:
+def _is_value_of(gold: ParsedAnswer, found: str) -> bool:
     """Return whether `found`, which names nothing, is the value of the reference's name, or the values of its
     names in their order."""
     if gold.relations:
-        # An interval is an answer to an inequality; the right side of an equation is no answer to the
-        # equation.
+        # An interval is an answer to an inequality; the right side of an equation is none to the equation.
         inequalities = all(one.operator in ("<", "<=", ">", ">=") for one in gold.relations)
         return inequalities and not gold.values and _equal(gold.text, found)
     if gold.value is not None:
         return _equal(gold.value, found)
     rows = gold.rows
     if len(rows) > 1:  # p = 5, q = 2; p = 7, q = 2
-        return _equal(", ".join(f"({', '.join(row)})" for row in rows), found)
+        return _equal(tuples(rows), found)
     found = found.replace("\\left", "").replace("\\right", "").strip("$ ")
-    mine = split(
-        found[1:-1] if found.startswith("(") and found.endswith(")") and found.count("(") == 1 else found,
-        _COMMA,
-    )
+    bracketed = found.startswith("(") and found.endswith(")") and found.count("(") == 1
+    mine = split(found[1:-1] if bracketed else found, _COMMA)
     return bool(rows) and len(mine) == len(rows[0]) and all(map(_equal, rows[0], mine))
 
 
-def _says_the_same(gold: Said, mine: Said) -> bool:
+def _same_answer(gold: ParsedAnswer, mine: ParsedAnswer) -> bool:
     """Return whether names have equal values and the other relations of both have the same solutions, one by
     one."""
-    if (
-        gold.value is not None
-        and mine.value is not None
-        and (gold.words | mine.words or "=" in (*gold.values, *mine.values))
-    ):
+    named_otherwise = gold.words | mine.words or "=" in (*gold.values, *mine.values)
+    if gold.value is not None and mine.value is not None and named_otherwise:
         return _equal(gold.value, mine.value)
     theirs, ours = list(gold.relations), list(mine.relations)
     if len(gold.rows) > 1 and len(gold.values) > 1:  # which value of one name goes with which of another
-        pairs = ({name: said.values.get(name, ()) for name in gold.values} for said in (gold, mine))
-        rows = [
-            ", ".join(f"({', '.join(row)})" for row in zip(*values.values(), strict=False))
-            for values in pairs
-        ]
+        columns = ([said.values.get(name, ()) for name in gold.values] for said in (gold, mine))
+        rows = [tuples(zip(*columns_of_one, strict=False)) for columns_of_one in columns]
         if len(mine.values) != len(gold.values) or len(mine.rows) != len(gold.rows) or not _equal(*rows):
             return False
     for name in dict.fromkeys((*gold.values, *mine.values)):
@@ -232,10 +192,8 @@ def _same_relation(gold: Relation, mine: Relation) -> bool:
         return False
     ratio = _attempt(_ratio, gold, mine)
     if ratio is None:
-        return gold.operator == mine.operator and [_form(gold.left), _form(gold.right)] == [
-            _form(mine.left),
-            _form(mine.right),
-        ]
+        forms = [(one.operator, _form(one.left), _form(one.right)) for one in (gold, mine)]
+        return forms[0] == forms[1]
     return mine.operator == (_MIRRORED.get(gold.operator) if ratio < 0 else gold.operator)
 
 
@@ -245,17 +203,16 @@ def _difference(relation: Relation) -> Expr | None:
     exact; f(x) and derivatives become symbols."""
     sides = []
     for text in (relation.left, relation.right):
-        parsed = _parse_formula(
-            f"({text})"
-        )  # without brackets math-verify takes the c of \sqrt{2}c for a unit
-        if not parsed or not isinstance(parsed[0], Expr) or parsed[0].has(MatrixBase, MatrixExpr):
+        # Without brackets math-verify takes the c of \sqrt{2}c for a unit.
+        parsed = _parse_formula(f"({text})")
+        if not parsed or not isinstance(parsed[0], Expr) or parsed[0].has(sympy.MatrixBase, sympy.MatrixExpr):
             return None
         sides.append(parsed[0])
     expression = sides[0] - sides[1]
     for atom in expression.atoms(AppliedUndef, Derivative):
         expression = expression.xreplace({atom: Symbol(str(atom))})
     expression = expression.xreplace({number: Rational(str(number)) for number in expression.atoms(Float)})
-    return fraction(together(expression))[0] if relation.operator in ("=", "!=") else expression
+    return sympy.fraction(sympy.together(expression))[0] if relation.operator in ("=", "!=") else expression
 
 
 def _ratio(gold: Relation, mine: Relation) -> Expr | None:
@@ -299,7 +256,7 @@ def _plain(text: str) -> str:
 def _ascii(character: str) -> str:
     category = unicodedata.category(character)
     if character in _SYMBOLS or category == "Cf":  # joiners, direction marks, the zero-width space
-        return _SYMBOLS.get(character, "")
+        return f"{_SYMBOLS[character]} " if character in _SYMBOLS else ""
     if (digit := unicodedata.decimal(character, None)) is not None:
         return str(digit)
     above, slash, below = unicodedata.normalize("NFKC", character).partition("\u2044")
@@ -325,11 +282,8 @@ def _parse(text: str) -> list:
 def _parse_formula(text: str, *, prose: bool = False) -> list:
     r"""Parse `text` as one formula, or as prose with formulas in it where it has dollar signs of its own.
 
-    prose: of a text that is no formula take any number in it. (A reference like `\{x | x > 3\}` would then be
-    3.)
-
-    Cached: all responses of a group have the same reference, and many of them the same answer. The caller
-    must not change the list."""
+    prose: of a text that is no formula take any number in it (3 of `\{x | x > 3\}`).
+    Cached, as a group has one reference and often one answer: the caller must not change the list."""
     text = _SUMMAND.sub("", text.replace("**", "^"))
     if "$" in text or "\\[" in text or "\\(" in text:
         return _parse(text)
@@ -338,9 +292,7 @@ def _parse_formula(text: str, *, prose: bool = False) -> list:
 
 def _differ_plainly(gold: list, candidates: list) -> bool:
     """Return whether evaluation, in a tenth of the time of simplification, proves that a number and another
-    expression differ.
-
-    Symbols are given a value: expressions that are equal are equal everywhere. Where both have symbols
+    expression differ: if they are equal they are so for any value of their symbols. Where both have symbols
     math-verify decides, which takes some symbols that are written differently for the same."""
     pair = [parsed[0] for parsed in (gold, candidates) if parsed and isinstance(parsed[0], Expr)]
     if len(pair) < 2 or not any(one.is_number for one in pair):
@@ -361,10 +313,8 @@ def _canonical(parsed: list) -> str | None:
 
 
 def _attempt(function: Callable[..., T], *arguments: Any) -> T | None:
-    """Return what `function` gives, or None where sympy fails in it; math-verify's answer then stands.
-
-    sympy has no exceptions of its own for that: RecursionError for a number and a matrix, ValueError for long
-    integers, NotImplementedError, AttributeError."""
+    """Return what `function` gives, or None where sympy fails in it: with RecursionError for a number and a
+    matrix, ValueError for long integers, NotImplementedError, AttributeError."""
     try:
         return function(*arguments)
     except MemoryError:  # the pool's limit: recorded as such

@@ -4,9 +4,8 @@ reward."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import overload
 
 from megarl.config.errors import ConfigError
 
@@ -56,20 +55,11 @@ def get_verifier(name: str) -> Verifier:
     return verifier
 
 
-@overload
-def soft_overlong_punishment(length: int, max_tokens: int, buffer: int) -> float: ...
-@overload
-def soft_overlong_punishment(length: Sequence[int], max_tokens: int, buffer: int) -> list[float]: ...
-def soft_overlong_punishment(
-    length: int | Sequence[int], max_tokens: int, buffer: int
-) -> float | list[float]:
-    """Return DAPO eq. 13, in [-1, 0], with L_max = `max_tokens` and L_cache = `buffer` (tokens, 0 < buffer <=
-    max_tokens).
+def soft_overlong_punishment(length: int, max_tokens: int, buffer: int) -> float:
+    """Return DAPO eq. 13, in [-1, 0], for a response of `length` tokens, with L_max = `max_tokens` and
+    L_cache = `buffer` (0 < buffer <= max_tokens, else ValueError).
 
-    0 for |y| <= L_max - L_cache; ((L_max - L_cache) - |y|) / L_cache up to L_max; -1 beyond. `length` is one
-    response's tokens or those of several. Raises ValueError for a buffer outside its bounds."""
+    0 for |y| <= L_max - L_cache; ((L_max - L_cache) - |y|) / L_cache up to L_max; -1 beyond."""
     if not 0 < buffer <= max_tokens:
         raise ValueError(f"buffer must be in (0, max_tokens = {max_tokens}] (got {buffer})")
-    if not isinstance(length, int):
-        return [soft_overlong_punishment(int(one), max_tokens, buffer) for one in length]
     return max(-1.0, min(0.0, (max_tokens - buffer - length) / buffer))

@@ -5,12 +5,11 @@ The phases and their order are declared in config/phases.py; what each does is i
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from megarl.config.errors import DeviceMemoryError, MegarlError, NumericalError
 from megarl.config.phases import VALUE_PRETRAINING, WEIGHT_TRANSFER, Phase, check_phases, training_phases
-from megarl.observe.run_log import JsonlWriter, RunLog, Sample
+from megarl.observe.run_log import RunLog, Sample
 from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.parallel.comm import barrier, from_rank_0, gather_objects
 from megarl.parallel.runtime import set_generator_states
@@ -36,7 +35,6 @@ from megarl.training.checkpoint import PRETRAINING, choose_checkpoint, load_chec
 from megarl.training.columns import throughput
 from megarl.training.saving import CheckpointWriter
 
-EVALUATIONS = "evaluations.jsonl"
 PLAIN_LINES = 100  # a log file gets about so many lines of steps
 
 
@@ -190,10 +188,8 @@ class Trainer:
         started = time.perf_counter()
         result = self.run.sampler.evaluate(self.run.problems)
         self._record("eval", number, {**result.stats(), "time/evaluation": time.perf_counter() - started})
-        if self.is_rank_0:
-            with open(self.folder / EVALUATIONS, "a", encoding="utf-8") as file:
-                for answer in result.answers(self.run.tokenizer):
-                    file.write(json.dumps({"step": number, **answer}, ensure_ascii=False) + "\n")
+        if self.log is not None:
+            self.log.write_answers(number, result.answers(self.run.tokenizer))
 
     def save(self, stage: str, number: int, *, last: bool) -> None:
         """Begin a checkpoint after a step where one is due; leave where the run was told to end."""
@@ -214,8 +210,6 @@ class Trainer:
             self._event(line)
         if self.checkpoint is None:
             self.preemption.start(self.stage, 0)
-            if self.is_rank_0:  # of a run that was ended before its first checkpoint
-                (self.folder / EVALUATIONS).unlink(missing_ok=True)
             return 0
         step, stage, done = self.checkpoint.step, self.checkpoint.stage, self.checkpoint.done
         self._enter("resume", stage, step)
@@ -232,9 +226,6 @@ class Trainer:
         self.preemption.start(stage, step)
         if self.log is not None:
             self.log.truncate_after(step, stage)
-        if self.is_rank_0 and (self.folder / EVALUATIONS).exists():
-            with closing(JsonlWriter(self.folder / EVALUATIONS, append=True)) as answers:
-                answers.keep(lambda record: record["step"] <= done)
         self._event(f"continues from {self.checkpoint.path}")
         if self.checkpoint.manifest["versions"] != versions():
             self._event(

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.ablation.jobs import Job, run_jobs
 from megarl.cli.main import main
-from megarl.parallel.jobs import Job, run_jobs
 from tests.cli.processes import environment, wait_for
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

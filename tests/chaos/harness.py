@@ -161,7 +161,7 @@ class Job:
         return [
             process
             for process in self.family.values()
-            if process.is_running() and "megarl.rewards.worker" in " ".join(_command(process))
+            if process.is_running() and "megarl.rewards.pool" in " ".join(_command(process))
         ]
 
     def wait(self) -> int:

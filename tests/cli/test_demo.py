@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megarl.ablation import runs
+from megarl.ablation.jobs import locked
 from megarl.cli.demo import MARK, MARK_RUN
 from megarl.config import load_config
 from megarl.config.load import PACKAGE
-from megarl.parallel.jobs import locked
 from tests.cli.processes import megarl
 from tests.cli.scene import Scene
 

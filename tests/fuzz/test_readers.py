@@ -29,8 +29,8 @@ from megarl.data.experience import Experience, read_experience, read_made_from, 
 from megarl.data.reader import validate_files
 from megarl.model.hf_config import check_buildable
 from megarl.rewards import get_verifier
+from megarl.rewards.pool import judge
 from megarl.rewards.verdict import Verdict
-from megarl.rewards.worker import judge
 from megarl.schedule.preflight import Described, check_tokenizer
 from megarl.training.checkpoint import find_checkpoint, open_checkpoint, read_state, write_state
 from megarl.weights.families import ROPE_NEEDS, ROPE_NUMBERS, VALUES

@@ -256,6 +256,16 @@ def test_distributions_are_written_read_and_cut_back(tmp_path: Path) -> None:
     assert mended.distributions == records and mended.unreadable == 0
 
 
+def test_answers_are_written_as_they_are_and_cut_back(tmp_path: Path) -> None:
+    for append, stage, expected in ((False, "train", [0, 2]), (True, "value_pretraining", [0])):
+        with RunLog(tmp_path, append) as log:
+            for step in () if append else (0, 2, 4):
+                log.write_answers(step, [{"uid": "a", "response": "päp"}])
+            log.truncate_after(2, stage)
+        lines = [f'{{"step": {step}, "uid": "a", "response": "päp"}}\n' for step in expected]
+        assert (tmp_path / "evaluations.jsonl").read_text(encoding="utf-8") == "".join(lines)
+
+
 def test_events_survive_a_restart(tmp_path: Path) -> None:
     for append, text in ((False, "rank 3 <died>"), (True, "continues from step-000001")):
         with RunLog(tmp_path, append) as log:

@@ -173,7 +173,6 @@ def test_modes() -> None:
     out, clock = io.StringIO(), Clock()
     view = TerminalView("quiet", FACTS, Console(file=out, force_terminal=True), clock=clock)
     drive(view, clock)
-    view.close()
     assert out.getvalue() == ""
 
 

@@ -109,7 +109,8 @@ def values(
 
 
 def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, options: dict[str, Any]) -> Any:
-    """Gradients of one mini-batch in Hugging Face names and shapes (on rank 0; {} elsewhere), and the statistics' sums."""
+    """Gradients of one mini-batch in Hugging Face names and shapes (on rank 0; {} elsewhere), and the
+    statistics' sums."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.comm import sum_stats
     from megarl.training.batch import distribute
@@ -139,7 +140,8 @@ def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, opt
 
 
 def groups_in_use(runtime: Runtime, **arguments: Any) -> tuple[list[Any], list[Any]]:
-    """(Members, name) of each group that this rank used when it started, and of those whose collectives `gradients` counts."""
+    """(Members, name) of each group that this rank used when it started, and of those whose collectives
+    `gradients` counts."""
     from torch.distributed.distributed_c10d import _world
 
     def count() -> dict[Any, int]:
@@ -156,7 +158,8 @@ def groups_in_use(runtime: Runtime, **arguments: Any) -> tuple[list[Any], list[A
 
 
 def _gather_shards(learner: Any) -> None:
-    """The distributed optimizer leaves each data-parallel rank the reduced gradients of its own shard only: all of them again."""
+    """The distributed optimizer leaves each data-parallel rank the reduced gradients of its own shard only:
+    all of them again."""
     import torch.distributed as dist
 
     for buffer in (*learner.chunk.buffers, *learner.chunk.expert_parallel_buffers):
@@ -189,9 +192,11 @@ def _in_hf_names(learner: Any, folder: Path, runtime: Runtime, critic: bool) -> 
 def rollout_after_update(
     runtime: Runtime, folder: Path, out: Path, prompts: list[list[int]], dtype: str = "fp32"
 ) -> Any:
-    """One update of the actor, a weight transfer into this rank's engine, sampled responses, and an export of the same weights.
+    """One update of the actor, a weight transfer into this rank's engine, sampled responses, and an export of
+    the same weights.
 
-    Gives the engine's parameters, its completions, and the trainer's log-probabilities of the sampled tokens."""
+    Gives the engine's parameters, its completions, and the trainer's log-probabilities of the sampled
+    tokens."""
     from megarl.model.builder import DTYPES, build_actor, read_hf_config
     from megarl.rollout.sampling import Request, SamplingParams
     from megarl.rollout.transformers_engine import TransformersEngine
@@ -249,7 +254,8 @@ def rollout_after_update(
 
 
 def update_with_bad_loss(runtime: Runtime, folder: Path, bad_rank: int, what: str) -> Any:
-    """An update whose loss or gradient is not finite on one rank. Gives the error's text and whether the weights stayed."""
+    """An update whose loss or gradient is not finite on one rank. Gives the error's text and whether the
+    weights stayed."""
     from megarl.config.errors import NumericalError
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.training.model import TrainableModel
@@ -286,7 +292,8 @@ class _InfiniteGradient(torch.autograd.Function):
 
 
 def learning_rates(runtime: Runtime, folder: Path, steps: int) -> Any:
-    """The critic's rate at each step of value pretraining at a rate of its own, then at each step of its main schedule."""
+    """The critic's rate at each step of value pretraining at a rate of its own, then at each step of its main
+    schedule."""
     from megarl.config.schema import CriticConfig
     from megarl.model.builder import build_critic, read_hf_config
     from megarl.training.model import TrainableModel
@@ -316,7 +323,8 @@ def updates_with_moves(
     moves: bool,
     model: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Three updates, before each of which everything may have left the device: gradient norms, all tensors, and what was moved."""
+    """Three updates, before each of which everything may have left the device: gradient norms, all tensors,
+    and what was moved."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.offload import HostPool
     from megarl.training.batch import distribute
@@ -367,7 +375,8 @@ def updates_with_moves(
 
 
 def around_a_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, read: bool) -> dict[str, Any]:
-    """Two updates, of which the first ends in a checkpoint, or is replaced by reading one: all tensors between the two and after them."""
+    """Two updates, of which the first ends in a checkpoint, or is replaced by reading one: all tensors
+    between the two and after them."""
     import megatron.core
 
     from megarl.model.builder import build_actor, read_hf_config
@@ -409,8 +418,8 @@ def around_a_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, read: 
 
 
 def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **parallel: Any) -> dict[str, Any]:
-    """Two mini-batches twice, with everything off the device in between: gradient norms, weights, what a checkpoint gives back, and
-    whether the replicas had the same weights after each update."""
+    """Two mini-batches twice, with everything off the device in between: gradient norms, weights, what a
+    checkpoint gives back, and whether the replicas had the same weights after each update."""
     from megarl.config.schema import ParallelConfig
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.parallel.comm import gather_objects
@@ -472,7 +481,8 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
 
 
 def stage_parts(runtime: Runtime, length: int, offset: int) -> str:
-    """Has each rank write two of a tensor's `length` numbers, those from rank * `offset` on; what is said of it, "" where all is well."""
+    """Has each rank write two of a tensor's `length` numbers, those from rank * `offset` on; what is said of
+    it, "" where all is well."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
     from megarl.training.saving import HostCopier

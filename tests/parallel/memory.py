@@ -1,4 +1,5 @@
-"""The memory of live tensors, on any device: storages are counted from the operation that made them until they are freed."""
+"""The memory of live tensors, on any device: storages are counted from the operation that made them until
+they are freed."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Bytes of the storages made within the `with` block that live: `now`, and the most at any time, `peak`. What an operation uses only
-    inside itself is not seen."""
+    """Bytes of the storages made within the `with` block that live: `now`, and the most at any time, `peak`.
+    What an operation uses only inside itself is not seen."""
 
     def __init__(self) -> None:
         super().__init__()

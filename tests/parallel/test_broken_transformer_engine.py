@@ -1,4 +1,5 @@
-"""A Transformer Engine that cannot be imported, on which Megatron's own import fails, is said in one line: by doctor and before a run."""
+"""A Transformer Engine that cannot be imported, on which Megatron's own import fails, is said in one line: by
+doctor and before a run."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     else:
         (package / "__init__.py").write_text("__version__ = '2.20.2'\n")
         (package / "pytorch.py").write_text(WITHOUT_COMPILED_HALF)
-        lacks = "transformer-engine None lacks its compiled half, transformer-engine-torch"  # None: pip knows nothing of this one
+        # None: pip knows nothing of this one.
+        lacks = "transformer-engine None lacks its compiled half, transformer-engine-torch"
         yield f"{package}: {lacks} (make install-gpu, or uninstall it)"
     for name in _imported():
         del sys.modules[name]

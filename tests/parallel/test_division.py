@@ -1,4 +1,5 @@
-"""How a step's work is divided: by the shapes of the models that it goes through, into mini-batches of the actor and of the critic."""
+"""How a step's work is divided: by the shapes of the models that it goes through, into mini-batches of the
+actor and of the critic."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ RESPONSES = 16
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An actor, and a critic of another size and family; the actor's heads are together wider than its hidden states."""
+    """An actor, and a critic of another size and family; the actor's heads are together wider than its hidden
+    states."""
     folder = tmp_path_factory.mktemp("models")
     actor = make_tiny_model(
         folder / "actor", "qwen3", vocab=61, layers=2, hidden=32, heads=4, kv_heads=2, head_dim=16
@@ -102,7 +104,8 @@ def test_shapes_are_those_of_the_weights(
 
 
 def test_of_experts_only_the_chosen_ones_count() -> None:
-    """Counted by hand: a layer of Qwen3-30B-A3B, hidden 2,048, 32 query and 4 key/value heads of 128, 8 of 128 experts of width 768."""
+    """Counted by hand: a layer of Qwen3-30B-A3B, hidden 2,048, 32 query and 4 key/value heads of 128, 8 of
+    128 experts of width 768."""
     sizes = {
         "hidden_size": 2048,
         "num_attention_heads": 32,
@@ -120,7 +123,8 @@ def test_of_experts_only_the_chosen_ones_count() -> None:
 def test_mini_batches_of_the_critic(
     critic_mini_batch: int | None, folders: tuple[Path, Path], ranks: Callable[[int, int, int], RankPool]
 ) -> None:
-    """Over all replicas each mini-batch has its size, its own denominators, and nothing comes twice; at one or two replicas the same."""
+    """Over all replicas each mini-batch has its size, its own denominators, and nothing comes twice; at one
+    or two replicas the same."""
     batch = make_batch()
     lengths, kept = batch.response_lengths.tolist(), (~batch["truncated"]).tolist()
     sizes = {"actor": 4, "critic": critic_mini_batch or 4}

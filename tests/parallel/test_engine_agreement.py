@@ -1,4 +1,5 @@
-"""After an update: the engine has the exported weights to the bit, and samples with the trainer's probabilities."""
+"""After an update: the engine has the exported weights to the bit, and samples with the trainer's
+probabilities."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.parallel import jobs
@@ -24,6 +26,18 @@ CASES = [
 ]
 
 
+def changed_tensors(out: Path, folder: Path) -> dict[str, Tensor]:
+    """The tensors of an exported folder, some of which differ from those that the run began with."""
+    exported, original = (
+        {name: tensor for file in place.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for place in (out, folder)
+    )
+    assert any(not torch.equal(exported[name], original[name]) for name in exported), (
+        "no change by the update"
+    )
+    return exported
+
+
 @pytest.mark.parametrize(("layout", "family", "options"), CASES, ids=lambda x: str(x))
 def test_transfer_is_exact(
     layout: tuple, family: str, options: dict, ranks: Callable[..., RankPool], tmp_path: Path
@@ -31,15 +45,7 @@ def test_transfer_is_exact(
     folder = make_tiny_model(tmp_path / "model", family, vocab=61, **options)
     out = tmp_path / "out"
     answers = ranks(*layout).run(jobs.rollout_after_update, folder=folder, out=out, prompts=PROMPTS)
-    exported = {
-        name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()
-    }
-    original = {
-        name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
-    }
-    assert any(not torch.equal(exported[name], original[name]) for name in exported), (
-        "the update changed nothing"
-    )
+    exported = changed_tensors(out, folder)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     for answer in answers:
         assert answer["parameters"].keys() == exported.keys()
@@ -57,21 +63,14 @@ def test_transfer_is_exact(
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1)])
 def test_transfer_is_exact_in_bf16(layout: tuple, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
-    """bf16 weights under the distributed optimizer's fp32 copies; trainer and engine differ by bf16's rounding only."""
+    """bf16 weights under the distributed optimizer's fp32 copies; trainer and engine differ by bf16's
+    rounding only."""
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, tied=True, dtype=torch.bfloat16)
     out = tmp_path / "out"
     answers = ranks(*layout).run(
         jobs.rollout_after_update, folder=folder, out=out, prompts=PROMPTS, dtype="bf16"
     )
-    exported = {
-        name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()
-    }
-    original = {
-        name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
-    }
-    assert any(not torch.equal(exported[name], original[name]) for name in exported), (
-        "the update changed nothing"
-    )
+    exported = changed_tensors(out, folder)
     for answer in answers:
         assert answer["grad_norm"] > 0
         for name, tensor in answer["parameters"].items():

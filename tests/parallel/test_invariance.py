@@ -1,4 +1,5 @@
-"""What the layout is never changes the result: gradients of every loss term against one rank and one micro-batch."""
+"""What the layout is never changes the result: gradients of every loss term against one rank and one
+micro-batch."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ FAST = {"KL", "DAPO", "VAPO", "value"}
 
 
 def make_batch(only_first_correct: bool = False) -> Experience:
-    """Ragged responses. Few are correct, so that a rank or a micro-batch may hold none; some are truncated."""
+    """Ragged responses. Few are correct, so that a rank or a micro-batch may hold none; some are
+    truncated."""
     g = torch.Generator().manual_seed(11)
     sizes = [(3, 20), (5, 1), (2, 33), (4, 8), (6, 2), (1, 14), (9, 5), (2, 27)]
     draw = [[torch.randint(0, VOCAB, (n,), generator=g).tolist() for n in pair] for pair in sizes]
@@ -65,7 +67,8 @@ def make_batch(only_first_correct: bool = False) -> Experience:
 
 
 def relative_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Largest difference of any parameter's gradient, relative to the norm of the whole gradient per element."""
+    """Largest difference of any parameter's gradient, relative to the norm of the whole gradient per
+    element."""
     norm = torch.cat([x.flatten() for x in expected.values()]).double().norm()
     difference = torch.cat([(found[name] - expected[name]).flatten() for name in expected]).double().norm()
     assert norm > 1e-6, "the gradient is nothing: the test would compare nothing"
@@ -116,7 +119,8 @@ def test_gradients_do_not_depend_on_the_layout(
 def test_every_group_that_a_run_uses_was_used_by_all_its_members_at_start(
     layout: tuple[int, int, int], ranks: Callable[[int, int, int], RankPool], tmp_path: Path
 ) -> None:
-    """NCCL makes a group's communicator at its first use, which all members must enter; a message between two ranks is none."""
+    """NCCL makes a group's communicator at its first use, which all members must enter; a message between two
+    ranks is none."""
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=VOCAB, layers=2, tied=True)
     found = ranks(*layout).run(
         jobs.groups_in_use, folder=folder, batch=make_batch(), which="actor", options={"budget": 48}

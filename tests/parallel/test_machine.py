@@ -12,8 +12,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from megarl.config.errors import ConfigError
+from megarl.parallel import internals
 from megarl.parallel import machine as module
-from megarl.parallel.internals import CALLS, INTERNALS, READS, REPLACES, Internal, changed
+from megarl.parallel.internals import Internal, Package, changed, read_table
 from megarl.parallel.machine import (
     LOCK,
     MEGATRON,
@@ -84,7 +85,8 @@ class TestTransformerEngine:
         install(site, "transformer_engine", "2.20.2", module="transformer_engine")
         found = broken_transformer_engine()
         assert found.endswith(
-            "transformer-engine 2.20.2 lacks its compiled half, transformer-engine-torch (make install-gpu, or uninstall it)"
+            "transformer-engine 2.20.2 lacks its compiled half, transformer-engine-torch "
+            "(make install-gpu, or uninstall it)"
         )
 
     def test_parts_of_different_versions(self, site: Path) -> None:
@@ -97,10 +99,10 @@ class TestTransformerEngine:
         )
 
     def test_a_leftover_folder(self, site: Path) -> None:
-        (site / "transformer_engine").mkdir()
-        assert broken_transformer_engine() == (
-            f"{site / 'transformer_engine'}: a folder without a package in the place of Transformer Engine (remove it)"
-        )
+        folder = site / "transformer_engine"
+        folder.mkdir()
+        without = "a folder without a package in the place of Transformer Engine (remove it)"
+        assert broken_transformer_engine() == f"{folder}: {without}"
 
     def test_compiled_for_another_torch(self, site: Path) -> None:
         install(site, "transformer_engine", "2.20.2", module="transformer_engine")
@@ -130,12 +132,14 @@ def test_how_an_environment_differs_from_the_lock() -> None:
     numpy, torch = metadata.version("numpy"), metadata.version("torch")
     assert lock_problem(f"numpy=={numpy}\ntorch=={torch.partition('+')[0]}\n# comment\n") is None
     assert lock_problem(f"aaa==1\nnumpy=={numpy}\ntorch==9.9\n") == (
-        f"2 of 3 packages are not as in requirements-gpu.txt: torch {torch} (there 9.9), aaa missing (there 1) (make install-gpu)"
+        f"2 of 3 packages are not as in requirements-gpu.txt: torch {torch} (there 9.9), "
+        "aaa missing (there 1) (make install-gpu)"
     )
 
 
 def test_the_lock_holds_what_megarl_asks_for() -> None:
-    """Every requirement of megarl itself, and one version of each part of Transformer Engine; nothing twice, all of it exact."""
+    """Every requirement of megarl itself, and one version of each part of Transformer Engine; nothing twice,
+    all of it exact."""
     from packaging.requirements import Requirement
 
     lines = [Requirement(line) for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
@@ -278,24 +282,25 @@ def test_the_table_of_internals_holds_for_what_is_installed() -> None:
 @pytest.mark.parametrize(
     ("entry", "problem"),
     [
-        (Internal("lib.api", "gone", READS, "", "x.py"), "is not there"),
-        (Internal("lib.gone", "f", READS, "", "x.py"), "is not there"),
-        (Internal("lib.api", "f", CALLS, "b new", "x.py"), "has no parameter new"),
-        (Internal("lib.api", "f", CALLS, "a b", "x.py"), ""),
-        (Internal("lib.api", "f", REPLACES, "b", "x.py"), "takes a, b and not first b"),
-        (Internal("lib", "f", CALLS, "a", "x.py"), ""),
-        (Internal("lib", "Fields", CALLS, "one two", "x.py"), ""),
-        (Internal("lib", "Fields", CALLS, "three", "x.py"), "has no parameter three"),
-        (Internal("lib", "Made", CALLS, "anything", "x.py"), ""),
-        (Internal("lib", "Made.there", READS, "", "x.py"), ""),
-        (Internal("lib", "Made.inherited", CALLS, "self", "x.py"), ""),
-        (Internal("lib", "Made.gone", READS, "", "x.py"), "is not there"),
+        (Internal("lib.api", "gone", "reads", "", "x.py"), "is not there"),
+        (Internal("lib.gone", "f", "reads", "", "x.py"), "is not there"),
+        (Internal("lib.api", "f", "calls", "b new", "x.py"), "has no parameter new"),
+        (Internal("lib.api", "f", "calls", "a b", "x.py"), ""),
+        (Internal("lib.api", "f", "replaces", "b", "x.py"), "takes a, b and not first b"),
+        (Internal("lib", "f", "calls", "a", "x.py"), ""),
+        (Internal("lib", "Fields", "calls", "one two", "x.py"), ""),
+        (Internal("lib", "Fields", "calls", "three", "x.py"), "has no parameter three"),
+        (Internal("lib", "Made", "calls", "anything", "x.py"), ""),
+        (Internal("lib", "Made.there", "reads", "", "x.py"), ""),
+        (Internal("lib", "Made.inherited", "calls", "self", "x.py"), ""),
+        (Internal("lib", "Made.gone", "reads", "", "x.py"), "is not there"),
     ],
 )
 def test_the_check_of_the_table(
     site: Path, monkeypatch: pytest.MonkeyPatch, entry: Internal, problem: str
 ) -> None:
-    """On sources that are parsed and never imported: re-exports, dataclasses and their bases, attributes that a method sets."""
+    """On sources that are parsed and never imported: re-exports, dataclasses and their bases, attributes that
+    a method sets."""
     install(site, "lib", "3.1", module="lib")
     (site / "lib" / "__init__.py").write_text("from .api import f, Fields\nfrom lib.api import Made\n")
     (site / "lib" / "api.py").write_text(
@@ -303,11 +308,8 @@ def test_the_check_of_the_table(
         "class Base:\n    one: int\n    def inherited(self): ...\nclass Fields(Base):\n    two: int = 0\n"
         "class Made(Base):\n    def __init__(self, **rest): self.there = 1\n"
     )
-    from megarl.parallel import internals
-
     internals._tree.cache_clear()
-    monkeypatch.setitem(INTERNALS, "lib", (entry,))
-    monkeypatch.setitem(internals.KNOWN, "lib", "3.0")
+    monkeypatch.setitem(read_table(), "lib", Package("3.0", [entry]))
     lines = (
         [f"lib 3.1: {entry.module}.{entry.name}: {problem}, which x.py relies on (run with 3.0)"]
         if problem
@@ -320,7 +322,7 @@ def test_everything_that_megarl_imports_is_in_the_table() -> None:
     """So that a new import is a line there, which is checked on each version."""
     import ast
 
-    entries = [entry for listed in INTERNALS.values() for entry in listed]
+    entries = [entry for package in read_table().values() for entry in package.internals]
     names = {entry.name.partition(".")[0] for entry in entries}
     modules = tuple(entry.module for entry in entries)
     missing = []

@@ -1,4 +1,5 @@
-"""megarl on more than one version of megatron-core: a checkpoint that one wrote is continued by another (`make test-megatron`)."""
+"""megarl on more than one version of megatron-core: a checkpoint that one wrote is continued by another
+(`make test-megatron`)."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def test_no_private_name_of_megatron_is_imported() -> None:
                 names = [*node.module.split("."), *(alias.name for alias in node.names)]
                 private += [f"{file.name}: {name}" for name in names if name.startswith("_")]
     assert not private
-    # Checkpoints: what a part of a state is, and reading. Neither the planners, writers nor strategies, which change with each version.
+    # Checkpoints: what a part of a state is, and reading. Neither the planners, writers nor strategies, which
+    # change with each version.
     used = {
         node.module
         for file in (ROOT / "megarl/training").glob("*.py")

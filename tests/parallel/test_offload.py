@@ -31,7 +31,8 @@ def bits(tensor: torch.Tensor) -> bytes:
     rounds=st.integers(1, 3),
 )
 def test_comes_back_as_it_left(sizes: list[tuple[int, torch.dtype]], chunk: int, rounds: int) -> None:
-    """Views share their storage and stay views of it; the second group gets the first one's host memory while that is back."""
+    """Views share their storage and stay views of it; the second group gets the first one's host memory while
+    that is back."""
     pool = HostPool(CPU, chunk)
     whole = [
         torch.randint(0, 256, (n * dtype.itemsize,), dtype=torch.uint8).view(dtype) for n, dtype in sizes
@@ -103,7 +104,8 @@ def test_no_room_leaves_everything_off_the_device(monkeypatch: pytest.MonkeyPatc
 def test_a_learner_that_was_away_learns_the_same_bits(
     layout: tuple, dtype: str, ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
-    """Weights, gradients and optimizer leave between updates; in bf16 the optimizer has FP32 copies of its own, in FP32 views."""
+    """Weights, gradients and optimizer leave between updates; in bf16 the optimizer has FP32 copies of its
+    own, in FP32 views."""
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, tied=True)
     for which in ("actor", "critic"):
         stayed, moved = (

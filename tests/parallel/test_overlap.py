@@ -1,4 +1,5 @@
-"""Gradients reduced beside the backward pass and weights gathered beside the next forward pass change nothing but rounding."""
+"""Gradients reduced beside the backward pass and weights gathered beside the next forward pass change nothing
+but rounding."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def test_overlaps_change_nothing(
         assert max(plain["norms"]) > 0
         for which in ("reduce", "both"):
             ours = found[which][rank]
-            # Rounding: replicas are added up in another order where there are more than two, and the norm over other shards.
+            # Rounding: replicas are added up in another order where there are more than two, and the norm
+            # over other shards.
             torch.testing.assert_close(
                 torch.tensor(ours["norms"]), torch.tensor(plain["norms"]), rtol=1e-5, atol=0
             )
@@ -62,7 +64,8 @@ def test_overlaps_change_nothing(
                     msg=lambda text, name=name: f"{name}: {text}",
                 )
                 assert torch.equal(ours["back"][name], ours["weights"][name]), name
-    # The last stages have one bucket: Megatron cuts those of the first stage only, which are the last to be reduced.
+    # The last stages have one bucket: Megatron cuts those of the first stage only, which are the last to be
+    # reduced.
     assert all(ours[0]["buckets"] > 2 for ours in (found["reduce"], found["both"]))
     # Without the last gather the replicas differ after the first of two updates, and only there.
     assert found["both"][0]["alike"] == [False, True, False, True]

@@ -95,7 +95,8 @@ def test_values_equal_hugging_face(
     for found in ranks(tp, pp, dp).run(jobs.values, folder=folder, prompts=prompts, responses=responses):
         assert (found - torch.cat(expected)).abs().max() <= 1e-5
 
-    # A sequence classifier scores the last token of what it is given: the state in which the last response token was chosen.
+    # A sequence classifier scores the last token of what it is given: the state in which the last response
+    # token was chosen.
     folder = make_tiny_model(
         tmp_path / "sequence", "qwen3", vocab=101, layers=2 * pp, classification="sequence"
     )

@@ -1,8 +1,9 @@
-"""Answers as models write them, with what `dapo` and `math` say of them; and answers that mean harm. Both go through the real pool.
+"""Answers as models write them, with what `dapo` and `math` say of them; and answers that mean harm. Both go
+through the real pool.
 
-corpus/answers.jsonl: response, reference answer, and whether each verifier takes it. `math` says what is mathematically so as far as
-math-verify reads it (units are not compared); `dapo` says what its normalisation makes equal as text. corpus/hostile.jsonl: pieces of a
-response, some of them repeated; every one is wrong.
+corpus/answers.jsonl: response, reference answer, and whether each verifier takes it. `math` says what is
+mathematically so as far as math-verify reads it (units are not compared); `dapo` says what its normalisation
+makes equal as text. corpus/hostile.jsonl: pieces of a response, some of them repeated; every one is wrong.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ ANSWERS = lines("answers.jsonl")
 def test_the_corpus_is_what_it_should_be() -> None:
     kinds = Counter(row["kind"] for row in ANSWERS)
     assert len(ANSWERS) >= 120 and len({(row["response"], row["answer"]) for row in ANSWERS}) == len(ANSWERS)
-    wanted = "fraction unit separator boxed lines degree percent unicode interval set tuple root scientific expression"
+    wanted = "fraction unit separator boxed lines degree percent unicode interval set tuple root scientific"
+    wanted += " expression"
     assert set(wanted.split()) == set(kinds) and min(kinds.values()) >= 8
     for name in ("dapo", "math"):
         by_kind = Counter((row["kind"], row[name]) for row in ANSWERS)
         # Nothing is evaluated by dapo, so that no number in another notation is right.
         right = kinds.keys() - {"scientific"} if name == "dapo" else kinds.keys()
         assert all(by_kind[kind, False] for kind in kinds) and all(by_kind[kind, True] for kind in right)
-    # The one thing that a reward must not do: the text protocol takes nothing that the symbolic verifier finds to be different.
+    # The one thing that a reward must not do: the text protocol takes nothing that the symbolic verifier
+    # finds to be different.
     assert not [row for row in ANSWERS if row["dapo"] and not row["math"]]
 
 
@@ -64,7 +67,8 @@ def test_answers(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dapo", "math"])
 def test_hostile_answers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong, each within its limit, in bounded memory, and nothing that they say is done: no canary appears."""
+    """Wrong, each within its limit, in bounded memory, and nothing that they say is done: no canary
+    appears."""
     monkeypatch.chdir(tmp_path)  # where a command that was executed would leave its CANARY
     rows = [(text(row["response"]), row["answer"]) for row in lines("hostile.jsonl")]
     with VerifierPool(name, workers=1, timeout=TIMEOUT, memory_mib=MEMORY) as pool, Watch(pool) as watch:

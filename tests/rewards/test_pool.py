@@ -1,4 +1,5 @@
-"""The verifier pool with real processes: hanging, dying, greedy and broken verifiers cost their own answer and no other."""
+"""The verifier pool with real processes: hanging, dying, greedy and broken verifiers cost their own answer
+and no other."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "pool_test_broken.py").write_text("raise RuntimeError('half\\ndone')")
     (tmp_path / "pool_test_exits.py").write_text("import sys; sys.exit(4)")
     (tmp_path / "pool_test_fatal_later.py").write_text(
-        "import os, sys\nif 'pytest' not in sys.modules:\n    print('cannot go on', file=sys.stderr, flush=True)\n    os._exit(7)\n"
+        "import os, sys\nif 'pytest' not in sys.modules:\n"
+        "    print('cannot go on', file=sys.stderr, flush=True)\n    os._exit(7)\n"
         "def f(response, answer): return True\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -134,7 +136,8 @@ def test_an_idle_worker_that_was_killed_costs_nothing(user_module: str) -> None:
 
 
 def test_a_stopped_worker_cannot_block_the_pool(user_module: str) -> None:
-    """Megabytes are on their way to a process that reads nothing: neither writing nor waiting may last beyond the limit."""
+    """Megabytes are on their way to a process that reads nothing: neither writing nor waiting may last beyond
+    the limit."""
     with VerifierPool(user_module, workers=1, timeout=1.0) as pool:
         pool.verify([("a", "a")])
         (pid,) = pool.pids
@@ -174,7 +177,8 @@ def test_a_worker_has_neither_the_runs_environment_nor_torch(
         )
     assert "PATH" in environment and "KEY" not in environment and "RANK" not in environment
     assert not {"torch", "megatron", "transformers", "sympy"} & set(modules.split(","))
-    code = "import sys, megarl.rewards as r; r.get_verifier('dapo'); sys.exit('torch' in sys.modules or 'sympy' in sys.modules)"
+    code = "import sys, megarl.rewards as r; r.get_verifier('dapo'); "
+    code += "sys.exit('torch' in sys.modules or 'sympy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
@@ -245,7 +249,8 @@ def test_symbolic_verifier_in_the_pool_survives_towers_of_powers() -> None:
 
 
 def test_throughput() -> None:
-    """A tenth of what an idle machine does, so that a busy one passes: what this finds is a wait per answer."""
+    """A tenth of what an idle machine does, so that a busy one passes: what this finds is a wait per
+    answer."""
     response = "Let me think step by step. " * 300
     items = [(f"{response}\nAnswer: {i}", str(i + i % 2)) for i in range(2000)]
     with VerifierPool("dapo", workers=2, timeout=30) as pool:

@@ -1,6 +1,8 @@
-"""Equations, inequalities, names and values: what `math` takes for what, each pair as `Answer: ...` against a reference.
+"""Equations, inequalities, names and values: what `math` takes for what, each pair as `Answer: ...` against a
+reference.
 
-The hypothesis tests draw equations whose relation is known by construction, and answers that a policy would try instead.
+The hypothesis tests draw equations whose relation is known by construction, and answers that a policy would
+try instead.
 """
 
 from __future__ import annotations
@@ -265,7 +267,8 @@ def test_a_response_without_a_label() -> None:
 
 
 def test_the_protocol_of_dapo_stays_as_it_is() -> None:
-    """Its normalisation compares last sides, whatever stands before, and drops `!`, as the reference implementation does."""
+    """Its normalisation compares last sides, whatever stands before, and drops `!`, as the reference
+    implementation does."""
     for found, answer in (
         ("0", "5x - 7y = 0"),
         ("y=4", "x=4"),
@@ -327,7 +330,8 @@ def test_equations(
     which: int,
     change: int,
 ) -> None:
-    """Scaled, with terms on the other side, with sides exchanged: right. One coefficient altered: wrong. A side of it: wrong."""
+    """Scaled, with terms on the other side, with sides exchanged: right. One coefficient altered: wrong. A
+    side of it: wrong."""
     assume(sum(map(bool, numbers)) >= 2)
     reference = equation(numbers, monomials, right)
     terms = list(zip([*numbers, -right], [*monomials, ""], strict=True))
@@ -371,7 +375,8 @@ def proportional(a: list[tuple[int, str]], b: list[tuple[int, str]]) -> bool:
     st.integers(-50, 50), st.integers(-50, 50), st.sampled_from("xyzn"), st.integers(2, 9), st.integers(-9, 9)
 )
 def test_solutions(value: int, other: int, name: str, a: int, b: int) -> None:
-    """A name and its value, either alone and both ways; not another name, another value, or the equation that was to be solved."""
+    """A name and its value, either alone and both ways; not another name, another value, or the equation that
+    was to be solved."""
     reference = f"{name} = {value}"
     for found, answer in (
         (reference, reference),
@@ -464,11 +469,13 @@ def test_a_number_and_a_multiple_of_a_matrix_differ() -> None:
 
 @pytest.mark.slow
 def test_math_verifys_own_table() -> None:
-    """What `math` says otherwise is known, with the reason, in corpus/math_verify.jsonl and docs/verifiers.md."""
+    """What `math` says otherwise is known, with the reason, in corpus/math_verify.jsonl and
+    docs/verifiers.md."""
     folder = Path(os.environ.get("MATH_VERIFY_TESTS", ""))
     if not (folder / "test_all.py").is_file():
         pytest.skip(
-            "MATH_VERIFY_TESTS does not name the folder `tests` of math-verify 0.9.0's source distribution (not in its wheel)"
+            "MATH_VERIFY_TESTS does not name the folder `tests` of math-verify 0.9.0's source distribution "
+            "(not in its wheel)"
         )
     cases = list(math_verify_cases(folder))
     assert len(cases) == 268
@@ -486,7 +493,8 @@ def test_math_verifys_own_table() -> None:
 
 
 def math_verify_cases(folder: Path) -> list[tuple[str, str, bool]]:
-    """(reference, response, whether it is right) of every parametrized case with these three that is written out in `folder`."""
+    """(reference, response, whether it is right) of every parametrized case with these three that is written
+    out in `folder`."""
     cases = []
     for file in sorted(folder.glob("test_*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

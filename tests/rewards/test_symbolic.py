@@ -1,4 +1,5 @@
-"""Symbolic equivalence on pairs whose relation is known, against exact arithmetic, and on text that must be bounded."""
+"""Symbolic equivalence on pairs whose relation is known, against exact arithmetic, and on text that must be
+bounded."""
 
 from __future__ import annotations
 

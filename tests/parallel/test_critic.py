@@ -1,4 +1,5 @@
-"""The first weights of a critic's head where its folder has none: zeros, or drawn from the run's seed, alike on all ranks."""
+"""A critic's learning rate at each step, against the formula. The first weights of its head where its folder
+has none: zeros, or drawn from the run's seed, alike on all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.parallel.runtime import Runtime
-from tests.parallel.jobs import load, make_config
+from tests.parallel.jobs import learning_rates, load, make_config
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 
@@ -49,3 +50,12 @@ def test_a_folder_with_a_head_keeps_it(tmp_path: Path, ranks: Callable[[int, int
     folder = make_tiny_model(tmp_path / "scored", "qwen3", classification="token")
     [plain], [drawn] = (ranks(1, 1, 1).run(head, folder=folder, std=std, seed=0) for std in (0.0, 0.25))
     assert plain.count_nonzero() > 0 and torch.equal(plain, drawn)
+
+
+def test_value_pretraining_has_a_rate_of_its_own(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61)
+    [(pretraining, main)] = ranks(1, 1, 1).run(learning_rates, folder=folder, steps=10)
+    assert pretraining == [1e-4] * 3
+    # Two steps of warm-up to 1e-2, then linear to a tenth at step 10.
+    expected = [5e-3, 1e-2] + [1e-2 - 9e-3 * k / 8 for k in range(1, 9)]
+    assert main == pytest.approx(expected, rel=1e-6)

@@ -22,8 +22,7 @@ GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 
 @dataclass(frozen=True)
 class Job:
-    """`megarl ARGUMENTS`, its output in a file. The command must know `--follow PID` (see
-    `follow_parent`)."""
+    """`megarl ARGUMENTS`, its output in a file. The command must know `--follow PID` (see `follow_launcher`)."""
 
     name: str
     arguments: tuple[str, ...]
@@ -39,13 +38,6 @@ class Ended:
     seconds: float
     code: int
     problem: str
-
-
-@dataclass
-class _Running:
-    job: Job
-    process: subprocess.Popen[bytes]
-    started: float
 
 
 @contextmanager
@@ -78,63 +70,46 @@ def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended
     own, so that a terminal's Ctrl-C reaches only the parent. To be used from the main thread: Linux ends a
     job with the *thread* that started it."""
     waiting = iter(jobs)
-    running: list[_Running] = []
+    running: list[tuple[Job, subprocess.Popen[bytes], float]] = []  # with the times of their starts
     try:
         while True:
             while len(running) < at_most and (job := next(waiting, None)) is not None:
-                running.append(_start(job))
+                with open(job.log, "wb") as log:
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", "megarl", *job.arguments, "--follow", str(os.getpid())],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                        env={"OMP_NUM_THREADS": "1", **os.environ},
+                    )
+                running.append((job, process, time.monotonic()))
             if not running:
                 return
-            for one in [
-                one
-                for one in running
-                if one.process.poll() is not None or time.monotonic() - one.started > limit
-            ]:
-                running.remove(one)
-                yield _end(one, limit)
+            for one in list(running):
+                job, process, started = one
+                if process.poll() is not None or time.monotonic() - started > limit:
+                    running.remove(one)
+                    yield _end(job, process, started, limit)
             time.sleep(POLL)
     finally:
-        _stop([one.process for one in running])
+        _stop([process for _, process, _ in running])
 
 
-def follow_parent(parent: int) -> None:
-    """Have this job end with its parent, even if that one is killed, even while this process was still
-    starting."""
-    from megarl.parallel.signals import follow_launcher
-
-    follow_launcher()
-    if os.getppid() != parent:
-        sys.exit(128 + signal.SIGTERM)
-
-
-def _start(job: Job) -> _Running:
-    with open(job.log, "wb") as log:
-        command = [sys.executable, "-m", "megarl", *job.arguments, "--follow", str(os.getpid())]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment,
-        )
-    return _Running(job, process, time.monotonic())
-
-
-def _end(one: _Running, limit: float) -> Ended:
-    code = one.process.poll()
+def _end(job: Job, process: subprocess.Popen[bytes], started: float, limit: float) -> Ended:
+    """End a job that still runs, as its time is up, and return how it ended."""
+    code = process.poll()
     problem = ""
     if code is None:
-        _stop([one.process])
-        code, problem = one.process.returncode, f"ended after {limit:.0f} s, its time limit"
+        _stop([process])
+        code, problem = process.returncode, f"ended after {limit:.0f} s, its time limit"
     elif code:
         problem = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     if problem:
-        log = one.job.log.read_text(encoding="utf-8", errors="replace")
+        log = job.log.read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in log.splitlines() if line.strip()]
-        problem += f": {lines[-1] if lines else 'it said nothing'} (log: {one.job.log})"
-    return Ended(one.job, time.monotonic() - one.started, code, problem)
+        problem += f": {lines[-1] if lines else 'it said nothing'} (log: {job.log})"
+    return Ended(job, time.monotonic() - started, code, problem)
 
 
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
