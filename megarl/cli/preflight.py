@@ -8,7 +8,6 @@ different is named, and every wait has a limit."""
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import os
 import platform
@@ -29,6 +28,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from megarl.ablation.runs import code_checksum
 from megarl.config import Config, load_config
 from megarl.parallel.machine import (
     GIB,
@@ -47,6 +47,7 @@ CONTROL = 2**20  # of one where the question is only whether it arrives
 ROUNDS = 3
 CLOCKS = 5.0  # seconds that two nodes' clocks may differ: beyond that logs and time stamps of files mislead
 OUTLIER = 4.0  # a node this many times slower than the median one would slow down all of them
+DEVICE_FREE = 0.9  # share of a GPU's memory that must be free
 
 
 @dataclass(frozen=True)
@@ -57,22 +58,17 @@ class NodePlace:
     nodes: int
     host: str
     port: int
-    limit: float = 60.0
+    limit: float
     name: str = field(default_factory=socket.gethostname)
 
 
 @dataclass(frozen=True)
 class NodeNeeds:
-    """What each node must have.
-
-    folder        of the run, on a file system that all nodes share
-    devices       GPUs; 0 for a job on CPUs
-    device_free   share of a GPU's memory
-    bandwidth     GB/s into a node"""
+    """What each node must have: the run's folder, on a file system that all nodes share; GPUs (0 for a job on
+    CPUs); free bytes of memory and disk; GB/s into a node."""
 
     folder: Path
     devices: int = 0
-    device_free: float = 0.9
     host_bytes: float = 0.0
     disk_bytes: float = 0.0
     bandwidth: float = 0.0
@@ -113,14 +109,13 @@ def preflight(
     place = NodePlace(node, nodes, host, port, limit)
     notes = check_run(config, str(path), world=nodes * ranks) if node == 0 else []
     cuda = choose_device(config.parallel.device).type == "cuda"
-    planned = (
-        planned_needs(config, nodes * ranks) if cuda else (0.0, 0.0)
-    )  # the plan's processes are those of GPU jobs
+    # The plan's processes are those of GPU jobs.
+    host_bytes, disk_bytes = planned_needs(config, nodes * ranks) if cuda else (0.0, 0.0)
     needs = NodeNeeds(
         folder=config.run_dir,
         devices=ranks if cuda else 0,
-        host_bytes=host_memory * GIB or planned[0],
-        disk_bytes=disk * GIB or planned[1],
+        host_bytes=host_memory * GIB or host_bytes,
+        disk_bytes=disk * GIB or disk_bytes,
         bandwidth=bandwidth,
     )
     # Packages that are there and cannot be imported: the ranks would find them when they have all started.
@@ -131,8 +126,8 @@ def preflight(
         for line in findings.problems:
             print(f"preflight: {line}", file=sys.stderr, flush=True)
     if node == 0 and not findings.problems:
-        lines = (*notes, *findings.notes, "all nodes are fit")
-        print("\n".join(f"preflight: {line}" for line in lines), flush=True)
+        for line in (*notes, *findings.notes, "all nodes are fit"):
+            print(f"preflight: {line}", flush=True)
     return 2 if findings.problems else 0
 
 
@@ -150,11 +145,8 @@ def node_versions(cuda: bool) -> dict[str, str]:
     """Return what must be the same on all nodes: packages, Python, and megarl's own files."""
     from megarl.schedule.preflight import versions
 
-    package = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        digest.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
-    found = {**versions(), "python": platform.python_version(), "megarl's files": digest.hexdigest()[:12]}
+    code = code_checksum()
+    found = {**versions(), "python": platform.python_version(), "megarl's files": code}
     if cuda:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["GPU"] = torch.cuda.get_device_name(0)
@@ -171,15 +163,14 @@ def check_nodes(
     """Check this node, and with all others their differences and the network; every node calls it. The
     network is tried only where every node is sound. problems: of this node, found before."""
     limit = datetime.timedelta(seconds=place.limit)
+    first = place.node == 0
     try:
-        store = dist.TCPStore(
-            place.host, place.port, place.nodes, place.node == 0, limit, wait_for_workers=False
-        )
+        store = dist.TCPStore(place.host, place.port, place.nodes, first, limit, wait_for_workers=False)
     except (dist.DistError, RuntimeError):
         where = f"{place.host}:{place.port} within {place.limit:.0f} s"
         return Findings([f"{place.name}: cannot reach {where} (a firewall, or the wrong interface?)"], [])
     token = needs.folder / f".nodes-{place.port}"  # a file that the other nodes are to see
-    if place.node == 0:
+    if first:
         with suppress(OSError):  # a folder that cannot be written is among the first node's own facts
             token.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             token.touch()
@@ -191,10 +182,8 @@ def check_nodes(
             found.append(problem)
         facts = {"name": place.name, "problems": found, "versions": dict(versions)}
         store.set(f"facts/{place.node}", json.dumps(facts))
-        judged: list[str] = []
-        if place.node == 0:
-            judged = _judge_nodes(store, place, clock)
-        elif _wait(store, f"ask/{place.node}", place.limit * 2):
+        judged = _judge_nodes(store, place, clock) if first else []
+        if not first and _wait(store, f"ask/{place.node}", place.limit * 2):
             store.set(f"clock/{place.node}", repr(clock()))
         findings = _share(store, place, "facts", Findings(judged, []))
         if findings.problems:
@@ -205,15 +194,14 @@ def check_nodes(
         for i, (backend, size, bandwidth) in enumerate(networks(needs)):
             # Keys of its own for each network: an address that the one before has left would lead to a closed
             # socket.
-            found_here = _try_network(
-                dist.PrefixStore(f"network/{i}", store), place, backend, size, bandwidth
-            )
-            notes += found_here.notes
-            if found_here.problems:
-                return Findings(found_here.problems, notes)
+            own = dist.PrefixStore(f"network/{i}", store)
+            findings = _try_network(own, place, backend, size, bandwidth)
+            notes += findings.notes
+            if findings.problems:
+                return Findings(findings.problems, notes)
         return Findings([], notes)
     finally:
-        if place.node == 0:
+        if first:
             token.unlink(missing_ok=True)
 
 
@@ -231,10 +219,9 @@ def _device_problems(needs: NodeNeeds) -> list[str]:
         return []
     found = torch.cuda.device_count()
     if found != needs.devices:
-        why = driver_problem(driver_version(), torch.version.cuda) if not found else None
-        return [
-            f"{found} GPUs, {needs.devices} were asked for ({why or 'nvidia-smi; is the driver loaded?'})"
-        ]
+        why = None if found else driver_problem(driver_version(), torch.version.cuda)
+        why = why or "nvidia-smi; is the driver loaded?"
+        return [f"{found} GPUs, {needs.devices} were asked for ({why})"]
     problems = []
     for index in range(found):
         try:
@@ -246,34 +233,31 @@ def _device_problems(needs: NodeNeeds) -> list[str]:
             continue
         if broken:
             problems.append(f"GPU {index} computes wrong results")
-        if free < needs.device_free * total:
+        if free < DEVICE_FREE * total:
             there = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
             problems.append(f"GPU {index}: {there}: another process is on it")
     return problems
 
 
 def _host_problems(needs: NodeNeeds, token: Path) -> list[str]:
+    """Return what is wrong with memory and the run's folder."""
     problems, folder = [], token.parent
     free = psutil.virtual_memory().available
     if free < needs.host_bytes:
-        problems.append(
-            f"{free / GIB:.1f} GiB of memory are free, the run needs {needs.host_bytes / GIB:.1f}"
-        )
+        what = f"{free / GIB:.1f} GiB of memory are free"
+        problems.append(f"{what}, the run needs {needs.host_bytes / GIB:.1f}")
     deadline = time.monotonic() + 5.0  # a network file system may show a new file late
     while not token.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     if not token.exists():
-        unseen = (
-            f"does not see the first node's file in {folder} (it must be writable, and shared by all nodes)"
-        )
-        return [*problems, unseen]
+        what = f"does not see the first node's file in {folder}"
+        return [*problems, f"{what} (it must be writable, and shared by all nodes)"]
     if not os.access(folder, os.W_OK):
         problems.append(f"{folder} cannot be written")
-    room = shutil.disk_usage(folder).free
-    if room < needs.disk_bytes:
-        problems.append(
-            f"{room / GIB:.1f} GiB are free in {folder}, the run needs {needs.disk_bytes / GIB:.1f}"
-        )
+    free = shutil.disk_usage(folder).free
+    if free < needs.disk_bytes:
+        what = f"{free / GIB:.1f} GiB are free in {folder}"
+        problems.append(f"{what}, the run needs {needs.disk_bytes / GIB:.1f}")
     return problems
 
 
@@ -342,8 +326,8 @@ def networks(needs: NodeNeeds) -> list[tuple[str, int, float | None]]:
 def _try_network(
     store: dist.Store, place: NodePlace, backend: str, size: int, bandwidth: float | None
 ) -> Findings:
-    """Measure an all-reduce over all nodes, and a ring in which each sends to the next: every adapter in both
-    directions."""
+    """Measure GB/s of an all-reduce over all nodes (the message by time), and into this node in a ring in
+    which each sends to the next: every adapter in both directions."""
 
     def give_up() -> None:
         """End the process, the only way out of a collective that hangs; the first node prints who is
@@ -360,48 +344,42 @@ def _try_network(
             print(f"preflight: {place.name}: {line}", flush=True)
         os._exit(2)
 
+    def measure() -> dict[str, float]:
+        device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
+        if backend == "nccl":
+            torch.cuda.set_device(device)
+        limit = datetime.timedelta(seconds=place.limit)
+        group = dist.PrefixStore("group", store)
+        dist.init_process_group(backend, store=group, rank=place.node, world_size=place.nodes, timeout=limit)
+        try:
+            store.set(f"stage/{place.node}/joined", "")
+            data, into = (torch.ones(size // 4, device=device) for _ in range(2))
+
+            def ring() -> None:
+                ahead, behind = (place.node + 1) % place.nodes, (place.node - 1) % place.nodes
+                moves = [dist.P2POp(dist.isend, data, ahead), dist.P2POp(dist.irecv, into, behind)]
+                for request in dist.batch_isend_irecv(moves):
+                    request.wait()
+
+            reduce = _seconds(lambda: dist.all_reduce(data, op=dist.ReduceOp.MAX), device)
+            store.set(f"stage/{place.node}/reduced", "")
+            passed = _seconds(ring, device)
+            if not bool((into == 1).all()):
+                raise RuntimeError("a message arrived with other bytes than were sent")
+            return {"all_reduce": size / reduce / 1e9, "into": size / passed / 1e9}
+        finally:
+            dist.destroy_process_group()
+
     timer = threading.Timer(place.limit, give_up)
     timer.daemon = True
     timer.start()
     try:
-        speed = _measure(store, place, backend, size)
-        store.set(f"speed/{place.node}", json.dumps([place.name, speed]))
+        store.set(f"speed/{place.node}", json.dumps([place.name, measure()]))
     except (dist.DistError, RuntimeError) as error:
         store.set(f"broken/{place.node}", f"{place.name}: {backend}: {str(error).splitlines()[0]}")
     timer.cancel()
     findings = _judge_network(store, place, backend, bandwidth) if place.node == 0 else Findings([], [])
     return _share(store, place, "network", findings)
-
-
-def _measure(store: dist.Store, place: NodePlace, backend: str, size: int) -> dict[str, float]:
-    """Return GB/s of the all-reduce, as bytes of the message by time, and into this node from the one before
-    it."""
-    device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
-    if backend == "nccl":
-        torch.cuda.set_device(device)
-    limit = datetime.timedelta(seconds=place.limit)
-    group_store = dist.PrefixStore("group", store)
-    dist.init_process_group(
-        backend, store=group_store, rank=place.node, world_size=place.nodes, timeout=limit
-    )
-    try:
-        store.set(f"stage/{place.node}/joined", "")
-        data, into = (torch.ones(size // 4, device=device) for _ in range(2))
-
-        def ring() -> None:
-            ahead, behind = (place.node + 1) % place.nodes, (place.node - 1) % place.nodes
-            moves = [dist.P2POp(dist.isend, data, ahead), dist.P2POp(dist.irecv, into, behind)]
-            for request in dist.batch_isend_irecv(moves):
-                request.wait()
-
-        reduce = _seconds(lambda: dist.all_reduce(data, op=dist.ReduceOp.MAX), device)
-        store.set(f"stage/{place.node}/reduced", "")
-        passed = _seconds(ring, device)
-        if not bool((into == 1).all()):
-            raise RuntimeError("a message arrived with other bytes than were sent")
-        return {"all_reduce": size / reduce / 1e9, "into": size / passed / 1e9}
-    finally:
-        dist.destroy_process_group()
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:

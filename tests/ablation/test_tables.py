@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.ablation.table import AblationRow, AblationTable, load_table
+from megarl.ablation.runs import AblationRow, AblationTable, load_table
 from megarl.config import Config, check_config, load_config
 from megarl.config.errors import ConfigError
 
