@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_yaml
-from megarl.config.recipes import PRESETS
+from megarl.config.phases import PRESETS
 from megarl.config.schema import fields
 
 KINDS = {

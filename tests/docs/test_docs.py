@@ -17,7 +17,7 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config import Config, check_config, load_config
-from megarl.config.recipes import PRESETS
+from megarl.config.phases import PRESETS
 from megarl.config.schema import fields
 
 ROOT = Path(__file__).parents[2]
