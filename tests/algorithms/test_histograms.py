@@ -10,14 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.histograms import (
-    DIFFERENCE_EDGES,
+from megarl.algorithms.advantages import (
     LENGTH_BINS,
     POSITION_BINS,
-    difference_histogram,
     error_by_position,
     lambda_by_length,
 )
+from megarl.algorithms.mismatch import DIFFERENCE_EDGES, difference_histogram
 from megarl.data.experience import Experience
 
 NUMBERS = st.floats(-12, 12, width=32)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algorithms import losses
-from megarl.algorithms.weights import token_weights
+from megarl.algorithms.losses import token_weights
 from megarl.data.experience import Experience
 from tests.algorithms.loops import (
     Batch,
