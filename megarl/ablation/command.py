@@ -123,7 +123,7 @@ def _complete(planned: Sequence[Planned], settings: Settings, finish: Callable[[
             if one.problem:
                 codes.append(one.code if one.code in (1, 2) else 1)  # 1 for a run that was ended or killed
             else:
-                run.mark_finished(one.seconds)
+                write_json(run.folder / runs.MARK, {**run.mark(), "seconds": round(one.seconds, 1)})
                 finish(run)
     return codes
 

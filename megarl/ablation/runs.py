@@ -52,23 +52,19 @@ class AblationRow(Section):
 
 
 class AblationTable(Section):
-    """A paper's table. Files are relative to the table's own.
-
-    base, warm_start  configurations at demo scale
-    task              `module:function` of (folder, seed): writes model/, sft.jsonl, train.jsonl, eval.jsonl
-    full              the row of the whole system
-    against           what each row is compared with: the full system, the row above, or both
-    last              a run's score is the mean of its last so many evaluations"""
+    """A paper's table. Files are relative to the table's own."""
 
     name: str
     folder: Path
     title: str
-    base: Path
-    warm_start: Path
+    base: Path  # configuration at demo scale
+    warm_start: Path  # likewise
+    # `module:function` of (folder, seed): writes model/, sft.jsonl, train.jsonl, eval.jsonl
     task: str = Field(pattern=r"^[\w.]+:\w+$")
-    full: str
+    full: str  # the row of the whole system
+    # What each row is compared with: the full system, the row above, or both.
     against: tuple[Literal["full", "previous"], ...] = Field(("full",), min_length=1)
-    last: int = Field(1, ge=1)
+    last: int = Field(1, ge=1)  # a run's score is the mean of its last so many evaluations
     rows: tuple[AblationRow, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -157,10 +153,6 @@ class Planned:
             return dict(json.loads((self.folder / MARK).read_text(encoding="utf-8")))
         except ValueError:  # cut when its writer was killed: the run is not finished
             return {}
-
-    def mark_finished(self, seconds: float) -> None:
-        """Note that the run has ended well, and its wall time."""
-        write_json(self.folder / MARK, {**self.mark(), "seconds": round(seconds, 1)})
 
     def seconds(self) -> float | None:
         """Return the wall time of the finished run, None where there is none.
