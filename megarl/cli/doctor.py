@@ -137,14 +137,14 @@ def abilities(machine: Machine) -> Iterator[Ability]:
     gpu = _gpu(machine)
     yield gpu
 
-    name, te = "Transformer Engine layers", False
+    name = "Transformer Engine layers"
+    te = gpu.ready and not machine.broken and "transformer_engine" in machine.imports
     if machine.broken or not gpu.ready:
         yield Ability(name, False, machine.broken or "needs a GPU")
-    elif "transformer_engine" not in machine.imports:
-        yield Ability(name, False, "transformer-engine is not installed", INSTALL)
-    else:
-        te = True
+    elif te:
         yield Ability(name, True, f"transformer-engine {machine.versions.get('transformer-engine', '')}")
+    else:
+        yield Ability(name, False, "transformer-engine is not installed", INSTALL)
     if machine.gpus and min(one.capability for one in machine.gpus) < FP8_FROM:
         lacks = f"{machine.gpus[0].name} has no FP8 units (Hopper and later have)"
         yield Ability("FP8 layers", False, lacks)
@@ -179,6 +179,7 @@ def abilities(machine: Machine) -> Iterator[Ability]:
 
 
 def _gpu(machine: Machine) -> Ability:
+    """Return whether the machine trains on GPUs."""
     name = "training on GPUs, bf16"
     if machine.gpus and machine.problem is None:
         old = [gpu.name for gpu in machine.gpus if gpu.capability < (8, 0)]

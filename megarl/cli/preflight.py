@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -74,13 +74,11 @@ class NodeNeeds:
     bandwidth: float = 0.0
 
 
-@dataclass(frozen=True)
-class Findings:
-    """problems: lines that each name a node and stop the job; notes: lines that are good to know. The same on
-    every node."""
+class Findings(NamedTuple):
+    """The same on every node."""
 
-    problems: list[str]
-    notes: list[str]
+    problems: list[str]  # lines that each name a node and stop the job
+    notes: list[str]  # lines that are good to know
 
 
 def preflight(
@@ -97,11 +95,7 @@ def preflight(
     bandwidth: float,
 ) -> int:
     """Check the configuration on the first node and the nodes on all of them. Return 2 where something is in
-    the way.
-
-    ranks               processes that each node is to run
-    host_memory, disk   GiB; 0: on GPUs what `megarl plan` says
-    bandwidth           GB/s into a node"""
+    the way. ranks: of a node; host_memory, disk: GiB, 0: on GPUs what `megarl plan` says; bandwidth: GB/s."""
     from megarl.parallel.runtime import choose_device
     from megarl.schedule.preflight import preflight as check_run
 
@@ -134,8 +128,8 @@ def preflight(
 def planned_needs(config: Config, world: int) -> tuple[float, float]:
     """Return the bytes of a node's memory and of the disk that a run of `world` ranks needs: as `megarl plan`
     says, and one checkpoint more than are kept, because the oldest goes when the newest is complete."""
-    parallel = config.parallel
-    parallel = parallel.model_copy(update={"dp": world // (parallel.tp * parallel.pp)})
+    dp = world // (config.parallel.tp * config.parallel.pp)
+    parallel = config.parallel.model_copy(update={"dp": dp})
     made = plan_of(config.model_copy(update={"parallel": parallel}), planning_config(config.model.path)[1])
     checkpoints = config.checkpoint.keep + 1 if config.checkpoint.every else 0
     return sum(made.host().values()), made.checkpoint() * checkpoints
@@ -265,16 +259,15 @@ def _judge_nodes(store: dist.Store, place: NodePlace, clock: Callable[[], float]
     """Return, on the first node, who is silent, what each node found, and what differs from the first
     node."""
     deadline = time.monotonic() + place.limit
-    facts, silent = {}, []
+    facts = {}
     for node in range(place.nodes):
         if _wait(store, f"facts/{node}", max(0.1, deadline - time.monotonic())):
             facts[node] = json.loads(store.get(f"facts/{node}"))
-        else:
-            silent.append(node)
     names = ", ".join(sorted(fact["name"] for fact in facts.values()))
     problems = [
         f"node {node} of {place.nodes} has not reported within {place.limit:.0f} s (those that have: {names})"
-        for node in silent
+        for node in range(place.nodes)
+        if node not in facts
     ]
     first = facts[0]
     for node, fact in sorted(facts.items()):
@@ -303,7 +296,7 @@ def _share(store: dist.Store, place: NodePlace, part: str, findings: Findings) -
     """Return the first node's findings on every node. The first node leaves last, because the store goes with
     it."""
     if place.node == 0:
-        store.set(f"findings/{part}", json.dumps([findings.problems, findings.notes]))
+        store.set(f"findings/{part}", json.dumps(findings))
         for node in range(1, place.nodes):
             _wait(store, f"heard/{part}/{node}", 5.0 if findings.problems else place.limit)
         return findings
@@ -326,8 +319,8 @@ def networks(needs: NodeNeeds) -> list[tuple[str, int, float | None]]:
 def _try_network(
     store: dist.Store, place: NodePlace, backend: str, size: int, bandwidth: float | None
 ) -> Findings:
-    """Measure GB/s of an all-reduce over all nodes (the message by time), and into this node in a ring in
-    which each sends to the next: every adapter in both directions."""
+    """Measure GB/s into this node, in a ring in which each sends to the next (every adapter in both
+    directions), and of an all-reduce over all nodes, the message by time."""
 
     def give_up() -> None:
         """End the process, the only way out of a collective that hangs; the first node prints who is
@@ -344,7 +337,7 @@ def _try_network(
             print(f"preflight: {place.name}: {line}", flush=True)
         os._exit(2)
 
-    def measure() -> dict[str, float]:
+    def measure() -> tuple[float, float]:
         device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
         if backend == "nccl":
             torch.cuda.set_device(device)
@@ -366,7 +359,7 @@ def _try_network(
             passed = _seconds(ring, device)
             if not bool((into == 1).all()):
                 raise RuntimeError("a message arrived with other bytes than were sent")
-            return {"all_reduce": size / reduce / 1e9, "into": size / passed / 1e9}
+            return size / passed / 1e9, size / reduce / 1e9
         finally:
             dist.destroy_process_group()
 
@@ -374,7 +367,7 @@ def _try_network(
     timer.daemon = True
     timer.start()
     try:
-        store.set(f"speed/{place.node}", json.dumps([place.name, measure()]))
+        store.set(f"speed/{place.node}", json.dumps([place.name, *measure()]))
     except (dist.DistError, RuntimeError) as error:
         store.set(f"broken/{place.node}", f"{place.name}: {backend}: {str(error).splitlines()[0]}")
     timer.cancel()
@@ -405,22 +398,18 @@ def _judge_network(store: dist.Store, place: NodePlace, backend: str, least: flo
         while not store.check([speed_key]) and not store.check([broken_key]) and time.monotonic() < deadline:
             time.sleep(0.02)
         if store.check([speed_key]):
-            name, speed = json.loads(store.get(speed_key))
-            speeds[name] = speed
+            name, *speed = json.loads(store.get(speed_key))
+            speeds[name] = tuple(speed)  # into it, all-reduce
         elif store.check([broken_key]):
             problems.append(store.get(broken_key).decode())
         else:
             problems.append(f"node {node} of {place.nodes} was lost during the messages")
-    if least is None:
-        least = 0.0
-    elif speeds:
-        least = max(least, median(speed["into"] for speed in speeds.values()) / OUTLIER)
-    problems += [
-        f"{name}: {speed['into']:.2f} GB/s into it over {backend}, at least {least:.2f} are wanted"
-        for name, speed in speeds.items()
-        if speed["into"] < least
-    ]
-    slowest = min(speeds.values(), key=lambda speed: speed["into"], default={"into": 0.0, "all_reduce": 0.0})
-    reduce, into = (f"{slowest[part]:.2f} GB/s" for part in ("all_reduce", "into"))
-    note = f"{place.nodes} nodes over {backend}: all-reduce {reduce}, into the slowest node {into}"
-    return Findings(problems, [note])
+    if least is not None and speeds:
+        least = max(least, median(into for into, _ in speeds.values()) / OUTLIER)
+    for name, (into, _) in speeds.items():
+        if least is not None and into < least:
+            slow = f"{into:.2f} GB/s into it over {backend}"
+            problems.append(f"{name}: {slow}, at least {least:.2f} are wanted")
+    into, reduce = min(speeds.values(), default=(0.0, 0.0))
+    speed = f"all-reduce {reduce:.2f} GB/s, into the slowest node {into:.2f} GB/s"
+    return Findings(problems, [f"{place.nodes} nodes over {backend}: {speed}"])
