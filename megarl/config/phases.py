@@ -2,8 +2,9 @@
 writes, and what it needs on the GPU.
 
 The code of a phase is the function of the same name in megarl/schedule/phases.py. The trainer enforces the
-declarations while it runs a phase, the planner computes memory and time from them, `megarl replay` follows the
-same lists. To add a phase: declare it here, put it into the lists of its recipes, write its function there."""
+declarations while it runs a phase, the planner computes memory and time from them, `megarl replay` follows
+the same lists. To add a phase: declare it here, put it into the lists of its recipes, write its function
+there."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from megarl.config.schema import Config, TensorGroup
 
 GROUPS: tuple[str, ...] = get_args(TensorGroup)
 
-# Published algorithms as settings of the same switches, each one column of the papers' comparison. A config or
-# an override changes any of them. `config/schema.py` says at each switch which equation it stands for.
+# Published algorithms as settings of the same switches, each one column of the papers' comparison. A config
+# or an override changes any of them. `config/schema.py` says at each switch which equation it stands for.
 PRESETS: dict[str, dict[str, Any]] = {
     # Supervised warm start: the positive-example LM loss (VAPO eq. 9) alone, on given responses.
     "sft": {"algorithm": {"nll_weight": 1.0}},
@@ -135,7 +136,8 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
 
 def check_phases(phases: Sequence[Phase]) -> None:
     """Raise ValueError for an order that cannot work: a column read before it is written, an unknown tensor
-    group, or the KV cache and an optimizer on the GPU together (only `residency.keep` may have both there)."""
+    group, or the KV cache and an optimizer on the GPU together (only `residency.keep` may have both
+    there)."""
     written: set[str] = set()
     for phase in phases:
         if missing := phase.reads - written:

@@ -1,4 +1,5 @@
-"""`megarl demo`: recipes and seeds side by side, an equal warm start used again, and nothing of anybody else's touched."""
+"""`megarl demo`: recipes and seeds side by side, an equal warm start used again, and nothing of anybody
+else's touched."""
 
 from __future__ import annotations
 
