@@ -28,7 +28,7 @@ def ablate(name: str, base: Path | None, into: Path | None, **given: Any) -> int
     """Run what is missing of a table and write it; return 0, or the exit code of a failed run. given: the
     fields of `Settings`."""
     settings = Settings(**given)
-    table = runs.load_table(runs.find_table(name), base and config_file(base))
+    table = runs.load_table(name, base and config_file(base))
     _check(table, settings, into)
     warm = [runs.warm_start(table, settings, seed) for seed in settings.seeds]
     # Seed by seed, so that every prefix is paired.

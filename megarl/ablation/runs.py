@@ -47,7 +47,7 @@ class AblationRow(Section):
 
     @property
     def slug(self) -> str:
-        """The row's name on the command line and in paths."""
+        """Return the row's name on the command line and in paths."""
         return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
 
 
@@ -83,21 +83,15 @@ class AblationTable(Section):
         return load_config(self.folder / row.config, (*row.overrides, *overrides), base=base)
 
 
-def find_table(name: str) -> Path:
-    """Return the file of a table given by its name or path. Raises ConfigError for an unknown name."""
-    if name.endswith(".yaml"):
-        return Path(name)
+def load_table(name: str, base: Path | None = None) -> AblationTable:
+    """Read a table given by its name or path; `base` takes the place of its own. Raises ConfigError
+    `file: key: what is wrong`, or for an unknown name."""
     folder = Path("configs/ablations")
-    path = config_file(folder / f"{name}{SUFFIX}")
-    if not path.is_file():
+    path = Path(name) if name.endswith(".yaml") else config_file(folder / f"{name}{SUFFIX}")
+    if not name.endswith(".yaml") and not path.is_file():
         files = [*(PACKAGE / folder).glob(f"*{SUFFIX}"), *folder.glob(f"*{SUFFIX}")]
         known = ", ".join(dict.fromkeys(sorted(file.name.removesuffix(SUFFIX) for file in files)))
         raise ConfigError(f"TABLE: {name}: no such table (one of {known}, or the path of a {SUFFIX} file)")
-    return path
-
-
-def load_table(path: Path, base: Path | None = None) -> AblationTable:
-    """Read a table; `base` takes the place of its own. Raises ConfigError `file: key: what is wrong`."""
     content = {**read_yaml(path), "name": path.name.removesuffix(SUFFIX), "folder": path.parent}
     if base is not None:
         content["base"] = base.absolute()

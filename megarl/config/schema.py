@@ -334,7 +334,7 @@ class MismatchConfig(Section):
 
     @property
     def enabled(self) -> bool:
-        """Whether the policy loss has such factors."""
+        """Return whether the policy loss has such factors."""
         return self.weight != "none" or self.mask != "none"
 
 
@@ -531,7 +531,7 @@ class Config(Section):
 
     @property
     def has_critic(self) -> bool:
-        """Whether this run trains a value model."""
+        """Return whether this run trains a value model."""
         return self.recipe != "sft" and self.algorithm.advantage == "gae"
 
     def has_group(self, group: TensorGroup) -> bool:
@@ -542,5 +542,5 @@ class Config(Section):
 
     @property
     def responses(self) -> int:
-        """Responses per step that are trained on."""
+        """Return the responses per step that are trained on."""
         return self.rollout.prompts * self.rollout.group_size

@@ -65,7 +65,7 @@ class Problem(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """The problem as the model reads it, e.g. `5+2+4+3=?` and a newline."""
+        """Return the problem as the model reads it, e.g. `5+2+4+3=?` and a newline."""
         return "+".join(map(str, self.terms)) + "=?\n"
 
     @property

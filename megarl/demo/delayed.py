@@ -41,8 +41,8 @@ class Problem(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """The problem as the model reads it, e.g. `7+2+4+1=t` and a newline; t is the countdown's first
-        name."""
+        """Return the problem as the model reads it, e.g. `7+2+4+1=t` and a newline; t is the countdown's
+        first name."""
         return "+".join(map(str, self.terms)) + f"={COUNTERS[self.lines - 1]}\n"
 
     @property

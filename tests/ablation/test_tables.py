@@ -15,7 +15,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import fields
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "ablations"
-TABLES = {name: load_table(FOLDER / f"{name}.table.yaml") for name in ("vapo", "dapo")}
+TABLES = {name: load_table(str(FOLDER / f"{name}.table.yaml")) for name in ("vapo", "dapo")}
 ROWS = [(table, row) for table in TABLES.values() for row in table.rows]
 
 # What each row changes in its 32B file, and its points, written down here a second time: VAPO Table 1, DAPO
@@ -164,5 +164,5 @@ def test_damaged_tables(tmp_path: Path, old: str, new: str, message: str) -> Non
     path = tmp_path / "x.table.yaml"
     path.write_text(TABLE.replace(old, new))
     with pytest.raises(ConfigError) as caught:
-        load_table(path)
+        load_table(str(path))
     assert str(caught.value).startswith(f"{path}: {message}")
