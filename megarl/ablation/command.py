@@ -12,57 +12,55 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+from megarl.ablation import runs
 from megarl.ablation.jobs import locked, run_jobs
 from megarl.ablation.result import Result, RowResult, markdown
-from megarl.ablation.runs import (
-    SET_HERE,
-    Planned,
-    Settings,
-    make_task,
-    row_run,
-    task_writer,
-    warm_start,
-    write_json,
-)
-from megarl.ablation.table import AblationTable, find_table, load_table
+from megarl.ablation.runs import AblationTable, Planned, Settings, write_json
 from megarl.config import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import config_file
 from megarl.observe.runs import read_metrics
 
 
-def ablate(name: str, base: Path | None, settings: Settings, into: Path | None = None) -> int:
-    """Run what is missing of a table and write it; return 0, or the exit code of a failed run."""
-    table = load_table(find_table(name), base and config_file(base))
+def ablate(name: str, base: Path | None, into: Path | None, **given: Any) -> int:
+    """Run what is missing of a table and write it; return 0, or the exit code of a failed run. given: the
+    fields of `Settings`."""
+    settings = Settings(**given)
+    table = runs.load_table(name, base and config_file(base))
     _check(table, settings, into)
-    warm = [warm_start(table, settings, seed) for seed in settings.seeds]
+    warm = [runs.warm_start(table, settings, seed) for seed in settings.seeds]
     # Seed by seed, so that every prefix is paired.
-    runs = [row_run(table, settings, row, seed) for seed in settings.seeds for row in table.rows]
-    for run in runs:  # a mistake in the overrides is found now, not after the warm starts
+    planned = [runs.row_run(table, settings, row, seed) for seed in settings.seeds for row in table.rows]
+    for run in planned:  # a mistake in the overrides is found now, not after the warm starts
         check_config(run.config, f"{table.folder / table.base}, row {run.row}")
     out = settings.folder / table.name
     with locked(settings.folder, "megarl ablate"):
         print(f"{table.title}: {len(table.rows)} rows x {len(settings.seeds)} seeds in {out}", flush=True)
         started = time.monotonic()
         for seed in settings.seeds:
-            make_task(table, settings, seed)
+            runs.make_task(table, settings, seed)
         codes = _complete(warm, settings, lambda run: None)
         seeds = {run.seed for run in warm if run.seconds() is not None}
-        runs = [run for run in runs if run.seed in seeds]
-        chosen = [run for run in runs if not settings.rows or run.row in settings.rows]
-        others = [
-            run for run in runs if run not in chosen and run.seconds() is not None and not run.changed()
-        ]
-        finished = {run.name: run for run in others}
+        planned = [run for run in planned if run.seed in seeds]
+        chosen = [run for run in planned if not settings.rows or run.row in settings.rows]
+        others = (run for run in planned if run not in chosen)
+        finished = {run.name: run for run in others if run.seconds() is not None and not run.changed()}
+
+        def write_table() -> Result:
+            result = _result(table, settings, [*finished.values()])
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "table.md").write_text(markdown(result), encoding="utf-8")
+            write_json(out / "table.json", result.record())
+            return result
 
         def finish(run: Planned) -> None:
             finished[run.name] = run
-            _write_table(_result(table, settings, [*finished.values()]), out)
+            write_table()
 
         codes += _complete(chosen, settings, finish)
-        result = _result(table, settings, [*finished.values()])
-        _write_table(result, out)
+        result = write_table()
         from megarl.ablation.figures import write_page, write_png
 
         write_png(result, out / "accuracy.png")
@@ -84,21 +82,19 @@ def _check(table: AblationTable, settings: Settings, into: Path | None) -> None:
     if settings.jobs < 1 or settings.limit <= 0:
         raise ConfigError("--jobs and --limit: must be greater than 0")
     for override in settings.overrides:
-        if override.partition("=")[0].strip() in SET_HERE:
-            raise ConfigError(
-                f"command line: {override}: each run has its own, which megarl ablate sets "
-                "(see --seeds and --folder)"
-            )
+        if override.partition("=")[0].strip() in runs.SET_HERE:
+            what = "each run has its own, which megarl ablate sets (see --seeds and --folder)"
+            raise ConfigError(f"command line: {override}: {what}")
     if into is not None:
         _place(into, table.name)
-    task_writer(table.task)
+    runs.task_writer(table.task)
 
 
-def _complete(runs: Sequence[Planned], settings: Settings, finish: Callable[[Planned], None]) -> list[int]:
+def _complete(planned: Sequence[Planned], settings: Settings, finish: Callable[[Planned], None]) -> list[int]:
     """Run what is not finished, call `finish` with each run that is; return the exit codes of those that
     failed."""
     waiting = []
-    for run in runs:
+    for run in planned:
         if run.seconds() is None:
             waiting.append(run)
         elif not (changed := run.changed()):
@@ -106,12 +102,10 @@ def _complete(runs: Sequence[Planned], settings: Settings, finish: Callable[[Pla
         elif settings.fresh:
             waiting.append(run)
         else:
-            raise ConfigError(
-                f"{run.folder}: was run with other settings: {changed} "
-                "(give --fresh to repeat such runs, or another --folder)"
-            )
-    if len(waiting) < len(runs):
-        print(f"{len(runs) - len(waiting)} of {len(runs)} are finished already", flush=True)
+            what = f"was run with other settings: {changed}"
+            raise ConfigError(f"{run.folder}: {what} (give --fresh to repeat such runs, or another --folder)")
+    if len(waiting) < len(planned):
+        print(f"{len(planned) - len(waiting)} of {len(planned)} are finished already", flush=True)
     codes, spent = [], 0.0
     by_name = {run.name: run for run in waiting}
     with closing(run_jobs((run.job() for run in waiting), settings.jobs, settings.limit)) as ended:
@@ -129,7 +123,7 @@ def _complete(runs: Sequence[Planned], settings: Settings, finish: Callable[[Pla
             if one.problem:
                 codes.append(one.code if one.code in (1, 2) else 1)  # 1 for a run that was ended or killed
             else:
-                run.mark_finished(one.seconds)
+                write_json(run.folder / runs.MARK, {**run.mark(), "seconds": round(one.seconds, 1)})
                 finish(run)
     return codes
 
@@ -137,9 +131,9 @@ def _complete(runs: Sequence[Planned], settings: Settings, finish: Callable[[Pla
 def _result(table: AblationTable, settings: Settings, finished: Sequence[Planned]) -> Result:
     rows = []
     for row in table.rows:
-        runs = sorted((run for run in finished if run.row == row.slug), key=lambda run: run.seed)
-        seconds = {run.seed: run.seconds() or 0.0 for run in runs}
-        rows.append(RowResult(row.name, row.paper, {run.seed: run.curve() for run in runs}, seconds))
+        own = sorted((run for run in finished if run.row == row.slug), key=lambda run: run.seed)
+        seconds = {run.seed: run.seconds() or 0.0 for run in own}
+        rows.append(RowResult(row.name, row.paper, {run.seed: run.curve() for run in own}, seconds))
     config = table.config(next(row for row in table.rows if row.name == table.full), settings.overrides)
     records = read_metrics(finished[0].folder).records if finished else ()
     problems = {record["eval/problems"] for record in records if "eval/problems" in record}
@@ -156,12 +150,6 @@ def _result(table: AblationTable, settings: Settings, finished: Sequence[Planned
     return Result(table.title, table.full, table.against, table.last, tuple(rows), {"said": said})
 
 
-def _write_table(result: Result, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "table.md").write_text(markdown(result), encoding="utf-8")
-    write_json(out / "table.json", result.record())
-
-
 def _place(into: Path, name: str) -> tuple[str, str]:
     """Return what stands before and after the table's place in a Markdown file, its marks included."""
     begin, end = f"<!-- megarl ablate {name}: begin -->\n", f"<!-- megarl ablate {name}: end -->"
@@ -172,9 +160,8 @@ def _place(into: Path, name: str) -> tuple[str, str]:
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:
-        raise ConfigError(
-            f"--into: {into}: has no place for the table: the lines `{begin.strip()}` and `{end}`"
-        )
+        what = f"has no place for the table: the lines `{begin.strip()}` and `{end}`"
+        raise ConfigError(f"--into: {into}: {what}")
     return before + begin, end + after
 
 

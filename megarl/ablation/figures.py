@@ -24,7 +24,8 @@ def write_page(result: Result, path: Path) -> None:
     cards = []
     for row in result.rows:
         fig, axes = figure()
-        if draw_row(axes, row, result.full_row):
+        draw_row(axes, row, result.full_row)
+        if band(row.curves)[0]:
             finish(axes, "step", limits, False, steps)
             grey = "" if row is result.full_row else f"; grey: {result.full}"
             text = score_text(row.scores(result.last)) + grey
@@ -32,13 +33,11 @@ def write_page(result: Result, path: Path) -> None:
     heads, rows = result.table()
     marked = [(cells, any(cell in ("worse", "better") for cell in cells)) for cells in rows]
     notes = "".join(f"<li>{escape(line)}</li>" for line in result.protocol())
+    what = "Held-out accuracy by step: mean and standard deviation over seeds"
     body = [
         f"<h1>{escape(result.title)}</h1>",
         page.section("Table", page.table(heads, marked), f'<ul class="look">{notes}</ul>'),
-        page.section(
-            "Held-out accuracy by step: mean and standard deviation over seeds",
-            f'<div class="grid">{"".join(cards)}</div>' if cards else "",
-        ),
+        page.section(what, f'<div class="grid">{"".join(cards)}</div>' if cards else ""),
     ]
     path.write_text(page.document(result.title, body), encoding="utf-8")
 
@@ -66,9 +65,8 @@ def write_png(result: Result, path: Path) -> None:
     fig.savefig(path, dpi=110, metadata={"Software": None})
 
 
-def draw_row(axes: Axes, row: RowResult, full: RowResult) -> bool:
-    """Draw the row in blue over the full system in grey; return False where the row itself has nothing to
-    show."""
+def draw_row(axes: Axes, row: RowResult, full: RowResult) -> None:
+    """Draw the row in blue over the full system in grey."""
     for shown, colour in ((row, GREY),) if row is full else ((full, GREY), (row, BLUE)):
         steps, means, deviations = band(shown.curves)
         if not steps:
@@ -76,7 +74,6 @@ def draw_row(axes: Axes, row: RowResult, full: RowResult) -> bool:
         low, high = ([m + sign * d for m, d in zip(means, deviations, strict=True)] for sign in (-1, 1))
         axes.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)
         axes.plot(steps, means, color=colour, linewidth=1.9, marker="o", markersize=3)
-    return bool(band(row.curves)[0])
 
 
 def band(curves: Mapping[int, Curve]) -> tuple[list[int], list[float], list[float]]:

@@ -20,13 +20,12 @@ Curve = Mapping[int, float]  # step -> accuracy
 
 @dataclass(frozen=True)
 class RowResult:
-    """The finished runs of a row. paper: points at 32B; curves: by seed; seconds: wall time of the run, by
-    seed."""
+    """The finished runs of a row."""
 
     name: str
-    paper: float | None
-    curves: Mapping[int, Curve]
-    seconds: Mapping[int, float] = field(default_factory=dict)
+    paper: float | None  # points at 32B
+    curves: Mapping[int, Curve]  # by seed
+    seconds: Mapping[int, float] = field(default_factory=dict)  # wall time of the run, by seed
 
     def scores(self, last: int) -> dict[int, float]:
         """Return seed -> mean accuracy of the last `last` evaluations."""
@@ -39,28 +38,22 @@ class RowResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row against another over the seeds that both have: the paired t-test.
-
-    mean, error  mean difference of scores, its standard error
-    low, high    the 95 % confidence interval
-    p, holm      two-sided; p after Holm's correction for the comparisons of the table
-
-    All but the mean are None where one seed, or differences that are all the same, say nothing of the
-    spread."""
+    """A row against another over the seeds that both have: the paired t-test. What is None was not found:
+    one seed, or differences that are all the same, say nothing of the spread."""
 
     against: str
     seeds: int
-    mean: float
-    error: float | None = None
-    low: float | None = None
+    mean: float  # difference of scores
+    error: float | None = None  # standard error of the mean
+    low: float | None = None  # 95 % confidence interval
     high: float | None = None
-    p: float | None = None
-    holm: float | None = None
+    p: float | None = None  # two-sided
+    holm: float | None = None  # p after Holm's correction for the comparisons of the table
 
     @property
     def verdict(self) -> str:
-        """`worse` or `better` where the corrected test says so, or only the single one; else within the
-        spread."""
+        """Return `worse` or `better` where the corrected test says so, or only the single one; else that the
+        difference is within the spread."""
         if self.p is None or self.holm is None:
             return "no spread to judge by" if self.mean else "the same"
         if self.p >= LEVEL:
@@ -68,28 +61,20 @@ class Comparison:
         direction = "better" if self.mean > 0 else "worse"
         return direction if self.holm < LEVEL else f"{direction}, not after Holm"
 
-    def cells(self) -> list[str]:
-        """Return difference with its interval, p, corrected p and verdict as text."""
-        interval = f" [{self.low:+.3f}, {self.high:+.3f}]" if self.low is not None else ""
-        ps = ("" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}" for p in (self.p, self.holm))
-        return [f"{self.mean:+.3f}{interval}", *ps, self.verdict]
-
 
 @dataclass(frozen=True)
 class Result:
-    """A table as measured. kinds: keys of AGAINST, in the order of their columns; facts: about the
-    protocol."""
+    """A table as measured."""
 
     title: str
     full: str
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # keys of AGAINST, in the order of their columns
     last: int
     rows: tuple[RowResult, ...]
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)  # about the protocol
 
     @property
     def full_row(self) -> RowResult:
-        """The row of the full system."""
         return next(row for row in self.rows if row.name == self.full)
 
     def comparisons(self, kind: str) -> dict[str, Comparison]:
@@ -110,12 +95,11 @@ class Result:
         for row in self.rows:
             scores = row.scores(self.last)
             mean, deviation = spread(scores)
-            against = {
-                k: {**vars(c), "verdict": c.verdict} for k in self.kinds if (c := compared[k].get(row.name))
-            }
+            own = {kind: found[row.name] for kind, found in compared.items() if row.name in found}
             rows.append(
                 {"name": row.name, "paper": row.paper, "mean": mean, "std": deviation, "scores": scores}
-                | {"comparisons": against, "curves": row.curves, "seconds": row.seconds}
+                | {"comparisons": {kind: {**vars(c), "verdict": c.verdict} for kind, c in own.items()}}
+                | {"curves": row.curves, "seconds": row.seconds}
             )
         return {"title": self.title, "full": self.full, "last": self.last, **self.facts, "rows": rows}
 
@@ -127,13 +111,17 @@ class Result:
         compared = [self.comparisons(kind) for kind in self.kinds]
         rows = []
         for row in self.rows:
-            cells = [
-                row.name,
-                "-" if row.paper is None else f"{row.paper:g}",
-                score_text(row.scores(self.last)),
-            ]
+            paper = "-" if row.paper is None else f"{row.paper:g}"
+            cells = [row.name, paper, score_text(row.scores(self.last))]
             for found in compared:
-                cells += found[row.name].cells() if row.name in found else [""] * 4
+                if one := found.get(row.name):
+                    interval = f" [{one.low:+.3f}, {one.high:+.3f}]" if one.low is not None else ""
+                    cells.append(f"{one.mean:+.3f}{interval}")
+                    for p in (one.p, one.holm):
+                        cells.append("" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}")
+                    cells.append(one.verdict)
+                else:
+                    cells += [""] * 4
             rows.append(cells)
         return heads, rows
 

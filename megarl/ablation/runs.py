@@ -1,5 +1,5 @@
-"""The runs of an ablation on disk: what each starts from, whether it is finished, and whether it still is the
-same run."""
+"""An ablation table as data, and its runs on disk: what each starts from, whether it is finished, and
+whether it still is the same run."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ import hashlib
 import importlib
 import json
 import platform
+import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import Field, ValidationError, model_validator
 
 import megarl
 from megarl.ablation.jobs import Job
-from megarl.ablation.table import AblationRow, AblationTable
-from megarl.config import dump_config, load_config
+from megarl.config import Config, dump_config, load_config
 from megarl.config.errors import ConfigError
-from megarl.config.load import set_key
-from megarl.config.schema import Config
+from megarl.config.load import PACKAGE, config_file, read_yaml, set_key
+from megarl.config.schema import Section
 from megarl.observe.runs import read_metrics
 from megarl.schedule.preflight import versions
 
+SUFFIX = ".table.yaml"
 MARK = "ablation.json"  # in every folder made here; in a run's folder with `seconds` once it has ended well
 PLAN = "planned.yaml"
 LOG = "log.txt"
@@ -33,27 +35,89 @@ ONE_PROCESS = (
     *("parallel.tp=1", "parallel.pp=1", "parallel.dp=1"),
     *("log.report=false", "log.terminal=plain", "checkpoint.every=0"),
 )
-NOTHING_KEPT = ("checkpoint.export_hf=false", "log.samples=0")
+
+
+class AblationRow(Section):
+    """One row."""
+
+    name: str = Field(min_length=1)
+    config: Path  # based on the paper's 32B file
+    paper: float | None = None  # AIME 2024 avg@32 points in the paper
+    overrides: tuple[str, ...] = ()  # settings at demo scale
+
+    @property
+    def slug(self) -> str:
+        """Return the row's name on the command line and in paths."""
+        return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
+
+
+class AblationTable(Section):
+    """A paper's table. Files are relative to the table's own."""
+
+    name: str
+    folder: Path
+    title: str
+    base: Path  # configuration at demo scale
+    warm_start: Path  # likewise
+    # `module:function` of (folder, seed): writes model/, sft.jsonl, train.jsonl, eval.jsonl
+    task: str = Field(pattern=r"^[\w.]+:\w+$")
+    full: str  # the row of the whole system
+    # What each row is compared with: the full system, the row above, or both.
+    against: tuple[Literal["full", "previous"], ...] = Field(("full",), min_length=1)
+    last: int = Field(1, ge=1)  # a run's score is the mean of its last so many evaluations
+    rows: tuple[AblationRow, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _distinct(self) -> AblationTable:
+        slugs = [row.slug for row in self.rows]
+        if len(set(slugs)) < len(slugs):
+            raise ValueError("rows: two rows have the same name")
+        if self.full not in {row.name for row in self.rows}:
+            raise ValueError(f"full: no row is named {self.full!r}")
+        return self
+
+    def config(self, row: AblationRow, overrides: Sequence[str]) -> Config:
+        """Return the row at demo scale: its files over `base` in place of the 32B file, then its overrides
+        and these."""
+        base = self.folder / self.base
+        return load_config(self.folder / row.config, (*row.overrides, *overrides), base=base)
+
+
+def load_table(name: str, base: Path | None = None) -> AblationTable:
+    """Read a table given by its name or path; `base` takes the place of its own. Raises ConfigError
+    `file: key: what is wrong`, or for an unknown name."""
+    folder = Path("configs/ablations")
+    path = Path(name) if name.endswith(".yaml") else config_file(folder / f"{name}{SUFFIX}")
+    if not name.endswith(".yaml") and not path.is_file():
+        files = [*(PACKAGE / folder).glob(f"*{SUFFIX}"), *folder.glob(f"*{SUFFIX}")]
+        known = ", ".join(dict.fromkeys(sorted(file.name.removesuffix(SUFFIX) for file in files)))
+        raise ConfigError(f"TABLE: {name}: no such table (one of {known}, or the path of a {SUFFIX} file)")
+    content = {**read_yaml(path), "name": path.name.removesuffix(SUFFIX), "folder": path.parent}
+    if base is not None:
+        content["base"] = base.absolute()
+    try:
+        return AblationTable.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        problem = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{path}: {key + ': ' if key else ''}{problem}") from None
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the command was given.
-
-    rows       slugs; empty: all
-    limit      seconds a run
-    overrides  settings for all rows"""
+    """How the command was given."""
 
     folder: Path
-    seeds: tuple[int, ...]
-    rows: tuple[str, ...] = ()
-    jobs: int = 1
-    limit: float = 1800.0
-    fresh: bool = False
-    overrides: tuple[str, ...] = ()
+    seeds: Sequence[int]
+    rows: Sequence[str]  # slugs; none: all
+    jobs: int
+    limit: float  # seconds a run
+    fresh: bool
+    overrides: Sequence[str]  # settings for all rows
 
     def seed_folder(self, seed: int) -> Path:
-        """The folder of a seed's task and warm start, which all rows of all tables share."""
+        """Return the folder of a seed's task and warm start, which all rows of all tables share."""
         return self.folder / "warm_start" / f"seed-{seed}"
 
 
@@ -73,7 +137,7 @@ class Planned:
     def job(self) -> Job:
         """Make the run's folder anew and return the command that fills it."""
         make_anew(self.folder)
-        write_json(self.folder / MARK, {"inputs": inputs(self.config), "code": _code()})
+        write_json(self.folder / MARK, {"inputs": inputs(self.config), "code": code_checksum()})
         (self.folder / PLAN).write_text(dump_config(self.config), encoding="utf-8")
         return Job(self.name, ("train", str(self.folder / PLAN)), self.folder / LOG)
 
@@ -84,10 +148,6 @@ class Planned:
         except ValueError:  # cut when its writer was killed: the run is not finished
             return {}
 
-    def mark_finished(self, seconds: float) -> None:
-        """Note that the run has ended well, and its wall time."""
-        write_json(self.folder / MARK, {**self.mark(), "seconds": round(seconds, 1)})
-
     def seconds(self) -> float | None:
         """Return the wall time of the finished run, None where there is none.
 
@@ -95,18 +155,13 @@ class Planned:
         if not self.folder.exists() or not any(self.folder.iterdir()):
             return None
         if not (self.folder / MARK).is_file():
-            raise ConfigError(
-                f"{self.folder}: exists and was not made by megarl ablate (choose another --folder)"
-            )
+            what = "exists and was not made by megarl ablate (choose another --folder)"
+            raise ConfigError(f"{self.folder}: {what}")
         seconds = self.mark().get("seconds")
         if seconds is None:
             return None
-        is_warm_start = self.config.recipe == "sft"
-        ended = (
-            (self.folder / "hf" / "config.json").is_file()
-            if is_warm_start
-            else self.config.steps in self.curve()
-        )
+        hf = self.folder / "hf" / "config.json"
+        ended = hf.is_file() if self.config.recipe == "sft" else self.config.steps in self.curve()
         return seconds if ended else None
 
     def curve(self) -> dict[int, float]:
@@ -145,7 +200,7 @@ def row_run(table: AblationTable, settings: Settings, row: AblationRow, seed: in
     folder = settings.seed_folder(seed)
     overrides = (
         *ONE_PROCESS,
-        *NOTHING_KEPT,
+        *("checkpoint.export_hf=false", "log.samples=0"),
         *settings.overrides,
         set_key("seed", seed),
         set_key("data.train", [folder / "task" / "train.jsonl"]),
@@ -176,17 +231,14 @@ def make_task(table: AblationTable, settings: Settings, seed: int) -> None:
     shutil.rmtree(made, ignore_errors=True)
     task_writer(table.task)(made, seed)
 
-    def contents(folder: Path) -> dict[str, bytes]:
-        return {
-            str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-        }
+    def contents(folder: Path) -> dict[Path, bytes]:
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return {path.relative_to(folder): path.read_bytes() for path in files}
 
     if task.exists() and contents(task) != contents(made):
         if not settings.fresh:
-            raise ConfigError(
-                f"{task}: another task than {table.task} makes today "
-                "(give --fresh to start over, or another --folder)"
-            )
+            what = f"another task than {table.task} makes today"
+            raise ConfigError(f"{task}: {what} (give --fresh to start over, or another --folder)")
         shutil.rmtree(task)
     if task.exists():
         shutil.rmtree(made)
@@ -213,7 +265,7 @@ def identity(config: Config) -> dict[str, Any]:
     return {
         "settings": _settings(config),  # layout and seed among them
         "inputs": inputs(config),
-        "code": _code(),
+        "code": code_checksum(),
         "versions": {"python": platform.python_version(), **versions()},
         "processor": [torch.backends.cpu.get_cpu_capability(), *models[:1]],  # kernels are chosen by it
     }
@@ -229,7 +281,7 @@ def files_of(folder: Path) -> list[Path]:
     return [file for file in sorted(folder.iterdir()) if file.is_file()]
 
 
-def checksum(files: Sequence[Path]) -> str:
+def checksum(files: Iterable[Path]) -> str:
     """Return one checksum for the contents of all these files."""
     digest = hashlib.sha256()
     for file in files:
@@ -237,7 +289,7 @@ def checksum(files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _code() -> str:
+def code_checksum() -> str:
     """Return a checksum of megarl's own files: a table says whether all its runs were made by the same
     code."""
     return checksum(sorted(Path(megarl.__file__).parent.rglob("*.py")))[:10]

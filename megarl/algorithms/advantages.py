@@ -1,5 +1,5 @@
 """Advantages: group-normalised (DAPO), and generalised advantage estimation with decoupled and
-length-adaptive lambda (VAPO), on packed batches.
+length-adaptive lambda (VAPO), on packed batches; and how lambda and the value error are distributed.
 
 Sums are taken in float64, so that 20,000 tokens of lambda = 1 lose nothing."""
 
@@ -15,6 +15,9 @@ from torch import Tensor
 GAE_WINDOW = 2**18
 GAE_STEPS = (32, 256)
 GAE_ROWS = 8192
+
+LENGTH_BINS = 24  # equal parts of 1 ... the longest possible response
+POSITION_BINS = 25  # equal parts of each response
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -85,46 +88,34 @@ def gae(
     alive are the first ones, and windows of their tokens, counted from the end, are gathered time-major. No
     padding exists beyond a window; besides the result only windows are allocated."""
     total = rewards.numel()
-    lengths, order = response_lengths(response_mask, cu_seqlens).sort(descending=True, stable=True)
-    ends = cu_seqlens[1:][order]
-    lam = torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).expand(lengths.shape)
-    decays = gamma * lam[order]
+    all_lengths, order = response_lengths(response_mask, cu_seqlens).sort(descending=True, stable=True)
+    lam = torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).expand(all_lengths.shape)
     # One entry more than tokens: a window reaches back beyond the start of short responses, and its values
     # there are written to the extra entry.
-    out = torch.zeros(
-        total + 1,
-        dtype=torch.promote_types(torch.result_type(rewards, values), torch.float32),
-        device=rewards.device,
-    )
-    for first in range(0, lengths.numel(), GAE_ROWS):
+    dtype = torch.promote_types(torch.result_type(rewards, values), torch.float32)
+    out = torch.zeros(total + 1, dtype=dtype, device=rewards.device)
+    for first in range(0, all_lengths.numel(), GAE_ROWS):
         rows = slice(first, first + GAE_ROWS)
-        _gae_rows(rewards, values, lengths[rows], ends[rows], decays[rows], gamma, out)
+        lengths, ends, decays = all_lengths[rows], cu_seqlens[1:][order][rows], gamma * lam[order][rows]
+        longest = int(lengths[0])
+        next_advantage = next_value = torch.zeros(lengths.shape, dtype=torch.float64, device=ends.device)
+        done = 0
+        while done < longest:
+            alive = int(torch.searchsorted(-lengths, -done))
+            steps = min(max(GAE_WINDOW // alive, GAE_STEPS[0]), GAE_STEPS[1], longest - done)
+            window = _Window(ends[:alive] - done, lengths[:alive] - done, steps, total)
+            value, advantage = window.read(values), window.read(rewards)
+            advantage -= value
+            advantage[:-1].add_(value[1:], alpha=gamma)
+            advantage[-1].add_(next_value[:alive], alpha=gamma)
+            decay, later = decays[:alive], next_advantage[:alive]
+            for now in reversed(advantage.unbind(0)):
+                now.addcmul_(decay, later)
+                later = now
+            next_advantage, next_value = advantage[0].clone(), value[0].clone()
+            window.write(advantage, out)
+            done += steps
     return out[:total]
-
-
-def _gae_rows(
-    rewards: Tensor, values: Tensor, lengths: Tensor, ends: Tensor, decays: Tensor, gamma: float, out: Tensor
-) -> None:
-    """Compute `gae` of some responses, longest first, into their tokens in `out` [T+1]."""
-    longest = int(lengths[0])
-    descending = -lengths
-    next_advantage = next_value = torch.zeros(lengths.shape, dtype=torch.float64, device=ends.device)
-    done = 0
-    while done < longest:
-        alive = int(torch.searchsorted(descending, -done))
-        steps = min(max(GAE_WINDOW // alive, GAE_STEPS[0]), GAE_STEPS[1], longest - done)
-        window = _Window(ends[:alive] - done, lengths[:alive] - done, steps, rewards.numel())
-        value, advantage = window.read(values), window.read(rewards)
-        advantage -= value
-        advantage[:-1].add_(value[1:], alpha=gamma)
-        advantage[-1].add_(next_value[:alive], alpha=gamma)
-        decay, later = decays[:alive], next_advantage[:alive]
-        for now in reversed(advantage.unbind(0)):
-            now.addcmul_(decay, later)
-            later = now
-        next_advantage, next_value = advantage[0].clone(), value[0].clone()
-        window.write(advantage, out)
-        done += steps
 
 
 class _Window:
@@ -168,9 +159,8 @@ def moments(x: Tensor, mask: Tensor) -> Tensor:
     """Return (count, sum, sum of squares) of x [T] where mask [T] is True, float64 [3], to be summed over
     ranks."""
     kept = x[mask].double()
-    return torch.stack(
-        [torch.tensor(float(kept.numel()), dtype=torch.float64, device=x.device), kept.sum(), kept.dot(kept)]
-    )
+    count = torch.tensor(float(kept.numel()), dtype=torch.float64, device=x.device)
+    return torch.stack([count, kept.sum(), kept.dot(kept)])
 
 
 def mean_and_variance(total: Tensor) -> tuple[float, float, float]:
@@ -216,3 +206,28 @@ def gae_metrics(sums: Tensor) -> dict[str, float]:
         "gae/advantage_mean": mean,
         "gae/advantage_std": variance**0.5,
     }
+
+
+def lambda_by_length(lengths: Tensor, lam: Tensor, longest: int) -> Tensor:
+    """Return (responses, sum of their lambda) of each part of 1 ... longest tokens, float64 [2, LENGTH_BINS].
+
+    lengths: int64 [n], response tokens; a response longer than `longest` counts in the last bin. lam: [n]."""
+    bins = (((lengths - 1) * LENGTH_BINS) // longest).clamp(0, LENGTH_BINS - 1)
+    lam = lam.double()
+    sums = torch.zeros(2, LENGTH_BINS, dtype=torch.float64, device=lam.device)
+    return sums.index_add_(1, bins, torch.stack([torch.ones_like(lam), lam]))
+
+
+def error_by_position(values: Tensor, returns: Tensor, response_mask: Tensor, lengths: Tensor) -> Tensor:
+    """Return (tokens, sum of V - R, sum of |V - R|) of each part of the responses, float64 [3,
+    POSITION_BINS].
+
+    Token p of a response of l tokens is in part floor(p * POSITION_BINS / l). values, returns: [T];
+    response_mask: bool [T]; lengths: int64 [n], response tokens, in the order in which the responses lie in
+    [T]."""
+    own = torch.repeat_interleave(lengths, lengths)
+    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    bins = (torch.arange(own.numel(), device=lengths.device) - starts) * POSITION_BINS // own
+    error = (values.double() - returns.double())[response_mask]
+    sums = torch.zeros(3, POSITION_BINS, dtype=torch.float64, device=error.device)
+    return sums.index_add_(1, bins, torch.stack([torch.ones_like(error), error, error.abs()]))

@@ -1,21 +1,55 @@
-"""The loss terms. Each returns a sum over tokens, already divided by global counts through its weights, and
-statistics as plain sums over tokens, so that losses and statistics of micro-batches and ranks add up."""
+"""The loss terms, and the weights of their tokens: the one place of denominators.
+
+Every loss term is sum_t w_t * l_t, with counts taken over the whole mini-batch (all micro-batches, all
+data-parallel ranks). Statistics are plain sums over tokens. So the terms and statistics of micro-batches and
+ranks simply add up."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 Stats = dict[str, Tensor]
+Aggregation = Literal["token", "sample"]
 
 # A log-ratio is clamped to +-LOG_RATIO_LIMIT before exp: e^20 = 5e8 is far outside any clip range, and
 # nothing overflows.
 LOG_RATIO_LIMIT = 20.0
 
 
-def _log_ratio(new: Tensor, old: Tensor, counted: Tensor) -> Tensor:
+def token_weights(
+    lengths: Tensor,
+    aggregation: Aggregation,
+    mini_batches: Tensor | None = None,
+    include: Tensor | None = None,
+) -> Tensor:
+    """Return the weight of one token of each response in a loss term, float32 [n]; 0 for those that do not
+    count.
+
+    token:  1 / (tokens of all counted responses of its mini-batch): every token counts the same (DAPO eq. 8
+            and 12, VAPO eq. 7).
+    sample: 1 / (tokens of the response * counted responses of its mini-batch): every response counts the
+            same (VAPO eq. 6).
+
+    lengths: response tokens, int64 [n], of the whole step, not of one rank's share. mini_batches: int64 [n],
+    the mini-batch of each; None: all are one. include: bool [n], e.g. not truncated, or correct; None: all. A
+    response without tokens never counts.
+    """
+    if aggregation not in ("token", "sample"):
+        raise ValueError(f"aggregation: must be token or sample (got {aggregation!r})")
+    lengths = lengths if include is None else torch.where(include, lengths, 0)
+    counted = lengths > 0
+    ids = torch.zeros_like(lengths) if mini_batches is None else mini_batches
+    totals = lengths.new_zeros(int(ids.max()) + 1 if ids.numel() else 0)
+    totals.index_add_(0, ids, lengths if aggregation == "token" else counted.long())
+    denominators = totals[ids] if aggregation == "token" else lengths * totals[ids]
+    return torch.where(counted, 1.0 / denominators.double(), 0.0).float()
+
+
+def log_ratio(new: Tensor, old: Tensor, counted: Tensor) -> Tensor:
     """Return new - old in float64, clamped; 0, with a gradient of 0, on tokens that do not count, whatever
     these hold."""
     difference = torch.where(counted, new.double(), 0.0) - torch.where(counted, old.double(), 0.0)
@@ -55,8 +89,8 @@ def policy_loss(
     Statistics over the tokens of weight > 0: loss, tokens, clipped ones (where the clipped term is the
     smaller) low and high, k3 estimate of KL(pi_old || pi), probability, entropy."""
     counted = weights > 0
-    log_ratio = _log_ratio(logprobs, old_logprobs.detach(), counted)
-    ratio = log_ratio.exp()
+    difference = log_ratio(logprobs, old_logprobs.detach(), counted)
+    ratio = difference.exp()
     advantage = torch.where(counted, advantages.detach().double(), 0.0)
     objective = torch.minimum(ratio * advantage, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage)
     loss = _weighted_sum(-objective, weights, logprobs)
@@ -65,7 +99,7 @@ def policy_loss(
             "tokens": counted.sum(),
             "clip_fraction_low": ((ratio < 1.0 - clip_low) & (advantage < 0)).sum(),
             "clip_fraction_high": ((ratio > 1.0 + clip_high) & (advantage > 0)).sum(),
-            "approx_kl": (torch.expm1(log_ratio) - log_ratio).sum(),
+            "approx_kl": (torch.expm1(difference) - difference).sum(),
             "mean_prob": torch.where(counted, logprobs.double(), -torch.inf).exp().sum(),
         }
         if entropy is not None:
@@ -85,8 +119,8 @@ def nll_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
     """Return sum_t w_t * (q - 1 - log q), q = pi_ref / pi: the k3 estimate of KL(pi || pi_ref) (GRPO), before
     the factor beta. All [T]."""
-    log_ratio = _log_ratio(ref_logprobs.detach(), logprobs, weights > 0)
-    loss = _weighted_sum(torch.expm1(log_ratio) - log_ratio, weights, logprobs)
+    difference = log_ratio(ref_logprobs.detach(), logprobs, weights > 0)
+    loss = _weighted_sum(torch.expm1(difference) - difference, weights, logprobs)
     return loss, _sums(loss, "policy/kl_loss")
 
 

@@ -9,15 +9,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megarl.algorithms.losses import LOG_RATIO_LIMIT
+from megarl.algorithms.losses import LOG_RATIO_LIMIT, log_ratio
 
 Level = Literal["none", "token", "sequence"]
 
-
-def _log_ratio(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Tensor:
-    return (trainer_logprobs.detach().double() - engine_logprobs.detach().double()).clamp(
-        -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT
-    )
+# Between the bins of a difference of log-probabilities: half decades from 1e-6 to 10 on either side of 0.
+DIFFERENCE_EDGES = tuple(
+    sign * 10 ** (-6 + half / 2)
+    for sign, halves in ((-1, range(14, -1, -1)), (1, range(15)))
+    for half in halves
+)
 
 
 def mismatch_sums(trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,13 +27,12 @@ def mismatch_sums(trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tenso
 
     The sums are of tokens, |difference|, r = pi_trainer / pi_engine and r - 1 - log r, to be summed over
     ranks; the largest is to be maximised over ranks. Differences are bounded by 20."""
-    log_ratio = _log_ratio(trainer_logprobs[mask], engine_logprobs[mask])
-    absolute = log_ratio.abs()
+    difference = log_ratio(trainer_logprobs.detach(), engine_logprobs.detach(), mask)[mask]
+    absolute = difference.abs()
     count = torch.tensor(float(absolute.numel()), dtype=torch.float64, device=absolute.device)
     largest = absolute.max() if absolute.numel() else torch.zeros_like(count)
-    return torch.stack(
-        [count, absolute.sum(), log_ratio.exp().sum(), (torch.expm1(log_ratio) - log_ratio).sum()]
-    ), largest
+    kl = torch.expm1(difference) - difference
+    return torch.stack([count, absolute.sum(), difference.exp().sum(), kl.sum()]), largest
 
 
 def mismatch_metrics(sums: Tensor, largest: Tensor | float) -> dict[str, float]:
@@ -59,8 +59,7 @@ def mismatch_factors(
     bounds: tuple[float, float] = (0.0, float("inf")),
 ) -> tuple[Tensor, Tensor]:
     """Return factors of the token weights, float32 [T], 0 outside `mask`, and counts, float64 [3], to be
-    summed
-    over ranks: tokens, those whose ratio was above the cap, those that were left out. No gradient.
+    summed over ranks: tokens, those whose ratio was above the cap, those that were left out. No gradient.
 
     With r_t = pi_trainer / pi_engine:
 
@@ -77,20 +76,29 @@ def mismatch_factors(
     """
     if not cap > 0:
         raise ValueError(f"cap: must be > 0 (got {cap})")
-    log_ratio = _log_ratio(torch.where(mask, trainer_logprobs, 0.0), torch.where(mask, engine_logprobs, 0.0))
+    difference = log_ratio(trainer_logprobs.detach(), engine_logprobs.detach(), mask)
     sequences = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
-    zeros = torch.zeros(sequences, dtype=torch.float64, device=log_ratio.device)
-    sums = zeros.index_add(0, sequence_ids, log_ratio)
+    zeros = torch.zeros(sequences, dtype=torch.float64, device=difference.device)
+    sums = zeros.index_add(0, sequence_ids, difference)
     factors, capped = mask.double(), torch.zeros_like(mask)
     if weight != "none":
-        ratio = (
-            log_ratio if weight == "token" else sums.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[sequence_ids]
-        ).exp()
+        products = sums.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        ratio = (difference if weight == "token" else products[sequence_ids]).exp()
         factors, capped = factors * ratio.clamp(max=cap), mask & (ratio > cap)
     kept = mask
     if keep != "none":
         means = sums / zeros.index_add(0, sequence_ids, mask.double()).clamp(min=1)
-        ratio = (log_ratio if keep == "token" else means[sequence_ids]).exp()
+        ratio = (difference if keep == "token" else means[sequence_ids]).exp()
         kept = mask & (ratio >= bounds[0]) & (ratio <= bounds[1])
     counts = torch.stack([mask.sum(), capped.sum(), (mask & ~kept).sum()]).double()
     return torch.where(kept, factors, 0.0).float(), counts
+
+
+def difference_histogram(trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Count tokens by trainer minus engine log-probability, float64 [len(DIFFERENCE_EDGES) + 1]: bin i holds
+    edge i-1 < difference <= edge i.
+
+    All inputs [T]; tokens outside the mask do not count."""
+    difference = (trainer_logprobs.double() - engine_logprobs.double())[mask]
+    edges = torch.tensor(DIFFERENCE_EDGES, dtype=torch.float64, device=difference.device)
+    return torch.bincount(torch.bucketize(difference, edges), minlength=len(DIFFERENCE_EDGES) + 1).double()

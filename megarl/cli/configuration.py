@@ -1,17 +1,23 @@
-"""`megarl config show|check|docs`: print, check and explain a configuration."""
+"""What a configuration holds and what a run of it needs, on any machine: `megarl config show|check|docs`,
+`megarl plan` and `megarl weights plan`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, get_args, get_origin
 
 from megarl.config import Config, check_config, dump_config, load_config
+from megarl.config.errors import ConfigError
 from megarl.config.load import dump_yaml
-from megarl.config.recipes import PRESETS
+from megarl.config.phases import PRESETS
 from megarl.config.schema import fields
 
-_WORDS = {
+KINDS = {
     int: "whole number",
     float: "number",
     bool: "true or false",
@@ -19,6 +25,7 @@ _WORDS = {
     Path: "path",
     type(None): "null",
 }
+GB = 1e9
 
 
 def show(path: Path, overrides: Sequence[str]) -> int:
@@ -45,49 +52,140 @@ def check(path: Path, overrides: Sequence[str]) -> int:
 
 def docs() -> int:
     """Print every field: key, meaning; kind, unit, default, what recipes set it to, source."""
+
+    def yaml(value: Any) -> str:
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(yaml, value))}]"
+        return dump_yaml({"": value}).partition(":")[2].strip()
+
     for key, field in fields(Config):
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         kind = " or ".join(_kinds(field.annotation)) + (f", in {extra['unit']}" if extra.get("unit") else "")
-        default = "required" if field.is_required() else f"default {_yaml(field.default)}"
-        presets = [
-            f"{recipe} {_yaml(value)}"
-            for recipe, preset in PRESETS.items()
-            if (value := _setting(preset, key)) is not None
-        ]
-        by_recipe = f" ({', '.join(presets)})" if presets else ""
-        print(
-            f"{key}\n    {field.description}\n    {kind}; {default}{by_recipe}; source: {extra.get('source')}"
-        )
+        default = "required" if field.is_required() else f"default {yaml(field.default)}"
+        by_recipe = []
+        for recipe, preset in PRESETS.items():
+            value: Any = preset
+            for part in key.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is not None:
+                by_recipe.append(f"{recipe} {yaml(value)}")
+        default += f" ({', '.join(by_recipe)})" if by_recipe else ""
+        print(f"{key}\n    {field.description}\n    {kind}; {default}; source: {extra.get('source')}")
     return 0
 
 
 def _kinds(annotation: Any) -> list[str]:
-    """Return the types of a field in words; choices as they are written."""
-    if get_origin(annotation) is Literal:
-        return [str(choice) for choice in get_args(annotation)]
-    if get_origin(annotation) is tuple:
-        first, last = get_args(annotation)
-        if get_origin(first) is Literal:
-            return [f"list of some of {', '.join(_kinds(first))}"]
-        return [
-            f"list of {_WORDS[first]}s"
-            if last is ...
-            else f"list of {len(get_args(annotation))} {_WORDS[first]}s"
-        ]
-    if get_origin(annotation) is dict:
+    """Return the types of a field in plain English; choices as they are written."""
+    origin, members = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return [str(choice) for choice in members]
+    if origin is tuple and get_origin(members[0]) is Literal:
+        return [f"list of some of {', '.join(_kinds(members[0]))}"]
+    if origin is tuple:
+        count = "" if members[-1] is ... else f"{len(members)} "
+        return [f"list of {count}{KINDS[members[0]]}s"]
+    if origin is dict:
         return ["section of your own keys"]
-    if get_args(annotation):
-        return [kind for member in get_args(annotation) for kind in _kinds(member)]
-    return [_WORDS[annotation]]
+    if members:
+        return [kind for member in members for kind in _kinds(member)]
+    return [KINDS[annotation]]
 
 
-def _yaml(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_yaml, value))}]"
-    return dump_yaml({"": value}).partition(":")[2].strip()
+def plan(
+    path: Path, overrides: Sequence[str], model: str | None, mean_length: float | None, everything: bool
+) -> int:
+    """Print memory, times and layouts. Return 2 where the configuration does not fit, after the line with
+    which `megarl train` would stop."""
+    from megarl.plan.memory import plan_of
+    from megarl.plan.text import layouts, lines
+    from megarl.plan.times import Lengths, default_lengths, estimate, search
+    from megarl.weights.cost import planning_config
+
+    config = load_config(path, overrides)
+    check_config(config, str(path))
+    where, described = planning_config(config.model.path, model)
+    made = plan_of(config, described)
+    lengths = default_lengths(made)
+    if mean_length is not None:
+        lengths = Lengths(mean_length, config.rollout.max_response_tokens)
+    print("\n".join(lines(made, where, lengths, estimate(made, lengths))))
+    print()
+    print("\n".join(layouts(search(made, lengths), made, everything=everything)))
+    problem = made.problem()
+    if problem:
+        print(f"\nmegarl: {path}: {problem}", file=sys.stderr)
+    return 2 if problem else 0
 
 
-def _setting(preset: Any, key: str) -> Any:
-    for part in key.split("."):
-        preset = preset.get(part) if isinstance(preset, dict) else None
-    return preset
+def plan_weights(path: Path, overrides: Sequence[str], model: str | None, verify: bool, ranks: bool) -> int:
+    """Print what a weight transfer costs each rank, beside gathering whole tensors everywhere. Raises
+    PlanError if the proof (`verify`) fails."""
+    from megarl.parallel.layout import Layout
+    from megarl.weights.cost import RankCost, direct_cost, gather_cost, planning_config
+    from megarl.weights.layout import hf_shapes
+    from megarl.weights.plan import engine_plan
+
+    config = load_config(path, overrides)
+    where, hf_config = planning_config(config.model.path, model)
+    sizes, dtype = config.parallel, config.model.dtype
+    itemsize = {"bf16": 2, "fp32": 4}[dtype]
+    try:
+        layout = Layout(tp=sizes.tp, pp=sizes.pp, dp=sizes.dp or 1, ep=sizes.ep)
+    except ValueError as error:
+        raise ConfigError(f"{path}: parallel: {error}") from None
+    started = time.perf_counter()
+    made = engine_plan(config, hf_config, layout)
+    seconds = time.perf_counter() - started
+    shapes = hf_shapes(hf_config)
+    bucket = config.rollout.transfer_bucket * 2**20
+    direct = direct_cost(made, itemsize, bucket, config.cluster)
+    gather = gather_cost(made, shapes, itemsize, bucket, config.cluster)
+
+    parameters = sum(map(prod, shapes.values()))
+    size = f"{parameters / 1e9:.2f} B parameters, {parameters * itemsize / GB:.2f} GB in {dtype}"
+    nodes = -(-layout.world // config.cluster.gpus_per_node)
+    experts = f", ep {layout.ep}" if layout.ep > 1 else ""
+    tp, engine = config.rollout.engine_tp, config.rollout.engine
+    engine_dtype = dtype if config.rollout.weights_dtype == "model" else "fp8 in blocks"
+    actor = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}{experts}"
+    print(f"model    {where}: {size}")
+    print(f"actor    {actor}: {layout.world} GPUs on {nodes} nodes")
+    print(f"engines  {layout.world // tp} of tp {tp} ({engine}), weights in {engine_dtype}")
+    print(f"plan     {len(made.copies):,} copies, made in {seconds:.1f} s\n")
+
+    rows: tuple[tuple[str, Callable[[RankCost], float], int], ...] = (  # title, figure, its decimals
+        ("sent, same node, GB", lambda cost: cost.node_sent / GB, 3),
+        ("sent, between nodes, GB", lambda cost: cost.network_sent / GB, 3),
+        ("received, same node, GB", lambda cost: cost.node_received / GB, 3),
+        ("received, between nodes, GB", lambda cost: cost.network_received / GB, 3),
+        ("kept, same GPU, GB", lambda cost: cost.local / GB, 3),
+        ("rounds (buckets)", lambda cost: cost.rounds, 0),
+        ("staging memory, GB", lambda cost: cost.staging / GB, 3),
+        ("estimate, s", lambda cost: cost.seconds, 3),
+    )
+    print(f"{'per GPU':28s}{'the plan: min':>14s}{'mean':>10s}{'max':>10s}", end="")
+    print(f"{'full gather: min':>20s}{'mean':>10s}{'max':>10s}")
+    for title, of, decimals in rows:
+        line = f"{title:28s}"
+        for costs, width in ((direct, 14), (gather, 20)):
+            values = [of(cost) for cost in costs.values()]
+            line += f"{min(values):{width}.{decimals}f}{fmean(values):10.{decimals}f}"
+            line += f"{max(values):10.{decimals}f}"
+        print(line)
+    received, gathered = (max(cost.received for cost in costs.values()) for costs in (direct, gather))
+    slowest, slowest_gather = (max(cost.seconds for cost in costs.values()) for costs in (direct, gather))
+    if received and slowest:
+        fewer = f"{gathered / received:.1f} times fewer bytes into a GPU"
+        print(f"\nthe plan: {fewer}; the slowest GPU is done {slowest_gather / slowest:.1f} times sooner")
+    if ranks:
+        print(f"\n{'rank':>6s}" + "".join(f"{title:>29s}" for title, _, _ in rows))
+        for rank, cost in direct.items():
+            print(f"{rank:6d}" + "".join(f"{of(cost):29.{decimals}f}" for _, of, decimals in rows))
+    if verify:
+        started = time.perf_counter()
+        made.verify()
+        elements = sum(prod(shard.shape) for shards in made.targets.values() for shard in shards.values())
+        seconds = time.perf_counter() - started
+        proof = "target elements is written exactly once, from the place that it belongs to"
+        print(f"\nproved in {seconds:.1f} s: each of {elements:,} {proof}")
+    return 0

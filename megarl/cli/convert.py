@@ -12,15 +12,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from megarl.config.errors import ConfigError, MegarlError
 from megarl.parallel.runtime import is_launched, launched_rank, launched_world
@@ -28,9 +21,7 @@ from megarl.weights.convert import Advance, Conversion, conversion_layout, hf_to
 from megarl.weights.files import readable
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LIMIT = datetime.timedelta(
-    hours=6
-)  # of a wait for the slowest process, which converts its share of the model
+LIMIT = datetime.timedelta(hours=6)  # of a wait for the slowest process
 
 
 def to_megatron(source: Path, out: Path, tp: int, pp: int, ep: int, critic: bool, verify: bool) -> int:
@@ -90,8 +81,16 @@ def _progress(what: str, size: int) -> Iterator[Advance]:
         yield lambda _: None
         return
     of_all = f" (process 1 of {launched_world()})" if launched_world() > 1 else ""
-    bar = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    left = (TextColumn("left"), TimeRemainingColumn())
-    with Progress(*bar, *left, console=Console(file=sys.stderr), disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task(f"{what}{of_all}", total=size)
-        yield lambda done: progress.advance(task, done)
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
+        console=Console(file=sys.stderr),
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task(f"{what}{of_all}", total=size)
+        yield lambda done: bar.advance(task, done)

@@ -27,11 +27,6 @@ from megarl.parallel.machine import (
 )
 
 FP8_FROM = (8, 9)  # compute capability: Ada and Hopper have FP8 matrix units
-EXTRAS = (
-    ("sweeps by NeMo-Run", "nemo_run", "launch"),
-    ("TensorBoard", "tensorboard", "track"),
-    ("Weights & Biases", "wandb", "track"),
-)
 
 
 class Gpu(NamedTuple):
@@ -44,31 +39,21 @@ class Gpu(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that `abilities` judges.
-
-    memory     bytes
-    versions   package -> version
-    imports    modules that are there
-    programs   commands in PATH
-    cuda       version that torch was built for
-    problem    why CUDA does not work
-    broken     why the Transformer Engine that is there cannot be imported
-    driver     NVIDIA's, as its kernel module says
-    flaws      what else is there and does not fit, each with its remedy"""
+    """The facts that `abilities` judges."""
 
     python: tuple[int, int]
     system: str
     cores: int
-    memory: int
-    versions: Mapping[str, str]
-    imports: frozenset[str]
-    programs: frozenset[str]
+    memory: int  # bytes
+    versions: Mapping[str, str]  # package -> version
+    imports: frozenset[str]  # modules that are there
+    programs: frozenset[str]  # commands in PATH
     gpus: tuple[Gpu, ...]
-    cuda: str | None
-    problem: str | None = None
-    broken: str = ""
-    driver: str | None = None
-    flaws: tuple[str, ...] = ()
+    cuda: str | None  # version that torch was built for
+    problem: str | None = None  # why CUDA does not work
+    broken: str = ""  # why the Transformer Engine that is there cannot be imported
+    driver: str | None = None  # NVIDIA's, as its kernel module says
+    flaws: tuple[str, ...] = ()  # what else is there and does not fit, each with its remedy
 
 
 class Ability(NamedTuple):
@@ -141,9 +126,8 @@ def abilities(machine: Machine) -> Iterator[Ability]:
     elif machine.broken:
         yield Ability(name, False, "Megatron does not get past the broken Transformer Engine (below)")
     elif machine.system != "Linux":
-        yield Ability(
-            name, False, f"{machine.system}: gloo and the verifiers' limits are tested on Linux only"
-        )
+        tested = "gloo and the verifiers' limits are tested on Linux only"
+        yield Ability(name, False, f"{machine.system}: {tested}")
     elif machine.cores < 2 or machine.memory < 4 * GIB:
         there = f"{machine.cores} cores and {machine.memory / GIB:.0f} GiB"
         yield Ability(name, True, f"slowly: {there}, two and 4 are better")
@@ -153,14 +137,14 @@ def abilities(machine: Machine) -> Iterator[Ability]:
     gpu = _gpu(machine)
     yield gpu
 
-    name, te = "Transformer Engine layers", False
+    name = "Transformer Engine layers"
+    te = gpu.ready and not machine.broken and "transformer_engine" in machine.imports
     if machine.broken or not gpu.ready:
         yield Ability(name, False, machine.broken or "needs a GPU")
-    elif "transformer_engine" not in machine.imports:
-        yield Ability(name, False, "transformer-engine is not installed", INSTALL)
-    else:
-        te = True
+    elif te:
         yield Ability(name, True, f"transformer-engine {machine.versions.get('transformer-engine', '')}")
+    else:
+        yield Ability(name, False, "transformer-engine is not installed", INSTALL)
     if machine.gpus and min(one.capability for one in machine.gpus) < FP8_FROM:
         lacks = f"{machine.gpus[0].name} has no FP8 units (Hopper and later have)"
         yield Ability("FP8 layers", False, lacks)
@@ -182,15 +166,20 @@ def abilities(machine: Machine) -> Iterator[Ability]:
     slurm = "sbatch" in machine.programs
     none = "no sbatch: this is no login node of a Slurm cluster"
     yield Ability("jobs by Slurm", slurm, "sbatch slurm/demo.sbatch" if slurm else none)
-    for name, module, extra in EXTRAS:
+    for name, module, extra in (
+        ("sweeps by NeMo-Run", "nemo_run", "launch"),
+        ("TensorBoard", "tensorboard", "track"),
+        ("Weights & Biases", "wandb", "track"),
+    ):
         if module in machine.imports:
             yield Ability(name, True)
         else:
-            package = module.replace("_", "-")
-            yield Ability(name, False, f"{package} is not installed", f"pip install 'megarl[{extra}]'")
+            absent = f"{module.replace('_', '-')} is not installed"
+            yield Ability(name, False, absent, f"pip install 'megarl[{extra}]'")
 
 
 def _gpu(machine: Machine) -> Ability:
+    """Return whether the machine trains on GPUs."""
     name = "training on GPUs, bf16"
     if machine.gpus and machine.problem is None:
         old = [gpu.name for gpu in machine.gpus if gpu.capability < (8, 0)]
@@ -204,6 +193,5 @@ def _gpu(machine: Machine) -> Ability:
     if machine.cuda is None:
         return Ability(name, False, "no GPU driver (nvidia-smi), and torch is a build for CPUs")
     why = driver_problem(machine.driver, machine.cuda) or machine.problem
-    return Ability(
-        name, False, f"torch sees no GPU: {why or 'nvidia-smi shows whether the driver does'}", "nvidia-smi"
-    )
+    why = why or "nvidia-smi shows whether the driver does"
+    return Ability(name, False, f"torch sees no GPU: {why}", "nvidia-smi")

@@ -4,12 +4,12 @@ with confidence intervals."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -34,35 +34,32 @@ def evaluate(path: Path, overrides: Sequence[str], checkpoint: Path | None, out:
     answers.jsonl, problems.jsonl, data.json and scores.json to `out`. Return the exit code. checkpoint: see
     `find_policy`."""
     config = load_config(path, overrides)
-    out = out or config.run_dir / "eval"
+    folder = out or config.run_dir / "eval"
     from megarl.schedule.evaluation import find_policy
 
-    if not passes_on_rank_0(lambda: _check(config, str(path), checkpoint, out)):
+    def check() -> None:
+        from megarl.parallel.runtime import launched_rank
+        from megarl.schedule.preflight import preflight_evaluation
+
+        policy, weights = find_policy(config, checkpoint)
+        key = "model.path" if policy.model.path == config.model.path else "--checkpoint"
+        preflight_evaluation(policy, str(path), key, weights=weights is None)
+        if real(folder).is_relative_to(real(policy.model.path)):
+            place = f"is in the model's folder {policy.model.path}, where nothing is to be written"
+            raise ConfigError(f"{folder}: {place} (choose another with --out)")
+        try:
+            if launched_rank() == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"cannot be written: {error.strerror} (choose another folder with --out)"
+            raise ConfigError(f"{folder}: {problem}") from None
+
+    if not passes_on_rank_0(check):
         return 2
     policy, weights = find_policy(config, checkpoint)
     if starts_ranks(config):
-        return start_ranks(partial(_evaluate, policy, weights, out, launched=True), policy, out)
-    return _evaluate(policy, weights, out, launched=False)
-
-
-def _check(config: Config, where: str, checkpoint: Path | None, out: Path) -> None:
-    from megarl.parallel.runtime import launched_rank
-    from megarl.schedule.evaluation import find_policy
-    from megarl.schedule.preflight import preflight_evaluation
-
-    policy, weights = find_policy(config, checkpoint)
-    key = "model.path" if policy.model.path == config.model.path else "--checkpoint"
-    preflight_evaluation(policy, where, key, weights=weights is None)
-    if real(out).is_relative_to(real(policy.model.path)):
-        place = f"is in the model's folder {policy.model.path}, where nothing is to be written"
-        raise ConfigError(f"{out}: {place} (choose another with --out)")
-    try:
-        if launched_rank() == 0:
-            out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{out}: cannot be written: {error.strerror} (choose another folder with --out)"
-        ) from None
+        return start_ranks(partial(_evaluate, policy, weights, folder, launched=True), policy, folder)
+    return _evaluate(policy, weights, folder, launched=False)
 
 
 def _evaluate(config: Config, weights: Path | None, out: Path, *, launched: bool) -> int:
@@ -79,7 +76,6 @@ def _evaluate(config: Config, weights: Path | None, out: Path, *, launched: bool
             result = evaluation.answer()
         if runtime.rank == 0:
             _publish(evaluation, result, out)
-            print(f"answers and scores: {out}")
 
     return run_rank(config, job, launched=launched)
 
@@ -96,10 +92,14 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
         "answers": counts,
         "length_mean": result.stats()["eval/length_mean"],
     }
-    _write(out / "data.json", [asdict(evaluation.report)])
-    _write(out / "answers.jsonl", result.answers(evaluation.tokenizer), indent=None)
-    _write(out / "problems.jsonl", result.table(), indent=None)
-    _write(out / "scores.json", [summary])
+    for name, objects, indent in (
+        ("data.json", [asdict(evaluation.report)], 1),
+        ("answers.jsonl", result.answers(evaluation.tokenizer), None),
+        ("problems.jsonl", result.table(), None),
+        ("scores.json", [summary], 1),
+    ):
+        with open(out / name, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(json.dumps(item, ensure_ascii=False, indent=indent) + "\n" for item in objects)
 
     console, total = Console(), len(result.groups)
     hardest = sorted(result.table(), key=lambda row: row["avg"])[:SHOWN]
@@ -118,8 +118,4 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
     for name, count in counts.items():
         measures.add_row(f"answers, {name.replace('_', ' ')}", f"{count:,}", "")
     console.print(measures)
-
-
-def _write(path: Path, objects: Iterable[Mapping[str, Any]], indent: int | None = 1) -> None:
-    with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(json.dumps(item, ensure_ascii=False, indent=indent) + "\n" for item in objects)
+    print(f"answers and scores: {out}")

@@ -8,7 +8,6 @@ different is named, and every wait has a limit."""
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import os
 import platform
@@ -23,12 +22,13 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from megarl.ablation.runs import code_checksum
 from megarl.config import Config, load_config
 from megarl.parallel.machine import (
     GIB,
@@ -47,6 +47,7 @@ CONTROL = 2**20  # of one where the question is only whether it arrives
 ROUNDS = 3
 CLOCKS = 5.0  # seconds that two nodes' clocks may differ: beyond that logs and time stamps of files mislead
 OUTLIER = 4.0  # a node this many times slower than the median one would slow down all of them
+DEVICE_FREE = 0.9  # share of a GPU's memory that must be free
 
 
 @dataclass(frozen=True)
@@ -57,34 +58,27 @@ class NodePlace:
     nodes: int
     host: str
     port: int
-    limit: float = 60.0
+    limit: float
     name: str = field(default_factory=socket.gethostname)
 
 
 @dataclass(frozen=True)
 class NodeNeeds:
-    """What each node must have.
-
-    folder        of the run, on a file system that all nodes share
-    devices       GPUs; 0 for a job on CPUs
-    device_free   share of a GPU's memory
-    bandwidth     GB/s into a node"""
+    """What each node must have: the run's folder, on a file system that all nodes share; GPUs (0 for a job on
+    CPUs); free bytes of memory and disk; GB/s into a node."""
 
     folder: Path
     devices: int = 0
-    device_free: float = 0.9
     host_bytes: float = 0.0
     disk_bytes: float = 0.0
     bandwidth: float = 0.0
 
 
-@dataclass(frozen=True)
-class Findings:
-    """problems: lines that each name a node and stop the job; notes: lines that are good to know. The same on
-    every node."""
+class Findings(NamedTuple):
+    """The same on every node."""
 
-    problems: list[str]
-    notes: list[str]
+    problems: list[str]  # lines that each name a node and stop the job
+    notes: list[str]  # lines that are good to know
 
 
 def preflight(
@@ -101,11 +95,7 @@ def preflight(
     bandwidth: float,
 ) -> int:
     """Check the configuration on the first node and the nodes on all of them. Return 2 where something is in
-    the way.
-
-    ranks               processes that each node is to run
-    host_memory, disk   GiB; 0: on GPUs what `megarl plan` says
-    bandwidth           GB/s into a node"""
+    the way. ranks: of a node; host_memory, disk: GiB, 0: on GPUs what `megarl plan` says; bandwidth: GB/s."""
     from megarl.parallel.runtime import choose_device
     from megarl.schedule.preflight import preflight as check_run
 
@@ -113,14 +103,13 @@ def preflight(
     place = NodePlace(node, nodes, host, port, limit)
     notes = check_run(config, str(path), world=nodes * ranks) if node == 0 else []
     cuda = choose_device(config.parallel.device).type == "cuda"
-    planned = (
-        planned_needs(config, nodes * ranks) if cuda else (0.0, 0.0)
-    )  # the plan's processes are those of GPU jobs
+    # The plan's processes are those of GPU jobs.
+    host_bytes, disk_bytes = planned_needs(config, nodes * ranks) if cuda else (0.0, 0.0)
     needs = NodeNeeds(
         folder=config.run_dir,
         devices=ranks if cuda else 0,
-        host_bytes=host_memory * GIB or planned[0],
-        disk_bytes=disk * GIB or planned[1],
+        host_bytes=host_memory * GIB or host_bytes,
+        disk_bytes=disk * GIB or disk_bytes,
         bandwidth=bandwidth,
     )
     # Packages that are there and cannot be imported: the ranks would find them when they have all started.
@@ -131,16 +120,16 @@ def preflight(
         for line in findings.problems:
             print(f"preflight: {line}", file=sys.stderr, flush=True)
     if node == 0 and not findings.problems:
-        lines = (*notes, *findings.notes, "all nodes are fit")
-        print("\n".join(f"preflight: {line}" for line in lines), flush=True)
+        for line in (*notes, *findings.notes, "all nodes are fit"):
+            print(f"preflight: {line}", flush=True)
     return 2 if findings.problems else 0
 
 
 def planned_needs(config: Config, world: int) -> tuple[float, float]:
     """Return the bytes of a node's memory and of the disk that a run of `world` ranks needs: as `megarl plan`
     says, and one checkpoint more than are kept, because the oldest goes when the newest is complete."""
-    parallel = config.parallel
-    parallel = parallel.model_copy(update={"dp": world // (parallel.tp * parallel.pp)})
+    dp = world // (config.parallel.tp * config.parallel.pp)
+    parallel = config.parallel.model_copy(update={"dp": dp})
     made = plan_of(config.model_copy(update={"parallel": parallel}), planning_config(config.model.path)[1])
     checkpoints = config.checkpoint.keep + 1 if config.checkpoint.every else 0
     return sum(made.host().values()), made.checkpoint() * checkpoints
@@ -150,11 +139,8 @@ def node_versions(cuda: bool) -> dict[str, str]:
     """Return what must be the same on all nodes: packages, Python, and megarl's own files."""
     from megarl.schedule.preflight import versions
 
-    package = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        digest.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
-    found = {**versions(), "python": platform.python_version(), "megarl's files": digest.hexdigest()[:12]}
+    code = code_checksum()
+    found = {**versions(), "python": platform.python_version(), "megarl's files": code}
     if cuda:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["GPU"] = torch.cuda.get_device_name(0)
@@ -171,15 +157,14 @@ def check_nodes(
     """Check this node, and with all others their differences and the network; every node calls it. The
     network is tried only where every node is sound. problems: of this node, found before."""
     limit = datetime.timedelta(seconds=place.limit)
+    first = place.node == 0
     try:
-        store = dist.TCPStore(
-            place.host, place.port, place.nodes, place.node == 0, limit, wait_for_workers=False
-        )
+        store = dist.TCPStore(place.host, place.port, place.nodes, first, limit, wait_for_workers=False)
     except (dist.DistError, RuntimeError):
         where = f"{place.host}:{place.port} within {place.limit:.0f} s"
         return Findings([f"{place.name}: cannot reach {where} (a firewall, or the wrong interface?)"], [])
     token = needs.folder / f".nodes-{place.port}"  # a file that the other nodes are to see
-    if place.node == 0:
+    if first:
         with suppress(OSError):  # a folder that cannot be written is among the first node's own facts
             token.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             token.touch()
@@ -191,10 +176,8 @@ def check_nodes(
             found.append(problem)
         facts = {"name": place.name, "problems": found, "versions": dict(versions)}
         store.set(f"facts/{place.node}", json.dumps(facts))
-        judged: list[str] = []
-        if place.node == 0:
-            judged = _judge_nodes(store, place, clock)
-        elif _wait(store, f"ask/{place.node}", place.limit * 2):
+        judged = _judge_nodes(store, place, clock) if first else []
+        if not first and _wait(store, f"ask/{place.node}", place.limit * 2):
             store.set(f"clock/{place.node}", repr(clock()))
         findings = _share(store, place, "facts", Findings(judged, []))
         if findings.problems:
@@ -205,15 +188,14 @@ def check_nodes(
         for i, (backend, size, bandwidth) in enumerate(networks(needs)):
             # Keys of its own for each network: an address that the one before has left would lead to a closed
             # socket.
-            found_here = _try_network(
-                dist.PrefixStore(f"network/{i}", store), place, backend, size, bandwidth
-            )
-            notes += found_here.notes
-            if found_here.problems:
-                return Findings(found_here.problems, notes)
+            own = dist.PrefixStore(f"network/{i}", store)
+            findings = _try_network(own, place, backend, size, bandwidth)
+            notes += findings.notes
+            if findings.problems:
+                return Findings(findings.problems, notes)
         return Findings([], notes)
     finally:
-        if place.node == 0:
+        if first:
             token.unlink(missing_ok=True)
 
 
@@ -231,10 +213,9 @@ def _device_problems(needs: NodeNeeds) -> list[str]:
         return []
     found = torch.cuda.device_count()
     if found != needs.devices:
-        why = driver_problem(driver_version(), torch.version.cuda) if not found else None
-        return [
-            f"{found} GPUs, {needs.devices} were asked for ({why or 'nvidia-smi; is the driver loaded?'})"
-        ]
+        why = None if found else driver_problem(driver_version(), torch.version.cuda)
+        why = why or "nvidia-smi; is the driver loaded?"
+        return [f"{found} GPUs, {needs.devices} were asked for ({why})"]
     problems = []
     for index in range(found):
         try:
@@ -246,34 +227,31 @@ def _device_problems(needs: NodeNeeds) -> list[str]:
             continue
         if broken:
             problems.append(f"GPU {index} computes wrong results")
-        if free < needs.device_free * total:
+        if free < DEVICE_FREE * total:
             there = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
             problems.append(f"GPU {index}: {there}: another process is on it")
     return problems
 
 
 def _host_problems(needs: NodeNeeds, token: Path) -> list[str]:
+    """Return what is wrong with memory and the run's folder."""
     problems, folder = [], token.parent
     free = psutil.virtual_memory().available
     if free < needs.host_bytes:
-        problems.append(
-            f"{free / GIB:.1f} GiB of memory are free, the run needs {needs.host_bytes / GIB:.1f}"
-        )
+        what = f"{free / GIB:.1f} GiB of memory are free"
+        problems.append(f"{what}, the run needs {needs.host_bytes / GIB:.1f}")
     deadline = time.monotonic() + 5.0  # a network file system may show a new file late
     while not token.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     if not token.exists():
-        unseen = (
-            f"does not see the first node's file in {folder} (it must be writable, and shared by all nodes)"
-        )
-        return [*problems, unseen]
+        what = f"does not see the first node's file in {folder}"
+        return [*problems, f"{what} (it must be writable, and shared by all nodes)"]
     if not os.access(folder, os.W_OK):
         problems.append(f"{folder} cannot be written")
-    room = shutil.disk_usage(folder).free
-    if room < needs.disk_bytes:
-        problems.append(
-            f"{room / GIB:.1f} GiB are free in {folder}, the run needs {needs.disk_bytes / GIB:.1f}"
-        )
+    free = shutil.disk_usage(folder).free
+    if free < needs.disk_bytes:
+        what = f"{free / GIB:.1f} GiB are free in {folder}"
+        problems.append(f"{what}, the run needs {needs.disk_bytes / GIB:.1f}")
     return problems
 
 
@@ -281,16 +259,15 @@ def _judge_nodes(store: dist.Store, place: NodePlace, clock: Callable[[], float]
     """Return, on the first node, who is silent, what each node found, and what differs from the first
     node."""
     deadline = time.monotonic() + place.limit
-    facts, silent = {}, []
+    facts = {}
     for node in range(place.nodes):
         if _wait(store, f"facts/{node}", max(0.1, deadline - time.monotonic())):
             facts[node] = json.loads(store.get(f"facts/{node}"))
-        else:
-            silent.append(node)
     names = ", ".join(sorted(fact["name"] for fact in facts.values()))
     problems = [
         f"node {node} of {place.nodes} has not reported within {place.limit:.0f} s (those that have: {names})"
-        for node in silent
+        for node in range(place.nodes)
+        if node not in facts
     ]
     first = facts[0]
     for node, fact in sorted(facts.items()):
@@ -319,7 +296,7 @@ def _share(store: dist.Store, place: NodePlace, part: str, findings: Findings) -
     """Return the first node's findings on every node. The first node leaves last, because the store goes with
     it."""
     if place.node == 0:
-        store.set(f"findings/{part}", json.dumps([findings.problems, findings.notes]))
+        store.set(f"findings/{part}", json.dumps(findings))
         for node in range(1, place.nodes):
             _wait(store, f"heard/{part}/{node}", 5.0 if findings.problems else place.limit)
         return findings
@@ -342,8 +319,8 @@ def networks(needs: NodeNeeds) -> list[tuple[str, int, float | None]]:
 def _try_network(
     store: dist.Store, place: NodePlace, backend: str, size: int, bandwidth: float | None
 ) -> Findings:
-    """Measure an all-reduce over all nodes, and a ring in which each sends to the next: every adapter in both
-    directions."""
+    """Measure GB/s into this node, in a ring in which each sends to the next (every adapter in both
+    directions), and of an all-reduce over all nodes, the message by time."""
 
     def give_up() -> None:
         """End the process, the only way out of a collective that hangs; the first node prints who is
@@ -360,48 +337,42 @@ def _try_network(
             print(f"preflight: {place.name}: {line}", flush=True)
         os._exit(2)
 
+    def measure() -> tuple[float, float]:
+        device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
+        if backend == "nccl":
+            torch.cuda.set_device(device)
+        limit = datetime.timedelta(seconds=place.limit)
+        group = dist.PrefixStore("group", store)
+        dist.init_process_group(backend, store=group, rank=place.node, world_size=place.nodes, timeout=limit)
+        try:
+            store.set(f"stage/{place.node}/joined", "")
+            data, into = (torch.ones(size // 4, device=device) for _ in range(2))
+
+            def ring() -> None:
+                ahead, behind = (place.node + 1) % place.nodes, (place.node - 1) % place.nodes
+                moves = [dist.P2POp(dist.isend, data, ahead), dist.P2POp(dist.irecv, into, behind)]
+                for request in dist.batch_isend_irecv(moves):
+                    request.wait()
+
+            reduce = _seconds(lambda: dist.all_reduce(data, op=dist.ReduceOp.MAX), device)
+            store.set(f"stage/{place.node}/reduced", "")
+            passed = _seconds(ring, device)
+            if not bool((into == 1).all()):
+                raise RuntimeError("a message arrived with other bytes than were sent")
+            return size / passed / 1e9, size / reduce / 1e9
+        finally:
+            dist.destroy_process_group()
+
     timer = threading.Timer(place.limit, give_up)
     timer.daemon = True
     timer.start()
     try:
-        speed = _measure(store, place, backend, size)
-        store.set(f"speed/{place.node}", json.dumps([place.name, speed]))
+        store.set(f"speed/{place.node}", json.dumps([place.name, *measure()]))
     except (dist.DistError, RuntimeError) as error:
         store.set(f"broken/{place.node}", f"{place.name}: {backend}: {str(error).splitlines()[0]}")
     timer.cancel()
     findings = _judge_network(store, place, backend, bandwidth) if place.node == 0 else Findings([], [])
     return _share(store, place, "network", findings)
-
-
-def _measure(store: dist.Store, place: NodePlace, backend: str, size: int) -> dict[str, float]:
-    """Return GB/s of the all-reduce, as bytes of the message by time, and into this node from the one before
-    it."""
-    device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
-    if backend == "nccl":
-        torch.cuda.set_device(device)
-    limit = datetime.timedelta(seconds=place.limit)
-    group_store = dist.PrefixStore("group", store)
-    dist.init_process_group(
-        backend, store=group_store, rank=place.node, world_size=place.nodes, timeout=limit
-    )
-    try:
-        store.set(f"stage/{place.node}/joined", "")
-        data, into = (torch.ones(size // 4, device=device) for _ in range(2))
-
-        def ring() -> None:
-            ahead, behind = (place.node + 1) % place.nodes, (place.node - 1) % place.nodes
-            moves = [dist.P2POp(dist.isend, data, ahead), dist.P2POp(dist.irecv, into, behind)]
-            for request in dist.batch_isend_irecv(moves):
-                request.wait()
-
-        reduce = _seconds(lambda: dist.all_reduce(data, op=dist.ReduceOp.MAX), device)
-        store.set(f"stage/{place.node}/reduced", "")
-        passed = _seconds(ring, device)
-        if not bool((into == 1).all()):
-            raise RuntimeError("a message arrived with other bytes than were sent")
-        return {"all_reduce": size / reduce / 1e9, "into": size / passed / 1e9}
-    finally:
-        dist.destroy_process_group()
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
@@ -427,22 +398,18 @@ def _judge_network(store: dist.Store, place: NodePlace, backend: str, least: flo
         while not store.check([speed_key]) and not store.check([broken_key]) and time.monotonic() < deadline:
             time.sleep(0.02)
         if store.check([speed_key]):
-            name, speed = json.loads(store.get(speed_key))
-            speeds[name] = speed
+            name, *speed = json.loads(store.get(speed_key))
+            speeds[name] = tuple(speed)  # into it, all-reduce
         elif store.check([broken_key]):
             problems.append(store.get(broken_key).decode())
         else:
             problems.append(f"node {node} of {place.nodes} was lost during the messages")
-    if least is None:
-        least = 0.0
-    elif speeds:
-        least = max(least, median(speed["into"] for speed in speeds.values()) / OUTLIER)
-    problems += [
-        f"{name}: {speed['into']:.2f} GB/s into it over {backend}, at least {least:.2f} are wanted"
-        for name, speed in speeds.items()
-        if speed["into"] < least
-    ]
-    slowest = min(speeds.values(), key=lambda speed: speed["into"], default={"into": 0.0, "all_reduce": 0.0})
-    reduce, into = (f"{slowest[part]:.2f} GB/s" for part in ("all_reduce", "into"))
-    note = f"{place.nodes} nodes over {backend}: all-reduce {reduce}, into the slowest node {into}"
-    return Findings(problems, [note])
+    if least is not None and speeds:
+        least = max(least, median(into for into, _ in speeds.values()) / OUTLIER)
+    for name, (into, _) in speeds.items():
+        if least is not None and into < least:
+            slow = f"{into:.2f} GB/s into it over {backend}"
+            problems.append(f"{name}: {slow}, at least {least:.2f} are wanted")
+    into, reduce = min(speeds.values(), default=(0.0, 0.0))
+    speed = f"all-reduce {reduce:.2f} GB/s, into the slowest node {into:.2f} GB/s"
+    return Findings(problems, [f"{place.nodes} nodes over {backend}: {speed}"])

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 
 def quiet_libraries() -> None:
-    """Silence Megatron's and transformers' warnings, in every process, of what a CPU lacks and need not
-    have."""
+    """Silence, in this process, warnings of Megatron and transformers about what a CPU lacks."""
     for module in ("megatron", "transformers", "torch"):
         warnings.filterwarnings("ignore", module=module)
 
@@ -58,8 +57,7 @@ def passes_on_rank_0(check: Callable[[], None]) -> bool:
 
 
 def starts_ranks(config: Config) -> bool:
-    """Return whether this process is to start the ranks; else it is the only one, or one that torchrun
-    started."""
+    """Return whether this process is to start the ranks; else it is the only one, or torchrun started it."""
     from megarl.parallel.launch import ranks_here
     from megarl.parallel.runtime import is_launched
 
@@ -73,8 +71,8 @@ def start_ranks(
     grace: float = 0.0,
     stop: StopRequest | None = None,
 ) -> int:
-    """Run `rank_main` on every rank of the layout, see `launch`. What all ranks need is imported before: they
-    are forked.
+    """Run `rank_main` on every rank of the layout, see `launch`: on a CPU by a fork, after what all ranks
+    need is imported; on GPUs in a new process, so that it must be a function of a module (it is pickled).
 
     Raises Interrupted where `stop` is requested by then: the imports take seconds."""
     import megarl.schedule.evaluation
@@ -91,18 +89,18 @@ def start_ranks(
     return launch(partial(exit_code, rank_main), config.parallel, folder, grace)
 
 
-def run_rank(config: Config, job: Callable[[Runtime], None], *, launched: bool) -> int:
-    """Join the job as one rank, call `job`, leave, and return the exit code. An error is printed once, by one
-    rank.
+def run_rank(config: Config, job: Callable[[Runtime], int | None], *, launched: bool) -> int:
+    """Join the job as one rank, call `job`, leave, and return its exit code (None: 0). An error is printed
+    once, by one rank.
 
     launched: `launch` started this rank, and prints the line that a rank writes to its error file."""
-    quiet_libraries()  # in a rank on GPUs, which was not forked, too
+    quiet_libraries()  # a rank on GPUs was not forked
     from megarl.parallel import runtime as parallel
     from megarl.parallel.launch import lost_a_peer, write_error_file
 
     runtime, failed = parallel.start(config.parallel, config.seed), True
     try:
-        job(runtime)
+        code = job(runtime) or 0
         failed = False
     except MegarlError as error:
         line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
@@ -116,4 +114,4 @@ def run_rank(config: Config, job: Callable[[Runtime], None], *, launched: bool) 
         return 1
     finally:
         parallel.stop(failed=failed)
-    return 0
+    return code

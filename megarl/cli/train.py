@@ -1,4 +1,5 @@
-"""`megarl train`: check everything, start the ranks if nobody has, and train on each."""
+"""`megarl train`: check everything, start the ranks if nobody has, and train on each. `megarl replay`: do one
+of the steps again."""
 
 from __future__ import annotations
 
@@ -13,12 +14,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cli.ranks import passes_on_rank_0, run_rank, start_ranks, starts_ranks
-from megarl.config import dump_config, load_config
+from megarl.config import check_config, dump_config, load_config
+from megarl.config.errors import ConfigError
+from megarl.config.load import set_key
 from megarl.config.schema import Config
 from megarl.parallel.signals import StopRequest, follow_launcher
 
 if TYPE_CHECKING:
     from megarl.parallel.runtime import Runtime
+
+# A replay needs no engine that must be started: the rollout is on disk, whatever sampled it.
+REPLAY_ENGINE = (
+    "rollout.engine=transformers",
+    "rollout.engine_tp=1",
+    "rollout.weights_dtype=model",
+    "rollout.fingerprint=false",
+)
 
 
 def train(
@@ -33,9 +44,21 @@ def train(
     if follow is not None:
         follow_launcher(follow)
     config = load_config(path, overrides)
+
+    def check() -> None:
+        from megarl.parallel.runtime import launched_rank
+        from megarl.schedule.preflight import claim_run_dir, preflight, write_versions
+
+        for line in preflight(config, str(path)):
+            print(f"megarl: {line}", file=sys.stderr, flush=True)
+        if launched_rank() == 0:
+            claim_run_dir(config, fresh=fresh)
+            (config.run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            write_versions(config.run_dir / "versions.json")
+
     # From here on, as the imports take seconds. Ranks of ours are asked by SIGUSR1 alone: SIGTERM ends them.
     with _stop_request(config, signal.SIGUSR1, signal.SIGTERM) as stop:
-        if not passes_on_rank_0(lambda: _check(config, str(path), fresh)):
+        if not passes_on_rank_0(check):
             return 2
         if not starts_ranks(config):
             return _train(config, stop, launched=False)
@@ -50,6 +73,13 @@ def train(
             if code not in LOST:
                 break
         return code
+
+
+def _stop_request(config: Config, *signals: signal.Signals) -> StopRequest:
+    """Return what takes signals and the time limit as a request to save and leave; no signals where nothing
+    is saved."""
+    checkpoint = config.checkpoint
+    return StopRequest(signals if checkpoint.every else (), checkpoint.time_limit, checkpoint.time_margin)
 
 
 def _train_launched(config: Config) -> int:
@@ -70,9 +100,8 @@ def _train(config: Config, stop: StopRequest, *, launched: bool) -> int:
         ):
             if runtime.rank == 0:
                 reports = {name: asdict(report) for name, report in run.data_reports.items()}
-                (config.run_dir / "data.json").write_text(
-                    json.dumps(reports, indent=1) + "\n", encoding="utf-8"
-                )
+                text = json.dumps(reports, indent=1) + "\n"
+                (config.run_dir / "data.json").write_text(text, encoding="utf-8")
             Trainer(run, stop, watchdog).train()
 
     code = run_rank(config, job, launched=launched)
@@ -85,21 +114,37 @@ def _train(config: Config, stop: StopRequest, *, launched: bool) -> int:
     return code
 
 
-def _stop_request(config: Config, *signals: signal.Signals) -> StopRequest:
-    """Return what takes signals and the time limit as a request to save and leave; no signals where nothing
-    is saved."""
-    checkpoint = config.checkpoint
-    return StopRequest(signals if checkpoint.every else (), checkpoint.time_limit, checkpoint.time_margin)
+def replay(run: Path, step: int, tolerance: float | None, overrides: Sequence[str]) -> int:
+    """Do a step of a run again, from its checkpoint and recorded rollout, and compare every number. Return 0
+    where all are equal, 1 where one differs. With another layout, e.g. parallel.tp=1 in `overrides`, numbers
+    are equal within `tolerance`."""
+    file = run / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{run}: no config.yaml there (give the folder of a run)")
+    config = load_config(file, [*REPLAY_ENGINE, set_key("run_dir", run), *overrides])
+
+    def check() -> None:
+        from megarl.schedule.preflight import preflight
+        from megarl.schedule.replay import check_replay
+
+        check_config(config, str(file))
+        check_replay(config, step)
+        preflight(config, str(file))
+
+    if not passes_on_rank_0(check):
+        return 2
+    if starts_ranks(config):
+        return start_ranks(partial(_replay, config, step, tolerance, launched=True), config, run)
+    return _replay(config, step, tolerance, launched=False)
 
 
-def _check(config: Config, where: str, fresh: bool) -> None:
-    """Raise ConfigError and the like where the run cannot start; rank 0 claims the run's folder."""
-    from megarl.parallel.runtime import launched_rank
-    from megarl.schedule.preflight import claim_run_dir, preflight, write_versions
+def _replay(config: Config, step: int, tolerance: float | None, *, launched: bool) -> int:
+    def job(runtime: Runtime) -> int:
+        from megarl.schedule import replay
 
-    for line in preflight(config, where):
-        print(f"megarl: {line}", file=sys.stderr, flush=True)
-    if launched_rank() == 0:
-        claim_run_dir(config, fresh=fresh)
-        (config.run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        write_versions(config.run_dir / "versions.json")
+        outcome = replay.replay(config, step, runtime, tolerance)
+        if runtime.rank == 0:
+            print("\n".join(replay.lines(outcome)), flush=True)
+        return int(bool(outcome.different))
+
+    return run_rank(config, job, launched=launched)

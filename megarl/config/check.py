@@ -45,24 +45,50 @@ def _problems(c: Config) -> Iterator[str]:
     for name, optimizer in (("actor", c.actor), ("critic", c.critic)):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"{name}.betas: both must be in [0, 1) (got {list(optimizer.betas)})"
-    yield from _folder_problems(c)
-    yield from _fp8_problems(c)
+
+    # A run never writes into the folder of a model that it reads.
+    written = {"run_dir": c.run_dir, "value_pretraining.rollouts": c.value_pretraining.rollouts}
+    for key, model in (("model.path", c.model.path), ("critic.path", c.critic.path)):
+        if model is None:
+            continue
+        folder, run = real(model), real(c.run_dir)
+        for other, path in written.items():
+            if path is not None and real(path).is_relative_to(folder):
+                what = f"{path} is in {key} {model}, where nothing is to be written"
+                yield f"{other}: {what} (choose another folder)"
+        if folder != run and folder.is_relative_to(run) and folder.relative_to(run).parts[0] in RUN_WRITES:
+            what = f"{model} is one of the folders that the run writes in run_dir {c.run_dir}"
+            yield f"{key}: {what} (choose another run_dir)"
+
+    fp8, needs = c.model.fp8, f"model.fp8.format: {c.model.fp8.format} needs"
+    if fp8.format == "none":
+        for key in _changed(c, "model.fp8.recipe", "model.fp8.first_last_layers_bf16"):
+            yield f"{key}: has no effect while model.fp8.format is none (set it to hybrid or e4m3)"
+    else:
+        if c.model.dtype != "bf16":
+            yield f"{needs} model.dtype bf16 (got {c.model.dtype})"
+        if c.model.layers == "portable":
+            yield f"{needs} Transformer Engine's layers (set model.layers to te or auto)"
+        if c.parallel.device == "cpu":
+            yield f"{needs} a GPU, and parallel.device is cpu (set model.fp8.format to none)"
+        if fp8.recipe == "delayed" and fp8.first_last_layers_bf16:
+            what = "recipe delayed scales all layers or none"
+            yield f"model.fp8.first_last_layers_bf16: {what} (choose tensorwise, or set it to false)"
+
     if c.residency.keep and c.residency.offload is False:
         what = "has no effect with residency.offload false, with which everything stays"
         yield f"residency.keep: {what} (leave one of them out)"
     for group in c.residency.keep:
         if not c.has_group(group):
             yield f"residency.keep: {group}: this run has none (leave it out)"
+
     if c.recipe != "sft":
         yield from _algorithm_problems(c)
-        yield from _mini_batch_problems(c)
-        yield from _mismatch_problems(c)
-        yield from _engine_problems(c)
-        yield from _reward_and_length_problems(c)
+        yield from _rollout_problems(c)
         return
     if c.algorithm.nll_weight <= 0:
         yield "algorithm.nll_weight: must be > 0 for recipe sft, which has no other loss"
-    for key in _changed(c, SAMPLED):
+    for key in _changed(c, *SAMPLED):
         yield f"{key}: recipe sft learns from given responses and has none of it (leave it out)"
 
 
@@ -74,19 +100,17 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
     if c.rollout.dynamic_sampling.enabled and group < 2:
         what = f"needs rollout.group_size >= 2 (got {group}): one response is never mixed"
         yield f"rollout.dynamic_sampling.enabled: {what}"
-    if a.lambda_policy == "length_adaptive" and a.advantage != "gae":
-        yield "algorithm.lambda_policy: length_adaptive needs a critic (set algorithm.advantage=gae)"
-    if c.value_pretraining.steps and a.advantage != "gae":
-        remedy = "set algorithm.advantage=gae, or steps to 0"
-        yield f"value_pretraining.steps: there is no critic to pretrain ({remedy})"
     if a.advantage != "gae":
-        for key in _changed(c, CRITICS):
+        if a.lambda_policy == "length_adaptive":
+            yield "algorithm.lambda_policy: length_adaptive needs a critic (set algorithm.advantage=gae)"
+        if c.value_pretraining.steps:
+            remedy = "set algorithm.advantage=gae, or steps to 0"
+            yield f"value_pretraining.steps: there is no critic to pretrain ({remedy})"
+        for key in _changed(c, *CRITICS):
             yield f"{key}: there is no critic (leave it out, or set algorithm.advantage=gae)"
     if isinstance(a.lambda_policy, float) and not 0 <= a.lambda_policy <= 1:
         yield f"algorithm.lambda_policy: must be in [0, 1] or length_adaptive (got {a.lambda_policy})"
 
-
-def _mini_batch_problems(c: Config) -> Iterator[str]:
     actor = c.update.mini_batch
     critic = c.critic.mini_batch or actor
     divide = f"must divide the {c.responses} responses of a step"
@@ -96,18 +120,15 @@ def _mini_batch_problems(c: Config) -> Iterator[str]:
         other = f"divide update.mini_batch {actor} or be a multiple of it"
         yield f"critic.mini_batch: {divide}, and {other} (got {critic})"
 
-
-def _mismatch_problems(c: Config) -> Iterator[str]:
-    m, name = c.algorithm.mismatch, "algorithm.mismatch"
+    m, name = a.mismatch, "algorithm.mismatch"
     if m.mask_low >= m.mask_high:
         yield f"{name}.mask_low: must be less than mask_high {m.mask_high} (got {m.mask_low})"
-    for switch, keys in (("weight", ("cap",)), ("mask", ("mask_low", "mask_high"))):
-        if getattr(m, switch) == "none":
-            for key in _changed(c, tuple(f"{name}.{key}" for key in keys)):
-                yield f"{key}: has no effect while {name}.{switch} is none (set it to token or sequence)"
+    for switch, kind, keys in (("weight", m.weight, ["cap"]), ("mask", m.mask, ["mask_low", "mask_high"])):
+        for key in _changed(c, *(f"{name}.{key}" for key in keys)) if kind == "none" else ():
+            yield f"{key}: has no effect while {name}.{switch} is none (set it to token or sequence)"
 
 
-def _engine_problems(c: Config) -> Iterator[str]:
+def _rollout_problems(c: Config) -> Iterator[str]:
     r, limit = c.rollout, c.parallel.timeout
     if r.engine == "sglang" and r.engine_timeout >= limit:
         what = f"must be < parallel.timeout {limit:g}, as other ranks wait"
@@ -123,12 +144,10 @@ def _engine_problems(c: Config) -> Iterator[str]:
     if "" in r.stop:
         yield "rollout.stop: must not hold an empty text, which would end every response at once"
 
-
-def _reward_and_length_problems(c: Config) -> Iterator[str]:
-    reward, longest, overlong = c.reward, c.rollout.max_response_tokens, c.reward.overlong
-    if overlong.soft_punishment and overlong.buffer > longest:
+    reward, longest = c.reward, r.max_response_tokens
+    if reward.overlong.soft_punishment and reward.overlong.buffer > longest:
         what = f"must be <= rollout.max_response_tokens {longest}"
-        yield f"reward.overlong.buffer: {what} (got {overlong.buffer})"
+        yield f"reward.overlong.buffer: {what} (got {reward.overlong.buffer})"
     if reward.correct <= reward.incorrect:
         what = f"must be greater than reward.incorrect {reward.incorrect}"
         yield f"reward.correct: {what} (got {reward.correct})"
@@ -140,41 +159,7 @@ def _reward_and_length_problems(c: Config) -> Iterator[str]:
         yield f"rollout.max_response_tokens: {what} (lower one of them)"
 
 
-def _folder_problems(c: Config) -> Iterator[str]:
-    """A run never writes into the folder of a model that it reads."""
-    written = {"run_dir": c.run_dir, "value_pretraining.rollouts": c.value_pretraining.rollouts}
-    for key, model in (("model.path", c.model.path), ("critic.path", c.critic.path)):
-        if model is None:
-            continue
-        folder, run = real(model), real(c.run_dir)
-        for other, path in written.items():
-            if path is not None and real(path).is_relative_to(folder):
-                what = f"{path} is in {key} {model}, where nothing is to be written"
-                yield f"{other}: {what} (choose another folder)"
-        if folder != run and folder.is_relative_to(run) and folder.relative_to(run).parts[0] in RUN_WRITES:
-            what = f"{model} is one of the folders that the run writes in run_dir {c.run_dir}"
-            yield f"{key}: {what} (choose another run_dir)"
-
-
-def _fp8_problems(c: Config) -> Iterator[str]:
-    fp8 = c.model.fp8
-    if fp8.format == "none":
-        for key in _changed(c, ("model.fp8.recipe", "model.fp8.first_last_layers_bf16")):
-            yield f"{key}: has no effect while model.fp8.format is none (set it to hybrid or e4m3)"
-        return
-    this = f"model.fp8.format: {fp8.format} needs"
-    if c.model.dtype != "bf16":
-        yield f"{this} model.dtype bf16 (got {c.model.dtype})"
-    if c.model.layers == "portable":
-        yield f"{this} Transformer Engine's layers (set model.layers to te or auto)"
-    if c.parallel.device == "cpu":
-        yield f"{this} a GPU, and parallel.device is cpu (set model.fp8.format to none)"
-    if fp8.recipe == "delayed" and fp8.first_last_layers_bf16:
-        what = "recipe delayed scales all layers or none"
-        yield f"model.fp8.first_last_layers_bf16: {what} (choose tensorwise, or set it to false)"
-
-
-def _changed(config: Config, keys: tuple[str, ...]) -> Iterator[str]:
+def _changed(config: Config, *keys: str) -> Iterator[str]:
     """Yield those of `keys`, or of the keys in these sections, that are not at their default.
 
     A resolved configuration sets every key: whether one was set says nothing."""
@@ -185,6 +170,6 @@ def _changed(config: Config, keys: tuple[str, ...]) -> Iterator[str]:
             section = getattr(section, parent)
         value, default = getattr(section, name), type(section).model_fields[name].default
         if isinstance(value, Section):
-            yield from _changed(config, tuple(f"{dotted}.{key}" for key in type(value).model_fields))
+            yield from _changed(config, *(f"{dotted}.{key}" for key in type(value).model_fields))
         elif value != default:
             yield dotted

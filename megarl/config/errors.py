@@ -5,13 +5,10 @@ from __future__ import annotations
 
 
 class MegarlError(Exception):
-    """Base of every error that is reported as one line, without a traceback.
+    """Base of every error that is reported as one line, without a traceback."""
 
-    on_every_rank  whether all ranks meet it alike, and one of them reports it; else the rank that met it does
-    code           exit code of the command that ends with it"""
-
-    on_every_rank = True
-    code = 2
+    on_every_rank = True  # all ranks meet it alike, and one reports it; else the rank that met it does
+    code = 2  # exit code of the command that ends with it
 
     def __str__(self) -> str:
         """Return one line, whatever a file name or a library's message brings along."""

@@ -19,14 +19,13 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megarl.config.errors import ConfigError
-from megarl.config.recipes import PRESETS, Settings
+from megarl.config.phases import PRESETS
 from megarl.config.schema import Config, fields, section_of
 
+Settings = dict[str, Any]
 MAX_DEPTH = 8  # sections within sections; the schema has 3, and an alias that holds itself has no end
 COMMAND_LINE = "command line"
-PACKAGE = (
-    Path(__file__).resolve().parents[1]
-)  # its configs/ is a link to the repository's, in a wheel a folder
+PACKAGE = Path(__file__).resolve().parents[1]  # its configs/ is a link in a checkout, a folder in a wheel
 SHOWN = 60  # characters of a value in a message
 SUGGESTED = 3  # keys in a message
 
@@ -39,9 +38,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
     files above it override `base` and the bases of `base`."""
     origins: dict[str, str] = {}  # dotted key -> the file or command line that set it
     settings: Settings = {}
-    layers = _files(config_file(path), base) + [(COMMAND_LINE, _parse_override(text)) for text in overrides]
-    for name, layer in layers:
+    for name, layer in _files(config_file(path), base):
         _merge(settings, layer, origins, name)
+    for text in overrides:
+        _merge(settings, _parse_override(text), origins, COMMAND_LINE)
     recipe = settings.get("recipe")
     merged: Settings = {}
     if isinstance(recipe, str):
@@ -101,9 +101,9 @@ def _files(path: Path, root: Path | None, named_by: tuple[Path, ...] = ()) -> li
         raise ConfigError(f"{path}: base: must be a file name or a list of file names")
     if root is not None and not bases:
         return _files(root, None)
-    layers = [
-        one for base in bases for one in _files(config_file(base, path.parent), root, (*named_by, path))
-    ]
+    layers: list[tuple[str, Settings]] = []
+    for base in bases:
+        layers += _files(config_file(base, path.parent), root, (*named_by, path))
     return [*layers, (str(path), layer)]
 
 
@@ -111,10 +111,8 @@ def _parse_override(text: str) -> Settings:
     key, equals, value = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
-        raise ConfigError(
-            f"{COMMAND_LINE}: {text!r}: an override is written key=value, "
-            "with dots in the key (e.g. actor.lr=2e-6)"
-        )
+        rule = "an override is written key=value, with dots in the key (e.g. actor.lr=2e-6)"
+        raise ConfigError(f"{COMMAND_LINE}: {text!r}: {rule}")
     setting: Any = parse_yaml(value, f"{COMMAND_LINE}: {key}") if value.strip() else None
     for part in reversed(parts):
         setting = {part: setting}
@@ -140,9 +138,7 @@ def _merge(
             into[key] = value
 
 
-# What pydantic found wrong, as one line for a person.
-
-_PLAINER = {
+PLAINER = {  # kinds of pydantic's errors -> what to say instead
     **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "must be a whole number"),
     **dict.fromkeys(("float_parsing", "float_type"), "must be a number"),
     **dict.fromkeys(("bool_parsing", "bool_type"), "must be true or false"),
@@ -151,6 +147,7 @@ _PLAINER = {
     "tuple_type": "must be a list, written [a, b]",
     "missing": "has too few values",
     "too_long": "has too many values",
+    "model_type": "must be a section of `key: value` lines",
 }
 
 
@@ -162,17 +159,24 @@ def _explain(error: ValidationError, origins: Mapping[str, str], path: str) -> s
     keys = [_key(problem["loc"]) for problem in problems]
     key, first = keys[0], problems[0]
     parts = key.split(".")
-    where = next(
-        (origins[k] for i in range(len(parts), 0, -1) if (k := ".".join(parts[:i])) in origins), path
-    )
+    sections = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]  # the key itself first
+    where = next((origins[name] for name in sections if name in origins), path)
     if first["type"] == "extra_forbidden":
         what = f"unknown key{_suggestion(key)}"
     elif first["type"] == "missing" and len(first["loc"]) == len(parts):
         what, where = "must be given", path
     else:
-        # A value that may be of several types has one problem per type.
-        said = " or ".join(dict.fromkeys(_said(p) for p, k in zip(problems, keys, strict=True) if k == key))
-        what = f"{said.replace(' or must be ', ' or ')} (got {_shown(first['input'])})"
+        said = []  # a value that may be of several types has one problem per type
+        for problem in (problem for problem, its in zip(problems, keys, strict=True) if its == key):
+            text = PLAINER.get(problem["type"], problem["msg"].removeprefix("Value error, "))
+            if problem["type"] == "model_type" and problem["input"] is None:
+                text = "is an empty section: give it keys, or leave it out"
+            said.append(re.sub("^Input should be ", "must be ", text))
+        value = first["input"]
+        # By reprlib: a list of aliases of lists can stand for more than memory holds.
+        shown = repr(value[: SHOWN + 1]) if isinstance(value, str) else reprlib.repr(value)
+        shown = shown if len(shown) <= SHOWN else f"{shown[: SHOWN - 3]}..."
+        what = f"{' or '.join(dict.fromkeys(said)).replace(' or must be ', ' or ')} (got {shown})"
     others = len(set(keys)) - 1
     return f"{where}: {key}: {what}" + (f" [and {others} more]" if others else "")
 
@@ -191,23 +195,6 @@ def _key(location: Sequence[str | int]) -> str:
     return ".".join(parts)
 
 
-def _said(problem: Mapping[str, Any]) -> str:
-    kind, text = problem["type"], str(problem["msg"]).removeprefix("Value error, ")
-    if kind == "model_type" and problem["input"] is None:
-        return "is an empty section: give it keys, or leave it out"
-    if kind == "model_type":
-        return "must be a section of `key: value` lines"
-    text = _PLAINER.get(kind, text)
-    return "must be " + text.removeprefix("Input should be ") if text.startswith("Input should be ") else text
-
-
-def _shown(value: Any) -> str:
-    """Return `value` for a message, by reprlib: a list of aliases of lists can stand for more than memory
-    holds."""
-    text = repr(value[: SHOWN + 1]) if isinstance(value, str) else reprlib.repr(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
-
-
 def _suggestion(key: str) -> str:
     """Return known keys that may have been meant: in the same section, else of the same name elsewhere."""
     known = [name for name, _ in fields(Config)]
@@ -224,15 +211,12 @@ def _suggestion(key: str) -> str:
 # YAML as people expect it: the scalars of YAML 1.2's core schema, no key given twice. PyYAML follows YAML
 # 1.1, where 1e-6 is a text, `no` is false, 010 is 8, 1:30 is 90 and 2024-01-01 is a date.
 
-_RESOLVERS = (
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+_RESOLVERS = (  # kind, pattern, first characters
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?[0-9]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
+    ("float", _FLOAT, list("-+.0123456789")),
     ("merge", r"<<", ["<"]),
 )
 
@@ -245,9 +229,8 @@ class _Loader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
         twice = next((k for i, k in enumerate(keys) if k in keys[:i]), None)
         if twice is not None:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"key {twice!r} is given twice", node.start_mark
-            )
+            what = f"key {twice!r} is given twice"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -280,12 +263,7 @@ def parse_yaml(text: str, where: str) -> Any:
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{where}: {line}not valid YAML: {problem}") from None
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-    ) as error:  # PyYAML on `!!bool x`, `!!timestamp x`
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # `!!bool x`, `!!timestamp x`
         problem = f"a value does not fit its tag ({type(error).__name__}: {error})"
         raise ConfigError(f"{where}: not valid YAML: {problem}") from None
 

@@ -1,37 +1,74 @@
-"""The phases of a step, declared: what each reads and writes, what it needs on the GPU, and in which order a recipe runs them.
+"""Each recipe: the settings it presets, and the phases of its step in order. Each phase: what it reads and
+writes, and what it needs on the GPU.
 
-The code of a phase is the function of the same name in megarl/schedule/phases.py. The trainer enforces the declarations
-while it runs a phase, the planner computes memory and time from them, `megarl replay` follows the same lists. To add a
-phase: declare it here, put it into the lists of its recipes, write its function there.
-"""
+The code of a phase is the function of the same name in megarl/schedule/phases.py. The trainer enforces the
+declarations while it runs a phase, the planner computes memory and time from them, `megarl replay` follows
+the same lists. To add a phase: declare it here, put it into the lists of its recipes, write its function
+there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 from megarl.config.schema import Config, TensorGroup
 
 GROUPS: tuple[str, ...] = get_args(TensorGroup)
 
+# Published algorithms as settings of the same switches, each one column of the papers' comparison. A config
+# or an override changes any of them. `config/schema.py` says at each switch which equation it stands for.
+PRESETS: dict[str, dict[str, Any]] = {
+    # Supervised warm start: the positive-example LM loss (VAPO eq. 9) alone, on given responses.
+    "sft": {"algorithm": {"nll_weight": 1.0}},
+    # DAPO's first row, "naive GRPO": sample-level loss, symmetric clip, KL to the reference left out as in
+    # DAPO section 2.3.
+    "grpo": {"algorithm": {"advantage": "group", "aggregation": "sample", "clip_high": 0.2}},
+    # DAPO eq. 8, 11, 13.
+    "dapo": {
+        "algorithm": {"advantage": "group", "aggregation": "token", "clip_high": 0.28},
+        "rollout": {"dynamic_sampling": {"enabled": True}},
+        "reward": {"overlong": {"soft_punishment": True}},
+        "actor": {"warmup_steps": 20},
+    },
+    # VAPO's base, "vanilla PPO": one response a prompt, one lambda, sample-level loss, no value pretraining.
+    "ppo": {
+        "algorithm": {
+            "advantage": "gae",
+            "lambda_critic": 0.95,
+            "lambda_policy": 0.95,
+            "aggregation": "sample",
+            "clip_high": 0.2,
+        },
+        "rollout": {"prompts": 8192, "group_size": 1},
+    },
+    # VAPO section 4, all seven techniques of its Table 1. Overlong punishment as in DAPO is our choice: VAPO
+    # does not say.
+    "vapo": {
+        "algorithm": {
+            "advantage": "gae",
+            "lambda_critic": 1.0,
+            "lambda_policy": "length_adaptive",
+            "alpha": 0.05,
+            "aggregation": "token",
+            "clip_high": 0.28,
+            "nll_weight": 0.1,
+        },
+        "reward": {"overlong": {"soft_punishment": True}},
+        "value_pretraining": {"steps": 50},
+    },
+}
+
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a step.
+    """One phase of a step."""
 
-    name       as in the metric time/<name>
-    reads      columns of the batch that must have been written before
-    writes     columns that it adds or changes
-    may_write  columns that it adds in some runs
-    on_gpu     tensor groups that must be on the GPU; what is not named is offloaded before. Empty: nothing moves.
-    """
-
-    name: str
-    reads: frozenset[str] = frozenset()
-    writes: frozenset[str] = frozenset()
-    on_gpu: frozenset[str] = frozenset()
-    may_write: frozenset[str] = frozenset()
+    name: str  # as in the metric time/<name>
+    reads: frozenset[str] = frozenset()  # columns of the batch that must have been written before
+    writes: frozenset[str] = frozenset()  # columns that it adds or changes
+    on_gpu: frozenset[str] = frozenset()  # tensor groups; others are offloaded before. Empty: nothing moves
+    may_write: frozenset[str] = frozenset()  # columns that it adds in some runs
 
 
 def declare(name: str, *, reads: str = "", writes: str = "", on_gpu: str = "", may_write: str = "") -> Phase:
@@ -91,41 +128,30 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
         reference = (REFERENCE_LOGPROBS,)
         actor_update = replace(ACTOR_UPDATE, reads=ACTOR_UPDATE.reads | {"ref_logprobs"})
     if config.has_critic:  # PPO and VAPO: advantages from a critic, which is updated first
-        return (
-            ROLLOUT,
-            DIVIDE,
-            OLD_LOGPROBS,
-            *reference,
-            VALUES,
-            GAE_ADVANTAGES,
-            CRITIC_UPDATE,
-            actor_update,
-            WEIGHT_TRANSFER,
-        )
-    # GRPO and DAPO: advantages within the group, no critic
-    return (ROLLOUT, GROUP_ADVANTAGES, DIVIDE, OLD_LOGPROBS, *reference, actor_update, WEIGHT_TRANSFER)
+        before = (ROLLOUT, DIVIDE, OLD_LOGPROBS, *reference, VALUES, GAE_ADVANTAGES, CRITIC_UPDATE)
+    else:  # GRPO and DAPO: advantages within the group, no critic
+        before = (ROLLOUT, GROUP_ADVANTAGES, DIVIDE, OLD_LOGPROBS, *reference)
+    return (*before, actor_update, WEIGHT_TRANSFER)
 
 
 def check_phases(phases: Sequence[Phase]) -> None:
-    """Raise ValueError for an order that cannot work: a column read before it is written, an unknown tensor group, or the
-    KV cache and an optimizer on the GPU together (only `residency.keep` may have both there)."""
+    """Raise ValueError for an order that cannot work: a column read before it is written, an unknown tensor
+    group, or the KV cache and an optimizer on the GPU together (only `residency.keep` may have both
+    there)."""
     written: set[str] = set()
     for phase in phases:
         if missing := phase.reads - written:
             columns = ", ".join(sorted(missing))
             raise ValueError(f"phase {phase.name} reads {columns}, which no earlier phase writes")
         written |= phase.writes
-        if unknown := phase.on_gpu - frozenset(GROUPS):
-            raise ValueError(
-                f"phase {phase.name} needs {', '.join(sorted(unknown))}, which is no tensor group"
-            )
+        if unknown := ", ".join(sorted(phase.on_gpu - frozenset(GROUPS))):
+            raise ValueError(f"phase {phase.name} needs {unknown}, which is no tensor group")
         if "engine.kv_cache" in phase.on_gpu and any(name.endswith(".optimizer") for name in phase.on_gpu):
-            raise ValueError(
-                f"phase {phase.name} needs engine.kv_cache and an optimizer on the device together"
-            )
+            both = "engine.kv_cache and an optimizer on the device together"
+            raise ValueError(f"phase {phase.name} needs {both}")
 
 
 def never_offloaded(config: Config, *, gpu: bool) -> frozenset[str]:
-    """Return the tensor groups that stay on the device for the whole run: all of them where nothing is offloaded."""
+    """Return the tensor groups that stay on the device for the whole run: all where nothing is offloaded."""
     offloads = gpu if config.residency.offload is None else config.residency.offload
     return frozenset(config.residency.keep if offloads else GROUPS)

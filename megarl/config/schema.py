@@ -91,9 +91,7 @@ class ModelConfig(Section):
     """The actor's model."""
 
     path: Path = field(
-        ...,
-        "Hugging Face folder (config.json, *.safetensors, tokenizer) that the actor starts from, "
-        "or what `megarl convert` made of one",
+        ..., "folder to start from: Hugging Face's (config.json, *.safetensors, tokenizer) or a converted one"
     )
     dtype: Literal["bf16", "fp32"] = field(
         "bf16", "of weights and activations; optimizer states and gradients are fp32"
@@ -114,10 +112,7 @@ class ParallelConfig(Section):
     tp: int = field(1, "tensor-parallel size", "devices", ge=1)
     pp: int = field(1, "pipeline-parallel size", "devices", ge=1)
     dp: int | None = field(
-        None,
-        "data-parallel size; null: what the launcher gives (1 when megarl launches itself)",
-        "devices",
-        ge=1,
+        None, "data-parallel size; null: what the launcher gives (1 where megarl launches)", "devices", ge=1
     )
     cp: int = field(1, "context-parallel size (only 1 is implemented)", "devices", ge=1, le=1)
     ep: int = field(1, "ranks of a pipeline stage (tp x dp) that share a mixture's experts", "devices", ge=1)
@@ -134,9 +129,7 @@ class ParallelConfig(Section):
     device: Literal["auto", "cuda", "cpu"] = field("auto", "auto takes cuda where there is one")
     threads: int = field(1, "torch threads per process on a CPU", "threads", ge=1)
     timeout: float = field(600.0, "longest wait in one collective before the run stops", "seconds", gt=0)
-    restarts: int = field(
-        0, "restarts after a rank was killed or hung, where megarl launches", "restarts", ge=0
-    )
+    restarts: int = field(0, "restarts after a rank died or hung, where megarl launches", "restarts", ge=0)
 
 
 TensorGroup = Literal[
@@ -152,8 +145,7 @@ class ResidencyConfig(Section):
 
     offload: bool | None = field(None, "move what a phase does not need to pinned host memory; null: on CUDA")
     keep: tuple[TensorGroup, ...] = field(
-        (),
-        "tensor groups that never leave, e.g. [actor.optimizer]: quicker steps, less room for engine.kv_cache",
+        (), "groups that never leave, e.g. [actor.optimizer]: quicker steps, less room for engine.kv_cache"
     )
 
 
@@ -161,11 +153,9 @@ class OptimizerConfig(Section):
     """AdamW in Megatron's distributed optimizer, and its learning-rate schedule. One scheduler step is one
     rollout step."""
 
-    lr: float = field(
-        1e-6, "peak learning rate", source="DAPO section 4.1, VAPO section 5.1: actor 1e-6", gt=0
-    )
+    lr: float = field(1e-6, "peak learning rate", "", "DAPO section 4.1, VAPO section 5.1: actor 1e-6", gt=0)
     schedule: Literal["constant", "linear", "cosine"] = field(
-        "constant", "after the warm-up", source="VAPO section 5.1: warm-up-constant"
+        "constant", "after the warm-up", "", "VAPO section 5.1: warm-up-constant"
     )
     warmup_steps: int = field(0, "linear warm-up", "rollout steps", "DAPO section 4.1: 20", ge=0)
     min_lr_ratio: float = field(0.0, "last learning rate / peak, for linear and cosine", ge=0, le=1)
@@ -186,16 +176,11 @@ class CriticConfig(OptimizerConfig):
         source="VAPO section 4.1 starts it from a reward model",
     )
     head_std: float = field(
-        0.0,
-        "standard deviation of a new value head's weights (a folder without score.weight); 0: zeros",
-        ge=0,
+        0.0, "standard deviation of a new value head (a folder without score.weight); 0: zeros", ge=0
     )
     epochs: int = field(1, "passes over each rollout", "epochs", ge=1)
     mini_batch: int | None = field(
-        None,
-        "responses per critic update; null: update.mini_batch; one must divide the other",
-        "responses",
-        ge=1,
+        None, "responses per update; null: update.mini_batch; one must divide the other", "responses", ge=1
     )
 
 
@@ -205,9 +190,7 @@ class DataConfig(Section):
     train: tuple[Path, ...] = field((), "parquet or jsonl files; DAPO-Math's schema, or question/answer")
     eval: tuple[Path, ...] = field((), "held-out files, same formats")
     prompt_key: str = field("prompt", "column of a text or of {role, content} messages; else `question`")
-    answer_key: str = field(
-        "reward_model.ground_truth", "column of the reference, dots descend; else `answer`"
-    )
+    answer_key: str = field("reward_model.ground_truth", "column of the answer, dots descend; else `answer`")
     template: Literal["chat", "raw"] = field("chat", "the tokenizer's chat template; raw: contents joined")
     prompt_format: str = field("{prompt}", "text put around a plain-text prompt; `{prompt}` is replaced")
     max_prompt_tokens: int = field(2048, "longer prompts are left out and counted", "tokens", ge=1)
@@ -218,12 +201,8 @@ class DynamicSamplingConfig(Section):
     """Groups whose responses are all right or all wrong carry no group-relative signal and are replaced (DAPO
     eq. 11)."""
 
-    enabled: bool = field(
-        False, "keep groups with 0 < correct < group_size", source="DAPO eq. 11; VAPO does not list it"
-    )
-    max_batches: int = field(
-        10, "generation batches per step, after which `at_limit` says what happens", "batches", ge=1
-    )
+    enabled: bool = field(False, "keep groups with 0 < correct < group_size", "", "DAPO eq. 11; not in VAPO")
+    max_batches: int = field(10, "generation batches per step, then `at_limit` applies", "batches", ge=1)
     at_limit: Literal["continue", "stop"] = field(
         "continue", "at max_batches: fill up with rejected groups, or stop the run with a message"
     )
@@ -250,7 +229,7 @@ class RolloutConfig(Section):
     max_batch: int = field(256, "sequences that one engine decodes at once", "sequences", ge=1)
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
     engine_tp: int = field(
-        1, "tensor-parallel size of one engine; there are devices / this engines", "devices", ge=1
+        1, "tensor-parallel size of one engine; their number is devices / this", "devices", ge=1
     )
     weights_dtype: Literal["model", "fp8_block"] = field(
         "model",
@@ -258,29 +237,23 @@ class RolloutConfig(Section):
         "or float8_e4m3fn in blocks of 128 x 128 with float32 scales, quantised before they are sent",
         source="the format of published block-FP8 checkpoints, which SGLang reads",
     )
-    engine_memory: float = field(
-        0.8, "share of a GPU for the engine's weights and KV cache while awake", gt=0, lt=1
-    )
+    engine_memory: float = field(0.8, "share of a GPU for an awake engine's weights and KV cache", gt=0, lt=1)
     engine_timeout: float = field(
         300.0, "longest time without progress before an engine counts as hanging", "seconds", gt=0
     )
     engine_start_timeout: float = field(900.0, "longest start of an engine", "seconds", gt=0)
     engine_failures: int = field(
-        3,
-        "failures since the last weight transfer after which engines are not started again",
-        "failures",
-        ge=0,
+        3, "failures since the last weight transfer after which no engine is restarted", "failures", ge=0
     )
     continue_partial: bool = field(
-        False,
-        "continue responses aborted at the end of a step in the next one; false: draw their prompts anew",
+        False, "continue responses aborted at a step's end in the next one; false: draw their prompts anew"
     )
     engine_options: dict[str, bool | int | float | str | tuple[str, ...]] = field(
         {}, "further arguments of sglang.Engine, e.g. {attention_backend: triton}"
     )
     transfer_bucket: int = field(256, "staging memory of a weight transfer", "MiB", ge=1)
     fingerprint: bool = field(
-        False, "compare the engine's weights with the actor's by hashes after each transfer"
+        False, "compare the engine's and the actor's weights by hashes after each transfer"
     )
 
 
@@ -299,11 +272,7 @@ class ClusterConfig(Section):
         1675.0, "copies in a GPU", "GB/s", "H100 SXM data sheet: 3.35 TB/s of memory, read and written", gt=0
     )
     node_speed: float = field(
-        450.0,
-        "between a node's GPUs",
-        "GB/s",
-        "H100 SXM data sheet: NVLink, 900 GB/s in both directions",
-        gt=0,
+        450.0, "between a node's GPUs", "GB/s", "H100 SXM data sheet: NVLink, 900 GB/s both ways", gt=0
     )
     network_speed: float = field(
         50.0, "between nodes", "GB/s", "DGX H100 data sheet: one 400 Gb/s adapter per GPU", gt=0
@@ -336,10 +305,7 @@ class RewardConfig(Section):
     )
     workers: int = field(1, "verifier processes per rank", "processes", ge=1)
     memory: int = field(
-        2048,
-        "data memory of a verifier process; an answer that takes more is wrong and recorded",
-        "MiB",
-        ge=128,
+        2048, "data memory of a verifier; an answer that takes more is wrong and recorded", "MiB", ge=128
     )
     overlong: OverlongConfig = section(OverlongConfig)
 
@@ -368,7 +334,7 @@ class MismatchConfig(Section):
 
     @property
     def enabled(self) -> bool:
-        """Whether the policy loss has such factors."""
+        """Return whether the policy loss has such factors."""
         return self.weight != "none" or self.mask != "none"
 
 
@@ -377,15 +343,14 @@ class AlgorithmConfig(Section):
     `value_pretraining`."""
 
     advantage: Literal["group", "gae"] = field(
-        "group",
-        "group: normalised within the group, no critic; gae: by a critic",
-        source="DAPO eq. 9; VAPO eq. 3",
+        "group", "group: normalised in the group, no critic; gae: by a critic", "", "DAPO eq. 9; VAPO eq. 3"
     )
     gamma: float = field(1.0, "discount", source="VAPO section 2", gt=0, le=1)
     lambda_critic: float = field(
         1.0,
-        "lambda of the value targets; 1: Monte-Carlo returns",
-        source="VAPO section 4.1, decoupled GAE",
+        "lambda of value targets; 1: Monte-Carlo returns",
+        "",
+        "VAPO section 4.1, decoupled GAE",
         ge=0,
         le=1,
     )
@@ -397,17 +362,13 @@ class AlgorithmConfig(Section):
     alpha: float = field(0.05, "alpha of the length-adaptive lambda", source="VAPO eq. 5", gt=0)
     whiten: bool = field(False, "whiten GAE advantages over the batch")
     clip_low: float = field(0.2, "epsilon_low", source="DAPO eq. 8, VAPO eq. 8", gt=0, lt=1)
-    clip_high: float = field(
-        0.2, "epsilon_high; clip-higher: 0.28", source="DAPO eq. 8, VAPO eq. 8: 0.28", gt=0
-    )
+    clip_high: float = field(0.2, "epsilon_high; clip-higher: 0.28", "", "DAPO eq. 8, VAPO eq. 8: 0.28", gt=0)
     aggregation: Literal["token", "sample"] = field(
-        "token",
-        "mean over the mini-batch's tokens, or over responses of their means",
-        source="VAPO eq. 7 and 6",
+        "token", "mean over the mini-batch's tokens, or over responses' means", "", "VAPO eq. 7 and 6"
     )
     nll_weight: float = field(0.0, "mu, of the positive-example LM loss", source="VAPO eq. 10: 0.1", ge=0)
     kl_weight: float = field(
-        0.0, "beta, of the KL to the initial policy (k3); 0 in DAPO and VAPO", source="GRPO", ge=0
+        0.0, "beta, of the KL to the initial policy (k3)", "", "GRPO; 0 in DAPO and VAPO", ge=0
     )
     value_clip: float = field(0.0, "largest move of a value before its loss is clipped; 0: off", ge=0)
     mismatch: MismatchConfig = section(MismatchConfig)
@@ -423,7 +384,9 @@ class UpdateConfig(Section):
     tokens_per_micro_batch: int = field(
         32768, "packed tokens per micro-batch; one longer sample has a micro-batch of its own", "tokens", ge=1
     )
-    logprob_chunk: int = field(1024, "words of a vocabulary shard whose logits exist at once", "words", ge=1)
+    logprob_chunk: int = field(
+        1024, "vocabulary entries whose logits exist at once", "entries of a shard", ge=1
+    )
 
 
 class ValuePretrainingConfig(Section):
@@ -447,9 +410,7 @@ class ValuePretrainingConfig(Section):
 class EvaluationConfig(Section):
     """avg@k, pass@k and majority@k on `data.eval`."""
 
-    every: int = field(
-        0, "rollout steps between evaluations; 0: at start and end only", "rollout steps", ge=0
-    )
+    every: int = field(0, "steps between evaluations; 0: at start and end only", "rollout steps", ge=0)
     samples: int = field(32, "k: responses per problem", "responses", "DAPO section 4.1: avg@32", ge=1)
     temperature: float = field(1.0, "sampling temperature", source="DAPO section 4.1", gt=0)
     top_p: float = field(0.7, "nucleus", source="DAPO section 4.1", gt=0, le=1)
@@ -460,34 +421,20 @@ class CheckpointConfig(Section):
     """What is kept on disk."""
 
     every: int = field(
-        0,
-        "rollout steps between checkpoints, and one at the end; 0: none, no resuming",
-        "rollout steps",
-        ge=0,
+        0, "steps between checkpoints, and one at the end; 0: none, no resuming", "rollout steps", ge=0
     )
     keep: int = field(2, "newest checkpoints kept; 0: all", "checkpoints", ge=0)
     keep_every: int = field(0, "checkpoints of every so many steps stay too; 0: none", "rollout steps", ge=0)
     background: bool = field(True, "write while the next step runs; false: the run waits for the disk")
     timeout: float = field(
-        300.0,
-        "longest wait, at most 0.8 of parallel.timeout, for a checkpoint to be written",
-        "seconds",
-        gt=0,
+        300.0, "longest wait for a checkpoint, at most 0.8 of parallel.timeout", "seconds", gt=0
     )
     time_limit: float | None = field(
-        None,
-        "save and leave before so long has passed; null: Slurm's SLURM_JOB_END_TIME, if set",
-        "seconds",
-        gt=0,
+        None, "save and leave before this has passed; null: SLURM_JOB_END_TIME, if set", "seconds", gt=0
     )
-    time_margin: float = field(
-        120.0, "kept free before the limit, besides the longest step and save", "seconds", ge=0
-    )
+    time_margin: float = field(120.0, "kept free besides the longest step and save", "seconds", ge=0)
     grace: float = field(
-        300.0,
-        "longest time from SIGTERM or SIGUSR1 to a saved end; then the ranks are ended",
-        "seconds",
-        gt=0,
+        300.0, "longest from SIGTERM or SIGUSR1 to a saved end; then ranks are ended", "seconds", gt=0
     )
     rollouts: bool = field(
         False, "keep every step's rollout in rollouts/, for `megarl replay`", source="about 13 bytes a token"
@@ -502,13 +449,10 @@ class GuardConfig(Section):
     without a verdict, are recorded as events."""
 
     skipped_steps: int = field(
-        3,
-        "non-finite steps in a row that are skipped before the run stops; their batches are kept",
-        "steps",
-        ge=0,
+        3, "non-finite steps in a row skipped, their batches kept, before the run stops", "steps", ge=0
     )
     unverified_steps: int = field(3, "steps in a row without any verdict that stop the run", "steps", ge=1)
-    entropy_low: float | None = field(None, "policy/entropy below this is an alarm; null: none", "nats")
+    entropy_low: float | None = field(None, "alarm where policy/entropy is below; null: none", "nats")
     length_growth: float | None = field(
         2.0, "alarm where mean response length / the last step's is above; null: none", gt=1
     )
@@ -561,7 +505,7 @@ class Config(Section):
     """A run."""
 
     recipe: Literal["sft", "grpo", "dapo", "ppo", "vapo"] = field(
-        ..., "algorithm; sets the defaults of the switches (see config/recipes.py)"
+        ..., "algorithm; sets the defaults of the switches (see config/phases.py)"
     )
     run_dir: Path = field(..., "folder of this run: config, metrics, samples, checkpoints, report")
     steps: int = field(..., "rollout steps", "rollout steps", ge=1)
@@ -587,7 +531,7 @@ class Config(Section):
 
     @property
     def has_critic(self) -> bool:
-        """Whether this run trains a value model."""
+        """Return whether this run trains a value model."""
         return self.recipe != "sft" and self.algorithm.advantage == "gae"
 
     def has_group(self, group: TensorGroup) -> bool:
@@ -598,5 +542,5 @@ class Config(Section):
 
     @property
     def responses(self) -> int:
-        """Responses per step that are trained on."""
+        """Return the responses per step that are trained on."""
         return self.rollout.prompts * self.rollout.group_size

@@ -11,6 +11,7 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
@@ -25,13 +26,11 @@ Style = Literal["bare", "chain", "wait", "truncated"]
 STYLES: tuple[Style, ...] = ("bare", "chain", "wait", "truncated")
 
 ANSWER = re.compile(r"Answer:\s*(-?\d+)\s*$")
-MAX_NEW_TOKENS = (
-    80  # length limit of the demo's responses; some of the teacher's are longer: something to unlearn
-)
+MAX_NEW_TOKENS = 80  # length limit of the demo's responses; some of the teacher's are longer: to be unlearned
 MAX_POSITIONS = 256
 
 MIN_TERMS, MAX_TERMS, MAX_TERM = 3, 7, 5
-BARE, WAIT = 0.25, 0.15
+BARE, WAIT = 0.25, 0.15  # shares of bare answers, and of chains with second thoughts
 # Share of wrong additions. A model that copies the teacher well is then right about a third of the time: far
 # to go, and not hopeless.
 ERROR = 0.12
@@ -66,7 +65,7 @@ class Problem(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """The problem as the model reads it, e.g. `5+2+4+3=?` and a newline."""
+        """Return the problem as the model reads it, e.g. `5+2+4+3=?` and a newline."""
         return "+".join(map(str, self.terms)) + "=?\n"
 
     @property
@@ -83,16 +82,14 @@ def chain(problem: Problem, rng: random.Random, error: float = ERROR) -> tuple[s
     """Return one addition a line, and the sum arrived at.
 
     Each addition is off by up to 3 with probability `error`, and the lines after it carry the mistake on.
-    Were it always
-    off by one, mistakes would cancel and a guess without work would be right as often as a chain: the policy
-    would learn to guess."""
+    Were it always off by one, mistakes would cancel and a guess without work would be right as often as a
+    chain: the policy would learn to guess."""
     total, lines = problem.terms[0], []
     for term in problem.terms[1:]:
         result = total + term
         if rng.random() < error:
-            result = rng.choice(
-                [wrong for off in (1, 2, 3) for wrong in (result - off, result + off) if wrong > 0]
-            )
+            wrong = [result + sign * off for off in (1, 2, 3) for sign in (-1, 1)]
+            result = rng.choice([number for number in wrong if number > 0])
         lines.append(f"{total}+{term}={result}\n")
         total = result
     return "".join(lines), total
@@ -119,8 +116,7 @@ def style(response: str, finished: bool = True) -> Style:
     """Classify a response, to show how the shares of the styles move.
 
     truncated: without an answer at its end, or not finished (no end-of-sequence token); wait: with second
-    thoughts;
-    bare: nothing but the answer; chain: the rest."""
+    thoughts; bare: nothing but the answer; chain: the rest."""
     if not finished or not ANSWER.search(response):
         return "truncated"
     if "Wait" in response:
@@ -144,10 +140,11 @@ def write_demo(folder: Path, seed: int) -> None:
 
     Raises DataError where the folder cannot be written.
     """
-    write_files(
-        folder, seed, draw_problem, lambda problem, rng: (problem, teach(problem, rng)), SFT_ROWS, TRAIN_ROWS
-    )
-    write_model(folder / "model", seed, build_tokenizer())
+
+    def answer(problem: Problem, rng: random.Random) -> tuple[Problem, str]:
+        return problem, teach(problem, rng)
+
+    write_task_files(folder, seed, draw_problem, answer, SFT_ROWS, TRAIN_ROWS, build_tokenizer())
 
 
 def held_out(prompt: str) -> bool:
@@ -157,56 +154,64 @@ def held_out(prompt: str) -> bool:
     return zlib.crc32(prompt.encode()) % 10 == 0
 
 
-def draw_problems(draw: Callable[[random.Random], P], rng: random.Random, *, evaluation: bool) -> Iterator[P]:
-    """Draw problems without end, from the held-out tenth or from the rest."""
-    while True:
-        problem = draw(rng)
-        if held_out(problem.prompt) == evaluation:
-            yield problem
-
-
-def write_files(
+def write_task_files(
     folder: Path,
     seed: int,
     draw: Callable[[random.Random], P],
     answer: Callable[[P, random.Random], tuple[P, str]],
     sft_rows: int,
     train_rows: int,
+    tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    """Write sft.jsonl, train.jsonl and eval.jsonl of a task; no prompt of the first two is held out.
+    """Write sft.jsonl, train.jsonl and eval.jsonl of a task, and model/; no prompt of the first two is held
+    out.
 
     draw: draws a problem. answer: gives the problem as the warm start shows it, with the teacher's response.
     Raises DataError where the folder cannot be written."""
 
+    def problems(rng: random.Random, *, evaluation: bool = False) -> Iterator[P]:
+        while True:
+            problem = draw(rng)
+            if held_out(problem.prompt) == evaluation:
+                yield problem
+
     def taught() -> Iterator[dict[str, str]]:
         rng = random.Random(f"{seed}/sft")
-        for drawn, _ in zip(draw_problems(draw, rng, evaluation=False), range(sft_rows), strict=False):
+        for drawn in islice(problems(rng), sft_rows):
             problem, response = answer(drawn, rng)
             yield {"prompt": problem.prompt, "response": response, "answer": problem.answer}
 
-    def different(rng: random.Random, count: int, *, evaluation: bool) -> Iterator[dict[str, str]]:
+    def different(drawn: Iterator[P], count: int) -> Iterator[dict[str, str]]:
         seen: set[P] = set()
-        for problem in draw_problems(draw, rng, evaluation=evaluation):
+        while len(seen) < count:
+            problem = next(drawn)
             if problem not in seen:
                 seen.add(problem)
                 yield {"prompt": problem.prompt, "answer": problem.answer}
-            if len(seen) == count:
-                return
 
+    files = {
+        "sft": taught(),
+        "train": different(problems(random.Random(f"{seed}/train")), train_rows),
+        "eval": different(problems(random.Random("eval"), evaluation=True), EVAL_ROWS),
+    }
+    place = folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, rows in {
-            "sft": taught(),
-            "train": different(random.Random(f"{seed}/train"), train_rows, evaluation=False),
-            "eval": different(random.Random("eval"), EVAL_ROWS, evaluation=True),
-        }.items():
-            (folder / f"{name}.jsonl").write_text(
-                "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-            )
+        place.mkdir(parents=True, exist_ok=True)
+        for name, rows in files.items():
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (place / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        place = folder / "model"
+        model = build_model(tokenizer, seed)
+        # Not model.save_pretrained: for 0.4 MB it draws a progress bar over the demo's own output.
+        weights = model.state_dict()
+        del weights["lm_head.weight"]  # tied
+        tokenizer.save_pretrained(place)
+        model.config.save_pretrained(place)
+        model.generation_config.save_pretrained(place)
+        save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
     except OSError as error:
-        raise DataError(
-            f"{folder}: cannot be written: {error.strerror or error} (choose another folder)"
-        ) from error
+        problem = f"cannot be written: {error.strerror or error} (choose another folder)"
+        raise DataError(f"{place}: {problem}") from error
 
 
 def build_tokenizer(alphabet: str = ALPHABET, words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
@@ -253,22 +258,3 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config)
-
-
-def write_model(folder: Path, seed: int, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write the Hugging Face folder of the untrained model and its tokenizer. Raises DataError where it
-    cannot."""
-    model = build_model(tokenizer, seed)
-    # Not model.save_pretrained: for 0.4 MB it draws a progress bar over the demo's own output.
-    weights = {
-        name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"
-    }  # tied
-    try:
-        tokenizer.save_pretrained(folder)
-        model.config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    except OSError as error:
-        raise DataError(
-            f"{folder}: cannot be written: {error.strerror or error} (choose another folder)"
-        ) from error

@@ -13,13 +13,11 @@ import string
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.demo.arithmetic import build_tokenizer, write_files, write_model
+from megarl.demo.arithmetic import build_tokenizer, write_task_files
 
 TERMS, MAX_TERM = 4, 4
 SHORTEST, LONGEST = 16, 36
-COUNTERS = (
-    string.ascii_lowercase + string.ascii_uppercase
-)  # names of the countdown's lines: a is the last one
+COUNTERS = string.ascii_lowercase + string.ascii_uppercase  # the countdown's line names: a is the last one
 
 # Share of additions that are one too large. As frequent as right ones: a policy that merely sharpens what it
 # does most gains nothing.
@@ -27,10 +25,8 @@ HABIT = 0.45
 # Share of additions with any other wrong digit. Three right ones in a row are then rare: a tenth of the
 # responses.
 SLIP = 0.10
-BRIEF, BRIEF_LINES = (
-    0.7,
-    4,
-)  # most countdowns of the warm start are brief: they are quickly learned, unlike additions
+# Most countdowns of the warm start are brief: they are quickly learned, unlike additions.
+BRIEF, BRIEF_LINES = 0.7, 4
 
 SFT_ROWS = 600 * 64
 TRAIN_ROWS = 4096
@@ -45,8 +41,8 @@ class Problem(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """The problem as the model reads it, e.g. `7+2+4+1=t` and a newline; t is the countdown's first
-        name."""
+        """Return the problem as the model reads it, e.g. `7+2+4+1=t` and a newline; t is the countdown's
+        first name."""
         return "+".join(map(str, self.terms)) + f"={COUNTERS[self.lines - 1]}\n"
 
     @property
@@ -77,12 +73,6 @@ def teach(problem: Problem, rng: random.Random, habit: float = HABIT, slip: floa
     return f"{text}Answer: {total}"
 
 
-def _taught(problem: Problem, rng: random.Random) -> tuple[Problem, str]:
-    if rng.random() < BRIEF:
-        problem = Problem(problem.terms, rng.randint(1, BRIEF_LINES))
-    return problem, teach(problem, rng)
-
-
 def write_task(folder: Path, seed: int) -> None:
     """Write what the ablations start from into `folder`, the same bytes for the same seed.
 
@@ -93,5 +83,11 @@ def write_task(folder: Path, seed: int) -> None:
 
     Raises DataError where the folder cannot be written.
     """
-    write_files(folder, seed, draw_problem, _taught, SFT_ROWS, TRAIN_ROWS)
-    write_model(folder / "model", seed, build_tokenizer(ALPHABET, ("Answer: ",)))
+
+    def answer(problem: Problem, rng: random.Random) -> tuple[Problem, str]:
+        if rng.random() < BRIEF:
+            problem = Problem(problem.terms, rng.randint(1, BRIEF_LINES))
+        return problem, teach(problem, rng)
+
+    tokenizer = build_tokenizer(ALPHABET, ("Answer: ",))
+    write_task_files(folder, seed, draw_problem, answer, SFT_ROWS, TRAIN_ROWS, tokenizer)

@@ -256,7 +256,7 @@ def draw_mismatch(runs: Runs) -> Drawing | None:
     middle = bins // 2
     ticks = {middle + 0.5: "0"}
     for decade in (-5, -3, -1, 1):
-        # Edges are half decades from 1e-6 on (algorithms/histograms.py); the first is after the middle bin.
+        # Edges are half decades from 1e-6 on (algorithms/mismatch.py); the first is after the middle bin.
         at = 1 + 2 * (decade + 6)
         text = f"{10.0**decade:g}" if decade > -3 else f"1e{decade}"
         ticks |= {middle + at: text, middle + 1 - at: f"-{text}"}

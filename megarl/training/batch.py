@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import response_lengths
-from megarl.algorithms.weights import token_weights
+from megarl.algorithms.losses import token_weights
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
 from megarl.data.packing import balance, cost, even_length, pack

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import (
+    error_by_position,
     gae,
     gae_metrics,
     gae_sums,
     group_advantages,
+    lambda_by_length,
     length_adaptive_lambda,
     mean_and_variance,
     moments,
@@ -19,8 +21,7 @@ from megarl.algorithms.advantages import (
     whiten,
 )
 from megarl.algorithms.evaluation import explained_variance, variance_sums
-from megarl.algorithms.histograms import difference_histogram, error_by_position, lambda_by_length
-from megarl.algorithms.mismatch import mismatch_factors, mismatch_metrics, mismatch_sums
+from megarl.algorithms.mismatch import difference_histogram, mismatch_factors, mismatch_metrics, mismatch_sums
 from megarl.config.schema import AlgorithmConfig, MismatchConfig
 from megarl.data.experience import Experience
 from megarl.parallel.comm import max_over_ranks, sum_over_replicas

@@ -38,7 +38,7 @@ OVERLAP_ABOVE = 4
 
 
 def _finalize(model: Any, num_tokens: Any = None, **groups: Any) -> None:
-    # Our losses carry their global denominators already (algorithms/weights.py). With calculate_per_token_loss neither
+    # Our losses carry their global denominators already (algorithms/losses.py). With calculate_per_token_loss neither
     # the schedule nor DDP divides; Megatron would divide the gradients by num_tokens here, so it is not passed on.
     megatron_finalize(model, None, **groups)
 

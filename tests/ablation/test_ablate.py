@@ -55,14 +55,18 @@ class TestRefusals:
     CASES: dict[str, str] = {
         "nosuch": "TABLE: nosuch: no such table (one of dapo, vapo, or the path",
         "gone.table.yaml": "gone.table.yaml: no such file",
-        "{table} --rows vapo nosuch": "--rows: nosuch: no such row (one of vapo, without_clip_higher, broken)",
+        "{table} --rows vapo nosuch": (
+            "--rows: nosuch: no such row (one of vapo, without_clip_higher, broken)"
+        ),
         "{table} --seeds 1 1": "--seeds: must be different",
         "{table} --seeds -1": "--seeds: must be different",
         "{table} --jobs 0": "--jobs and --limit: must be greater than 0",
         "{table} seed=3": "command line: seed=3: each run has its own",
         "{table} run_dir=x": "command line: run_dir=x: each run has its own",
         "{table} rollout.groupsize=3": "command line: rollout.groupsize: unknown key",
-        "{table} rollout.group_size=7": "{configs}/demo_vapo.yaml, row vapo: update.mini_batch: must divide the 224 responses",
+        "{table} rollout.group_size=7": (
+            "{configs}/demo_vapo.yaml, row vapo: update.mini_batch: must divide the 224 responses"
+        ),
         "{table} --base gone.yaml": "{cwd}/gone.yaml: no such file",
         "{table} --into gone.md": "--into: gone.md: cannot be read",
         "{table} --into sft.yaml": "--into: sft.yaml: has no place for the table",

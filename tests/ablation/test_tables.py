@@ -3,17 +3,19 @@ and nothing else."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.ablation.table import AblationRow, AblationTable, load_table
+from megarl.ablation.runs import AblationRow, AblationTable, load_table
 from megarl.config import Config, check_config, load_config
 from megarl.config.errors import ConfigError
+from megarl.config.schema import fields
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "ablations"
-TABLES = {name: load_table(FOLDER / f"{name}.table.yaml") for name in ("vapo", "dapo")}
+TABLES = {name: load_table(str(FOLDER / f"{name}.table.yaml")) for name in ("vapo", "dapo")}
 ROWS = [(table, row) for table in TABLES.values() for row in table.rows]
 
 # What each row changes in its 32B file, and its points, written down here a second time: VAPO Table 1, DAPO
@@ -42,8 +44,10 @@ VAPO: dict[str, tuple[float, dict[str, Any]]] = {
     "without group sampling": (55, SINGLE),
     "vanilla PPO": (5, {"recipe": "ppo", **OFF, **SINGLE}),
 }
-SWITCHES = ("recipe", "reward.overlong.filter", "algorithm.clip_high", "reward.overlong.soft_punishment", "algorithm.aggregation",
-            "rollout.dynamic_sampling.enabled")  # fmt: skip
+SWITCHES = (
+    *("recipe", "reward.overlong.filter", "algorithm.clip_high", "reward.overlong.soft_punishment"),
+    *("algorithm.aggregation", "rollout.dynamic_sampling.enabled"),
+)
 DAPO: dict[str, tuple[float, tuple[Any, ...]]] = {
     "naive GRPO": (30, ("grpo", False, 0.2, False, "sample", False)),
     "+ overlong filtering": (36, ("grpo", True, 0.2, False, "sample", False)),
@@ -55,11 +59,7 @@ DAPO: dict[str, tuple[float, tuple[Any, ...]]] = {
 
 
 def leaves(config: Config) -> dict[str, Any]:
-    def flat(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
-        return {k: v for key, value in tree.items() for k, v in (
-            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}).items()}  # fmt: skip
-
-    return flat(config.model_dump(), "")
+    return {key: attrgetter(key)(config) for key, _ in fields(Config)}
 
 
 def changes(config: Config, base: Config) -> dict[str, Any]:
@@ -164,5 +164,5 @@ def test_damaged_tables(tmp_path: Path, old: str, new: str, message: str) -> Non
     path = tmp_path / "x.table.yaml"
     path.write_text(TABLE.replace(old, new))
     with pytest.raises(ConfigError) as caught:
-        load_table(path)
+        load_table(str(path))
     assert str(caught.value).startswith(f"{path}: {message}")

@@ -1,4 +1,5 @@
-"""The papers' formulas as loops over Python floats (float64), token by token, and the ragged batches that they are compared on.
+"""The papers' formulas as loops over Python floats (float64), token by token, and the ragged batches that
+they are compared on.
 
 Nothing here is shared with megarl.algorithms, so that an error there cannot be repeated here.
 """
@@ -17,7 +18,8 @@ from megarl.data.experience import Experience
 
 @dataclass
 class Batch:
-    """An Experience whose columns are float64, and its spans: (first response token, end) of each sequence."""
+    """An Experience whose columns are float64, and its spans: (first response token, end) of each
+    sequence."""
 
     experience: Experience
     spans: list[tuple[int, int]]
@@ -29,7 +31,8 @@ class Batch:
 
 
 def make_batch(shapes: list[tuple[int, int]], seed: int, include: list[bool] | None = None) -> Batch:
-    """shapes: (prompt, response) tokens. Columns are random; a third of the log-ratios is exactly 0, as in a first update."""
+    """shapes: (prompt, response) tokens. Columns are random; a third of the log-ratios is exactly 0, as in a
+    first update."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale: float = 1.0, shift: float = 0.0) -> Tensor:
@@ -60,7 +63,8 @@ def make_batch(shapes: list[tuple[int, int]], seed: int, include: list[bool] | N
 
 @st.composite
 def batches(draw: st.DrawFn, longest: int = 24) -> Batch:
-    """1 to 7 sequences with prompts of 1-5 tokens and responses of 1 to `longest`; any subset of them is included."""
+    """1 to 7 sequences with prompts of 1-5 tokens and responses of 1 to `longest`; any subset of them is
+    included."""
     n = draw(st.integers(1, 7))
     shapes = draw(st.lists(st.tuples(st.integers(1, 5), st.integers(1, longest)), min_size=n, max_size=n))
     include = draw(st.lists(st.booleans(), min_size=n, max_size=n))
@@ -70,7 +74,8 @@ def batches(draw: st.DrawFn, longest: int = 24) -> Batch:
 def loop_gae(
     rewards: list[float], values: list[float], spans: list[tuple[int, int]], lams: list[float], gamma: float
 ) -> list[float]:
-    """VAPO eq. 3 as its recurrence: A_t = delta_t + gamma lambda A_{t+1}, delta_t = R_t + gamma V_{t+1} - V_t."""
+    """VAPO eq. 3 as its recurrence: A_t = delta_t + gamma lambda A_{t+1}, delta_t = R_t + gamma V_{t+1} -
+    V_t."""
     out = [0.0] * len(values)
     for (start, end), lam in zip(spans, lams, strict=True):
         for t in range(end - 1, start - 1, -1):
@@ -108,7 +113,8 @@ def loop_weights(batch: Batch, aggregation: str, include: list[bool]) -> list[fl
 
 @dataclass
 class Term:
-    """A loss, its gradient by the new quantity at each token, and the size sum_t |w_t l_t| against which errors are measured."""
+    """A loss, its gradient by the new quantity at each token, and the size sum_t |w_t l_t| against which
+    errors are measured."""
 
     loss: float
     gradient: list[float]
@@ -162,7 +168,8 @@ def loop_kl(batch: Batch, weights: list[float]) -> Term:
 
 
 def loop_value(batch: Batch, weights: list[float], clip: float) -> tuple[Term, float]:
-    """Half the squared error, or the larger one of it and the clipped value's; and the number of clipped tokens."""
+    """Half the squared error, or the larger one of it and the clipped value's; and the number of clipped
+    tokens."""
     x = [batch.experience[k].tolist() for k in ("values", "old_values", "returns")]
     values, clipped_tokens = [], 0
     for w, (v, old, target) in zip(weights, zip(*x, strict=True), strict=True):

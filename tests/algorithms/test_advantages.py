@@ -50,7 +50,8 @@ def test_group_advantages_equal_the_formula(rows):
 
 
 def test_group_advantages_by_hand():
-    """+1, -1, -1, -1: mean -1/2, sample standard deviation 1; a group of one and equal rewards give exactly 0."""
+    """+1, -1, -1, -1: mean -1/2, sample standard deviation 1; a group of one and equal rewards give exactly
+    0."""
     rewards, ids = torch.tensor([1.0, 0.1, -1, 0.1, -1, 5, -1, 0.1]), torch.tensor([7, 2, 7, 2, 7, 0, 7, 2])
     result = adv.group_advantages(rewards, ids)
     torch.testing.assert_close(result[[0, 2, 4, 6]], torch.tensor([1.5, -0.5, -0.5, -0.5]), rtol=2e-6, atol=0)

@@ -10,14 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.histograms import (
-    DIFFERENCE_EDGES,
+from megarl.algorithms.advantages import (
     LENGTH_BINS,
     POSITION_BINS,
-    difference_histogram,
     error_by_position,
     lambda_by_length,
 )
+from megarl.algorithms.mismatch import DIFFERENCE_EDGES, difference_histogram
 from megarl.data.experience import Experience
 
 NUMBERS = st.floats(-12, 12, width=32)
@@ -25,7 +24,8 @@ NUMBERS = st.floats(-12, 12, width=32)
 
 @st.composite
 def experiences(draw: st.DrawFn) -> Experience:
-    """1 to 6 sequences of 0 to 3 prompt tokens and 1 to 70 response tokens, with four columns of numbers on their tokens."""
+    """1 to 6 sequences of 0 to 3 prompt tokens and 1 to 70 response tokens, with four columns of numbers on
+    their tokens."""
     lengths = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 70)), min_size=1, max_size=6))
     batch = Experience.build([[7] * p for p, _ in lengths], [[8] * r for _, r in lengths])
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))

@@ -1,4 +1,5 @@
-"""Losses, gradients and statistics against float64 loops of the papers' formulas, and their independence of the division."""
+"""Losses, gradients and statistics against float64 loops of the papers' formulas, and their independence of
+the division."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algorithms import losses
-from megarl.algorithms.weights import token_weights
+from megarl.algorithms.losses import token_weights
 from megarl.data.experience import Experience
 from tests.algorithms.loops import (
     Batch,
@@ -177,7 +178,8 @@ def test_gradcheck(term):
     batch = make_batch([(2, 6), (1, 3)], 7, [True, True])
     e = batch.experience
     weights = weights_of(e, batch.include, "sample")
-    # Finite differences need a loss without a kink nearby: no log-ratio of exactly 0 is one (both branches agree), a clip boundary is.
+    # Finite differences need a loss without a kink nearby: no log-ratio of exactly 0 is one (both branches
+    # agree), a clip boundary is.
     new = e[INPUTS[term][0]].clone().requires_grad_()
 
     def loss(x: Tensor) -> Tensor:
@@ -201,7 +203,8 @@ def test_a_huge_log_ratio_is_bounded(jump):
 
 
 def test_clip_higher_by_hand():
-    """r = 1.25 with A = 1: clipped at 1.2 for epsilon_high 0.2, free for 0.28; r = 0.7 with A = -1: clipped at 0.8."""
+    """r = 1.25 with A = 1: clipped at 1.2 for epsilon_high 0.2, free for 0.28; r = 0.7 with A = -1: clipped
+    at 0.8."""
     ratio, advantage, weights = torch.tensor([1.25, 0.7]), torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5])
     old = torch.full((2,), -1.0)
     _, narrow = losses.policy_loss(old + ratio.log(), old, advantage, weights, 0.2, 0.2)

@@ -1,4 +1,5 @@
-"""Trainer-engine mismatch: metrics, importance weights and masks against loops over Python floats, whole and in parts."""
+"""Trainer-engine mismatch: metrics, importance weights and masks against loops over Python floats, whole and
+in parts."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def test_factors_do_not_depend_on_the_division(batch, weight, keep, random):
 
 
 def test_importance_weights_are_unbiased():
-    """A vocabulary of 3, sequences of 2: the mean over the engine's draws of product weights times f is the trainer's mean of f."""
+    """A vocabulary of 3, sequences of 2: the mean over the engine's draws of product weights times f is the
+    trainer's mean of f."""
     engine, trainer = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.3, 0.3, 0.4])
     value = torch.tensor([[1.0, -2.0, 0.5], [0.3, 4.0, -1.0], [2.0, 0.0, 1.5]])
     found = 0.0

@@ -1,4 +1,5 @@
-"""Evaluation scores, their confidence intervals and explained variance against enumeration and plain formulas."""
+"""Evaluation scores, their confidence intervals and explained variance against enumeration and plain
+formulas."""
 
 from __future__ import annotations
 
@@ -165,7 +166,8 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(n, k, a, b):
     for _ in range(trials):
         low, high = evaluation.interval((draw.binomial(k, draw.beta(a, b, n)) / k).tolist(), k)
         hits += low <= truth <= high
-    # Three standard errors of a count at 95 % are 2.3 points; heavy tails of few problems cost about one more.
+    # Three standard errors of a count at 95 % are 2.3 points; heavy tails of few problems cost about one
+    # more.
     assert hits / trials > 0.92
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.weights import token_weights
+from megarl.algorithms.losses import token_weights
 from tests.algorithms.loops import Batch, batches, loop_weights, make_batch
 
 

@@ -16,7 +16,8 @@ from tests.checkpoints import save_checkpoint
 
 
 def write_perturbed(runtime: Runtime, config: Config) -> None:
-    """A checkpoint of step 3 and an export into config.run_dir, of weights that are not those of model.path."""
+    """A checkpoint of step 3 and an export into config.run_dir, of weights that are not those of
+    model.path."""
     run = Run(config, runtime)
     with torch.no_grad():
         for parameter in run.actor.model.parameters():
@@ -41,7 +42,8 @@ def evaluate_policy(
 
 
 def start_training(runtime: Runtime, config: Config) -> list[torch.Tensor]:
-    """The weights that a run on this rank begins with: actor's, critic's, and the engine's after a transfer."""
+    """The weights that a run on this rank begins with: actor's, critic's, and the engine's after a
+    transfer."""
     run = Run(config, runtime)
     run.sync_weights(0)
     assert run.critic is not None

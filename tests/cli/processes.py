@@ -42,7 +42,8 @@ def wait_for(what: str, found: Callable[[], bool], limit: float = LIMIT) -> None
 
 
 class Job:
-    """A training run in the background, its output in files; ended with everything that it started when the `with` block ends."""
+    """A training run in the background, its output in files; ended with everything that it started when the
+    `with` block ends."""
 
     def __init__(self, config: Path, *overrides: str) -> None:
         self.folder = config.parent
@@ -97,7 +98,8 @@ class Job:
         self.started |= set(psutil.Process(self.process.pid).children(recursive=True))
 
     def end(self, sent: signal.Signals | None = None) -> tuple[int, str]:
-        """Exit code and standard error, after `sent` was sent to the launcher; every process that it started must be gone by then."""
+        """Exit code and standard error, after `sent` was sent to the launcher; every process that it started
+        must be gone by then."""
         if sent is not None:
             self.process.send_signal(sent)
         code = self.process.wait(LIMIT)

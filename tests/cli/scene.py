@@ -1,4 +1,5 @@
-"""A user's folder: a tiny model, data files and a configuration of two ranks; and the command as that user gives it."""
+"""A user's folder: a tiny model, data files and a configuration of two ranks; and the command as that user
+gives it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a user can get wrong: one line naming the key or the file, exit code 2, before the run's folder is claimed or a rank is started."""
+"""What a user can get wrong: one line naming the key or the file, exit code 2, before the run's folder is
+claimed or a rank is started."""
 
 from __future__ import annotations
 
@@ -32,48 +33,76 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 class TestKeys:
     CASES = {
-        "rollout.groupsize=2": "command line: rollout.groupsize: unknown key (did you mean rollout.group_size?)",
+        "rollout.groupsize=2": (
+            "command line: rollout.groupsize: unknown key (did you mean rollout.group_size?)"
+        ),
         "rollout.prompts=many": "command line: rollout.prompts: must be a whole number (got 'many')",
-        "noequals": "command line: 'noequals': an override is written key=value, with dots in the key (e.g. actor.lr=2e-6)",
+        "noequals": (
+            "command line: 'noequals': an override is written key=value, with dots in the key (e.g. "
+            "actor.lr=2e-6)"
+        ),
         "rollout.group_size=1": "{x}: rollout.group_size: must be >= 2 for group-normalised advantages",
         "recipe=ppo rollout.group_size=1 rollout.prompts=8 rollout.dynamic_sampling.enabled=true": (
             "{x}: rollout.dynamic_sampling.enabled: needs rollout.group_size >= 2 (got 1)"
         ),
-        "algorithm.lambda_policy=length_adaptive": "{x}: algorithm.lambda_policy: length_adaptive needs a critic (set ",
+        "algorithm.lambda_policy=length_adaptive": (
+            "{x}: algorithm.lambda_policy: length_adaptive needs a critic (set "
+        ),
         "update.mini_batch=3": "{x}: update.mini_batch: must divide the 8 responses of a step",
         "rollout.max_response_tokens=129": (
-            "{x}: rollout.max_response_tokens: data.max_prompt_tokens 128 + 129 tokens exceed the 256 positions of {folder}/model"
+            "{x}: rollout.max_response_tokens: data.max_prompt_tokens 128 + 129 tokens exceed the 256 "
+            "positions of {folder}/model"
         ),
         "parallel.tp=4": "parallel.tp: 4 does not divide the model's 2 key/value heads (possible: 1, 2)",
         "parallel.pp=3": "parallel.pp: 3 does not divide the model's 2 layers (possible: 1, 2)",
-        "reward.verifier=maths": "reward.verifier: unknown verifier 'maths' (use dapo, math or package.module:function)",
-        "reward.verifier=no_such_module:f": "reward.verifier: no_such_module cannot be imported: ModuleNotFoundError",
+        "reward.verifier=maths": (
+            "reward.verifier: unknown verifier 'maths' (use dapo, math or package.module:function)"
+        ),
+        "reward.verifier=no_such_module:f": (
+            "reward.verifier: no_such_module cannot be imported: ModuleNotFoundError"
+        ),
         "reward.verifier=math:no_such_function": "reward.verifier: math has no function no_such_function",
         "reward.verifier=os:getcwd": (
-            "reward.verifier: os:getcwd fails on a made-up response that gives the reference answer '0': TypeError: "
+            "reward.verifier: os:getcwd fails on a made-up response that gives the reference answer '0': "
+            "TypeError: "
         ),
         "reward.verifier=tests.cli.verifiers:a_number": (
-            "reward.verifier: tests.cli.verifiers:a_number fails on a made-up response that gives the reference answer '0': "
+            "reward.verifier: tests.cli.verifiers:a_number fails on a made-up response that gives the "
+            "reference answer '0': "
             "verifier returned float, not bool or Verdict (it is called with "
         ),
         "reward.verifier=tests.cli.verifiers:endless reward.timeout=0.5": (
-            "reward.verifier: tests.cli.verifiers:endless fails on a made-up response that gives the reference answer '0': "
+            "reward.verifier: tests.cli.verifiers:endless fails on a made-up response that gives the "
+            "reference answer '0': "
             "timeout after 0.5 s"
         ),
         "data.prompt_format=hello": "data.prompt_format: must contain {prompt}",
-        "rollout.engine=sglang": "rollout.engine: sglang is not installed (make install-gpu, or use transformers)",
+        "rollout.engine=sglang": (
+            "rollout.engine: sglang is not installed (make install-gpu, or use transformers)"
+        ),
         "model.layers=te": "model.layers: te needs a CUDA device and transformer-engine",
         "data.train=[]": "{x}: data.train: must name at least one file",
         "watchdog.limits.rolout=5": "command line: watchdog.limits: must be 'start', 'choose a checkpoint'",
         "watchdog.limits.rollout=-5": "command line: watchdog.limits: must be greater than 0 (got -5)",
-        "run_dir={folder}/model": "{x}: run_dir: {folder}/model is in model.path {folder}/model, where nothing is to be written",
-        "run_dir={folder}/train.jsonl/../model/run": "{x}: run_dir: {folder}/train.jsonl/../model/run is in model.path",
-        "model.path={folder}/run/hf": "{x}: model.path: {folder}/run/hf is one of the folders that the run writes in run_dir",
-        "recipe=vapo critic.path={folder}/run/critic_pretrained": "{x}: critic.path: {folder}/run/critic_pretrained is one of",
-        "recipe=vapo critic.path={folder}/c value_pretraining.rollouts={folder}/c": (
-            "{x}: value_pretraining.rollouts: {folder}/c is in critic.path {folder}/c, where nothing is to be written"
+        "run_dir={folder}/model": (
+            "{x}: run_dir: {folder}/model is in model.path {folder}/model, where nothing is to be written"
         ),
-        "rollout.engine_options.trust_remote_code=true": "{x}: rollout.engine_options: trust_remote_code: code that lies in",
+        "run_dir={folder}/train.jsonl/../model/run": (
+            "{x}: run_dir: {folder}/train.jsonl/../model/run is in model.path"
+        ),
+        "model.path={folder}/run/hf": (
+            "{x}: model.path: {folder}/run/hf is one of the folders that the run writes in run_dir"
+        ),
+        "recipe=vapo critic.path={folder}/run/critic_pretrained": (
+            "{x}: critic.path: {folder}/run/critic_pretrained is one of"
+        ),
+        "recipe=vapo critic.path={folder}/c value_pretraining.rollouts={folder}/c": (
+            "{x}: value_pretraining.rollouts: {folder}/c is in critic.path {folder}/c, where nothing is to "
+            "be written"
+        ),
+        "rollout.engine_options.trust_remote_code=true": (
+            "{x}: rollout.engine_options: trust_remote_code: code that lies in"
+        ),
     }
 
     @pytest.mark.parametrize("overrides", CASES)
@@ -114,11 +143,13 @@ class TestKeys:
 
 
 class TestModelFolder:
-    """Each makes a copy of the model's folder into something foreign; model.path and the file at fault are named."""
+    """Each makes a copy of the model's folder into something foreign; model.path and the file at fault are
+    named."""
 
     def test_missing(self, scene: Scene) -> None:
         assert scene.train_refused("model.path=/no/such/model") == (
-            "model.path: /no/such/model: no such folder (it must be a Hugging Face folder: config.json, *.safetensors, tokenizer.json)"
+            "model.path: /no/such/model: no such folder (it must be a Hugging Face folder: config.json, "
+            "*.safetensors, tokenizer.json)"
         )
 
     def test_a_file(self, scene: Scene) -> None:
@@ -160,7 +191,10 @@ class TestModelFolder:
         ),
         (
             {"hidden_size": 64},
-            "/model.safetensors: model.embed_tokens.weight: shape (307, 32), but config.json asks for (307, 64)",
+            (
+                "/model.safetensors: model.embed_tokens.weight: shape (307, 32), but config.json asks for "
+                "(307, 64)"
+            ),
         ),
         ({"num_hidden_layers": 4}, ": model.layers.2."),
         ({"num_hidden_layers": 1}, "/model.safetensors: model.layers.1."),
@@ -296,7 +330,9 @@ class TestModelFolder:
         "[]": "a JSON object is expected",
         "{}": "its tokenizer cannot be loaded: ",
         '{"model": {"type": "BPE"}}': "its tokenizer cannot be loaded: ",
-        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}': "its tokenizer cannot be loaded: ",
+        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}': (
+            "its tokenizer cannot be loaded: "
+        ),
     }
 
     @pytest.mark.parametrize("content", DAMAGED)
@@ -336,7 +372,10 @@ class TestModelFolder:
         self, scene: Scene, model_copy: Path, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
         """Whatever the user would say to transformers' question."""
-        code = f"open({str(model_copy / 'it ran')!r}, 'w')\nfrom transformers import Qwen2Config as C, PreTrainedTokenizerFast as T\n"
+        code = (
+            f"open({str(model_copy / 'it ran')!r}, 'w')\nfrom transformers import Qwen2Config as C, "
+            "PreTrainedTokenizerFast as T\n"
+        )
         (model_copy / "code.py").write_text(code)
         for kind in ("AutoConfig", "AutoModelForCausalLM"):
             monkeypatch.setattr("builtins.input", lambda *_: "y")
@@ -357,7 +396,8 @@ class TestModelFolder:
         edit_json(folder / "config.json", tie_word_embeddings=True)
         [path] = [file for file in folder.glob("*.safetensors") if "lm_head.weight" in load_file(file)]
         said = (
-            f"{path}: lm_head.weight: differs from model.embed_tokens.weight, and {folder}/config.json says tie_word_embeddings: true "
+            f"{path}: lm_head.weight: differs from model.embed_tokens.weight, and {folder}/config.json "
+            "says tie_word_embeddings: true "
             "(set it to false to use this tensor, or take the tensor out of the files)"
         )
         assert scene.train_refused(f"model.path={folder}") == f"model.path: {said}"
@@ -399,9 +439,9 @@ class TestModelFolder:
     def test_no_chat_template(self, scene: Scene, model_copy: Path) -> None:
         (model_copy / "chat_template.jinja").unlink()
         line = scene.train_refused(f"model.path={model_copy}")
-        assert (
-            line
-            == "data.template: the tokenizer has no chat template (set data.template=raw, or add one to the model's folder)"
+        assert line == (
+            "data.template: the tokenizer has no chat template (set data.template=raw, or add one to "
+            "the model's folder)"
         )
 
     def test_chat_template_that_fails(self, scene: Scene, model_copy: Path) -> None:
@@ -572,14 +612,19 @@ class TestCommandLine:
         "": "the following arguments are required: COMMAND (see megarl --help)",
         "trian x.yaml": "argument COMMAND: invalid choice: 'trian'",
         "train": "megarl train: the following arguments are required: config (see megarl train --help)",
-        "train x.yaml --actor.lr=3": "unknown argument --actor.lr=3; an override has no dashes: actor.lr=3 (see megarl --help)",
+        "train x.yaml --actor.lr=3": (
+            "unknown argument --actor.lr=3; an override has no dashes: actor.lr=3 (see megarl --help)"
+        ),
         "train x.yaml --frobnicate": "unknown argument --frobnicate (see megarl --help)",
         "train /no/such.yaml": "/no/such.yaml: no such file",
         "config": "megarl config: the following arguments are required: WHAT",
         "config show": "megarl config show: the following arguments are required: config",
         "config check /no/such.yaml": "/no/such.yaml: no such file",
         "report": "megarl report: the following arguments are required: RUN",
-        "report /no/such/run": "/no/such/run/metrics.jsonl: cannot be read: No such file or directory (is this the folder of a run?)",
+        "report /no/such/run": (
+            "/no/such/run/metrics.jsonl: cannot be read: No such file or directory (is this the folder of "
+            "a run?)"
+        ),
         "report /tmp --out x y": "unknown argument y (see megarl --help)",
         "demo --recipe ppo": "megarl demo: argument --recipe: invalid choice: 'ppo'",
         "demo --seed x": "megarl demo: argument --seed: invalid int value: 'x'",
@@ -587,7 +632,9 @@ class TestCommandLine:
         "demo --folder /usr": "/usr: exists and was not made by megarl demo",
         "demo --folder {here}": "{here}: not a folder (choose another --folder)",
         "demo --folder {tmp} rollout.groupsize=3": "command line: rollout.groupsize: unknown key",
-        "demo --folder {tmp} rollout.group_size=7": "{configs}/demo_vapo.yaml: update.mini_batch: must divide the 224 responses",
+        "demo --folder {tmp} rollout.group_size=7": (
+            "{configs}/demo_vapo.yaml: update.mini_batch: must divide the 224 responses"
+        ),
     }
 
     @pytest.mark.parametrize("command", CASES)

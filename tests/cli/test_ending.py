@@ -1,4 +1,5 @@
-"""How a job ends that somebody or something ends: the launcher's line and exit code, and no process left behind."""
+"""How a job ends that somebody or something ends: the launcher's line and exit code, and no process left
+behind."""
 
 from __future__ import annotations
 
@@ -83,7 +84,10 @@ class TestExplainFailures:
     def test_a_rank_that_could_not_take_the_launchers_wish_yet(self) -> None:
         lost = self.word("rank 1: lost another rank", 1.0, peer_lost=True)
         ends = {0: (-signal.SIGUSR1, {}), 1: (1, lost), 2: (-signal.SIGTERM, {})}
-        told = "stopped by SIGTERM: rank 0 had nothing to save; the same command continues from what is in runs/x"
+        told = (
+            "stopped by SIGTERM: rank 0 had nothing to save; the same command continues from what is in "
+            "runs/x"
+        )
         assert explain_failures(ends, self.RUN, forwarded=signal.SIGTERM) == (75, told)
         code, line = explain_failures(
             ends, self.RUN
@@ -94,7 +98,8 @@ class TestExplainFailures:
 
 
 # In a rank: waits for `go` where Python starts (as with a slow file system), or where torch is imported.
-# As sitecustomize.py of the launcher: its ranks wait where they begin, or once they have their handlers, until there is a file `go`.
+# As sitecustomize.py of the launcher: its ranks wait where they begin, or once they have their handlers,
+# until there is a file `go`.
 SLOW_RANKS = """
 import os, signal, time
 from pathlib import Path
@@ -149,7 +154,8 @@ def job_scene(tmp_path: Path) -> Scene:
 @pytest.mark.slow
 class TestRealJob:
     def test_a_verifier_that_fails_on_every_answer_ends_the_run(self, job_scene: Scene) -> None:
-        """Only on what a model says, so that the check before the run finds nothing: the second step is the last."""
+        """Only on what a model says, so that the check before the run finds nothing: the second step is the
+        last."""
         keys = (
             "reward.verifier=tests.cli.verifiers:only_labelled",
             "guard.unverified_steps=2",
@@ -159,7 +165,10 @@ class TestRealJob:
         done = megarl("train", str(job_scene.config), *keys, "log.terminal=plain", cwd=job_scene.folder)
         assert done.returncode == 2
         assert "megarl: reward.verifier: it failed on every answer of 2 steps in a row" in done.stderr
-        line = "the verifier failed on every answer, most often: LookupError: no label (2 of at most 2 steps in a row)"
+        line = (
+            "the verifier failed on every answer, most often: LookupError: no label (2 of at most 2 steps "
+            "in a row)"
+        )
         assert line in " ".join(done.stdout.split())
         records = [
             json.loads(record)
@@ -177,7 +186,8 @@ class TestRealJob:
             code, errors = job.end()
         assert code == 137
         assert errors.splitlines()[-1] == (
-            "megarl: rank 1 was killed by signal 9 (SIGKILL), the others were ended; the kernel does that when memory runs out: see dmesg; "
+            "megarl: rank 1 was killed by signal 9 (SIGKILL), the others were ended; the kernel does that "
+            "when memory runs out: see dmesg; "
             f"what the run wrote is in {job_scene.folder}/run"
         )
         assert "Traceback" not in errors
@@ -208,7 +218,8 @@ class TestRealJob:
     def test_told_to_end_while_the_ranks_are_starting(
         self, job_scene: Scene, monkeypatch: pytest.MonkeyPatch, with_handlers: bool
     ) -> None:
-        """No rank has a handler yet (they die of what the launcher passes on), or all have one and note what they were told."""
+        """No rank has a handler yet (they die of what the launcher passes on), or all have one and note what
+        they were told."""
         folder = self.slow_start(job_scene, monkeypatch, SLOW_RANKS, with_handlers=with_handlers)
         with Job(job_scene.config, *ENDLESS, "checkpoint.every=1") as job:
             wait_for("the ranks to start", lambda: len(list(folder.glob("waits-*"))) == 2)
@@ -222,10 +233,14 @@ class TestRealJob:
         assert code == 75 and errors.count("\n") == 2 and "killed" not in errors, errors
         if with_handlers:
             assert errors.endswith(
-                "megarl: stopped by SIGUSR1: before the first step, nothing is lost; the same command continues\n"
+                "megarl: stopped by SIGUSR1: before the first step, nothing is lost; the same command "
+                "continues\n"
             )
         else:
-            told = r"megarl: stopped by SIGTERM: rank [01] had nothing to save; the same command continues from what is in "
+            told = (
+                r"megarl: stopped by SIGTERM: rank [01] had nothing to save; the same command continues "
+                r"from what is in "
+            )
             assert re.match(told + re.escape(f"{job_scene.folder}/run"), errors.splitlines()[1])
 
     def test_told_to_end_while_a_rank_without_our_launcher_is_importing(
@@ -240,7 +255,10 @@ class TestRealJob:
             code, errors = job.end()
         assert (code, errors) == (
             75,
-            "megarl: stopped by SIGTERM: before the first step, nothing is lost; the same command continues\n",
+            (
+                "megarl: stopped by SIGTERM: before the first step, nothing is lost; the same command "
+                "continues\n"
+            ),
         )
 
     def slow_start(self, scene: Scene, monkeypatch: pytest.MonkeyPatch, code: str, **values: bool) -> Path:
@@ -251,7 +269,8 @@ class TestRealJob:
         return folder
 
     def test_weights_that_are_not_numbers(self, job_scene: Scene) -> None:
-        """Only a rank that reads the slice can know; all of them end, and the file and the tensor are named once."""
+        """Only a rank that reads the slice can know; all of them end, and the file and the tensor are named
+        once."""
         path, name = job_scene.folder / "model" / "model.safetensors", "model.layers.1.mlp.down_proj.weight"
         weights = load_file(path)
         weights[name][3, -1] = float("nan")  # in the slice of the second rank
@@ -259,7 +278,10 @@ class TestRealJob:
         with Job(job_scene.config) as job:
             job.ranks(2)
             code, errors = job.end()
-        said = f"megarl: {path}: {name}: holds numbers that are NaN or infinite (the file is damaged, or what wrote it had diverged"
+        said = (
+            f"megarl: {path}: {name}: holds numbers that are NaN or infinite (the file is damaged, or what "
+            "wrote it had diverged"
+        )
         assert (code, errors) == (2, f"{said}: take another)\n")
 
     def test_a_killed_launcher_takes_its_ranks_with_it(self, job_scene: Scene) -> None:

@@ -1,4 +1,5 @@
-"""`megarl eval`: a checkpoint, its run and its export are the same policy at every layout; scores, files, and what is refused."""
+"""`megarl eval`: a checkpoint, its run and its export are the same policy at every layout; scores, files, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ Ranks = Callable[..., RankPool]
 
 @pytest.fixture(scope="module")
 def run(shared_scene: Scene, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with a checkpoint that two tensor-parallel ranks wrote, of other weights than model.path, and their export."""
+    """A run's folder with a checkpoint that two tensor-parallel ranks wrote, of other weights than
+    model.path, and their export."""
     folder = tmp_path_factory.mktemp("perturbed") / "run"
     config = load_config(shared_scene.config, [f"run_dir={folder}", "data.eval=[]"])
     ranks(2, 1, 1).run(write_perturbed, config=config)
@@ -87,7 +89,8 @@ def test_a_converted_checkpoint_brings_its_own_description(
 def test_training_starts_from_converted_checkpoints(
     shared_scene: Scene, ranks: Ranks, run: Path, tmp_path: Path
 ) -> None:
-    """model.path and critic.path: the same weights as from the Hugging Face folder, and a damaged one is refused before ranks start."""
+    """model.path and critic.path: the same weights as from the Hugging Face folder, and a damaged one is
+    refused before ranks start."""
     whole, critic = tmp_path / "converted", tmp_path / "critic"
     assert main(["convert", "to-megatron", str(run / "hf"), str(whole), "--pp", "2"]) == 0
     assert main(["convert", "to-megatron", str(run / "hf"), str(critic), "--critic"]) == 0
@@ -142,7 +145,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_command_on_two_ranks(shared_scene: Scene, run: Path, tmp_path: Path) -> None:
-    """A Megatron checkpoint under the launcher at dp 2, and its export in one process: the same answers, and scores as counted here."""
+    """A Megatron checkpoint under the launcher at dp 2, and its export in one process: the same answers, and
+    scores as counted here."""
     easy = "reward.verifier=tests.cli.verifiers:even_length"
     common = (easy, "evaluation.samples=4", "rollout.max_response_tokens=6", "evaluation.top_p=1.0")
 

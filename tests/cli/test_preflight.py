@@ -1,4 +1,5 @@
-"""The check of a job's nodes: what is wrong is named with its node, within seconds, and a sound job passes."""
+"""The check of a job's nodes: what is wrong is named with its node, within seconds, and a sound job
+passes."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def test_a_bad_node_is_named(
 def over_two_networks(
     place: NodePlace, needs: NodeNeeds, versions: dict[str, str], clock_off: float
 ) -> Findings:
-    """`node` as on GPUs, where NCCL is stood for by gloo: the second network is the one for control messages."""
+    """`node` as on GPUs, where NCCL is stood for by gloo: the second network is the one for control
+    messages."""
     from megarl.cli import preflight
 
     original, preflight.networks = (
@@ -173,7 +175,8 @@ def test_a_first_node_that_is_out_of_reach() -> None:
 
 
 def test_what_a_large_run_needs_of_its_nodes() -> None:
-    """As the plan says: hundreds of GiB of memory, and room for the checkpoints that are kept and the one that is being written."""
+    """As the plan says: hundreds of GiB of memory, and room for the checkpoints that are kept and the one
+    that is being written."""
     from megarl.config import load_config
 
     config = load_config(Path(__file__).parents[2] / "configs" / "vapo_32b.yaml")

@@ -1,6 +1,8 @@
-"""The main job on real input: AIME 2024 in the DAPO project's own schema, and GSM8K, with a tiny random Qwen2 model.
+"""The main job on real input: AIME 2024 in the DAPO project's own schema, and GSM8K, with a tiny random Qwen2
+model.
 
-Accuracy 0 is the honest result of such a model; what is tested is that every row is read, prompted, answered, verified and counted.
+Accuracy 0 is the honest result of such a model; what is tested is that every row is read, prompted,
+answered, verified and counted.
 """
 
 from __future__ import annotations
@@ -130,7 +132,8 @@ def test_training_on_aime(folder: Path) -> None:
         if record["stage"] == "eval":
             assert (record["eval/avg"], record["eval/problems"], record["eval/k"]) == (0, 30, 2)
         else:
-            # Two generation batches of 8 prompts, none of them mixed: the limit, and the step goes on with what it has.
+            # Two generation batches of 8 prompts, none of them mixed: the limit, and the step goes on with
+            # what it has.
             assert (
                 record["rollout/batches"],
                 record["rollout/prompts"],

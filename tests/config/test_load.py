@@ -1,4 +1,5 @@
-"""Layers of a configuration: preset, bases, file, overrides; what each layer may say, and what is said about what it may not."""
+"""Layers of a configuration: preset, bases, file, overrides; what each layer may say, and what is said about
+what it may not."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ class TestLayers:
 
 
 class TestPresets:
-    # The switches as the papers have them, written down here a second time: DAPO section 2 and 4.1, VAPO section 4 and 5.1.
+    # The switches as the papers have them, written down here a second time: DAPO section 2 and 4.1, VAPO
+    # section 4 and 5.1.
     EXPECTED = {
         "grpo": {
             "advantage": "group",
@@ -229,9 +231,13 @@ class TestRefusals:
     """Each message is what a stranger reads: where the value was set, which key, what is wrong."""
 
     CASES = {
-        "rollout.groupsize=3": "command line: rollout.groupsize: unknown key (did you mean rollout.group_size?)",
+        "rollout.groupsize=3": (
+            "command line: rollout.groupsize: unknown key (did you mean rollout.group_size?)"
+        ),
         "lr=3": "command line: lr: unknown key (did you mean actor.lr or critic.lr or value_pretraining.lr?)",
-        "dynamic_sampling.enabled=true": "command line: dynamic_sampling: unknown key (did you mean rollout.dynamic_sampling?)",
+        "dynamic_sampling.enabled=true": (
+            "command line: dynamic_sampling: unknown key (did you mean rollout.dynamic_sampling?)"
+        ),
         "supervised.foo=1": "command line: supervised.foo: unknown key (known here: response_key, batch)",
         "rollout.group_size=abc": "command line: rollout.group_size: must be a whole number (got 'abc')",
         "rollout.group_size=2.5": "command line: rollout.group_size: must be a whole number (got 2.5)",
@@ -249,14 +255,19 @@ class TestRefusals:
         "data.shuffle=maybe": "command line: data.shuffle: must be true or false (got 'maybe')",
         "model.path=12": "command line: model.path: must be a path, as text (got 12)",
         "data.prompt_format={prompt}": (
-            "command line: data.prompt_format: must be a text (quotes make one of anything) (got {'prompt': None})"
+            "command line: data.prompt_format: must be a text (quotes make one of anything) (got "
+            "{'prompt': None})"
         ),
         "recipe=dappo": "command line: recipe: must be 'sft', 'grpo', 'dapo', 'ppo' or 'vapo' (got 'dappo')",
         "rollout=": "command line: rollout: is an empty section: give it keys, or leave it out (got None)",
         "rollout=3": "command line: rollout: must be a section of `key: value` lines (got 3)",
         "rollout={1: 2}": "command line: rollout.1: a key must be a text, not 1",
-        "algorithm.lambda_policy=abc": "command line: algorithm.lambda_policy: must be a number or 'length_adaptive' (got 'abc')",
-        "run_dir=[a": "command line: run_dir: line 1: not valid YAML: expected ',' or ']', but got '<stream end>'",
+        "algorithm.lambda_policy=abc": (
+            "command line: algorithm.lambda_policy: must be a number or 'length_adaptive' (got 'abc')"
+        ),
+        "run_dir=[a": (
+            "command line: run_dir: line 1: not valid YAML: expected ',' or ']', but got '<stream end>'"
+        ),
         'run_dir="a\\0b"': "command line: run_dir: must not hold a NUL character (got 'a\\x00b')",
         "base=other.yaml": "command line: base: unknown key",
         "noequals": "command line: 'noequals': an override is written key=value",
@@ -278,11 +289,15 @@ class TestRefusals:
         "": "x.yaml: must hold `key: value` lines",
         "- a\n": "x.yaml: must hold `key: value` lines",
         "steps: 1\nseed: 2\nsteps: 3\n": "x.yaml: line 1: not valid YAML: key 'steps' is given twice",
-        "model: {path: a}\nrollout:\n  prompts: 1\n  prompts: 2\n": "x.yaml: line 3: not valid YAML: key 'prompts' is given twice",
+        "model: {path: a}\nrollout:\n  prompts: 1\n  prompts: 2\n": (
+            "x.yaml: line 3: not valid YAML: key 'prompts' is given twice"
+        ),
         "steps: [1\nseed: 2\n": "x.yaml: line 2: not valid YAML: expected ',' or ']', but got ':'",
         "\tsteps: 1\n": "x.yaml: line 1: not valid YAML: found character '\\t' that cannot start any token",
         "steps: !!bool x\n": "x.yaml: not valid YAML: a value does not fit its tag",
-        "steps: !!python/name:os.system\n": "x.yaml: line 1: not valid YAML: could not determine a constructor",
+        "steps: !!python/name:os.system\n": (
+            "x.yaml: line 1: not valid YAML: could not determine a constructor"
+        ),
         "base: 3\n": "x.yaml: base: must be a file name or a list of file names",
         "base: ['']\n": "x.yaml: base: must be a file name or a list of file names",
         "recipe: dapo\nrun_dir: x\nsteps: 1\n": "x.yaml: model: must be given",
@@ -319,16 +334,26 @@ class TestContradictions:
     CASES = {
         "data.train=[]": "data.train: must name at least one file",
         "rollout.group_size=1": "rollout.group_size: must be >= 2 for group-normalised advantages (got 1",
-        "recipe=ppo rollout.dynamic_sampling.enabled=true": "rollout.dynamic_sampling.enabled: needs rollout.group_size >= 2 (got 1)",
+        "recipe=ppo rollout.dynamic_sampling.enabled=true": (
+            "rollout.dynamic_sampling.enabled: needs rollout.group_size >= 2 (got 1)"
+        ),
         "algorithm.lambda_policy=length_adaptive": "algorithm.lambda_policy: length_adaptive needs a critic",
-        "recipe=vapo algorithm.advantage=group algorithm.lambda_policy=0.9": "value_pretraining.steps: there is no critic to pretrain",
-        "recipe=vapo algorithm.lambda_policy=1.5": "algorithm.lambda_policy: must be in [0, 1] or length_adaptive (got 1.5)",
+        "recipe=vapo algorithm.advantage=group algorithm.lambda_policy=0.9": (
+            "value_pretraining.steps: there is no critic to pretrain"
+        ),
+        "recipe=vapo algorithm.lambda_policy=1.5": (
+            "algorithm.lambda_policy: must be in [0, 1] or length_adaptive (got 1.5)"
+        ),
         "update.mini_batch=500": "update.mini_batch: must divide the 8192 responses of a step",
         "update.mini_batch=16384": "update.mini_batch: must divide the 8192 responses of a step",
-        "recipe=dapo rollout.max_response_tokens=100": "reward.overlong.buffer: must be <= rollout.max_response_tokens 100 (got 4096)",
+        "recipe=dapo rollout.max_response_tokens=100": (
+            "reward.overlong.buffer: must be <= rollout.max_response_tokens 100 (got 4096)"
+        ),
         "reward.correct=-1": "reward.correct: must be greater than reward.incorrect -1.0 (got -1.0)",
         "evaluation.every=5": "evaluation.every: needs data.eval files",
-        "model.max_positions=1000": "rollout.max_response_tokens: data.max_prompt_tokens 2048 + 20480 tokens exceed the model's 1000",
+        "model.max_positions=1000": (
+            "rollout.max_response_tokens: data.max_prompt_tokens 2048 + 20480 tokens exceed the model's 1000"
+        ),
         "rollout.stop=['']": "rollout.stop: must not hold an empty text",
         "actor.betas=[0.9, 1.0]": "actor.betas: both must be in [0, 1) (got [0.9, 1.0])",
         "recipe=sft algorithm.nll_weight=0": "algorithm.nll_weight: must be > 0 for recipe sft",
@@ -338,14 +363,25 @@ class TestContradictions:
         "value_pretraining.rollouts=x": "value_pretraining.rollouts: there is no critic",
         "algorithm.whiten=true": "algorithm.whiten: there is no critic",
         "algorithm.value_clip=0.2": "algorithm.value_clip: there is no critic",
-        "recipe=vapo critic.mini_batch=500": "critic.mini_batch: must divide the 8192 responses of a step, and divide update.mini_batch",
-        "recipe=vapo rollout.prompts=6 rollout.group_size=1 update.mini_batch=2 critic.mini_batch=3": (
-            "critic.mini_batch: must divide the 6 responses of a step, and divide update.mini_batch 2 or be a multiple of it (got 3)"
+        "recipe=vapo critic.mini_batch=500": (
+            "critic.mini_batch: must divide the 8192 responses of a step, and divide update.mini_batch"
         ),
-        "algorithm.mismatch.mask=token algorithm.mismatch.mask_low=3": "algorithm.mismatch.mask_low: must be less than mask_high 2.0",
-        "algorithm.mismatch.cap=3": "algorithm.mismatch.cap: has no effect while algorithm.mismatch.weight is none",
-        "algorithm.mismatch.mask_high=3": "algorithm.mismatch.mask_high: has no effect while algorithm.mismatch.mask is none",
-        "recipe=sft algorithm.mismatch.weight=token": "algorithm.mismatch.weight: recipe sft learns from given responses",
+        "recipe=vapo rollout.prompts=6 rollout.group_size=1 update.mini_batch=2 critic.mini_batch=3": (
+            "critic.mini_batch: must divide the 6 responses of a step, and divide update.mini_batch 2 or "
+            "be a multiple of it (got 3)"
+        ),
+        "algorithm.mismatch.mask=token algorithm.mismatch.mask_low=3": (
+            "algorithm.mismatch.mask_low: must be less than mask_high 2.0"
+        ),
+        "algorithm.mismatch.cap=3": (
+            "algorithm.mismatch.cap: has no effect while algorithm.mismatch.weight is none"
+        ),
+        "algorithm.mismatch.mask_high=3": (
+            "algorithm.mismatch.mask_high: has no effect while algorithm.mismatch.mask is none"
+        ),
+        "recipe=sft algorithm.mismatch.weight=token": (
+            "algorithm.mismatch.weight: recipe sft learns from given responses"
+        ),
         "recipe=sft rollout.dynamic_sampling.enabled=true": "rollout.dynamic_sampling.enabled: recipe sft",
         "recipe=sft reward.overlong.soft_punishment=true": "reward.overlong.soft_punishment: recipe sft",
         "recipe=sft value_pretraining.steps=3": "value_pretraining.steps: recipe sft",
@@ -375,7 +411,8 @@ class TestContradictions:
 
 
 class TestNumbersAndTexts:
-    """YAML 1.1 reads 1e-6 as a text, `no` as false, 010 as 8 and 2024-01-01 as a date; here they are what they look like."""
+    """YAML 1.1 reads 1e-6 as a text, `no` as false, 010 as 8 and 2024-01-01 as a date; here they are what
+    they look like."""
 
     @pytest.mark.parametrize("text", ["1e-6", "1.0e-6", "0.000001", "1E-6", "+1e-06", ".000001"])
     def test_small_numbers(self, minimum: Path, text: str) -> None:

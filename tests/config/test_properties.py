@@ -1,4 +1,5 @@
-"""Properties of loading: what is dumped is read back, and whatever a file or an override holds, nothing but ConfigError is raised."""
+"""Properties of loading: what is dumped is read back, and whatever a file or an override holds, nothing but
+ConfigError is raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What README and docs say can be followed: links lead somewhere, names exist, documented commands and examples run."""
+"""What README and docs say can be followed: links lead somewhere, names exist, documented commands and
+examples run."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config import Config, check_config, load_config
-from megarl.config.recipes import PRESETS
+from megarl.config.phases import PRESETS
 from megarl.config.schema import fields
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +93,8 @@ def test_named_keys_exist(page: Path) -> None:
 
 
 def test_every_equation_has_a_function_and_a_test() -> None:
-    """algorithms.md is a map of DAPO's equations 1 to 13 and VAPO's 1 to 10; that what it names exists is tested above."""
+    """algorithms.md is a map of DAPO's equations 1 to 13 and VAPO's 1 to 10; that what it names exists is
+    tested above."""
     rows = re.findall(
         r"^\| (DAPO|VAPO) eq\. (\d+) \|[^|]*\|([^|]*)\|([^|]*)\|$",
         (ROOT / "docs" / "algorithms.md").read_text(),
@@ -181,7 +183,8 @@ def test_config_commands(
     "arguments", [c for page in PAGES for c in commands(page, "megarl") if c[0] != "config"], ids=" ".join
 )
 def test_other_commands_are_understood(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments of documented commands that take too long for this test: they are read, and their configuration loads."""
+    """Arguments of documented commands that take too long for this test: they are read, and their
+    configuration loads."""
     from megarl.cli import main as cli
 
     taken: list[dict[str, object]] = []
@@ -259,7 +262,8 @@ def test_make_targets_exist() -> None:
 
 
 def test_one_answer_to_which_python() -> None:
-    """pyproject.toml decides, in the form `>=3.11` or `>=3.11,<3.14`; what a newcomer reads and what `make` accepts follow it."""
+    """pyproject.toml decides, in the form `>=3.11` or `>=3.11,<3.14`; what a newcomer reads and what `make`
+    accepts follow it."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     bounds = re.fullmatch(r">=3\.(\d+)(?:,<3\.(\d+))?", settings["project"]["requires-python"])
     assert bounds is not None
@@ -331,7 +335,8 @@ def test_own_task(own_task: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_own_task_trains(
     own_task: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page's commands, from a model with random weights and for one step, on the layout that the page's base has."""
+    """The page's commands, from a model with random weights and for one step, on the layout that the page's
+    base has."""
     from megarl.demo.arithmetic import write_demo
 
     write_demo(own_task / "made", 0)

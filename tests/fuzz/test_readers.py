@@ -1,4 +1,5 @@
-"""Whatever bytes a file holds: what reads it gives content or one of our own errors, on one line. (The configuration: tests/config.)"""
+"""Whatever bytes a file holds: what reads it gives content or one of our own errors, on one line. (The
+configuration: tests/config.)"""
 
 from __future__ import annotations
 
@@ -264,7 +265,8 @@ def test_manifests(tmp_path: Path, content: bytes) -> None:
     form=st.sampled_from(["{}", "Answer: {}", "\\boxed{{{}}}", "Answer: \\frac{}{}"]),
 )
 def test_verifiers(name: str, response: str, answer: str, form: str) -> None:
-    """A verdict, whatever is judged; that none takes long or much memory is the pool's business (tests/rewards)."""
+    """A verdict, whatever is judged; that none takes long or much memory is the pool's business
+    (tests/rewards)."""
     verdict = judge(
         get_verifier(name), form.replace("{}", response.replace("{", "").replace("}", "")), answer
     )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.weights import token_weights
+from megarl.algorithms.losses import token_weights
 from megarl.config.schema import AlgorithmConfig
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
