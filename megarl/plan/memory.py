@@ -287,10 +287,8 @@ def plan_of(
     memory: float | None = None,
 ) -> Plan:
     """Return the plan of a configuration whose models have these config.json.
-
     memory: bytes of a GPU that is there. Raises ConfigError where the model or the ranks cannot be divided as
-    `parallel` says.
-    """
+    `parallel` says."""
     parallel, dtype = config.parallel, config.model.dtype
     for described in (actor, critic or actor):
         check_layout(described, parallel.tp, parallel.pp, parallel.ep)

@@ -51,10 +51,8 @@ class Shape:
         return BYTES[self.dtype]
 
     def held(self, layout: Layout, pp_rank: int, *, critic: bool = False) -> Held:
-        """Count the parameters of a rank of this pipeline stage, padding of the vocabulary included.
-
-        All tensor-parallel ranks have the same number. A critic's value head is in float32.
-        """
+        """Count the parameters of a rank of this pipeline stage, padding of the vocabulary included. All
+        tensor-parallel ranks have the same number. A critic's value head is in float32."""
         sizes = self.sizes
 
         def local(pair: Pair, tp: int) -> int:
@@ -96,10 +94,8 @@ class Shape:
         return sizes.layers * (sizes.hidden * (2 * sizes.q + 2 * sizes.kv) + mlp) + sizes.vocab * sizes.hidden
 
     def cache_bytes(self, tp: int) -> int:
-        """Return the bytes of one token's keys and values on one rank of an engine.
-
-        A key/value head is not cut: where there are fewer of them than ranks, each is held by several.
-        """
+        """Return the bytes of one token's keys and values on one rank of an engine. A key/value head is not
+        cut: where there are fewer of them than ranks, each is held by several."""
         heads = max(1, self.sizes.kv_heads // tp)
         return 2 * self.sizes.layers * heads * self.sizes.head_dim * self.itemsize
 
@@ -133,8 +129,7 @@ class Activations:
     work         what the backward pass of a layer needs besides
     head         the most in the last stage's head, forward or backward
     head_fixed   what that head needs besides, however many tokens there are
-    forward      the most in a layer without gradients
-    """
+    forward      the most in a layer without gradients"""
 
     layer: float
     one_layer: float
@@ -146,9 +141,7 @@ class Activations:
 
     def training(self, tokens: float, layers: int, in_flight: int, last: bool) -> float:
         """Return the most in forward and backward of a stage with so many layers.
-
-        in_flight: micro-batches of `tokens` whose backward pass is still to come; last: the last stage.
-        """
+        in_flight: micro-batches of `tokens` whose backward pass is still to come; last: the last stage."""
         kept = tokens * self.layer * layers * in_flight
         again = self.one_layer if self.recompute == "full" else 0.0
         inside = tokens * (again + self.work)
@@ -239,9 +232,8 @@ DEVICES = {
 
 def device_of(cluster: ClusterConfig, measured: float | None = None) -> Device:
     """Return the GPU that `cluster` describes: one of the table by name, with the figures that it states.
-
-    measured: bytes of memory that a real one was found to have. Raises ConfigError where figures are missing.
-    """
+    measured: bytes of memory that a real one was found to have. Raises ConfigError where figures are
+    missing."""
     memory = None if cluster.gpu_memory is None else cluster.gpu_memory * GIB
     figures = {
         "gpu_memory": memory,

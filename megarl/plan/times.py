@@ -29,9 +29,7 @@ UPDATES = ("critic_update", "actor_update", "supervised_update")  # of three, an
 @dataclass(frozen=True)
 class Lengths:
     """Response lengths: log-normal, cut at the limit.
-
-    mean: of what is sampled, cut ones included; longest: the limit; spread: sigma of the logarithm.
-    """
+    mean: of what is sampled, cut ones included; longest: the limit; spread: sigma of the logarithm."""
 
     mean: float
     longest: int
@@ -124,11 +122,8 @@ def estimate(plan: Plan, lengths: Lengths) -> Estimate:
 
 
 def _rollout(plan: Plan, prompt: float, quantiles: list[float]) -> float:
-    """Return the seconds in which all engines are done.
-
-    Each takes the next response when one is done; a decoding step of all of them reads the weights once, and
-    each one's keys and values.
-    """
+    """Return the seconds in which all engines are done. Each takes the next response when one is done; a
+    decoding step of all of them reads the weights once, and each one's keys and values."""
     config, device, shape, tp = plan.config, plan.device, plan.actor, plan.engine_tp
     engines = plan.layout.world // tp
     sampled = config.responses / (GROUPS_KEPT if config.rollout.dynamic_sampling.enabled else 1.0)
@@ -163,10 +158,8 @@ class Found(NamedTuple):
 
 
 def search(plan: Plan, lengths: Lengths) -> list[Found]:
-    """Try every TP x PP x DP x engine TP of as many GPUs as the plan has.
-
-    Those that fit come first, the quickest first; of the others those with the least parallelism first.
-    """
+    """Try every TP x PP x DP x engine TP of as many GPUs as the plan has. Those that fit come first, the
+    quickest first; of the others those with the least parallelism first."""
     world, node = plan.layout.world, min(plan.config.cluster.gpus_per_node, plan.layout.world)
     powers = [2**i for i in range(node.bit_length()) if 2**i <= node]
     engines = [n for n in powers if world % n == 0]

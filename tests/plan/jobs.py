@@ -134,7 +134,7 @@ def measure(
     micro_batches: int = 1,
     **keys: Any,
 ) -> tuple[float, float]:
-    """Return the most bytes alive in forward and backward of a mini-batch on this rank: measured, predicted."""
+    """Return the most bytes alive in forward and backward on this rank: (measured, predicted)."""
     hf, learner = learner_of(runtime, family, dtype, critic, **keys)
     made = batches(learner, micro_batches)
 
