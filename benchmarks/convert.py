@@ -178,7 +178,7 @@ import json, sys, time
 from pathlib import Path
 from megarl.cli.ranks import quiet_libraries
 quiet_libraries()
-from megarl.weights.convert import conversion_layout, hf_to_megatron, megatron_to_hf
+from megarl.weights.megatron import conversion_layout, hf_to_megatron, megatron_to_hf
 from convert import warm
 what, size, *arguments = sys.argv[1:]
 if int(size):

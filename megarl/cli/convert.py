@@ -17,8 +17,8 @@ from rich.console import Console
 
 from megarl.config.errors import ConfigError, MegarlError
 from megarl.parallel.runtime import is_launched, launched_rank, launched_world
-from megarl.weights.convert import Advance, Conversion, conversion_layout, hf_to_megatron, megatron_to_hf
 from megarl.weights.files import readable
+from megarl.weights.megatron import Advance, Conversion, conversion_layout, hf_to_megatron, megatron_to_hf
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LIMIT = datetime.timedelta(hours=6)  # of a wait for the slowest process

@@ -131,7 +131,7 @@ def _mend(optimizer: Any) -> None:
             optimizer.model_param_group_index_map[parameter] = (number, place)
 
 
-def allocate_moments(adam: torch.optim.Optimizer) -> None:
+def allocate_moments(adam: Any) -> None:
     """Give Adam the state that it has before its first step, which Megatron's saving and loading need."""
     if adam.state:
         return

@@ -7,7 +7,7 @@ that the plan replaces, in which every rank gathers whole tensors, bucket by buc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -42,74 +42,62 @@ class RankCost(NamedTuple):
 
 
 @dataclass
-class _Links:
-    """Bytes that a rank has [sent, received] within its node and between nodes, in all or in one round."""
+class _Turn:
+    """What a rank does in one round of messages."""
 
-    node: list[int] = field(default_factory=lambda: [0, 0])
-    network: list[int] = field(default_factory=lambda: [0, 0])
+    moved: list[int] = field(default_factory=lambda: [0] * 4)  # bytes, as in RankCost from node_sent on
     peers: set[int] = field(default_factory=set)
     staging: int = 0
 
-    def add(self, same_node: bool, sent: int, received: int) -> None:
-        link = self.node if same_node else self.network
-        link[0] += sent
-        link[1] += received
 
-    def seconds(self, cluster: ClusterConfig) -> float:
-        """Return seconds: both directions of a link work at once, the two kinds one after the other."""
-        return (max(self.node) / cluster.node_speed + max(self.network) / cluster.network_speed) / 1e9
-
-    def cost(self, local: int, rounds: int, staging: int, seconds: float) -> RankCost:
-        (node_sent, node_received), (sent, received) = self.node, self.network
-        return RankCost(local, node_sent, node_received, sent, received, rounds, staging, seconds)
+def _seconds(moved: Sequence[int], cluster: ClusterConfig) -> float:
+    """Return seconds: both directions of a link work at once, the two kinds one after the other."""
+    return (max(moved[:2]) / cluster.node_speed + max(moved[2:]) / cluster.network_speed) / 1e9
 
 
 def direct_cost(plan: Plan, itemsize: int, bucket_bytes: int, cluster: ClusterConfig) -> dict[int, RankCost]:
     """Return each rank's cost of carrying out a plan; an element of the model's dtype has `itemsize` bytes.
-
     Seconds: until a rank is through its last round, when each round waits for the ranks that it exchanges
-    messages with.
-    """
-    ranks = sorted({*plan.sources, *plan.targets})
-    local, taken, staging = (dict.fromkeys(ranks, 0) for _ in range(3))
-    for copy in plan.copies:
-        if copy.src_rank == copy.dst_rank:
-            local[copy.dst_rank] += plan.nbytes(copy, itemsize)
-    total = {rank: _Links() for rank in ranks}
-    rounds: dict[int, dict[int, _Links]] = defaultdict(lambda: defaultdict(_Links))
+    messages with."""
+    local = {rank: traffic.local for rank, traffic in plan.summary(itemsize).items()}
+    total = {rank: [0] * 4 for rank in local}
+    rounds: dict[int, dict[int, _Turn]] = defaultdict(lambda: defaultdict(_Turn))
     for number, piece, size, _ in placed(plan, itemsize, bucket_bytes):
         source, target = piece.src_rank, piece.dst_rank
-        same_node = source // plan.gpus_per_node == target // plan.gpus_per_node
+        between_nodes = source // plan.gpus_per_node != target // plan.gpus_per_node
         nbytes = plan.nbytes(piece, itemsize)
-        for rank, peer, sent, received in ((source, target, nbytes, 0), (target, source, 0, nbytes)):
+        for rank, peer, received in ((source, target, 0), (target, source, 1)):
+            link = 2 * between_nodes + received
             turn = rounds[number][rank]
-            total[rank].add(same_node, sent, received)
-            turn.add(same_node, sent, received)
+            turn.moved[link] += nbytes
             turn.peers.add(peer)
             turn.staging += size
+            total[rank][link] += nbytes
     clock = {rank: size / cluster.copy_speed / 1e9 for rank, size in local.items()}
+    staging: dict[int, list[int]] = {rank: [] for rank in local}  # of each of its rounds
     for _, turns in sorted(rounds.items()):
         start = {
             rank: max(clock[rank], *(clock[peer] for peer in turn.peers)) for rank, turn in turns.items()
         }
         for rank, turn in turns.items():
-            clock[rank] = start[rank] + turn.seconds(cluster)
-            taken[rank] += 1
-            staging[rank] = max(staging[rank], turn.staging)
-    return {
-        rank: links.cost(local[rank], taken[rank], staging[rank], clock[rank])
-        for rank, links in total.items()
-    }
+            clock[rank] = start[rank] + _seconds(turn.moved, cluster)
+            staging[rank].append(turn.staging)
+    costs = {}
+    for rank, stagings in staging.items():
+        node_sent, node_received, sent, received = total[rank]
+        most, seconds = max(stagings, default=0), clock[rank]
+        costs[rank] = RankCost(
+            local[rank], node_sent, node_received, sent, received, len(stagings), most, seconds
+        )
+    return costs
 
 
 def gather_cost(
     plan: Plan, shapes: Mapping[str, Shape], itemsize: int, bucket_bytes: int, cluster: ClusterConfig
 ) -> dict[int, RankCost]:
     """Return each rank's cost of gathering all of `shapes` from the plan's sources, counted at its best.
-
     Nobody is sent what it holds, each byte enters a node once, over all its adapters alike, and goes round in
-    the node, so that a rank sends what it receives.
-    """
+    the node, so that a rank sends what it receives."""
 
     def nbytes(boxes: Iterable[tuple[str, Box]]) -> int:
         return sum(volume(box) for _, box in boxes) * itemsize
@@ -130,15 +118,14 @@ def gather_cost(
     whole = sum(buckets)
     costs = {}
     for ranks in nodes.values():
-        entering = (whole - nbytes(set[tuple[str, Box]]().union(*(held[rank] for rank in ranks)))) // len(
-            ranks
-        )
+        there = set[tuple[str, Box]]().union(*(held[rank] for rank in ranks))
+        entering = (whole - nbytes(there)) // len(ranks)
         for rank in ranks:
             own = nbytes(held[rank])
             within = whole - own - entering
-            links = _Links([within, within], [entering, entering])
-            seconds = own / cluster.copy_speed / 1e9 + links.seconds(cluster)
-            costs[rank] = links.cost(own, len(buckets), max(buckets), seconds)
+            moved = (within, within, entering, entering)
+            seconds = own / cluster.copy_speed / 1e9 + _seconds(moved, cluster)
+            costs[rank] = RankCost(own, *moved, len(buckets), max(buckets), seconds)
     return costs
 
 
@@ -167,15 +154,8 @@ _KNOWN: dict[str, tuple[str | int | bool, ...]] = {
     "Qwen3-235B-A22B": ("qwen3_moe", 94, 4096, 64, 4, 128, 12288, 151936, False, 128, 8, 1536),
 }
 _KEYS = (
-    *(
-        "model_type",
-        "num_hidden_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    ),
-    *("intermediate_size", "vocab_size", "tie_word_embeddings"),
+    *("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size", "vocab_size", "tie_word_embeddings"),
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
 )
 KNOWN_MODELS: dict[str, dict[str, Any]] = {
@@ -184,24 +164,17 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
 
 
 def planning_config(path: Path, name: str | None = None) -> tuple[str, Mapping[str, Any]]:
-    """Return (where it is from, config.json) of the model to plan with; ConfigError if there is none.
-
-    It is a known one by `name`, else the folder's, else a known one that is named like the folder (a suffix
-    such as -Instruct aside).
-    """
+    """Return (where it is from, config.json) of the model to plan with; ConfigError if there is none. It is a
+    known one by `name`, else the folder's, else a known one that is named like the folder (a suffix such as
+    -Instruct aside)."""
     if name is None and (path / "config.json").is_file():
         return str(path / "config.json"), read_config(path)
     wanted = path.name if name is None else name
-    found = max(
-        (known for known in KNOWN_MODELS if f"{wanted}-".lower().startswith(f"{known}-".lower())),
-        key=len,
-        default=None,
-    )
-    if found is None:
-        key = (
-            f"model.path: {path}: no config.json there, and {wanted!r}"
-            if name is None
-            else f"--model: {name!r}"
-        )
+    found = [known for known in KNOWN_MODELS if f"{wanted}-".lower().startswith(f"{known}-".lower())]
+    if not found:
+        key = f"--model: {name!r}"
+        if name is None:
+            key = f"model.path: {path}: no config.json there, and {wanted!r}"
         raise ConfigError(f"{key} is not a known model (known: {', '.join(KNOWN_MODELS)})")
-    return f"the known sizes of {found}", KNOWN_MODELS[found]
+    longest = max(found, key=len)
+    return f"the known sizes of {longest}", KNOWN_MODELS[longest]

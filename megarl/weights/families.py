@@ -92,11 +92,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Pair:
-    """A Megatron parameter and the Hugging Face tensors in it, each with its dimensions.
-
-    `{l}` is the index of the layer and `{e}` that of the expert: global ones in Hugging Face names, those
-    within the rank in Megatron's.
-    """
+    """A Megatron parameter and the Hugging Face tensors in it, each with its dimensions. `{l}` is the index
+    of the layer and `{e}` that of the expert: global ones in Hugging Face names, those within the rank in
+    Megatron's."""
 
     megatron: str
     operation: Operation
@@ -109,20 +107,16 @@ class Pair:
 
 
 def _layer(name: str, operation: Operation, *hf: tuple[str, str]) -> Pair:
-    return Pair(
-        "decoder.layers.{l}." + name,
-        operation,
-        tuple(("model.layers.{l}." + hf_name, dims) for hf_name, dims in hf),
-    )
+    tensors = tuple(("model.layers.{l}." + hf_name, dims) for hf_name, dims in hf)
+    return Pair("decoder.layers.{l}." + name, operation, tensors)
 
 
-EMBEDDING = Pair(
-    "embedding.word_embeddings.weight", "vocabulary", (("model.embed_tokens.weight", "vocab hidden"),)
-)
+EMBEDDED = ("model.embed_tokens.weight", "vocab hidden")
+EMBEDDING = Pair("embedding.word_embeddings.weight", "vocabulary", (EMBEDDED,))
 FINAL_NORM = Pair("decoder.final_layernorm.weight", "replicated", (("model.norm.weight", "hidden"),))
 OUTPUT = Pair("output_layer.weight", "vocabulary", (("lm_head.weight", "vocab hidden"),))
 # The last pipeline stage's own copy of tied embeddings; with one stage there is no such parameter.
-TIED_OUTPUT = Pair("output_layer.weight", "vocabulary", EMBEDDING.hf)
+TIED_OUTPUT = Pair("output_layer.weight", "vocabulary", (EMBEDDED,))
 VALUE_HEAD = Pair("value_head.weight", "replicated", (("score.weight", "one hidden"),))
 
 ATTENTION_LAYER = (
@@ -178,10 +172,8 @@ EXPERTS = (
 @dataclass(frozen=True)
 class Family:
     """A model family, with `model_type` and `prefix` as in config.json ("qwen2", "Qwen2ForCausalLM").
-
-    `requires`: config keys whose other values would mean parameters that the table does not have (a key that
-    is absent or null is taken for its value here).
-    """
+    requires: config keys that must be absent, null or of this value, as others would mean parameters that the
+    table does not have."""
 
     model_type: str
     prefix: str
@@ -252,10 +244,6 @@ def table_names(tensors: Mapping[str, T]) -> dict[str, T]:
     return {table_name(name): tensor for name, tensor in tensors.items()}
 
 
-def _bad(key: str, problem: str) -> CheckpointError:
-    return CheckpointError(f"config.json: {key}: {problem}")
-
-
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """Return the family of a config.json; CheckpointError if no table describes it."""
     model_type = hf_config.get("model_type")
@@ -283,15 +271,17 @@ def is_tied(hf_config: Mapping[str, Any]) -> bool:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return a model folder's config.json; CheckpointError names the file and the key that is not supported.
-
-    Keys that do not matter here are left to transformers (megarl/model/hf_config.py).
-    """
+    Keys that do not matter here are left to transformers (megarl/model/hf_config.py)."""
     hf_config = read_json(folder / "config.json", "no such file (a Hugging Face model folder is expected)")
     try:
         _check_description(hf_config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}/{error}") from None
     return hf_config
+
+
+def _bad(key: str, problem: str) -> CheckpointError:
+    return CheckpointError(f"config.json: {key}: {problem}")
 
 
 def _check_description(hf_config: Mapping[str, Any]) -> None:
@@ -312,26 +302,22 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
     if family.is_moe and not (_is_count(active) and active <= sizes.experts):
         raise _bad("num_experts_per_tok", f"must be 1 to {sizes.experts}, the experts (got {_short(active)})")
     for key in ("rope_scaling", "rope_parameters"):
-        if hf_config.get(key):
-            _check_rope(key, hf_config[key])
-
-
-def _check_rope(key: str, rope: Mapping[str, Any]) -> None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if str(kind) not in ROPE_NEEDS:
-        raise _bad(f"{key}.rope_type", f"{_short(kind)} is not known (known: {', '.join(ROPE_NEEDS)})")
-    for name in ROPE_NEEDS[str(kind)]:
-        if name not in rope:
-            raise _bad(f"{key}.{name}", f"is missing, and rope_type {kind} needs it")
-    for name, value in rope.items():
-        if name in ROPE_NUMBERS and not _is_positive(value):
-            raise _bad(f"{key}.{name}", f"must be a number > 0 (got {_short(value)})")
-        if isinstance(value, Mapping) or (name == "partial_rotary_factor" and value != 1):
-            what = f"{_short(value)} is not supported (heads are rotated whole, and alike in all layers)"
-            raise _bad(f"{key}.{name}", what)
-    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
-        low = _short(rope["low_freq_factor"])
-        raise _bad(f"{key}.low_freq_factor", f"must be below high_freq_factor (got {low})")
+        rope = hf_config.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if str(kind) not in ROPE_NEEDS:
+            raise _bad(f"{key}.rope_type", f"{_short(kind)} is not known (known: {', '.join(ROPE_NEEDS)})")
+        for name in ROPE_NEEDS[str(kind)]:
+            if name not in rope:
+                raise _bad(f"{key}.{name}", f"is missing, and rope_type {kind} needs it")
+        for name, value in rope.items():
+            if name in ROPE_NUMBERS and not _is_positive(value):
+                raise _bad(f"{key}.{name}", f"must be a number > 0 (got {_short(value)})")
+            if isinstance(value, Mapping) or (name == "partial_rotary_factor" and value != 1):
+                what = f"{_short(value)} is not supported (heads are rotated whole, and alike in all layers)"
+                raise _bad(f"{key}.{name}", what)
+        if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+            low = _short(rope["low_freq_factor"])
+            raise _bad(f"{key}.low_freq_factor", f"must be below high_freq_factor (got {low})")
 
 
 def _is_positive(value: Any) -> bool:
@@ -342,21 +328,21 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and _is_positive(value) and value <= MAX_SIZE
 
 
-def _is_full(value: Any) -> bool:
-    return isinstance(value, list) and all(kind == "full_attention" for kind in value)
-
-
-_OBJECT = (lambda value: isinstance(value, dict), "null or an object", True)
-_FLAG = (lambda value: isinstance(value, bool), "true or false", False)
-_DTYPE = (lambda value: value in KINDS, f"null or one of {', '.join(KINDS)}", True)
 # Keys that may be left out: what each must be where it is there, and whether null means left out.
 VALUES: dict[str, tuple[Callable[[Any], bool], str, bool]] = {
     "max_position_embeddings": (_is_count, "a positive integer", False),
     "rms_norm_eps": (lambda value: _is_positive(value) and value < 1, "a number between 0 and 1", False),
     "rope_theta": (_is_positive, "a number > 0", False),
     "partial_rotary_factor": (lambda value: value == 1, "1, as heads are rotated whole", True),
-    "layer_types": (_is_full, "full_attention throughout", True),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), _OBJECT),
-    **dict.fromkeys(("tie_word_embeddings", "norm_topk_prob"), _FLAG),
-    **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
+    "layer_types": (
+        lambda value: isinstance(value, list) and all(kind == "full_attention" for kind in value),
+        "full_attention throughout",
+        True,
+    ),
+    "rope_scaling": (lambda value: isinstance(value, dict), "null or an object", True),
+    "rope_parameters": (lambda value: isinstance(value, dict), "null or an object", True),
+    "tie_word_embeddings": (lambda value: isinstance(value, bool), "true or false", False),
+    "norm_topk_prob": (lambda value: isinstance(value, bool), "true or false", False),
+    "dtype": (lambda value: value in KINDS, f"null or one of {', '.join(KINDS)}", True),
+    "torch_dtype": (lambda value: value in KINDS, f"null or one of {', '.join(KINDS)}", True),
 }

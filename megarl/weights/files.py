@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from io import FileIO
 from itertools import product
 from math import prod
 from operator import mul
@@ -31,22 +32,12 @@ from megarl.weights.families import Shape
 from megarl.weights.layout import Box, full_box
 
 T = TypeVar("T")
-BLOCK = (
-    2 << 20
-)  # bytes that are read, converted, hashed and written at a time: they stay in a processor's cache
+BLOCK = 2 << 20  # bytes to read, convert, hash and write at a time: they stay in a processor's cache
 SMALL = 64 << 10  # bytes up to which a thread of its own for hashing does not pay
 # Files of a model's folder that belong to any other form of the model as well.
 CARRIED = (
-    "config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-    "*.model",
-    "*.tiktoken",
+    *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer*", "vocab*", "merges*", "chat_template*", "*.model", "*.tiktoken"),
 )
 
 
@@ -60,9 +51,7 @@ class FileTensor(NamedTuple):
 
     def read(self, box: Box, name: str, out: Tensor | None = None) -> Tensor:
         """Return `tensor[box]` on the CPU, or fill the contiguous `out` with it; only its own bytes are read.
-
-        Raises CheckpointError, naming the file and the tensor `name`, where the bytes are no longer there.
-        """
+        Raises CheckpointError, naming the file and the tensor `name`, where the bytes are no longer there."""
         extents = tuple(stop - start for start, stop in box)
         tensor = torch.empty(extents, dtype=self.dtype) if out is None else out
         memory = as_bytes(tensor)
@@ -104,33 +93,23 @@ def blocks(shape: Shape, itemsize: int) -> Iterator[Box]:
         yield ((first, min(first + step, shape[0])), *full_box(shape[1:]))
 
 
-class HashedFile:
-    """A new file that is written once from front to back, and hashed beside that.
-
-    What cannot be written is a CheckpointError that names the file and `writing`, a tensor.
-    """
+class HashedFile(FileIO):
+    """A new file that is written once from front to back, and hashed by a thread beside that. Errors of
+    writing are CheckpointErrors that name the file and `writing`, a tensor."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.writing = ""
-        self.error: CheckpointError | None = None  # for torch.save, which hides it behind an error of its own
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by `__exit__`)
         self._digest = hashlib.sha256()
         self._hasher = ThreadPoolExecutor(1)
         self._hashing = self._hasher.submit(lambda: None)  # of the data before
+        self.path, self.writing = path, ""
+        self.error: CheckpointError | None = None  # for torch.save, which hides it behind an error of its own
+        super().__init__(path, "wb")
 
-    def __enter__(self) -> HashedFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._hasher.shutdown()
-        self._file.close()
+        super().close()
 
-    def tell(self) -> int:
-        """Return the bytes written so far."""
-        return self._file.tell()
-
-    def write(self, data: bytes | memoryview) -> int:
+    def write(self, data: Any) -> int:
         """Write all of it; what is larger than SMALL must not change afterwards, as it is hashed later."""
         self._hashing.result()
         if len(data) > SMALL:
@@ -138,35 +117,30 @@ class HashedFile:
         else:
             self._digest.update(data)
         left = memoryview(data)
-        try:
+        with self._named_errors():
             while left:
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            raise self._refused(error) from error
+                left = left[super().write(left) :]
         return len(data)
-
-    def flush(self) -> None:
-        """Do nothing, for nothing is held back."""
 
     def finish(self) -> str:
         """Return the SHA-256 of what is on disk now."""
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise self._refused(error) from error
+        with self._named_errors():
+            os.fsync(self.fileno())
         self._hashing.result()
         return self._digest.hexdigest()
 
-    def _refused(self, error: OSError) -> CheckpointError:
-        self.error = damaged(self.path, self.writing, f"cannot be written ({error.strerror})")
-        return self.error
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = damaged(self.path, self.writing, f"cannot be written ({error.strerror})")
+            raise self.error from error
 
 
 class Processes:
     """The processes that make a folder together: this one alone, or those of the default process group.
-
-    `group`: of gloo, with the same ranks, where the default group is NCCL, for a line of text per step.
-    """
+    group: of gloo, with the same ranks, where the default group is NCCL."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         together = dist.is_initialized()
@@ -199,11 +173,10 @@ class Processes:
 
 @contextmanager
 def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
-    """Yield a temporary folder beside `out` that takes its name at the end, when it is on disk.
-
-    Whatever happens before leaves nothing behind. size: bytes that are going to be written. Raises
-    CheckpointError where `out` exists, somebody else is making it, or there is no room.
-    """
+    """Yield a temporary folder beside `out` that takes its name at the end, when it is on disk. If anything
+    fails before, nothing is left behind.
+    size: bytes that are going to be written. Raises CheckpointError where `out` exists, somebody else is
+    making it, or there is no room."""
     folder = out.with_name(f".{out.name}.partial")
     lock: list[int] = []  # only in the first process
     processes.folder = out
@@ -259,10 +232,8 @@ def readable(size: float) -> str:
 
 
 def carry_along(source: Path, folder: Path, config: Mapping[str, Any] | None = None) -> None:
-    """Copy everything of a model's folder that is not weights, durably.
-
-    `config`: config.json, where it is not the source's. Raises CheckpointError naming what cannot be copied.
-    """
+    """Copy everything of a model's folder that is not weights, and wait until it is on disk.
+    config: config.json, where it is not the source's. Raises CheckpointError naming what cannot be copied."""
     found = {path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()}
     for path in sorted(found):
         copy = folder / path.name

@@ -34,7 +34,7 @@ from megarl.weights.files import (
     new_folder,
     write_json,
 )
-from megarl.weights.layout import Box, Shards, hf_shapes, hf_shards, megatron_layout
+from megarl.weights.layout import Box, Shards, full_box, hf_shapes, hf_shards, megatron_layout
 from megarl.weights.plan import make_plan
 from megarl.weights.transfer import Transfer, view
 
@@ -50,10 +50,8 @@ EMBEDDING_NAME, OUTPUT_NAME = EMBEDDING.hf[0][0], OUTPUT.hf[0][0]
 
 class ModelFolder(ABC):
     """A model's weights in files, seen as Hugging Face tensors: checked when opened, read slice by slice.
-
-    `config`: config.json. `shapes`: the tensors that the model has. `missing`: those that the folder lacks
-    and may lack (a critic's `score.weight`).
-    """
+    config: config.json; shapes: of the tensors that the model has; missing: those of them that the folder
+    lacks and may lack (a critic's `score.weight`)."""
 
     path: Path
     config: dict[str, Any]
@@ -62,10 +60,8 @@ class ModelFolder(ABC):
 
     @abstractmethod
     def read(self, name: str, box: Box) -> Tensor:
-        """Return `tensor[box]` on the CPU, in the file's dtype; only these bytes are read.
-
-        Raises CheckpointError naming the file that has them no longer.
-        """
+        """Return `tensor[box]` on the CPU, in the file's dtype; only these bytes are read. Raises
+        CheckpointError naming the file that has them no longer."""
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
@@ -86,9 +82,7 @@ class ModelFolder(ABC):
 
     def _check_tied(self) -> None:
         """Raise CheckpointError where config.json ties an output layer of the folder to another embedding.
-
-        transformers ties without a word, and so gives another model than the one that the tensors are of.
-        """
+        transformers ties without a word, and so gives another model than the one that the tensors are of."""
         shape, dtype = self.shapes[EMBEDDING_NAME], self.dtype(EMBEDDING_NAME)
         if dtype != self.dtype(OUTPUT_NAME) or any(
             as_bytes(self.read(OUTPUT_NAME, box)) != as_bytes(self.read(EMBEDDING_NAME, box))
@@ -102,21 +96,17 @@ class ModelFolder(ABC):
 
 
 class _Entry(NamedTuple):
-    """A tensor of a safetensors file; dtype by safetensors' name."""
-
     path: Path
     offset: int
     shape: Shape
-    dtype: str
+    dtype: str  # safetensors' name
 
 
 class HFFolder(ModelFolder):
     """A Hugging Face folder (config.json, `*.safetensors`) whose headers agree with its config.
-
-    `extra`: tensors of the folder that the model does not have (a head that is not used, rotary tables).
-    Anything else that is missing, superfluous, truncated, or of another shape or dtype is a CheckpointError
-    naming file and tensor.
-    """
+    extra: tensors of the folder that the model does not have (a head that is not used, rotary tables).
+    Whatever else is missing, superfluous, truncated, or of another shape or dtype is a CheckpointError naming
+    file and tensor."""
 
     def __init__(self, path: Path, *, critic: bool = False) -> None:
         self.path = Path(path)
@@ -136,7 +126,7 @@ class HFFolder(ModelFolder):
 
     def files(self, name: str) -> list[tuple[Path, Box]]:
         entry = self._entries[name]
-        return [(entry.path, tuple((0, size) for size in entry.shape))]
+        return [(entry.path, full_box(entry.shape))]
 
     def _open(self) -> dict[str, _Entry]:
         """Return the tensors of all files by name."""
@@ -212,12 +202,10 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 
 @torch.no_grad()
 def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder) -> list[str]:
-    """Fill one rank's tensors (local names, see `table_names`) with its slices, cast to each tensor's dtype.
-
-    Padding becomes zero. Returns the names that the folder has nothing for (a critic's `value_head.weight`),
-    which are left as they are. Raises ValueError if tensors and shards do not agree, CheckpointError naming
-    file and tensor for a number that is not finite.
-    """
+    """Fill one rank's tensors (local names, see `table_names`) with its slices; padding becomes zero. Returns
+    the names that the folder has nothing for (a critic's `value_head.weight`), which are left as they are.
+    Raises ValueError if tensors and shards do not agree, CheckpointError naming file and tensor for a number
+    that is not finite."""
     if tensors.keys() != shards.keys():
         raise ValueError(f"tensors and layout differ in {sorted(tensors.keys() ^ shards.keys())}")
     missing = []
@@ -263,24 +251,38 @@ def export_hf(
 ) -> None:
     """Write the model that all ranks of `layout` hold together into the folder `out`; every rank calls this.
 
-    `tensors`: this rank's parameters by the table's names; they are written as `dtype`, by default that of
-    the first of them. `source`: the Hugging Face folder that the run started from; its config, tokenizer,
-    chat template and generation config are carried along. A critic becomes a one-label token classifier. Rank
-    0 needs memory for one file of at most `max_shard_bytes` (or one tensor, if that is larger) and one
-    bucket; its file is staged where the tensors are. `group` carries tensors, `control` (gloo, if the default
-    group is NCCL) carries one line of text per file.
+    source    the Hugging Face folder that the run started from; all but its weights is carried along
+    tensors   this rank's parameters by the table's names
+    critic    whether it becomes a one-label token classifier
+    dtype     to write, by default that of the first tensor
+    group     carries tensors; `control` (gloo, if the default group is NCCL) a line of text per file
 
-    The folder appears under its name only when it is complete and on disk. Raises CheckpointError on every
-    rank if `out` exists or rank 0 cannot write; nothing is left behind then.
-    """
+    Rank 0 needs memory for one bucket and one file of at most `max_shard_bytes` (or one tensor, if that is
+    larger), which is staged where the tensors are. The folder appears under its name only when it is complete
+    and on disk. Raises CheckpointError on every rank if `out` exists or rank 0 cannot write; nothing is left
+    behind then."""
     processes, config = Processes(control), read_config(source)
     shards = hf_shards(config, critic=critic)
     sources = megatron_layout(config, layout, critic=critic)
     first = next(iter(tensors.values()))
     kind: torch.dtype = first.dtype if dtype is None else dtype
     sizes = {name: prod(shard.shape) * kind.itemsize for name, shard in shards.items()}
+    files = named_files(sizes, max_shard_bytes)
+
+    def write(path: Path, target: Mapping[str, Tensor]) -> None:
+        try:
+            save_file(
+                {name: tensor.cpu() for name, tensor in target.items()}, path, metadata={"format": "pt"}
+            )
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: cannot be written ({error})") from error
+        fsync(path)
+
+    def finish() -> None:
+        write_index(folder, files, sum(sizes.values()) + (kind.itemsize if critic else 0))
+        carry_along(source, folder, exported_config(config, critic, kind))
+
     with new_folder(out, sum(sizes.values()), processes) as folder:
-        files = named_files(sizes, max_shard_bytes)
         for file, names in files.items():
             part = {name: shards[name] for name in names}
             plan = make_plan(sources, [(0, part)])
@@ -293,21 +295,14 @@ def export_hf(
             if "score.weight" in part:
                 names.append(SCORE_BIAS)
                 target[SCORE_BIAS] = torch.zeros(1, dtype=kind)
-            processes.first(partial(_write_tensors, folder / file, target))
+            processes.first(partial(write, folder / file, target))
             del target
-
-        def finish() -> None:
-            write_index(folder, files, sum(sizes.values()) + (kind.itemsize if critic else 0))
-            carry_along(source, folder, exported_config(config, critic, kind))
-
         processes.first(finish)
 
 
 def named_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
     """Return output file -> names of its tensors, in the model's order, as many as fit into `limit` bytes.
-
-    `sizes`: bytes of every tensor.
-    """
+    sizes: bytes of every tensor."""
     parts: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -318,28 +313,14 @@ def named_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
         filled += size
     if len(parts) == 1:
         return {SINGLE: parts[0]}
-    return {
-        f"model-{number:05d}-of-{len(parts):05d}.safetensors": part
-        for number, part in enumerate(parts, start=1)
-    }
+    return {f"model-{n:05d}-of-{len(parts):05d}.safetensors": part for n, part in enumerate(parts, start=1)}
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[str]], size: int) -> None:
-    """Write the index of several files; one file needs none.
-
-    `files`: names of the tensors in each; `size`: bytes of all tensors.
-    """
+    """Write the index of several files, which together have `size` bytes of tensors; one file needs none."""
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    try:
-        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error})") from error
-    fsync(path)
 
 
 def exported_config(config: Mapping[str, Any], critic: bool, dtype: torch.dtype | None) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """Where every shard of Megatron and SGLang lies in Hugging Face coordinates, from tables and sizes alone.
 
 `local[local_box] == hf[hf_box]` for every region of a shard. Loading, exporting, transfer plans and their
-proofs know nothing else, so that a further layout is one more function that returns `Shards`. Imports without
-torch.
+proofs know nothing else: another layout is another function that returns `Shards`. Imports without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError
@@ -66,9 +65,7 @@ def full_box(shape: Shape) -> Box:
 
 def _joined(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
     """Return the local tensor of parts one after the other along `axis`, each with its padding behind it.
-
-    shape: of one of the parts' tensors, whose other dimensions are the same.
-    """
+    shape: of one of the parts' tensors, whose other dimensions are the same."""
     regions: list[Region] = []
     padding: list[Box] = []
     offset = 0
@@ -87,30 +84,24 @@ def _joined(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
 
 
 def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1) -> None:
-    """Raise ConfigError, naming the key of `parallel`, if the model cannot be divided so.
-
-    Raises CheckpointError for an unknown family.
-    """
+    """Raise ConfigError, naming the key of `parallel`, if the model cannot be divided so."""
     moe = family_of(hf_config).is_moe
     sizes = Sizes.of(hf_config)
     dividable = {"attention heads": sizes.heads, "key/value heads": sizes.kv_heads}
     if not moe:
         dividable["feed-forward columns"] = sizes.ffn
-
-    def require(key: str, size: int, number: int, what: str, others: Iterable[int]) -> None:
-        if number % size:
-            good = [str(n) for n in range(1, number + 1) if not any(other % n for other in others)]
-            problem = f"{size} does not divide the model's {number} {what} (possible: {', '.join(good)})"
-            raise ConfigError(f"parallel.{key}: {problem}")
-
-    for what, number in dividable.items():
-        require("tp", tp, number, what, dividable.values())
-    require("pp", pp, sizes.layers, "layers", [sizes.layers])
+    experts = {"experts": sizes.experts} if moe else {}
+    layers = {"layers": sizes.layers}
+    for key, size, numbers in (("tp", tp, dividable), ("pp", pp, layers), ("ep", ep, experts)):
+        for what, number in numbers.items():
+            if number % size:
+                good = [n for n in range(1, number + 1) if not any(other % n for other in numbers.values())]
+                possible = f"possible: {', '.join(map(str, good))}"
+                problem = f"{size} does not divide the model's {number} {what} ({possible})"
+                raise ConfigError(f"parallel.{key}: {problem}")
     if ep > 1 and not moe:
         model_type = hf_config.get("model_type")
         raise ConfigError(f"parallel.ep: {ep}, but a {model_type} model has no experts (set it to 1)")
-    if moe:
-        require("ep", ep, sizes.experts, "experts", [sizes.experts])
 
 
 # Hugging Face: the whole model
@@ -118,21 +109,17 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1) ->
 
 def whole_model(hf_config: Mapping[str, Any], *, critic: bool = False) -> list[tuple[Pair, int, int]]:
     """Return (pair, layer, expert) of every parameter of an undivided model, in the model's order."""
-    named = parameters(hf_config, Layout(), pp_rank=0, critic=critic)
+    named = parameters(hf_config, Layout(), 0, 0, critic=critic)
     return [(pair, layer, expert) for _, pair, layer, expert in named]
 
 
 def hf_shapes(hf_config: Mapping[str, Any], *, critic: bool = False) -> dict[str, Shape]:
-    """Return the shape of every tensor of the Hugging Face model, in the model's order.
-
-    A critic has `score.weight` instead of `lm_head.weight`; an actor with tied embeddings has neither.
-    """
-    sizes, places = Sizes.of(hf_config), whole_model(hf_config, critic=critic)
-    return {
-        name.format(l=layer, e=expert): sizes.shape(dims)
-        for pair, layer, expert in places
-        for name, dims in pair.hf
-    }
+    """Return the shape of every tensor of the Hugging Face model, in the model's order. A critic has
+    `score.weight` instead of `lm_head.weight`; an actor with tied embeddings has neither."""
+    sizes, shapes = Sizes.of(hf_config), dict[str, Shape]()
+    for pair, layer, expert in whole_model(hf_config, critic=critic):
+        shapes |= {name.format(l=layer, e=expert): sizes.shape(dims) for name, dims in pair.hf}
+    return shapes
 
 
 def hf_shards(hf_config: Mapping[str, Any], *, critic: bool = False) -> Shards:
@@ -145,14 +132,12 @@ def hf_shards(hf_config: Mapping[str, Any], *, critic: bool = False) -> Shards:
 
 
 def parameters(
-    hf_config: Mapping[str, Any], layout: Layout, *, pp_rank: int, ep_rank: int = 0, critic: bool = False
+    hf_config: Mapping[str, Any], layout: Layout, pp_rank: int, ep_rank: int, *, critic: bool = False
 ) -> list[tuple[str, Pair, int, int]]:
-    """Return (name, pair, global layer, global expert) of every parameter of a Megatron rank, in order.
-
-    Names have the stage's own layer and the rank's own expert indices. With tied embeddings the last of
-    several stages holds a copy of the embedding as `output_layer.weight`; a critic has `value_head.weight`
-    [1, hidden] on the last stage and no output layer.
-    """
+    """Return (name, pair, global layer, global expert) of every parameter of a Megatron rank, in order. Names
+    have the stage's own layer and the rank's own expert indices. With tied embeddings the last of several
+    stages holds a copy of the embedding as `output_layer.weight`; a critic has `value_head.weight` [1,
+    hidden] on the last stage and no output layer."""
     check_layout(hf_config, layout.tp, layout.pp, layout.ep)
     sizes = Sizes.of(hf_config)
     per_stage, per_rank = sizes.layers // layout.pp, sizes.experts // layout.ep
@@ -183,30 +168,25 @@ def megatron_layout(
     hf_config: Mapping[str, Any], layout: Layout, *, critic: bool = False
 ) -> list[tuple[int, Shards]]:
     """Return (rank, shards under the table's names) of every rank of a Megatron job; see `parameters`.
-
     Data-parallel ranks hold the same, but for experts (`Layout.ep_rank`); ranks that hold the same share one
-    object.
-    """
+    object."""
     sizes = Sizes.of(hf_config)
-    shard = cache(lambda pair, layer, expert, tp, rank: pair_shard(pair, layer, expert, sizes, tp, rank))
+    shard = cache(partial(pair_shard, sizes))
 
     @cache
     def rank_shards(tp_rank: int, pp_rank: int, ep_rank: int) -> Shards:
-        named = parameters(hf_config, layout, pp_rank=pp_rank, ep_rank=ep_rank, critic=critic)
-        cut = (layout.tp, tp_rank)
-        # An expert is not cut over tensor-parallel ranks.
-        return {
-            name: shard(pair, layer, expert, *((1, 0) if pair.per_expert else cut))
-            for name, pair, layer, expert in named
-        }
+        shards = {}
+        for name, pair, layer, expert in parameters(hf_config, layout, pp_rank, ep_rank, critic=critic):
+            # An expert is not cut over tensor-parallel ranks.
+            cut = (1, 0) if pair.per_expert else (layout.tp, tp_rank)
+            shards[name] = shard(pair, layer, expert, *cut)
+        return shards
 
-    coords = [layout.coords(rank) for rank in range(layout.world)]
-    return [
-        (rank, rank_shards(place.tp, place.pp, layout.ep_rank(rank))) for rank, place in enumerate(coords)
-    ]
+    places = [(layout.coords(rank), layout.ep_rank(rank)) for rank in range(layout.world)]
+    return [(rank, rank_shards(place.tp, place.pp, ep)) for rank, (place, ep) in enumerate(places)]
 
 
-def pair_shard(pair: Pair, layer: int, expert: int, sizes: Sizes, tp: int, tp_rank: int) -> Shard:
+def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_rank: int) -> Shard:
     """Return one parameter of one tensor-parallel rank, of a global layer and expert."""
     hf = [(name.format(l=layer, e=expert), sizes.shape(dims)) for name, dims in pair.hf]
     axis = 1 if pair.operation == "row" else 0
@@ -238,14 +218,12 @@ def pair_shard(pair: Pair, layer: int, expert: int, sizes: Sizes, tp: int, tp_ra
 
 
 def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: bool = False) -> Shards:
-    """Return the parameters of one rank of an SGLang engine, by SGLang's names.
-
-    qkv_proj = [q; k; v] of the rank's heads, gate_up_proj = [gate; up], columns of o_proj and down_proj, rows
-    of the padded vocabulary, norms and routers whole. With tied embeddings there is no lm_head. Experts:
-    `experts.w13_weight.{e}` [2 * ffn / tp, hidden] and `experts.w2_weight.{e}` stand for row e of SGLang's
-    stacked tensors. cpu: SGLang's CPU engine, which pads heads and columns where they do not divide. Raises
-    ConfigError, naming `rollout.engine_tp`, if the model cannot be divided so.
-    """
+    """Return the parameters of one rank of an SGLang engine, by SGLang's names. qkv_proj = [q; k; v] of the
+    rank's heads, gate_up_proj = [gate; up], columns of o_proj and down_proj, rows of the padded vocabulary,
+    norms and routers whole. With tied embeddings there is no lm_head. Experts: `experts.w13_weight.{e}` [2 *
+    ffn / tp, hidden] and `experts.w2_weight.{e}` stand for row e of SGLang's stacked tensors.
+    cpu: SGLang's CPU engine, which pads heads and columns where they do not divide. Raises ConfigError,
+    naming `rollout.engine_tp`, if the model cannot be divided so."""
     sizes = Sizes.of(hf_config)
     cuts = _sglang_cuts(sizes, tp, tp_rank, cpu)
     shards: Shards = {}
@@ -282,14 +260,11 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
             kv_heads = multiple(kv_heads, tp)
             heads = kv_heads * (sizes.heads // sizes.kv_heads)
         ffn, expert_ffn = multiple(ffn, CPU_FFN_MULTIPLE * tp), multiple(expert_ffn, CPU_FFN_MULTIPLE * tp)
-    for what, number in (
-        ("attention heads", heads),
-        ("feed-forward columns", expert_ffn if sizes.experts else ffn),
-    ):
+    columns = expert_ffn if sizes.experts else ffn
+    for what, number in (("attention heads", heads), ("feed-forward columns", columns)):
         if number % tp:
-            raise ConfigError(
-                f"rollout.engine_tp: {tp} does not divide the model's {number} {what} (choose one that does)"
-            )
+            problem = f"does not divide the model's {number} {what} (choose one that does)"
+            raise ConfigError(f"rollout.engine_tp: {tp} {problem}")
     if max(tp, kv_heads) % min(tp, kv_heads):
         problem = f"neither a divisor nor a multiple of the model's {kv_heads} key/value heads"
         raise ConfigError(f"rollout.engine_tp: {tp} is {problem}")

@@ -1,20 +1,25 @@
-"""Megatron's distributed checkpoints (torch_dist), read as Hugging Face tensors and written from them.
+"""Megatron's distributed checkpoints (torch_dist): read as Hugging Face tensors, and converted, bit for bit.
 
 A key is a parameter over all layers, and over all experts; a chunk is what one rank has of it in one layer.
 Keys and shapes depend on the model alone, so any layout reads what any other one wrote; the layout decides
-how chunks are cut.
+how chunks are cut. Conversions are done by one process or many, with a few blocks of a tensor in memory; the
+folder appears under its name only when it is whole, on disk, and (if asked) compared with its source.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import pickle
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import product
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -26,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megarl.config.errors import CheckpointError
-from megarl.config.files import check_index
+from megarl.config.files import check_index, fsync
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import (
     OUTPUT,
@@ -40,8 +45,28 @@ from megarl.weights.families import (
     is_tied,
     read_config,
 )
-from megarl.weights.files import SMALL, FileTensor, HashedFile, as_bytes, blocks, damaged
-from megarl.weights.hf import OUTPUT_NAME, HFFolder, ModelFolder, dtype_name
+from megarl.weights.files import (
+    SMALL,
+    FileTensor,
+    HashedFile,
+    Processes,
+    as_bytes,
+    blocks,
+    carry_along,
+    damaged,
+    new_folder,
+)
+from megarl.weights.hf import (
+    DTYPES,
+    OUTPUT_NAME,
+    SCORE_BIAS,
+    HFFolder,
+    ModelFolder,
+    dtype_name,
+    exported_config,
+    named_files,
+    write_index,
+)
 from megarl.weights.layout import Box, Region, full_box, hf_shapes, pair_shard, parameters, whole_model
 from megarl.weights.plan import intersect, shift, volume
 from megarl.weights.transfer import view
@@ -58,11 +83,8 @@ MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "value_head.")  # other
 
 
 def keys_of(pair: Pair) -> tuple[str, ...]:
-    """Return the checkpoint's names of a parameter, the usual one first.
-
-    Megatron-core's layer specs have two names for a norm that Transformer Engine would fuse into the linear
-    after it.
-    """
+    """Return the checkpoint's names of a parameter, the usual one first. Megatron-core's layer specs have two
+    names for a norm that Transformer Engine would fuse into the linear after it."""
     name = pair.megatron.replace("{l}.", "").replace("local_experts.{e}", "experts")
     for alias, ours in TE_ALIASES.items():
         if name.endswith("." + ours):
@@ -88,17 +110,11 @@ def _key_shape(pair: Pair, sizes: Sizes, tp: int) -> Shape:
 # Reading
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder is a distributed checkpoint."""
-    return (path / METADATA).is_file()
-
-
 def open_model(path: Path, *, critic: bool = False) -> ModelFolder:
     """Open a folder to start training from: Hugging Face's, or a distributed checkpoint with config.json.
-
-    Raises CheckpointError, naming file and tensor, for anything else.
-    """
-    return MegatronFolder(path, critic=critic) if is_checkpoint(path) else HFFolder(path, critic=critic)
+    Raises CheckpointError, naming file and tensor, for anything else."""
+    is_checkpoint = (path / METADATA).is_file()
+    return MegatronFolder(path, critic=critic) if is_checkpoint else HFFolder(path, critic=critic)
 
 
 class _Piece(NamedTuple):
@@ -111,13 +127,11 @@ class _Piece(NamedTuple):
 
 class MegatronFolder(ModelFolder):
     """A distributed checkpoint of a model.
-
     source: the folder with config.json and tokenizer, by default the checkpoint's own (the converters put
     them there). critic: whether a value head is wanted; by default whether there is one. Opening reads the
     index and checks that the chunks cover every tensor of the model; whatever does not fit is a
     CheckpointError naming file and tensor. As Megatron's own loading, it unpickles the index: open only what
-    you trust.
-    """
+    you trust."""
 
     def __init__(self, path: Path, *, source: Path | None = None, critic: bool | None = None) -> None:
         self.path = Path(path)
@@ -128,7 +142,9 @@ class MegatronFolder(ModelFolder):
         self._chunks: dict[dcp.MetadataIndex, FileTensor] = {}
         self.critic = VALUE_HEAD.megatron in self._keys if critic is None else critic
         self.shapes = hf_shapes(self.config, critic=self.critic)
-        self._pieces = self._find()
+        self._pieces: dict[str, list[_Piece]] = defaultdict(list)  # of every Hugging Face tensor
+        for key, pair in self._pairs().items():
+            self._add_pieces(key, pair)
         self.missing = tuple(name for name in self.shapes if name not in self._pieces)
         self._check_files()
         if OUTPUT_NAME in self._pieces and OUTPUT_NAME not in self.shapes:
@@ -158,10 +174,10 @@ class MegatronFolder(ModelFolder):
                 target.copy_(chunk.read(part, name).view(target.shape))
         return out
 
-    def _find(self) -> dict[str, list[_Piece]]:
-        """Return the pieces of every Hugging Face tensor; CheckpointError unless they are all of it."""
+    def _pairs(self) -> dict[str, Pair]:
+        """Return what each of the checkpoint's keys holds; CheckpointError unless they are the model's."""
         sizes, where = Sizes.of(self.config), self.path / METADATA
-        pairs: dict[str, Pair] = {}  # the checkpoint's key -> what it holds
+        pairs: dict[str, Pair] = {}
         known = {OUTPUT.megatron, VALUE_HEAD.megatron}  # heads of another use of the body do no harm
         wanted = dict.fromkeys(pair for pair, _, _ in whole_model(self.config, critic=self.critic))
         if is_tied(self.config) and not self.critic and OUTPUT.megatron in self._keys:
@@ -183,36 +199,33 @@ class MegatronFolder(ModelFolder):
         for key in self._keys:
             if key.startswith(MODEL_KEYS) and key not in known:
                 raise damaged(where, key, f"a {self.config['model_type']} model has no such tensor")
-        pieces: dict[str, list[_Piece]] = defaultdict(list)
-        for key, pair in pairs.items():
-            self._find_in(key, pair, sizes, pieces)
-        return pieces
+        return pairs
 
-    def _find_in(self, key: str, pair: Pair, sizes: Sizes, pieces: dict[str, list[_Piece]]) -> None:
+    def _add_pieces(self, key: str, pair: Pair) -> None:
         """Add the pieces of one key's chunks, layer by layer (and expert by expert)."""
+        sizes = Sizes.of(self.config)
         lead = _lead(pair, sizes.layers, sizes.experts)
-        by_lead: dict[Shape, list[dcp.ChunkStorageMetadata]] = defaultdict(list)
+        by_place: dict[Shape, list[Box]] = defaultdict(
+            list
+        )  # place: (layer, expert), as far as there are any
         for chunk in self._keys[key].chunks:
-            reach = zip(chunk.offsets[: len(lead)], chunk.sizes[: len(lead)], strict=True)
-            for place in product(*(range(first, first + size) for first, size in reach)):
-                by_lead[place].append(chunk)
+            box = tuple((at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            for place in product(*(range(*ends) for ends in box[: len(lead)])):
+                by_place[place].append(box)
         for place in product(*map(range, lead)):
             layer = place[0] if "{l}" in pair.megatron else 0
             expert = place[-1] if pair.per_expert else 0
-            for region in pair_shard(pair, layer, expert, sizes, 1, 0).regions:
-                box = (*((index, index + 1) for index in place), *region.local_box)
-                covered = 0
-                for chunk in by_lead[place]:
-                    origin = tuple(
-                        (at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)
-                    )
-                    common = intersect(origin, box)
+            for region in pair_shard(sizes, pair, layer, expert, 1, 0).regions:
+                wanted = (*((index, index + 1) for index in place), *region.local_box)
+                covered, whole = 0, volume(region.hf_box)
+                for box in by_place[place]:
+                    common = intersect(box, wanted)
                     if common is not None:
-                        src = shift(common, origin, full_box(tuple(chunk.sizes)))
+                        index = dcp.MetadataIndex(key, tuple(start for start, _ in box))
+                        src = shift(common, box, ((0, 0),) * len(box))  # within the chunk
                         dst = shift(common[len(place) :], region.local_box, region.hf_box)
-                        pieces[region.hf_name].append(_Piece(dcp.MetadataIndex(key, chunk.offsets), src, dst))
+                        self._pieces[region.hf_name].append(_Piece(index, src, dst))
                         covered += volume(dst)
-                whole = volume(region.hf_box)
                 if covered != whole:
                     problem = f"the chunks hold {covered} of the {whole} numbers of {region.hf_name}"
                     raise damaged(self.path / METADATA, key, problem)
@@ -228,9 +241,8 @@ class MegatronFolder(ModelFolder):
                 if path not in sizes:
                     sizes[path] = path.stat().st_size if path.is_file() else 0
                 if sizes[path] < info.offset + info.length:
-                    raise damaged(
-                        path, name, "truncated" if sizes[path] else "no such file (the index names it)"
-                    )
+                    problem = "truncated" if sizes[path] else "no such file (the index names it)"
+                    raise damaged(path, name, problem)
 
     def _place(self, index: dcp.MetadataIndex) -> tuple[Path, _StorageInfo]:
         info = self._storage[index]
@@ -245,9 +257,8 @@ class MegatronFolder(ModelFolder):
                     stored = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
                     tensor = torch.load(stored, map_location="meta", weights_only=True)
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                raise damaged(
-                    path, name, f"not a chunk that torch.save wrote ({_first_line(error)})"
-                ) from error
+                problem = f"not a chunk that torch.save wrote ({_first_line(error)})"
+                raise damaged(path, name, problem) from error
             start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
             if start is None or not tensor.is_contiguous():
                 raise damaged(path, name, f"the chunk at byte {info.offset} is not stored row by row")
@@ -265,7 +276,7 @@ def check_dtype(dtype: torch.dtype, first: torch.dtype, path: Path, name: str) -
 
 
 def _read_metadata(path: Path) -> dcp.Metadata:
-    if not is_checkpoint(path):
+    if not (path / METADATA).is_file():
         expected = "the folder of a Megatron distributed checkpoint in torch_dist format is expected"
         raise CheckpointError(f"{path}: no {METADATA} ({expected})")
     check_index(path / METADATA)
@@ -284,9 +295,7 @@ def _first_line(error: BaseException) -> str:
 
 class Chunk(NamedTuple):
     """Part of the tensor `key`, whose whole shape is `size`: at `offsets`, of extents (1, ..., *shape).
-
-    It is made of `regions`, whose local boxes are within `shape`; the tensor `hf_name` gives the dtype.
-    """
+    regions: what it is made of, with local boxes within `shape`; hf_name: the tensor that gives the dtype."""
 
     key: str
     size: Shape
@@ -321,14 +330,7 @@ class Chunk(NamedTuple):
         return tensor
 
 
-class Record(NamedTuple):
-    """A chunk that was written: `length` bytes at `offset` of `file`."""
-
-    chunk: Chunk
-    dtype: torch.dtype
-    file: str
-    offset: int
-    length: int
+Records = list[tuple[Chunk, _StorageInfo]]  # chunks that were written, and where they are
 
 
 def rank_chunks(
@@ -336,8 +338,7 @@ def rank_chunks(
 ) -> Iterator[Chunk]:
     """Yield the chunks of one rank; tied embeddings are in the first stage's only."""
     sizes, place, ep_rank = Sizes.of(hf_config), layout.coords(rank), layout.ep_rank(rank)
-    named = parameters(hf_config, layout, pp_rank=place.pp, ep_rank=ep_rank, critic=critic)
-    for _, pair, layer, expert in named:
+    for _, pair, layer, expert in parameters(hf_config, layout, place.pp, ep_rank, critic=critic):
         if pair is TIED_OUTPUT:
             continue
         tp, tp_rank = (1, 0) if pair.per_expert else (layout.tp, place.tp)
@@ -346,7 +347,7 @@ def rank_chunks(
         if pair.operation == "column":  # Megatron keeps the ranks' gates together, and then their ups
             parts = [replace(pair, hf=(tensor,)) for tensor in pair.hf]
         for part in parts:
-            shard = pair_shard(part, layer, expert, sizes, tp, tp_rank)
+            shard = pair_shard(sizes, part, layer, expert, tp, tp_rank)
             offsets = [0] * len(shard.shape)
             if pair.operation != "replicated":
                 axis = 1 if pair.operation == "row" else 0
@@ -357,75 +358,65 @@ def rank_chunks(
 
 
 class _Framed:
-    """What torch.save writes a chunk to: passes on everything but the numbers, which `fill` writes instead.
+    """What torch.save writes a chunk to: passes on everything but the numbers, and writes `data` instead. So
+    the format is torch's own, and no chunk is ever in memory: torch.save gets memory that nobody touches."""
 
-    So the format is torch's own, and no chunk is ever in memory: torch.save gets memory that nobody touches.
-    """
+    def __init__(
+        self, file: HashedFile, nbytes: int, data: Iterator[memoryview], advance: Callable[[int], None]
+    ) -> None:
+        self.file, self.nbytes, self.data, self.advance = file, nbytes, data, advance
+        self.filled = False
+        self.flush = file.flush
 
-    def __init__(self, file: HashedFile, nbytes: int, fill: Callable[[], None]) -> None:
-        self.file, self.nbytes, self.fill = file, nbytes, fill
-        self.filled = 0
-
-    def write(self, data: bytes | memoryview) -> int:
-        if len(data) != self.nbytes:
-            return self.file.write(data)
-        self.filled += 1
+    def write(self, record: bytes | memoryview) -> int:
+        if len(record) != self.nbytes:
+            return self.file.write(record)
+        assert not self.filled
+        self.filled = True
         try:
-            self.fill()
+            for block in self.data:
+                self.advance(self.file.write(block))
         except CheckpointError as error:
             self.file.error = error
             raise
-        return len(data)
-
-    def flush(self) -> None:
-        """Do nothing, for nothing is held back."""
+        return len(record)
 
 
 def write_chunks(
     path: Path, chunks: Sequence[Chunk], folder: HFFolder, advance: Callable[[int], None]
-) -> tuple[list[Record], str]:
+) -> tuple[Records, str]:
     """Write one file of chunks, block by block; return where they are, and the file's SHA-256."""
     checked = torch.serialization.get_crc32_options()
     # The zip's own checksum takes longer than everything else together; the file has a better one.
     torch.serialization.set_crc32_options(False)
-    records = []
-
-    def write(chunk: Chunk, file: HashedFile) -> None:
-        kind, nbytes = chunk.dtype(folder), chunk.nbytes(folder)
-        if nbytes <= SMALL:  # the other records that torch.save writes are of some hundred bytes
-            tensor = chunk.read(folder, full_box(chunk.shape)).view(chunk.extents)
-            torch.save(tensor, cast(IO[bytes], file))
-            advance(nbytes)
-            return
-
-        def fill() -> None:
-            for box in blocks(chunk.shape, kind.itemsize):
-                advance(file.write(as_bytes(chunk.read(folder, box))))
-
-        framed = _Framed(file, nbytes, fill)
-        torch.save(torch.empty(chunk.extents, dtype=kind), cast(IO[bytes], framed))
-        assert framed.filled == 1, "torch.save did not write a tensor as one record"
-
+    records: Records = []
     try:
         with HashedFile(path) as file:
             for chunk in chunks:
+                kind, nbytes = chunk.dtype(folder), chunk.nbytes(folder)
                 offset, file.writing = file.tell(), chunk.hf_name
+                if nbytes <= SMALL:  # the other records that torch.save writes are of some hundred bytes
+                    target: Any = file
+                    tensor = chunk.read(folder, full_box(chunk.shape)).view(chunk.extents)
+                    advance(nbytes)
+                else:
+                    boxes = blocks(chunk.shape, kind.itemsize)
+                    data = (as_bytes(chunk.read(folder, box)) for box in boxes)
+                    target = _Framed(file, nbytes, data, advance)
+                    tensor = torch.empty(chunk.extents, dtype=kind)
                 try:
-                    write(chunk, file)
+                    torch.save(tensor, target)
                 except RuntimeError as error:  # torch.save's own words for an error below it
                     raise file.error or error from None
-                length = file.tell() - offset
-                records.append(Record(chunk, chunk.dtype(folder), path.name, offset, length))
+                assert target is file or target.filled, "torch.save did not write a tensor as one record"
+                records.append((chunk, _StorageInfo(path.name, offset, file.tell() - offset)))
             return records, file.finish()
     finally:
         torch.serialization.set_crc32_options(checked)
 
 
-def write_metadata(folder: Path, records: Sequence[Record], hf_config: Mapping[str, Any]) -> None:
-    """Write the files that make a folder of chunks a checkpoint: .metadata, common.pt and metadata.json.
-
-    Raises OSError where they cannot be written.
-    """
+def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
+    """Write what makes a folder of chunks a checkpoint: .metadata, common.pt, metadata.json, empty states."""
 
     def save(content: Any, path: Path) -> None:
         buffer = BytesIO()  # torch.save to a file makes RuntimeErrors of a disk's errors
@@ -435,23 +426,22 @@ def write_metadata(folder: Path, records: Sequence[Record], hf_config: Mapping[s
     # The norm before a mixture of experts stands alone in Transformer Engine's layer spec and is called so;
     # the local spec calls it by the name that it has in dense models. Two names, one place.
     aliases: dict[str, tuple[str, ...]] = {}
-    if family_of(hf_config).is_moe:
-        keys = [keys_of(pair) for pair in family_of(hf_config).layer]
+    if family_of(model.config).is_moe:
+        keys = [keys_of(pair) for pair in family_of(model.config).layer]
         aliases = {names[0]: names for names in keys if names[-1].endswith("pre_mlp_layernorm.weight")}
     entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     results = []
-    for chunk, dtype, file, offset, length in records:
-        storage = _StorageInfo(file, offset, length)
+    for chunk, storage in records:
         for key in aliases.get(chunk.key, (chunk.key,)):
             if key not in entries:
-                kind = dcp.TensorProperties(dtype)
+                kind = dcp.TensorProperties(chunk.dtype(model))
                 entries[key] = dcp.TensorStorageMetadata(kind, torch.Size(chunk.size), [])
             part = dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.extents))
             cast(dcp.TensorStorageMetadata, entries[key]).chunks.append(part)
-            results.append(WriteResult(dcp.MetadataIndex(key, part.offsets), length, storage))
+            results.append(WriteResult(dcp.MetadataIndex(key, part.offsets), storage.length, storage))
     save([None], folder / EXTRA)
     nothing = _StorageInfo(EXTRA, 0, (folder / EXTRA).stat().st_size)
-    for key in _extra_states(hf_config):
+    for key in _extra_states(model.config):
         entries[key] = dcp.BytesStorageMetadata()
         results.append(WriteResult(dcp.MetadataIndex(key), nothing.length, nothing))
     FileSystemWriter(folder).finish(dcp.Metadata(entries), [results])
@@ -460,10 +450,7 @@ def write_metadata(folder: Path, records: Sequence[Record], hf_config: Mapping[s
 
 
 def _extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield keys of what modules may keep beside their parameters (Transformer Engine: scales of FP8).
-
-    Megatron's loading insists on them; they are empty.
-    """
+    """Yield keys of what modules may keep beside parameters (FP8's scales): Megatron's loading wants them."""
     sizes = Sizes.of(hf_config)
     for pair, layer, expert in whole_model(hf_config):
         lead = (_lead(pair, layer, expert), _lead(pair, sizes.layers, sizes.experts))
@@ -473,3 +460,203 @@ def _extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{module}._extra_state/shard_{place}"
         if module.endswith("linear_proj"):
             yield f"{module.removesuffix('linear_proj')}core_attention._extra_state/shard_{place}"
+
+
+# Converting
+
+Advance = Callable[[int], None]  # told of bytes that are done
+# (What is done now, how many bytes this process has to do) -> a context in which bytes are told of.
+Watch = Callable[[str, int], AbstractContextManager[Advance]]
+SUMS = "SHA256SUMS"
+SAFETENSORS = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@contextmanager
+def unwatched(_what: str, _size: int) -> Iterator[Advance]:
+    """Show nothing."""
+    yield lambda _: None
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was done: bytes of tensors, files, seconds until they were on disk.
+    left_out: tensors of the source that are no parameters of the model (an unused head, rotary tables)."""
+
+    size: int
+    files: int
+    seconds: float
+    left_out: tuple[str, ...]
+
+
+def conversion_layout(tp: int, pp: int, ep: int) -> Layout:
+    """Return the smallest job of these sizes: with just as many replicas as expert parallelism needs."""
+    return Layout(tp=tp, pp=pp, dp=ep // gcd(tp, ep), ep=ep)
+
+
+def hf_to_megatron(
+    source: Path,
+    out: Path,
+    layout: Layout,
+    *,
+    critic: bool = False,
+    verify: bool = False,
+    watch: Watch = unwatched,
+) -> Conversion:
+    """Write the model of a Hugging Face folder as a distributed checkpoint, cut as ranks of `layout` hold it.
+    Any layout can load it.
+    critic: with the value head of a classifier of one label, or one of zeros, in place of the output layer.
+    verify: read back and compare. Every process of the default process group calls this. Raises
+    CheckpointError where the source is damaged or `out` exists or cannot be written."""
+    began, processes = time.perf_counter(), Processes()
+    model = processes.run(lambda: HFFolder(source, critic=critic))
+    files: dict[str, list[Chunk]] = {}  # one or more of each rank, so that every process has one to write
+    seen: set[tuple[str, Shape]] = set()
+    for rank in range(layout.world):
+        chunks = []
+        for chunk in rank_chunks(model.config, layout, rank, critic=critic):
+            if (chunk.key, chunk.offsets) not in seen:  # else another rank holds the same and has written it
+                seen.add((chunk.key, chunk.offsets))
+                chunks.append(chunk)
+        step = max(1, -(-len(chunks) // -(-processes.world // layout.world)))
+        for part, first in enumerate(range(0, len(chunks), step)):
+            files[f"__{rank}_{part}.distcp"] = chunks[first : first + step]
+    sizes = {name: sum(chunk.nbytes(model) for chunk in chunks) for name, chunks in files.items()}
+    mine = list(files)[processes.rank :: processes.world]
+
+    def finish() -> None:
+        records = [record for part, _ in written.values() for record in part]
+        write_metadata(folder, records, model)
+        _finish(folder, source, {name: digest for name, (_, digest) in written.items()})
+
+    with new_folder(out, sum(sizes.values()), processes) as folder:
+        with watch("writing", sum(sizes[name] for name in mine)) as advance:
+            own = processes.run(
+                lambda: {name: write_chunks(folder / name, files[name], model, advance) for name in mine}
+            )
+        written = {name: done for part in processes.gather(own) for name, done in part.items()}
+        processes.first(finish)
+        if verify:
+            kinds = {name: model.dtype(name) for name in model.shapes if name not in model.missing}
+            _verify(model, kinds, lambda: MegatronFolder(folder, critic=critic), folder, watch, processes)
+    # The bias is zero, and written anew on the way back.
+    left_out = tuple(name for name in model.extra if name != SCORE_BIAS)
+    return Conversion(sum(sizes.values()), len(files), time.perf_counter() - began, left_out)
+
+
+def megatron_to_hf(
+    checkpoint: Path,
+    out: Path,
+    *,
+    source: Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 4 << 30,
+    verify: bool = False,
+    watch: Watch = unwatched,
+) -> Conversion:
+    """Write the model of a distributed checkpoint as a Hugging Face folder.
+    source: the folder with config.json and tokenizer, where the checkpoint has none (one of a training run).
+    dtype: of every tensor; by default each keeps its own. A value head makes it a classifier. Else as
+    `hf_to_megatron`."""
+    began, processes = time.perf_counter(), Processes()
+    model = processes.run(lambda: MegatronFolder(checkpoint, source=source))
+    kinds = {name: model.dtype(name) if dtype is None else dtype for name in model.shapes}
+    found = {*kinds.values()}
+    config = exported_config(model.config, model.critic, found.pop() if len(found) == 1 else None)
+    heads = model.config.get("architectures", [""])
+    if model.critic and heads[0].endswith("Classification"):  # which stays what it is
+        config = {**model.config, **{key: config[key] for key in ("dtype", "torch_dtype") if key in config}}
+    shapes = dict(model.shapes)
+    if model.critic and config["architectures"][0].endswith("ForTokenClassification"):
+        shapes[SCORE_BIAS], kinds[SCORE_BIAS] = (1,), kinds["score.weight"]
+    sizes = {name: prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}
+    files = named_files(sizes, max_shard_bytes)
+    mine = list(files)[processes.rank :: processes.world]
+
+    def write(path: Path, advance: Advance) -> str:
+        """Write a safetensors file, block by block (the library wants whole tensors); return its SHA-256."""
+        # Wide elements first, so that each tensor begins at a multiple of its element's size.
+        names = sorted(files[path.name], key=lambda name: -kinds[name].itemsize)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in names:
+            start, end = end, end + sizes[name]
+            kind = SAFETENSORS[kinds[name]]
+            header[name] = {"dtype": kind, "shape": shapes[name], "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with HashedFile(path) as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                file.writing = name
+                for box in blocks(shapes[name], kinds[name].itemsize):
+                    if name in model.shapes:
+                        block = model.read_as(name, box, kinds[name])
+                    else:  # the bias of a classifier
+                        block = torch.zeros(shapes[name], dtype=kinds[name])
+                    advance(file.write(as_bytes(block)))
+            return file.finish()
+
+    def finish() -> None:
+        write_index(folder, files, sum(sizes.values()))
+        _finish(folder, source or checkpoint, digests, None if config == model.config else config)
+
+    with new_folder(out, sum(sizes.values()), processes) as folder:
+        with watch("writing", sum(sizes[name] for file in mine for name in files[file])) as advance:
+            own = processes.run(lambda: {file: write(folder / file, advance) for file in mine})
+        digests = {file: digest for part in processes.gather(own) for file, digest in part.items()}
+        processes.first(finish)
+        if verify:
+            kinds.pop(SCORE_BIAS, None)  # that it is zero is checked when the folder is opened
+            _verify(model, kinds, lambda: HFFolder(folder, critic=model.critic), folder, watch, processes)
+    return Conversion(sum(sizes.values()), len(files), time.perf_counter() - began, ())
+
+
+def _finish(
+    folder: Path, source: Path, digests: Mapping[str, str], config: Mapping[str, Any] | None = None
+) -> None:
+    """Add what is not weights, and the checksums of all files. config: config.json, if it changes."""
+    carry_along(source, folder, config)
+    paths = [path for path in folder.iterdir() if path.name not in digests]
+    others = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    lines = [f"{digest}  {name}\n" for name, digest in sorted({**digests, **others}.items())]
+    (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+    for name in (*others, SUMS):
+        fsync(folder / name)
+
+
+def _verify(
+    source: ModelFolder,
+    kinds: Mapping[str, torch.dtype],
+    reopen: Callable[[], ModelFolder],
+    folder: Path,
+    watch: Watch,
+    processes: Processes,
+) -> None:
+    """Read the written folder from disk: each file's checksum, and each tensor's bits beside the source's.
+    kinds: names of the tensors and their dtypes. Raises CheckpointError naming file and tensor."""
+    mine = list(kinds)[processes.rank :: processes.world]
+
+    def compare() -> None:
+        for number, line in enumerate((folder / SUMS).read_text(encoding="utf-8").splitlines()):
+            digest, name = line.split("  ")
+            with (folder / name).open("rb") as file:
+                # What is still in the page cache proves nothing.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                if number % processes.world != processes.rank:
+                    continue
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    problem = "is not what was written there (a fault of disk or memory?)"
+                    raise CheckpointError(f"{name}: {problem}")
+        written = reopen()
+        for name in mine:
+            same = written.dtype(name) == kinds[name]
+            for box in blocks(source.shapes[name], kinds[name].itemsize):
+                expected = source.read_as(name, box, kinds[name])
+                if not same or as_bytes(written.read(name, box)) != as_bytes(expected):
+                    path = written.files(name)[0][0]
+                    raise CheckpointError(f"{path.name}: {name}: is not what the source has")
+                advance(expected.nbytes)
+
+    size = sum(prod(source.shapes[name]) * kinds[name].itemsize for name in mine)
+    with watch("comparing", size) as advance:
+        processes.run(compare)

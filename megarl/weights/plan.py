@@ -32,9 +32,7 @@ from megarl.weights.layout import (
 )
 
 GPUS_PER_NODE = 8
-ALIGN = (
-    16  # bytes: pieces begin at multiples of it in staging memory, so that each can be viewed as its dtype
-)
+ALIGN = 16  # bytes: where pieces in staging memory begin, so that each can be viewed as its dtype
 
 # Formats of target tensors that are not of the model's dtype. Block FP8 is as in SGLang and in published
 # checkpoints: `weight` is float8_e4m3fn and, for every block of 128 x 128 of the Hugging Face tensor,
@@ -62,7 +60,7 @@ class Copy(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return volume(self.dst_box)
 
 
@@ -77,11 +75,9 @@ class Traffic(NamedTuple):
 @dataclass(frozen=True)
 class Plan:
     """All copies of a transfer, in an order that every rank computes alike, and the layouts at both ends.
-
-    `relays` are carried out after `copies`, from one target to another on its node: `src_name` and `src_box`
-    are those of a target, to which a copy has brought the bytes. `formats`: of target tensors that are not of
-    the model's dtype, by name. Rank r is on node r // gpus_per_node.
-    """
+    relays: done after `copies`, from one target to another on its node; `src_name` and `src_box` are those of
+    a target, to which a copy has brought the bytes. formats: of target tensors that are not of the model's
+    dtype, by name. Rank r is on node r // gpus_per_node."""
 
     copies: tuple[Copy, ...]
     sources: dict[int, Shards]
@@ -99,10 +95,8 @@ class Plan:
         return FORMAT_BYTES[self.formats[copy.dst_name]] if copy.dst_name in self.formats else itemsize
 
     def direct(self) -> Iterator[Copy]:
-        """Yield all copies as if each came from the source that holds its bytes.
-
-        Raises PlanError if a relay takes what no copy brings.
-        """
+        """Yield all copies as if each came from the source that holds its bytes. Raises PlanError if a relay
+        takes what no copy brings."""
         yield from self.copies
         brought = {(c.dst_rank, c.dst_name, c.dst_box): c for c in self.copies} if self.relays else {}
         for relay in self.relays:
@@ -125,42 +119,29 @@ class Plan:
         return {rank: Traffic(*count) for rank, count in counts.items()}
 
     def verify(self) -> None:
-        """Prove that every byte of every target is written exactly once, with the bytes that belong there.
-
-        Three facts are checked, none of which uses how the plan was made: the two boxes of each copy are the
-        same box in Hugging Face coordinates; the boxes written to a target tensor are disjoint; together with
-        its padding they are as large as the tensor. Raises PlanError naming the first tensor for which one is
-        false.
-        """
+        """Prove that every byte of every target is written exactly once, with the bytes that belong there. It
+        does not use how the plan was made. The two boxes of each copy are the same box in Hugging Face
+        coordinates; those written to a target tensor are disjoint, and with its padding as large as the
+        tensor. Raises PlanError naming the first tensor for which one of this is false."""
         written: dict[tuple[int, str], list[Box]] = defaultdict(list)
-        # By identity, as the copies keep the objects alive: shards and boxes of replicas are often the same
-        # objects.
+        # By identity, as the copies keep the objects alive: replicas often share shards and boxes.
         located: dict[tuple[int, int], tuple[str, Box]] = {}
-        same: set[tuple[int, int, int, int]] = set()
 
-        def find(side: dict[int, Shards], rank: int, name: str) -> Shard:
+        def locate(side: dict[int, Shards], rank: int, name: str, box: Box) -> tuple[str, Box]:
             shard = side.get(rank, {}).get(name)
             if shard is None:
                 raise PlanError(f"rank {rank}, {name}: a copy names a tensor that is not in the layout")
-            return shard
-
-        def locate(shard: Shard, rank: int, name: str, box: Box) -> tuple[str, Box]:
             key = (id(shard), id(box))
             if key not in located:
                 located[key] = to_hf(shard, box, f"rank {rank}, {name}")
             return located[key]
 
         for copy in self.direct():
-            from_ = find(self.sources, copy.src_rank, copy.src_name)
-            to = find(self.targets, copy.dst_rank, copy.dst_name)
-            pair = (id(from_), id(copy.src_box), id(to), id(copy.dst_box))
-            if pair not in same:
-                source = locate(from_, copy.src_rank, copy.src_name, copy.src_box)
-                target = locate(to, copy.dst_rank, copy.dst_name, copy.dst_box)
-                if source != target:
-                    where = f"rank {copy.dst_rank}, {copy.dst_name}"
-                    raise PlanError(f"{where}: {target} would be written with {source}")
-                same.add(pair)
+            source = locate(self.sources, copy.src_rank, copy.src_name, copy.src_box)
+            target = locate(self.targets, copy.dst_rank, copy.dst_name, copy.dst_box)
+            if source != target:
+                where = f"rank {copy.dst_rank}, {copy.dst_name}"
+                raise PlanError(f"{where}: {target} would be written with {source}")
             written[copy.dst_rank, copy.dst_name].append(copy.dst_box)
         proved = set()
         for rank, shards in self.targets.items():
@@ -218,32 +199,13 @@ Places = dict[int, tuple[str, Box]]  # rank -> (local name, local box)
 
 
 class _Holders:
-    """The ranks that hold one box, and which of them is to send it."""
+    """The ranks that hold one box: by node, and as a heap of (load when last looked at, rank)."""
 
     def __init__(self, ranks: tuple[int, ...], gpus_per_node: int) -> None:
-        self._gpus_per_node = gpus_per_node
         self.by_node: dict[int, list[int]] = defaultdict(list)
         for rank in ranks:
             self.by_node[rank // gpus_per_node].append(rank)
-        self._queue = [(0, rank) for rank in sorted(ranks)]  # a heap of (load when last looked at, rank)
-
-    def choose(self, target: int, near: dict[int, int], far: dict[int, int], size: int) -> int:
-        """Return the least loaded on the target's node, else the least loaded of all.
-
-        `near` and `far`: elements that each rank has been given to send within its node and to other nodes so
-        far; they use different wires and are balanced apart.
-        """
-        neighbours = self.by_node.get(target // self._gpus_per_node)
-        if neighbours:
-            source = min(neighbours, key=lambda rank: (near[rank], rank))
-            near[source] += size
-            return source
-        # Loads only grow: an outdated entry sinks, and the top is the smallest.
-        while far[self._queue[0][1]] != self._queue[0][0]:
-            heapreplace(self._queue, (far[self._queue[0][1]], self._queue[0][1]))
-        source = self._queue[0][1]
-        far[source] += size
-        return source
+        self.heap = [(0, rank) for rank in sorted(ranks)]
 
 
 class _Part(NamedTuple):
@@ -256,6 +218,9 @@ class _Part(NamedTuple):
     dst_box: Box
 
 
+Queue = list[tuple[int, _Part]]  # (rank that gets it, part)
+
+
 def make_plan(
     sources: Iterable[tuple[int, Shards]],
     targets: Iterable[tuple[int, Shards]],
@@ -263,63 +228,81 @@ def make_plan(
     formats: Mapping[str, str] | None = None,
     gpus_per_node: int = GPUS_PER_NODE,
 ) -> Plan:
-    """Plan how `targets` get their bytes from `sources`, both (rank, shards of that rank).
-
-    Where several ranks hold a box (data-parallel replicas, replicated norms), the target's own rank is taken,
-    else one on its node, else any; among equals the one that has sent least so far, so that the load is
-    spread. What several targets of a node want from another node comes in once, and is passed on within the
-    node. Regions of different sources must be equal or disjoint in Hugging Face coordinates. Raises PlanError
-    if a target wants something that no source has.
-    """
+    """Plan how `targets` get their bytes from `sources`, both (rank, shards of that rank). Where several
+    ranks hold a box (data-parallel replicas, replicated norms), the target's own rank is taken, else one on
+    its node, else any; among equals the one that has sent least so far, so that the load is spread. What
+    several targets of a node want from another node comes in once, and is passed on within the node. Regions
+    of different sources must be equal or disjoint in Hugging Face coordinates. Raises PlanError if a target
+    wants something that no source has."""
     source_of, target_of = dict(sources), dict(targets)
     parts = _parts(source_of, target_of, gpus_per_node)
-    entrance = _entrances(target_of, parts, gpus_per_node)
+    # (Node, identity of a part that nobody there holds) -> the rank there that gets it, from which its
+    # neighbours with the same shards get it. Each takes about the same number of bytes.
+    entrance: dict[tuple[int, int], int] = {}
+    neighbours: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank, shards in target_of.items():
+        neighbours[rank // gpus_per_node, id(shards)].append(rank)
+    for (node, shards_id), ranks in neighbours.items():
+        load = dict.fromkeys(ranks, 0)
+        for part in parts[shards_id]:
+            if node not in part.holders.by_node:
+                first = min(load, key=load.__getitem__)
+                load[first] += part.size
+                entrance[node, id(part)] = first
     # All targets are served at the same time, a part each in turn, and begin at different layers: else they
     # would queue for one source. What a rank has itself comes first, then what its node has, so that for the
     # rest all of them are at the same point.
     copies: list[Copy] = []
-    from_node: list[list[tuple[int, _Part]]] = [[] for _ in target_of]  # of each target: (its rank, a part)
-    from_afar: list[list[tuple[int, _Part]]] = [[] for _ in target_of]
-    passed_on: list[list[tuple[int, _Part]]] = [[] for _ in target_of]
+    near, far, relayed = ([Queue() for _ in target_of] for _ in range(3))
     for position, (rank, shards) in enumerate(target_of.items()):
         mine = parts[id(shards)]
         turn = position * len(mine) // len(target_of)
         for part in (*mine[turn:], *mine[:turn]):
-            first = entrance.get((rank // gpus_per_node, id(part)))
+            first_here = entrance.get((rank // gpus_per_node, id(part)))
             if rank in part.places:
                 copies.append(Copy(rank, *part.places[rank], rank, part.dst_name, part.dst_box))
-            elif first is None:
-                from_node[position].append((rank, part))
-            elif first == rank:
-                from_afar[position].append((rank, part))
+            elif first_here is None:
+                near[position].append((rank, part))
+            elif first_here == rank:
+                far[position].append((rank, part))
             else:
-                passed_on[position].append((rank, part))
-    near: dict[int, int] = defaultdict(int)
-    far: dict[int, int] = defaultdict(int)
-    for rank, part in (*_in_turn(from_node), *_in_turn(from_afar)):
-        source = part.holders.choose(rank, near, far, part.size)
+                relayed[position].append((rank, part))
+
+    def in_turn(queues: list[Queue]) -> Iterator[tuple[int, _Part]]:
+        return (entry for row in zip_longest(*queues) for entry in row if entry is not None)
+
+    # Elements that each rank has been given to send within its node, and to other nodes: they use different
+    # wires, and are balanced apart.
+    sent_near: dict[int, int] = defaultdict(int)
+    sent_far: dict[int, int] = defaultdict(int)
+    for rank, part in in_turn(near):
+        there = part.holders.by_node[rank // gpus_per_node]
+        source = min(there, key=lambda holder: (sent_near[holder], holder))
+        sent_near[source] += part.size
+        copies.append(Copy(source, *part.places[source], rank, part.dst_name, part.dst_box))
+    for rank, part in in_turn(far):
+        # Loads only grow: an outdated entry sinks, and the top is the smallest.
+        heap = part.holders.heap
+        while sent_far[heap[0][1]] != heap[0][0]:
+            heapreplace(heap, (sent_far[heap[0][1]], heap[0][1]))
+        source = heap[0][1]
+        sent_far[source] += part.size
         copies.append(Copy(source, *part.places[source], rank, part.dst_name, part.dst_box))
     relays = []
-    for rank, part in _in_turn(passed_on):
+    for rank, part in in_turn(relayed):
         place = (part.dst_name, part.dst_box)
         relays.append(Copy(entrance[rank // gpus_per_node, id(part)], *place, rank, *place))
     return Plan(tuple(copies), source_of, target_of, formats or {}, gpus_per_node, tuple(relays))
-
-
-def _in_turn(queues: list[list[tuple[int, _Part]]]) -> Iterator[tuple[int, _Part]]:
-    """Return the first of each queue, then the second of each, and so on."""
-    return (entry for row in zip_longest(*queues) for entry in row if entry is not None)
 
 
 def _parts(
     source_of: dict[int, Shards], target_of: dict[int, Shards], gpus_per_node: int
 ) -> dict[int, list[_Part]]:
     """Return what each target is made of, by the identity of its shards, which replicas share."""
-    # Who holds which part of each tensor: Hugging Face name -> box -> places.
+    # Who holds which part of each tensor: Hugging Face name -> box -> places. Replicas share one place, so
+    # that it is moved once below.
     everywhere: dict[str, dict[Box, Places]] = defaultdict(lambda: defaultdict(dict))
-    shared: dict[
-        tuple[str, int], tuple[str, Box]
-    ] = {}  # one object for all replicas, so that it is moved once below
+    shared: dict[tuple[str, int], tuple[str, Box]] = {}
     for rank, shards in source_of.items():
         for name, shard in shards.items():
             for region in shard.regions:
@@ -353,36 +336,13 @@ def _parts(
     return parts
 
 
-def _entrances(
-    target_of: dict[int, Shards], parts: dict[int, list[_Part]], gpus_per_node: int
-) -> dict[tuple[int, int], int]:
-    """Return who on a node gets a part that nobody there holds: (node, identity of the part) -> rank.
-
-    The neighbours with the same shards get it from that rank. Each takes about the same number of bytes.
-    """
-    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for rank, shards in target_of.items():
-        groups[rank // gpus_per_node, id(shards)].append(rank)
-    entrance = {}
-    for (node, shards_id), ranks in groups.items():
-        load = dict.fromkeys(ranks, 0)
-        for part in parts[shards_id]:
-            if node not in part.holders.by_node:
-                first = min(load, key=load.__getitem__)
-                load[first] += part.size
-                entrance[node, id(part)] = first
-    return entrance
-
-
 # Rounds of messages whose staging memory is bounded, the same on every rank
 
 
 @dataclass
 class Round:
     """Messages of one rank that are in flight together: pieces by peer, in their order in staging memory.
-
-    `size`: staging memory that they need, in bytes. `relays`: whether they are sent from target tensors.
-    """
+    relays: whether they are sent from target tensors; size: bytes of staging memory that they need."""
 
     relays: bool
     size: int = 0
@@ -405,20 +365,15 @@ def staged(size: int) -> int:
 
 
 def placed(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Placed]:
-    """Yield every piece that travels, with its round.
-
-    No rank stages more than `bucket_bytes` (but at least one element) in a round, half of it for what it
-    sends and half for what it receives, as both happen at once. Every rank goes through the whole plan in the
-    same way, so that both ends of a message agree on its round, order and size. A piece goes into the first
-    round in which both ends have room after their earlier pieces; rounds of a rank are worked off in order
-    and a round waits only for ranks that are in it, so the lowest unfinished round can always be finished: no
-    deadlock.
-    """
+    """Yield every piece that travels, with its round, as every rank computes it alike. No rank stages more
+    than `bucket_bytes` (but at least one element) in a round, half of it for what it sends and half for what
+    it receives, as both happen at once. A piece goes into the first round in which both ends have room after
+    their earlier pieces. A rank works off its rounds in order, and a round waits only for ranks that are in
+    it, so the lowest unfinished one can always be finished: no deadlock."""
     limit = max(ALIGN, bucket_bytes // 2 // ALIGN * ALIGN)
     first = 0
     for relayed, copies in ((False, plan.copies), (True, plan.relays)):
-        # (Rank, whether it sends) -> (the last round in which it does, bytes of it). Relayed bytes came in
-        # earlier.
+        # (Rank, whether it sends) -> (the last round in which it does, bytes of it)
         last: dict[tuple[int, bool], tuple[int, int]] = {}
         for copy in copies:
             if copy.src_rank == copy.dst_rank:
@@ -475,11 +430,8 @@ def split(copy: Copy, limit: int) -> Iterator[Copy]:
 def engine_targets(
     config: Config, hf_config: Mapping[str, Any], world: int, *, cpu: bool = False
 ) -> list[tuple[int, Shards]]:
-    """Return (rank, shards) of the engine on every rank.
-
-    Rank r holds part r % engine_tp of engine r // engine_tp. cpu: SGLang's CPU engine. Raises ConfigError if
-    the ranks or the model cannot be divided so.
-    """
+    """Return (rank, shards) of every rank, which holds part rank % engine_tp of engine rank // engine_tp.
+    cpu: SGLang's CPU engine. Raises ConfigError if the ranks or the model cannot be divided so."""
     tp = config.rollout.engine_tp
     if world % tp:
         devices = f"{world} devices (parallel.tp * parallel.pp * parallel.dp)"
@@ -495,10 +447,7 @@ def engine_targets(
 
 
 def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *, cpu: bool = False) -> Plan:
-    """Plan how the actor's weights get into the engine of every rank.
-
-    Raises ConfigError if the model cannot be divided as `parallel` or `rollout` says.
-    """
+    """Plan how the actor's weights get into all engines; ConfigError if the model cannot be divided so."""
     sources = megatron_layout(hf_config, layout)
     targets = engine_targets(config, hf_config, layout.world, cpu=cpu)
     formats: dict[str, str] = {}
@@ -508,15 +457,13 @@ def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *,
 
 
 def fp8_block(
-    sources: Iterable[tuple[int, Shards]], targets: Iterable[tuple[int, Shards]], shapes: Mapping[str, Shape]
+    sources: Sequence[tuple[int, Shards]], targets: Sequence[tuple[int, Shards]], shapes: Mapping[str, Shape]
 ) -> tuple[list[tuple[int, Shards]], list[tuple[int, Shards]], dict[str, str]]:
     """Return sources and targets with the scales of block FP8, and the formats of target tensors by name.
-
-    `shapes`: of the Hugging Face tensors. In Hugging Face coordinates the scales of tensor x are x_scale_inv
+    shapes: of the Hugging Face tensors. In Hugging Face coordinates the scales of tensor x are x_scale_inv
     [rows / 128, columns / 128], rounded up; every source has all of them (transfer.BlockScales). Raises
     ConfigError, naming the tensor, if a target does not begin and end with whole blocks; SGLang would refuse
-    it as well.
-    """
+    it as well."""
 
     def is_linear(hf_name: str) -> bool:
         return hf_name.endswith("_proj.weight")
@@ -530,7 +477,6 @@ def fp8_block(
     formats: dict[str, str] = {}
     joined: dict[int, Shards] = {}  # ranks with the same shards go on sharing them
     quantised: dict[int, Shards] = {}
-    targets = list(targets)
     for _, shards in targets:
         if id(shards) in quantised:
             continue

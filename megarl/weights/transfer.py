@@ -6,9 +6,9 @@ The hot path is `Transfer.run`. Block FP8 is quantised before it travels, and fi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -69,9 +69,7 @@ class TransferStats:
 
 class Staging:
     """Device memory that transfers use one after the other: as much as the largest needs, from the first use.
-
-    `release` empties the storage in place, so that views of it stay good.
-    """
+    `release` empties the storage in place, so that views of it stay good."""
 
     def __init__(self, device: torch.device) -> None:
         self._needed = 0
@@ -79,7 +77,7 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes at this moment."""
+        """Return the bytes that it takes at this moment."""
         return self._memory.untyped_storage().nbytes()
 
     def reserve(self, size: int) -> None:
@@ -105,21 +103,18 @@ class _Moves:
     def __init__(self) -> None:
         # Lists of one pair of dtypes each, as a device needs them to copy all tensors of a list at once.
         self._copies: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        self._quantised: list[tuple[BlockScales, Tensor, str, Box, Tensor]] = []
+        self.quantised: list[Callable[[], None]] = []
 
     def copy(self, to: Tensor, from_: Tensor) -> None:
         targets, sources = self._copies.setdefault((to.dtype, from_.dtype), ([], []))
         targets.append(to)
         sources.append(from_)
 
-    def quantise(self, scales: BlockScales, from_: Tensor, hf_name: str, hf_box: Box, to: Tensor) -> None:
-        self._quantised.append((scales, from_, hf_name, hf_box, to))
-
     def run(self) -> None:
         for targets, sources in self._copies.values():
             torch._foreach_copy_(targets, sources)
-        for scales, values, hf_name, hf_box, out in self._quantised:
-            scales.quantise(values, hf_name, hf_box, out)
+        for quantise in self.quantised:
+            quantise()
 
 
 @dataclass
@@ -135,16 +130,18 @@ class _Bound:
 class Transfer:
     """A plan bound to this rank's tensors, to be run as often as the weights change.
 
-    `dtype` is the dtype of target tensors without a format of their own, by default that of this rank's (a
-    rank without such targets must be told); sources of another dtype are converted, or quantised, before they
-    are sent, so that no more bytes travel than the target needs. `bucket_bytes` bounds the staging memory of
-    a rank, sends and receives together; `staging` is that memory where several transfers share one. Every
-    rank of the plan constructs and runs its own Transfer; ranks that the plan does not name may do so too.
-    All tensors of a rank are on one device. If the memory of a tensor moves between runs (offloading), the
-    next run notices. `group` is the process group of the messages, by default the whole job's; on NCCL it
-    must have been used once by all its ranks, and where targets are quantised or checked all its ranks take
-    part. Raises ValueError if names, shapes or dtypes of the tensors are not the plan's.
-    """
+    Every rank of the plan constructs and runs its own Transfer; ranks that the plan does not name may do so
+    too. All tensors of a rank are on one device; where one has moved in memory since the last run
+    (offloading), the next run notices.
+
+    bucket_bytes  limit of a rank's staging memory, sends and receives together
+    dtype         of target tensors without a format of their own, by default that of this rank's (a rank
+                  without such targets must be told); sources are converted or quantised before they are sent
+    group         of the messages, by default the whole job's. On NCCL all its ranks must have used it once;
+                  where targets are quantised or checked all of them take part
+    staging       the staging memory, where several transfers share one
+
+    Raises ValueError if names, shapes or dtypes of the tensors are not the plan's."""
 
     def __init__(
         self,
@@ -168,7 +165,7 @@ class Transfer:
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._scales = BlockScales(plan, rank, self._device)
         self._weights, self._targets = source_tensors, target_tensors
-        self._sources = {**source_tensors, **self._scales.tensors} if self._scales.tensors else source_tensors
+        self._sources = {**source_tensors, **self._scales.tensors}
         self._check_tensors()
         self._local = [copy for copy in plan.copies if copy.src_rank == copy.dst_rank == rank]
         self._rounds = rounds_of(plan, rank, dtype.itemsize, bucket_bytes)
@@ -192,13 +189,11 @@ class Transfer:
                     raise ValueError(f"{where}: the plan expects {shard.shape}, there is {found}")
                 dtype = self._target_dtype(name)
                 if what == "target" and tensors[name].dtype != dtype:
-                    raise ValueError(
-                        f"rank {self._rank}: target tensor {name} is {tensors[name].dtype}, not {dtype}"
-                    )
+                    raise ValueError(f"{where} is {tensors[name].dtype}, not {dtype}")
 
     @property
     def target_bytes(self) -> int:
-        """Bytes of this rank's target tensors."""
+        """Return the bytes of this rank's target tensors."""
         return sum(tensor.nbytes for tensor in self._targets.values())
 
     @torch.no_grad()
@@ -210,27 +205,22 @@ class Transfer:
         if self._padding:
             torch._foreach_zero_(self._padding)
         self._here.run()
-        for index, bound in enumerate(self._bound):
+        for number, bound in enumerate(self._bound, start=1):
             bound.pack.run()
-            self._exchange(index, bound)
+            messages = [dist.P2POp(dist.isend, wire, peer, self._group) for peer, wire in bound.sends]
+            messages += [dist.P2POp(dist.irecv, wire, peer, self._group) for peer, wire in bound.receives]
+            try:
+                for work in dist.batch_isend_irecv(messages):
+                    work.wait()
+            except RuntimeError as error:
+                peers = sorted({peer for peer, _ in (*bound.sends, *bound.receives)})
+                where = f"weight transfer, round {number} of {len(self._bound)}"
+                message = f"{where}: rank {self._rank} waited in vain for one of the ranks {peers} ({error})"
+                raise WaitTimeout(message) from error
             bound.unpack.run()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return TransferStats(*self._traffic, seconds=time.perf_counter() - start)
-
-    def _exchange(self, index: int, bound: _Bound) -> None:
-        operations = [dist.P2POp(dist.isend, wire, peer, self._group) for peer, wire in bound.sends]
-        operations += [dist.P2POp(dist.irecv, wire, peer, self._group) for peer, wire in bound.receives]
-        if not operations:
-            return
-        try:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-        except RuntimeError as error:
-            peers = sorted({peer for peer, _ in (*bound.sends, *bound.receives)})
-            where = f"weight transfer, round {index + 1} of {len(self._bound)}"
-            message = f"{where}: rank {self._rank} waited in vain for one of the ranks {peers} ({error})"
-            raise WaitTimeout(message) from error
 
     def _bind(self) -> None:
         """Turn boxes into views of the tensors, unless they still lie where they lay at the last run."""
@@ -275,7 +265,8 @@ class Transfer:
         from_ = view(self._sources[copy.src_name], copy.src_box)
         if self._plan.formats.get(copy.dst_name) == FP8:
             shard = self._plan.sources[self._rank][copy.src_name]
-            moves.quantise(self._scales, from_, *to_hf(shard, copy.src_box, copy.src_name), to)
+            place = to_hf(shard, copy.src_box, copy.src_name)
+            moves.quantised.append(partial(self._scales.quantise, from_, *place, to))
         else:
             moves.copy(to, from_)
 
@@ -291,16 +282,12 @@ class Transfer:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Compare every target with its sources by fingerprints, after `run`.
-
-        Each side adds up 64-bit hashes of its pieces, so nothing is gathered; one number per target tensor
-        travels. Raises TransferError on every rank, naming tensors, if one differs.
-        """
+        """Compare every target with its sources by fingerprints, after `run`. Each side adds up 64-bit hashes
+        of its pieces, so nothing is gathered; one number per target tensor travels. Raises TransferError on
+        every rank, naming tensors, if one differs."""
         index, mine = self._hashed
         difference = torch.zeros(len(index), dtype=torch.int64, device=self._device)
-        known: dict[
-            tuple[str, int, str | None], Tensor
-        ] = {}  # replicas of an engine are sent the same pieces
+        known: dict[tuple[str, int, str | None], Tensor] = {}  # engine replicas are sent the same pieces
         for copy in mine:
             key = (copy.src_name, id(copy.src_box), self._plan.formats.get(copy.dst_name))
             if key not in known:
@@ -319,26 +306,20 @@ class Transfer:
                 difference[index[self._rank, name]] -= fingerprint(view(self._targets[name], local_box), box)
         if dist.is_initialized():
             dist.all_reduce(difference, group=self._group)
-        places = difference.nonzero().flatten().tolist()
-        if places:
-            names = list(index)
-            wrong = [names[place] for place in places]
-            shown = ", ".join(f"{name} of rank {rank}" for rank, name in wrong[:3]) + ", ..." * (
-                len(wrong) > 3
-            )
-            count = len(wrong)
-            raise TransferError(
-                f"weight transfer: fingerprints of {count} engine tensors are not the actor's: {shown}"
-            )
+        names = list(index)
+        wrong = [names[place] for place in difference.nonzero().flatten().tolist()]
+        if wrong:
+            shown = ", ".join(f"{name} of rank {rank}" for rank, name in wrong[:3])
+            more = ", ..." if wrong[3:] else ""
+            problem = f"fingerprints of {len(wrong)} engine tensors are not the actor's: {shown}{more}"
+            raise TransferError(f"weight transfer: {problem}")
 
 
 def fingerprint(values: Tensor, box: Box) -> Tensor:
     """Return the hash of `values`, which are `box` of a tensor: int64 [], to be added to its other boxes'.
-
     hash = sum of bits[i, j] * a[i] * b[j] mod 2^64 over the elements, with a and b odd and pseudo-random in
     the Hugging Face coordinates i and j. A sum does not care how a tensor is cut. An element that differs
-    always shows, as odd numbers have inverses; so do rows or columns that changed places.
-    """
+    always shows, as odd numbers have inverses; so do rows or columns that changed places."""
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     rows = max(1, CHUNK // max(1, values[:1].numel()))
     factors = []
@@ -358,26 +339,22 @@ def fingerprint(values: Tensor, box: Box) -> Tensor:
 
 class BlockScales:
     """The scales of the Hugging Face tensors that a plan's targets need in block FP8; none for other plans.
-
-    `tensors` by name, float32 [rows / 128, columns / 128], whole on every rank. A block may lie across the
-    border of two source shards: so every rank takes the largest magnitude of its part of each block, one
-    all-reduce (4 bytes for 16,384 weights) makes it the block's, and after that quantising is local, however
-    the sources are cut.
-    """
+    tensors: by name, float32 [rows / 128, columns / 128], whole on every rank. A block may lie across the
+    border of two source shards, so every rank takes the largest magnitude of its part of each block, and one
+    all-reduce makes it the block's; after that quantising is local, however the sources are cut."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
         targets = {id(shards): shards for shards in plan.targets.values()}.values() if plan.formats else ()
-        tensors = [
-            (name, shard) for shards in targets for name, shard in shards.items() if name in plan.formats
-        ]
-        needed = {
-            r.hf_name.removesuffix(SCALE_SUFFIX) + SCALE_SUFFIX for _, shard in tensors for r in shard.regions
+        shards = [shard for mine in targets for name, shard in mine.items() if name in plan.formats]
+        quantised = {
+            region.hf_name.removesuffix(SCALE_SUFFIX) for shard in shards for region in shard.regions
         }
+        needed = {hf_name + SCALE_SUFFIX for hf_name in quantised}
         everywhere = next(iter(plan.sources.values()), {})
         shapes = {name: shard.shape for name, shard in everywhere.items() if name in needed}
         sizes = [rows * columns for rows, columns in shapes.values()]
         self._flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        parts = self._flat.split(sizes) if sizes else ()
+        parts = self._flat.split(sizes) if sizes else ()  # views, so that one all-reduce takes all
         self.tensors = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
         self._regions: list[tuple[str, Region]] = [
             (name, region)
@@ -388,10 +365,8 @@ class BlockScales:
 
     def update(self, sources: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
         """Take the scales of the present weights: a block's largest magnitude / 448, which is FP8's largest.
-
         Every rank of `group` calls this. A block of zeros has the smallest normal float32 as its scale, which
-        keeps 0 / scale = 0.
-        """
+        keeps 0 / scale = 0."""
         if not self.tensors:
             return
         self._flat.zero_()

@@ -12,7 +12,6 @@ from megarl.config.schema import Config, OptimizerConfig
 from megarl.data.experience import Experience
 from megarl.model.builder import build_actor, build_critic
 from megarl.parallel.comm import barrier
-from megarl.parallel.layout import padded_vocab
 from megarl.parallel.runtime import Runtime
 from megarl.plan.memory import Plan, plan_of
 from megarl.plan.sizes import Shape, activations
@@ -82,8 +81,8 @@ def learner_of(
 def group_sizes(
     runtime: Runtime, out: Path, family: str, dtype: str, critic: bool = False, **keys: Any
 ) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer on this rank after a step, by their storages, and of a checkpoint that it
-    writes."""
+    """Return the bytes of weights, gradients and optimizer on this rank after a step, by their storages, and of the
+    checkpoint that it writes."""
     _, learner = learner_of(runtime, family, dtype, critic, **keys)
     learner.update(
         batches(learner, 1, LENGTH), lambda output, _: ((output if critic else output[0]).sum(), {})
@@ -134,7 +133,7 @@ def measure(
     micro_batches: int = 1,
     **keys: Any,
 ) -> tuple[float, float]:
-    """The most memory alive in forward and backward of one mini-batch on this rank, measured and predicted, in bytes."""
+    """Return the most bytes alive in forward and backward on this rank: (measured, predicted)."""
     hf, learner = learner_of(runtime, family, dtype, critic, **keys)
     made = batches(learner, micro_batches)
 
@@ -145,7 +144,6 @@ def measure(
     with LiveMemory() as memory:
         learner.compute_gradients(made, loss)
     layout = runtime.layout
-    words = padded_vocab(hf.vocab_size, layout.tp) // layout.tp
     sequence_parallel = layout.tp > 1 and keys.get("sequence_parallel") is not False
     predicted = activations(
         Shape(hf.to_dict(), dtype),
@@ -155,7 +153,6 @@ def measure(
         layers="portable",
         sequence_parallel=sequence_parallel,
         critic=critic,
-        vocab_shard_size=words,
     )
     in_flight = min(micro_batches, layout.pp - runtime.pp_rank)
     layers = hf.num_hidden_layers // layout.pp

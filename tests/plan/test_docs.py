@@ -60,13 +60,14 @@ def test_all_layouts_are_listed_on_demand(
 
 
 def test_no_torch_is_needed_and_seconds_are_few() -> None:
-    """Importing torch and Megatron takes longer than the plan; counted in CPU time, as this machine may be busy."""
+    """Importing torch and Megatron takes longer than the plan. In CPU time, as this machine may be busy."""
     import subprocess
     import sys
 
     code = (
         "import sys, time; from megarl.cli.main import main; main(['plan', 'configs/vapo_32b.yaml']);"
-        "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules); assert time.process_time() < 5, time.process_time()"
+        "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules);"
+        "assert time.process_time() < 5, time.process_time()"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Parameters, gradients, optimizer and checkpoints: the plan against real tensors and files; phases against the schedule's own."""
+"""The plan of parameters, gradients, optimizer and checkpoints, against real tensors and files."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def plan_32b(*overrides: str) -> Plan:
 
 @pytest.mark.parametrize("tp", [1, 4, 8])
 def test_an_engines_weights_are_its_shards(tp: int) -> None:
-    """What the transfer has to bring into each GPU, from the engine's own table; together a little more than the model."""
+    """From the engine's own table; together a little more than the model."""
     plan = plan_32b(f"rollout.engine_tp={tp}")
     whole = 2 * plan.actor.parameters
     assert whole <= plan.engine_weights * tp < 1.002 * whole
@@ -118,13 +118,13 @@ def test_an_engines_weights_are_its_shards(tp: int) -> None:
 
 
 def test_figures_by_hand() -> None:
-    """Qwen2.5-32B at tp 8, pp 4, dp 4, stage 0: 16 layers and the embedding; the formulas are written out once more."""
+    """Qwen2.5-32B at tp 8, pp 4, dp 4, stage 0: 16 layers and the embedding, by formulas written out anew."""
     plan = plan_32b()
     layer = (5120 * (5120 + 2 * 1024) + 5120 + 2 * 1024 + 5120 * 5120 + 3 * 5120 * 27648) // 8 + 2 * 5120
     elements = 16 * layer + 152064 // 8 * 5120
-    assert plan.weights("actor", 0) == 2 * elements
-    assert plan.gradients("actor", 0) == 4 * elements
-    assert plan.optimizer("actor", 0) == 12 * elements / 4
+    assert plan.group("actor.weights", 0) == 2 * elements
+    assert plan.group("actor.gradients", 0) == 4 * elements
+    assert plan.group("actor.optimizer", 0) == 12 * elements / 4
     assert plan.actor.cache_bytes(8) == 2 * 64 * 1 * 128 * 2
     assert plan.cache == 0.8 * plan.device.memory - plan.engine_weights
 
@@ -211,7 +211,7 @@ def test_another_gpu_needs_all_its_figures() -> None:
 def test_kept_groups_are_in_every_phase() -> None:
     free, keeping = plan_32b(), plan_32b("residency.keep=[actor.optimizer]")
     for before, after in zip(free.needs(), keeping.needs(), strict=True):
-        extra = 0.0 if "actor.optimizer" in before.parts else keeping.optimizer("actor", after.stage)
+        extra = 0.0 if "actor.optimizer" in before.parts else keeping.group("actor.optimizer", after.stage)
         assert after.total == pytest.approx(before.total + extra, abs=GIB)
     assert keeping.host()["pinned buffers"] < free.host()["pinned buffers"]
 

@@ -1,9 +1,9 @@
-"""Random configurations and Hugging Face folders whose every number is different, so that no mistake can
-hide."""
+"""Random configurations and Hugging Face folders whose every number is different, so that mistakes show."""
 
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,28 @@ from megarl.weights.layout import Shards, hf_shapes
 from megarl.weights.plan import Plan
 
 PREFIX = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+
+
+def described(
+    model_type: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **keys: Any
+) -> dict[str, Any]:
+    """Return a config.json of these sizes."""
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        **keys,
+    }
+
+
+def set_config(folder: Path, **changes: Any) -> None:
+    """Change keys of a folder's config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
 @st.composite
@@ -55,7 +77,7 @@ def numbered(config: dict[str, Any], *, critic: bool = False) -> dict[str, Tenso
     """Every element of the model has a number of its own, exact in float32."""
     tensors, start = {}, 1
     for name, shape in hf_shapes(config, critic=critic).items():
-        size = int(torch.tensor(shape).prod())
+        size = prod(shape)
         tensors[name] = torch.arange(start, start + size, dtype=torch.float32).view(shape)
         start += size
     assert start < 2**24
@@ -76,7 +98,7 @@ def folder_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Whether both have the same tensors, NaNs with their payloads among them."""
+    """Return whether both have the same tensors, NaNs with their payloads among them."""
     return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype and torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8))
         for name in a
@@ -86,8 +108,7 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def loaded(
     layout: list[tuple[int, Shards]], folder: HFFolder, dtype: torch.dtype = torch.float32
 ) -> dict[int, dict[str, Tensor]]:
-    """Rank -> local tensors, read from the folder; they start as NaN, so that whatever is not written
-    shows."""
+    """Return rank -> local tensors read from the folder; what is not written stays NaN."""
     ranks = {}
     for rank, shards in layout:
         ranks[rank] = {
@@ -97,8 +118,19 @@ def loaded(
     return ranks
 
 
+def sliced(shards: Shards, hf: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a rank's tensors, cut out of the whole ones."""
+    tensors = {}
+    for name, shard in shards.items():
+        tensors[name] = torch.zeros(shard.shape, dtype=next(iter(hf.values())).dtype)
+        for region in shard.regions:
+            to, from_ = (tuple(slice(*ends) for ends in box) for box in (region.local_box, region.hf_box))
+            tensors[name][to] = hf[region.hf_name][from_]
+    return tensors
+
+
 def execute(plan: Plan, sources: dict[int, dict[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
-    """A plan carried out by plain slicing in one process; target elements that no copy writes stay NaN."""
+    """Carry out a plan by plain slicing in one process; target elements that no copy writes stay NaN."""
     targets = {
         r: {n: torch.full(s.shape, torch.nan) for n, s in shards.items()}
         for r, shards in plan.targets.items()

@@ -1,5 +1,4 @@
-"""What ranks do in the tests: transfers, exports and engines between real processes, Megatron's own loading
-and saving."""
+"""What ranks do in the tests: transfers and exports between real processes, Megatron's loading and saving."""
 
 from __future__ import annotations
 
@@ -20,6 +19,7 @@ from megarl.weights.layout import Shards, hf_shapes, hf_shards, megatron_layout,
 from megarl.weights.plan import fp8_block, make_plan, rounds_of
 from megarl.weights.transfer import FORMAT_DTYPES, Staging, Transfer
 from tests.parallel.jobs import load, make_config
+from tests.weights.folders import sliced
 
 
 def read(shards: Shards, folder: HFFolder, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -35,10 +35,11 @@ def transfer(
     bucket: int,
     dtype: torch.dtype,
 ) -> list[str]:
-    """For each pair: weights in the first layout (fp32) are sent to the second one (None: the whole model on
-    every rank) as `dtype`,
-    changed, moved in memory, and sent again, through staging memory that all share. Returns what was found
-    wrong on this rank."""
+    """Send fp32 weights of the first layout of each pair to the second one (None: all of them) as `dtype`.
+
+    They are changed, moved in memory, and sent again, through staging memory that all share. Returns what was
+    found wrong on this rank.
+    """
     hf = HFFolder(folder)
     wrong = []
     staging = Staging(runtime.device)
@@ -77,7 +78,7 @@ def transfer(
 def export(
     runtime: Runtime, folder: Path, out: Path, layout: Layout, critic: bool, max_shard_bytes: int
 ) -> str:
-    """Loads and exports in one layout; the message of a CheckpointError, or nothing."""
+    """Load and export in one layout; return the message of a CheckpointError, or nothing."""
     hf = HFFolder(folder, critic=critic)
     shards = megatron_layout(hf.config, layout, critic=critic)[runtime.rank][1]
     tensors = read(shards, hf, torch.float32)
@@ -98,7 +99,7 @@ def export(
 
 
 def whole_model(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """The Hugging Face tensors, normal, with outliers and one block of zeros."""
+    """Return Hugging Face tensors, normal, with outliers and one block of zeros."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in hf_shapes(config).items():
@@ -106,17 +107,6 @@ def whole_model(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
         tensors[name].view(-1)[::997] *= 30
         if "down_proj" in name:
             tensors[name][:128, :128] = 0
-    return tensors
-
-
-def sliced(shards: Shards, hf: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A rank's tensors out of the whole ones."""
-    tensors = {}
-    for name, shard in shards.items():
-        tensors[name] = torch.zeros(shard.shape, dtype=next(iter(hf.values())).dtype)
-        for region in shard.regions:
-            to, from_ = (tuple(slice(*ends) for ends in box) for box in (region.local_box, region.hf_box))
-            tensors[name][to] = hf[region.hf_name][from_]
     return tensors
 
 
@@ -129,11 +119,11 @@ def into_engines(
     bucket: int,
     dtype: torch.dtype,
 ) -> tuple[dict[str, Tensor], str, list[str], int]:
-    """Every rank r is rank tps[r][1] of an engine of tensor-parallel size tps[r][0]; two ranks are a node.
-    Returns its tensors after two
-    transfers of weights that changed in between, what the check says after one bit of a tensor of rank 1 was
-    turned, what it said before,
-    and how many copies go from one rank of a node to the other when it has received them."""
+    """Transfer twice, with other weights, to engines: rank r is rank tps[r][1] of one of tp tps[r][0].
+
+    Two ranks are a node. Returns this rank's tensors, what the check says after one bit of a tensor of rank 1
+    was turned, what it said before, and how many copies are passed on within a node.
+    """
     sources = megatron_layout(config, layout)
     shards = {place: sglang_shards(config, *place) for place in tps}
     targets = [(rank, shards[place]) for rank, place in enumerate(tps)]
@@ -142,10 +132,8 @@ def into_engines(
         sources, targets, formats = fp8_block(sources, targets, hf_shapes(config))
     plan = make_plan(sources, targets, formats=formats, gpus_per_node=2)
     plan.verify()
-    weights = sliced(
-        {n: s for n, s in plan.sources[runtime.rank].items() if not n.endswith("_scale_inv")},
-        whole_model(config, 1),
-    )
+    held = {n: s for n, s in plan.sources[runtime.rank].items() if not n.endswith("_scale_inv")}
+    weights = sliced(held, whole_model(config, 1))
     mine = plan.targets[runtime.rank]
     out = {
         n: torch.zeros(s.shape, dtype=FORMAT_DTYPES[formats[n]] if n in formats else dtype)
@@ -154,9 +142,7 @@ def into_engines(
     transfer = Transfer(plan, runtime.rank, weights, out, bucket, dtype=dtype)
     failed = []
     for seed in (1, 2):
-        for name, tensor in sliced(
-            {n: plan.sources[runtime.rank][n] for n in weights}, whole_model(config, seed)
-        ).items():
+        for name, tensor in sliced(held, whole_model(config, seed)).items():
             weights[name].copy_(tensor)
         transfer.run()
         try:
@@ -184,9 +170,11 @@ def build(folder: Path, runtime: Runtime, critic: bool) -> Any:
 def load_checkpoint(
     runtime: Runtime, folder: Path, checkpoint: Path, critic: bool, sequences: list[list[int]]
 ) -> tuple[list[str], Any]:
-    """A converted checkpoint in Megatron: (names of this rank's parameters that differ from the Hugging Face
-    folder's, logits or values of
-    each sequence, where there is one pipeline stage)."""
+    """Load a converted checkpoint into Megatron.
+
+    Returns the names of this rank's parameters that differ from the Hugging Face folder's, and logits or
+    values of each sequence, where there is one pipeline stage.
+    """
     from megatron.core import dist_checkpointing
     from megatron.core.transformer.module import MegatronModule
 
@@ -208,8 +196,7 @@ def load_checkpoint(
 
 @torch.no_grad()
 def _outputs(model: Any, sequence: list[int], critic: bool) -> torch.Tensor:
-    """Logits [tokens, vocabulary] or values [tokens, 1] of one sequence, whose length tensor-parallel ranks
-    can share evenly."""
+    """Return logits [tokens, vocabulary] or values [tokens, 1] of a sequence of a multiple of tp tokens."""
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.mappings import (
         gather_from_sequence_parallel_region,
@@ -230,7 +217,7 @@ def _outputs(model: Any, sequence: list[int], critic: bool) -> torch.Tensor:
 
 
 def save_checkpoint(runtime: Runtime, folder: Path, out: Path, critic: bool) -> None:
-    """A learner's checkpoint as a run writes it."""
+    """Write a model's checkpoint as a run does."""
     from megarl.training.model import TrainableModel
     from megarl.training.sharded import allocate_moments
     from tests.checkpoints import save_model
@@ -245,7 +232,7 @@ def save_checkpoint(runtime: Runtime, folder: Path, out: Path, critic: bool) -> 
 
 
 def keys(checkpoint: Path) -> dict[str, Any]:
-    """The model's keys of a checkpoint and their shapes (None: an object); optimizer state left out."""
+    """Return a checkpoint's keys and their shapes (None: an object), but for the optimizer's."""
     entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     # Any tensor-parallel size pads the vocabulary in its own way; here both are of the same size.
     return {

@@ -1,5 +1,4 @@
-"""The converters: bit for bit there and back, loaded by Megatron itself, streaming, and leaving nothing
-behind when something is wrong."""
+"""The converters: bit for bit there and back, loaded by Megatron itself, streaming."""
 
 from __future__ import annotations
 
@@ -21,11 +20,10 @@ from torch import Tensor
 
 from megarl.config.errors import CheckpointError
 from megarl.parallel.layout import Layout
-from megarl.weights.convert import conversion_layout, hf_to_megatron, megatron_to_hf
 from megarl.weights.files import BLOCK, FileTensor, blocks
 from megarl.weights.hf import HFFolder, load_into
 from megarl.weights.layout import full_box, megatron_layout
-from megarl.weights.megatron import MegatronFolder
+from megarl.weights.megatron import MegatronFolder, conversion_layout, hf_to_megatron, megatron_to_hf
 from tests.ranks import RankPool
 from tests.tiny_models import MODELS as MODEL_CLASSES
 from tests.tiny_models import make_tiny_model
@@ -114,9 +112,10 @@ def hf_outputs(folder: Path, classification: str | None, sequence: list[int]) ->
 def test_megatron_loads_what_was_converted(
     layout: tuple[int, int, int, int], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """`dist_checkpointing.load` with the model's own sharded_state_dict, in a layout that the files were not
-    cut for: parameters bit for
-    bit, and logits (a critic's: values) of the model that was loaded so."""
+    """`dist_checkpointing.load` with the model's own sharded_state_dict, in another layout than the files'.
+
+    Parameters bit for bit, and logits (a critic's: values) of the model that was loaded so.
+    """
     sequences = [
         torch.randint(0, 101, (size,), generator=torch.Generator().manual_seed(size)).tolist()
         for size in (2, 24)
@@ -128,13 +127,8 @@ def test_megatron_loads_what_was_converted(
         kind, checkpoint = options.get("classification"), tmp_path / f"{number}m"
         hf_to_megatron(folder, checkpoint, conversion_layout(*sizes), critic=kind is not None)
         expected = [hf_outputs(folder, kind, sequence) for sequence in sequences]
-        arguments = {
-            "folder": folder,
-            "checkpoint": checkpoint,
-            "critic": kind is not None,
-            "sequences": sequences,
-        }
-        for wrong, outputs in ranks(*layout).run(jobs.load_checkpoint, **arguments):
+        arguments = {"folder": folder, "checkpoint": checkpoint, "sequences": sequences}
+        for wrong, outputs in ranks(*layout).run(jobs.load_checkpoint, critic=kind is not None, **arguments):
             assert wrong == [], (family, options)
             if layout[1] == 1:
                 for found, wanted in zip(outputs, expected, strict=True):
@@ -147,7 +141,8 @@ def test_checkpoints_of_training_become_hugging_face_folders(ranks: Ranks, tmp_p
     """A training run's keys and shapes are those that the converter writes, and its checkpoint goes back to
     where it came from."""
     for number, (family, options, _) in enumerate((MODELS[2], MODELS[5], CRITICS[0])):
-        folder = make_tiny_model(tmp_path / str(number), family, **{**options, "dtype": torch.float32})  # type: ignore[arg-type]
+        single: dict[str, Any] = {**options, "dtype": torch.float32}
+        folder = make_tiny_model(tmp_path / str(number), family, **single)  # type: ignore[arg-type]
         critic, trained, converted = (
             "classification" in options,
             tmp_path / f"{number}t",
@@ -208,16 +203,11 @@ def test_a_rank_reads_no_more_than_its_slices(tmp_path: Path) -> None:
             source.read(name, full_box(source.shapes[name]))  # the headers are read once
         for rank, shards in megatron_layout(source.config, layout):
             tensors = {name: torch.empty(shard.shape) for name, shard in shards.items()}
-            slices = sum(
-                region_size(r.hf_box) * BF16.itemsize for shard in shards.values() for r in shard.regions
-            )
+            boxes = [region.hf_box for shard in shards.values() for region in shard.regions]
+            slices = sum(math.prod(stop - start for start, stop in box) for box in boxes) * BF16.itemsize
             before = read_bytes()
             load_into(tensors, shards, source)
             assert slices <= read_bytes() - before <= slices + 4096, rank  # 4096: reading the counter itself
-
-
-def region_size(box: tuple[tuple[int, int], ...]) -> int:
-    return int(torch.tensor([stop - start for start, stop in box]).prod())
 
 
 def read_bytes() -> int:
@@ -281,7 +271,7 @@ def torchrun(processes: int, command: list[Any]) -> subprocess.CompletedProcess[
 GROWTH = """
 import sys
 from pathlib import Path
-from megarl.weights.convert import conversion_layout, hf_to_megatron, megatron_to_hf
+from megarl.weights.megatron import conversion_layout, hf_to_megatron, megatron_to_hf
 def peak():
     return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
@@ -327,9 +317,8 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
 def test_blocks_are_rows_that_tile_a_tensor() -> None:
     for shape in ((1, 10), (100_000, 64), (3, 4_000_000), (7,), (5_000_000,)):
         boxes = list(blocks(shape, 4))
-        assert [box[0][0] for box in boxes] == [0, *(box[0][1] for box in boxes[:-1])] and boxes[-1][0][
-            1
-        ] == shape[0]
+        starts, stops = [box[0][0] for box in boxes], [box[0][1] for box in boxes]
+        assert [*starts, shape[0]] == [0, *stops]
         assert all(box[1:] == full_box(shape[1:]) for box in boxes)
         row = 4 * math.prod(shape[1:])
         assert all((box[0][1] - box[0][0]) * row <= max(BLOCK, row) for box in boxes)

@@ -1,5 +1,4 @@
-"""Conversions that cannot be: the error names file and tensor, and nothing is left under the final name or
-beside it."""
+"""Conversions that cannot be: the error names file and tensor, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ from torch import Tensor
 
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.parallel.layout import Layout
-from megarl.weights.convert import conversion_layout, hf_to_megatron, megatron_to_hf
+from megarl.weights.megatron import conversion_layout, hf_to_megatron, megatron_to_hf
 from tests.tiny_models import make_tiny_model
-from tests.weights.folders import folder_tensors
+from tests.weights.folders import folder_tensors, same_bits, set_config
 
 
 @pytest.fixture
@@ -103,32 +102,24 @@ def test_damaged_checkpoints(folder: Path, tmp_path: Path) -> None:
         action(tmp_path / "bad")
         return tmp_path / "bad"
 
-    def resize(path: Path) -> None:
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
-
-    def untie(path: Path) -> None:
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(
-            json.dumps({**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]})
-        )
-
-    def tie(path: Path) -> None:
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-
     cases: list[tuple[Callable[[Path], Any], list[str]]] = [
         (lambda path: (path / "__1_0.distcp").unlink(), ["__1_0.distcp: model.", "no such file"]),
         (lambda path: truncate(path / "__1_0.distcp"), ["__1_0.distcp: lm_head.weight: truncated"]),
         (lambda path: scribble(path / "__1_0.distcp"), ["__1_0.distcp: model.", "not a chunk"]),
         (lambda path: (path / ".metadata").write_bytes(b"nonsense"), [".metadata", "not a readable index"]),
         (lambda path: (path / ".metadata").unlink(), ["no .metadata"]),
-        (resize, [".metadata", "decoder.layers.mlp.linear_fc1.weight", "config.json asks for"]),
         (
-            tie,
+            lambda path: set_config(path, intermediate_size=96),
+            [".metadata", "decoder.layers.mlp.linear_fc1.weight", "config.json asks for"],
+        ),
+        (
+            lambda path: set_config(path, tie_word_embeddings=True),
             [".distcp: lm_head.weight: differs from model.embed_tokens.weight", "tie_word_embeddings: true"],
         ),
-        (untie, [".metadata", "decoder.layers.self_attention.linear_qkv.bias", "no such tensor"]),
+        (
+            lambda path: set_config(path, model_type="llama", architectures=["LlamaForCausalLM"]),
+            [".metadata", "decoder.layers.self_attention.linear_qkv.bias", "no such tensor"],
+        ),
     ]
     for action, said in cases:
         bad = damaged(action)
@@ -136,17 +127,11 @@ def test_damaged_checkpoints(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_layout_that_does_not_fit(folder: Path, tmp_path: Path) -> None:
-    refused(
-        lambda out: hf_to_megatron(folder, out, conversion_layout(3, 1, 1)),
-        tmp_path,
-        "parallel.tp: 3 does not divide",
-    )
-    refused(
-        lambda out: hf_to_megatron(folder, out, conversion_layout(1, 1, 2)),
-        tmp_path,
-        "parallel.ep: 2",
-        "no experts",
-    )
+    for layout, *said in (
+        (conversion_layout(3, 1, 1), "parallel.tp: 3 does not divide"),
+        (conversion_layout(1, 1, 2), "parallel.ep: 2", "no experts"),
+    ):
+        refused(lambda out, layout=layout: hf_to_megatron(folder, out, layout), tmp_path, *said)
 
 
 def test_targets_that_exist(folder: Path, tmp_path: Path) -> None:
@@ -187,7 +172,7 @@ import os, signal, sys
 from contextlib import contextmanager
 from pathlib import Path
 from megarl.parallel.layout import Layout
-from megarl.weights.convert import hf_to_megatron, megatron_to_hf
+from megarl.weights.megatron import hf_to_megatron, megatron_to_hf
 scratch = Path(sys.argv[1])
 
 @contextmanager
@@ -232,8 +217,7 @@ def test_a_killed_conversion_leaves_nothing_under_the_name(folder: Path, tmp_pat
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", verify=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "forth", "megatron", "model"]
     assert not (tmp_path / "forth" / "junk").exists()
-    before, after = folder_tensors(folder), folder_tensors(tmp_path / "back")
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert same_bits(folder_tensors(folder), folder_tensors(tmp_path / "back"))
 
 
 def test_two_at_once_do_not_mix(folder: Path, tmp_path: Path) -> None:
@@ -262,20 +246,14 @@ def test_verify_finds_one_wrong_bit(where: str, folder: Path, tmp_path: Path) ->
         yield lambda _: None
 
     hf_to_megatron(folder, tmp_path / "megatron", Layout())
-    if where.endswith("distcp"):
-        refused(
-            lambda out: hf_to_megatron(folder, out, Layout(), verify=True, watch=meddling),
-            tmp_path,
-            where,
-            "is not what was written",
-        )
-    else:
-        refused(
-            lambda out: megatron_to_hf(tmp_path / "megatron", out, verify=True, watch=meddling),
-            tmp_path,
-            where,
-            "is not what was written",
-        )
+
+    def convert(out: Path) -> None:
+        if where.endswith("distcp"):
+            hf_to_megatron(folder, out, Layout(), verify=True, watch=meddling)
+        else:
+            megatron_to_hf(tmp_path / "megatron", out, verify=True, watch=meddling)
+
+    refused(convert, tmp_path, where, "is not what was written")
 
 
 @pytest.fixture
@@ -330,18 +308,10 @@ def test_a_file_that_may_not_grow(folder: Path, tmp_path: Path) -> None:
     hf_to_megatron(folder, tmp_path / "megatron", Layout())
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
-        refused(
-            lambda out: hf_to_megatron(folder, out, Layout()),
-            tmp_path,
-            ".distcp: model.",
-            ".weight: cannot be written (File too large)",
-        )
-        refused(
-            lambda out: megatron_to_hf(tmp_path / "megatron", out),
-            tmp_path,
-            "model.safetensors: model.",
-            "cannot be written (File too large)",
-        )
+        said = ".weight: cannot be written (File too large)"
+        refused(lambda out: hf_to_megatron(folder, out, Layout()), tmp_path, ".distcp: model.", said)
+        back = tmp_path / "megatron"
+        refused(lambda out: megatron_to_hf(back, out), tmp_path, "model.safetensors: model.", said)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

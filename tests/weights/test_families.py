@@ -1,7 +1,8 @@
-"""Families against transformers on the same weights, one added as docs/families.md says, and Transformer
-Engine's layers beside portable
-ones: other names of parameters, derived from megatron-core's own map between its two layer specs, one table,
-one checkpoint."""
+"""Families against transformers on the same weights, and one added as docs/families.md says.
+
+Transformer Engine's layers beside portable ones: other names of parameters, derived from megatron-core's own
+map between its two layer specs, one table, one checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from transformers import AutoModelForTokenClassification, SeedOssConfig
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
-from megarl.weights.convert import conversion_layout, hf_to_megatron, megatron_to_hf
 from megarl.weights.families import FAMILIES, TE_ALIASES, family_of, read_config, table_names
 from megarl.weights.layout import check_layout, megatron_layout
+from megarl.weights.megatron import conversion_layout, hf_to_megatron, megatron_to_hf
 from tests.parallel import jobs
 from tests.parallel.test_invariance import VOCAB, make_batch, relative_difference
 from tests.parallel.test_parity import hf_logprobs, sequences
 from tests.ranks import RankPool, in_a_fork
 from tests.tiny_models import CONFIGS, make_tiny_model
-from tests.weights.folders import folder_tensors
+from tests.weights.folders import described, folder_tensors, same_bits
 
 Ranks = Callable[..., RankPool]
 LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 2), (1, 1, 2, 2), (1, 2, 1, 1)]
@@ -122,31 +123,15 @@ def test_experts_are_where_megatron_has_them() -> None:
     assert in_a_fork(places_of_megatron, layouts) == expected
 
 
-MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 7,
-    "moe_intermediate_size": 5,
-    "num_experts": 6,
-    "vocab_size": 11,
-}
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 5, "num_experts": 6}
+MOE = described("qwen3_moe", 2, 16, 4, 2, 7, 11, **EXPERTS)
 
 
 def test_each_expert_is_whole_and_held_once_in_each_group() -> None:
     for layout in (Layout(tp=2, pp=2, dp=3, ep=3), Layout(tp=2, ep=2), Layout(dp=2, ep=2)):
         ranks = megatron_layout(MOE, layout)
         names = {"gate_proj": (5, 16), "up_proj": (5, 16), "down_proj": (16, 5)}
-        held = [
-            (rank, r)
-            for rank, shards in ranks
-            for shard in shards.values()
-            for r in shard.regions
-            if ".experts." in r.hf_name
-        ]
+        held = [(rank, r) for rank, shards in ranks for shard in shards.values() for r in shard.regions]
         for layer in range(2):
             for expert in range(6):
                 for name, (rows, columns) in names.items():
@@ -212,8 +197,7 @@ def test_a_family_is_added_as_the_docs_say(
     monkeypatch.setitem(FAMILIES, "seed_oss", run_block(table))
     hf_to_megatron(folder, tmp_path / "checkpoint", conversion_layout(2, 2, 1))
     megatron_to_hf(tmp_path / "checkpoint", tmp_path / "back")
-    before, after = folder_tensors(folder), folder_tensors(tmp_path / "back")
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert same_bits(folder_tensors(folder), folder_tensors(tmp_path / "back"))
     prompts, responses = sequences(101)
     expected, _ = hf_logprobs(folder, prompts, responses, 1.0)
     for tp in (1, 2):

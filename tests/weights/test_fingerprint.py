@@ -16,18 +16,10 @@ from megarl.weights.layout import full_box, megatron_layout, sglang_shards
 from megarl.weights.plan import make_plan
 from megarl.weights.transfer import Transfer, fingerprint
 from tests.ranks import RankPool
-from tests.weights.jobs import into_engines, sliced, whole_model
+from tests.weights.folders import described, sliced
+from tests.weights.jobs import into_engines, whole_model
 
-CONFIG = {
-    "model_type": "qwen2",
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "vocab_size": 35,
-    "tie_word_embeddings": True,
-}
+CONFIG = described("qwen2", 2, 16, 4, 2, 24, 35, tie_word_embeddings=True)
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 
 
@@ -101,15 +93,10 @@ def test_errors_show(rows: int, columns: int, dtype: torch.dtype, data: st.DataO
 def test_a_wrong_transfer_is_named_on_every_rank(
     ranks: Callable[..., RankPool], tps: list[tuple[int, int]]
 ) -> None:
-    arguments = {
-        "config": CONFIG,
-        "layout": Layout(tp=2, pp=2),
-        "tps": tps,
-        "fp8": False,
-        "bucket": 3000,
-        "dtype": torch.float32,
-    }
-    found = ranks(2, 2, 1).run(into_engines, **arguments)
+    layout = Layout(tp=2, pp=2)
+    found = ranks(2, 2, 1).run(
+        into_engines, config=CONFIG, layout=layout, tps=tps, fp8=False, bucket=3000, dtype=torch.float32
+    )
     hf = whole_model(CONFIG, 2)
     for (tensors, said, failed, _), place in zip(found, tps, strict=True):
         expected = sliced(sglang_shards(CONFIG, *place), hf)

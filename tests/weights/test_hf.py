@@ -1,5 +1,4 @@
-"""Hugging Face folders: damaged ones are refused with file and tensor; exports are bitwise, readable, and
-whole or not there."""
+"""Hugging Face folders: damaged ones are refused with file and tensor; exports are bitwise and whole."""
 
 from __future__ import annotations
 
@@ -24,9 +23,10 @@ from megarl.weights.layout import megatron_layout
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 from tests.weights import jobs
-from tests.weights.folders import folder_tensors, loaded, same_bits
+from tests.weights.folders import folder_tensors, loaded, same_bits, set_config
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
+BIAS = "model.layers.0.self_attn.o_proj.bias"
 
 
 @pytest.fixture
@@ -75,26 +75,30 @@ def test_truncated_file(folder: Path, keep: int) -> None:
     refused(folder, "model.safetensors: truncated or not a safetensors file")
 
 
-def test_missing_tensor(folder: Path) -> None:
-    change(folder, lambda tensors: tensors.pop(GATE))
-    refused(folder, f"{GATE}: no file has this tensor")
-
-
-def test_wrong_shape(folder: Path) -> None:
-    change(folder, lambda tensors: tensors.update({GATE: tensors[GATE][1:].clone()}))
-    refused(folder, f"model.safetensors: {GATE}: shape (47, 32), but config.json asks for (48, 32)")
-
-
-def test_wrong_dtype(folder: Path) -> None:
-    change(folder, lambda tensors: tensors.update({GATE: tensors[GATE].to(torch.int8)}))
-    refused(folder, f"model.safetensors: {GATE}: dtype I8 is not supported")
-
-
-def test_tensor_of_another_architecture(folder: Path) -> None:
-    change(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.o_proj.bias": torch.zeros(32)}))
-    refused(
-        folder, "model.safetensors: model.layers.0.self_attn.o_proj.bias: a qwen2 model has no such tensor"
-    )
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda tensors: tensors.pop(GATE), f"{GATE}: no file has this tensor"),
+        (
+            lambda tensors: tensors.update({GATE: tensors[GATE][1:].clone()}),
+            f"model.safetensors: {GATE}: shape (47, 32), but config.json asks for (48, 32)",
+        ),
+        (
+            lambda tensors: tensors.update({GATE: tensors[GATE].to(torch.int8)}),
+            f"model.safetensors: {GATE}: dtype I8 is not supported",
+        ),
+        (
+            lambda tensors: tensors.update({BIAS: torch.zeros(32)}),
+            f"model.safetensors: {BIAS}: a qwen2 model has no such tensor",
+        ),
+    ],
+    ids=["missing", "shape", "dtype", "another architecture"],
+)
+def test_tensors_that_config_json_does_not_describe(
+    folder: Path, damage: Callable[[dict[str, Tensor]], Any], said: str
+) -> None:
+    change(folder, damage)
+    refused(folder, said)
 
 
 def test_harmless_tensors_are_listed(folder: Path) -> None:
@@ -150,8 +154,7 @@ def test_a_tensor_that_only_a_shard_knows(tmp_path: Path) -> None:
     file = index["weight_map"].pop("lm_head.weight")
     (folder / INDEX).write_text(json.dumps(index))
     refused(folder, "lm_head.weight: no file has this tensor")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    set_config(folder, tie_word_embeddings=True)
     refused(folder, f"{file}: lm_head.weight: differs from model.embed_tokens.weight")
 
 
@@ -246,8 +249,7 @@ def test_weights_are_cast_to_the_models_dtype(tmp_path: Path) -> None:
 )
 def test_configs_that_the_tables_do_not_describe(changes: dict, message: str, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen3")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    set_config(folder, **changes)
     with pytest.raises(CheckpointError, match=message):
         HFFolder(folder)
 

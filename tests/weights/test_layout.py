@@ -1,5 +1,4 @@
-"""The tables and layouts: against real Megatron and transformers models, and against loops that know nothing
-of regions."""
+"""The tables and layouts: against real Megatron and transformers models, and against plain loops."""
 
 from __future__ import annotations
 
@@ -19,18 +18,9 @@ from megarl.weights.hf import HFFolder
 from megarl.weights.layout import check_layout, hf_shapes, megatron_layout
 from tests.ranks import in_a_fork
 from tests.tiny_models import make_tiny_model
-from tests.weights.folders import hf_configs, loaded, numbered, write_folder
+from tests.weights.folders import PREFIX, described, hf_configs, loaded, numbered, write_folder
 
-CONFIG = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "num_hidden_layers": 6,
-    "hidden_size": 32,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 24,
-    "vocab_size": 31,
-}
+CONFIG = described("qwen2", 6, 32, 8, 4, 24, 31, architectures=["Qwen2ForCausalLM"])
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
@@ -57,8 +47,10 @@ def test_tables_have_the_tensors_of_transformers(tmp_path: Path, family: str, ti
 
 
 def built_by_megatron(cases: list[dict[str, Any]]) -> list[Any]:
-    """Builds one rank's model of each case under a process group that only pretends; its place, its
-    parameters' names and shapes."""
+    """Build one rank's model of each case under torch's fake process group.
+
+    Returns its place, its parameters' names and shapes.
+    """
     import torch.distributed as dist
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -121,28 +113,12 @@ def built_by_megatron(cases: list[dict[str, Any]]) -> list[Any]:
 def test_names_and_shapes_are_those_of_megatron() -> None:
     cases: list[dict[str, Any]] = []
     for family, tied in (("qwen2", False), ("qwen3", True), ("llama", True)):
-        prefix = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family]
-        config = {
-            **CONFIG,
-            "model_type": family,
-            "architectures": [prefix + "ForCausalLM"],
-            "tie_word_embeddings": tied,
-            "head_dim": 6,
-        }
-        for layout, rank in (
-            (Layout(), 0),
-            (Layout(tp=2, pp=3, dp=2), 2),
-            (Layout(tp=2, pp=3, dp=2), 5),
-            (Layout(tp=4, pp=2), 7),
-        ):
-            cases.append(
-                {
-                    **asdict(layout),
-                    "rank": rank,
-                    "config": config,
-                    "vocab": padded_vocab(config["vocab_size"], layout.tp),
-                }
-            )
+        kind = {"model_type": family, "architectures": [PREFIX[family] + "ForCausalLM"]}
+        config = {**CONFIG, **kind, "tie_word_embeddings": tied, "head_dim": 6}
+        twelve = Layout(tp=2, pp=3, dp=2)
+        for layout, rank in ((Layout(), 0), (twelve, 2), (twelve, 5), (Layout(tp=4, pp=2), 7)):
+            vocab = padded_vocab(config["vocab_size"], layout.tp)
+            cases.append({**asdict(layout), "rank": rank, "config": config, "vocab": vocab})
     for case, (places, parameters) in zip(cases, in_a_fork(built_by_megatron, cases), strict=True):
         layout = Layout(tp=case["tp"], pp=case["pp"], dp=case["dp"])
         assert tuple(places) == tuple(layout.coords(case["rank"]))

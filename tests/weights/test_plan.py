@@ -1,10 +1,11 @@
-"""Plans: every target byte comes from the right place, exactly once, and a plan for which that is false is
+"""Plans: every target byte comes from the right place, exactly once; a plan for which that is false is
 found out."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from megarl.weights.layout import (
     sglang_shards,
 )
 from megarl.weights.plan import Copy, Plan, PlanError, make_plan
-from tests.weights.folders import execute, hf_configs, loaded, numbered, write_folder
+from tests.weights.folders import described, execute, hf_configs, loaded, numbered, write_folder
 
 Drawn = tuple[dict[str, Any], list[Layout]]
 
@@ -172,14 +173,7 @@ def test_a_wrong_plan_is_found_out(drawn: Drawn, node: int, fused: bool, data: s
 
 
 def test_the_proof_names_the_tensor() -> None:
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "hidden_size": 4,
-        "num_attention_heads": 2,
-        "intermediate_size": 4,
-        "vocab_size": 5,
-    }
+    config = described("llama", 1, 4, 2, 2, 4, 5)
     plan = make_plan(megatron_layout(config, Layout()), [(0, hf_shards(config))])
     last = plan.copies[-1]
     with pytest.raises(PlanError, match=rf"rank 0, {last.dst_name}: \d+ elements would never be written"):
@@ -199,15 +193,7 @@ def test_sources_that_lack_something_are_refused() -> None:
 
 
 def test_the_targets_own_rank_comes_first_and_replicas_share_the_rest() -> None:
-    config = {
-        "model_type": "qwen2",
-        "num_hidden_layers": 4,
-        "hidden_size": 64,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 128,
-        "vocab_size": 64,
-    }
+    config = described("qwen2", 4, 64, 8, 4, 128, 64)
     layout = Layout(tp=2, pp=2, dp=4)
     sources = megatron_layout(config, layout)
     same = make_plan(sources, sources)
@@ -215,7 +201,7 @@ def test_the_targets_own_rank_comes_first_and_replicas_share_the_rest() -> None:
 
     plan = make_plan(sources, [(100 + engine, hf_shards(config)) for engine in range(4)])
     traffic = plan.summary(itemsize=2)
-    model = 2 * sum(int(torch.tensor(shape).prod()) for shape in hf_shapes(config).values())
+    model = 2 * sum(prod(shape) for shape in hf_shapes(config).values())
     assert all(traffic[100 + engine].received == model for engine in range(4))
     assert all(traffic[rank].received == traffic[rank].local == 0 for rank in range(layout.world))
     assert sum(traffic[rank].sent for rank in range(layout.world)) == 4 * model
@@ -235,20 +221,13 @@ def test_summary_counts_every_byte(drawn: Drawn) -> None:
     for rank, shards in plan.targets.items():
         for shard in shards.values():
             padding = sum((b[0][1] - b[0][0]) * (b[1][1] - b[1][0]) for b in shard.padding)
-            wanted[rank] += 4 * (int(torch.tensor(shard.shape).prod()) - padding)
+            wanted[rank] += 4 * (prod(shard.shape) - padding)
     assert {rank: t.received + t.local for rank, t in traffic.items() if rank in plan.targets} == dict(wanted)
     assert sum(t.sent for t in traffic.values()) == sum(t.received for t in traffic.values())
 
 
 def test_the_order_of_a_plan_does_not_depend_on_who_makes_it() -> None:
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "hidden_size": 8,
-        "num_attention_heads": 4,
-        "intermediate_size": 8,
-        "vocab_size": 7,
-    }
+    config = described("llama", 2, 8, 4, 4, 8, 7)
 
     def plan() -> Plan:
         return make_plan(
@@ -261,19 +240,12 @@ def test_the_order_of_a_plan_does_not_depend_on_who_makes_it() -> None:
 def test_the_node_comes_before_the_rest_and_nothing_comes_to_a_node_twice() -> None:
     """8 ranks, 2 on a node, actor tp 2 pp 2 dp 2: each of 8 engines of one rank gets its node's stage from
     there, the other stage once."""
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 4,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "vocab_size": 64,
-    }
+    config = described("llama", 4, 64, 4, 4, 128, 64)
     sources = megatron_layout(config, Layout(tp=2, pp=2, dp=2))
     whole = hf_shards(config)
     plan = make_plan(sources, [(rank, whole) for rank in range(8)], gpus_per_node=2)
     plan.verify()
-    model = sum(int(torch.tensor(shape).prod()) for shape in hf_shapes(config).values())
+    model = sum(prod(shape) for shape in hf_shapes(config).values())
     cost = direct_cost(plan, 1, 1 << 20, ClusterConfig())
     stage = {rank: sum(shard_size(rank + other, sources) for other in (0, 1)) for rank in (0, 2, 4, 6)}
     norms = {
@@ -292,7 +264,7 @@ def test_the_node_comes_before_the_rest_and_nothing_comes_to_a_node_twice() -> N
 
 
 def shard_size(rank: int, layout: list[tuple[int, Shards]]) -> int:
-    return sum(int(torch.tensor(shard.shape).prod()) for shard in layout[rank][1].values())
+    return sum(prod(shard.shape) for shard in layout[rank][1].values())
 
 
 def test_engines_are_served_at_the_same_time() -> None:
@@ -304,7 +276,7 @@ def test_engines_are_served_at_the_same_time() -> None:
         megatron_layout(config, Layout(tp=8, pp=4, dp=4)), [(rank, shards[rank % 8]) for rank in range(128)]
     )
     cost = direct_cost(plan, 2, 256 << 20, ClusterConfig())
-    per_rank = sum(int(torch.tensor(shape).prod()) for shape in hf_shapes(config).values()) * 2 / 8
+    per_rank = sum(prod(shape) for shape in hf_shapes(config).values()) * 2 / 8
     assert max(c.received for c in cost.values()) <= 1.02 * per_rank
     assert all(c.node_received == 0 and c.staging <= 256 << 20 for c in cost.values())
     received = max(c.received for c in cost.values())

@@ -17,20 +17,11 @@ from megarl.weights.layout import hf_shapes, hf_shards, megatron_layout, sglang_
 from megarl.weights.plan import fp8_block, make_plan
 from megarl.weights.transfer import Transfer
 from tests.ranks import RankPool
-from tests.weights.jobs import into_engines, sliced, whole_model
+from tests.weights.folders import described, sliced
+from tests.weights.jobs import into_engines, whole_model
 
 # 4 tensor-parallel ranks cut blocks in two (q and k: 192 rows, ffn: 96), 3 do not.
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 200,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "head_dim": 64,
-    "intermediate_size": 384,
-    "vocab_size": 67,
-    "tie_word_embeddings": False,
-}
+CONFIG = described("llama", 2, 200, 12, 12, 384, 67, head_dim=64, tie_word_embeddings=False)
 # Every number that float8_e4m3fn has, from its definition: 3 bits of mantissa, exponents -6 to 8, subnormals
 # below, 480 left out.
 MAGNITUDES = [m * 2.0**-9 for m in range(8)] + [

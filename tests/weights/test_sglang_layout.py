@@ -14,36 +14,12 @@ from torch.nn.functional import pad
 
 from megarl.config.errors import ConfigError
 from megarl.parallel.layout import Layout
-from megarl.weights.layout import Shards, megatron_layout, sglang_shards
+from megarl.weights.layout import megatron_layout, sglang_shards
 from megarl.weights.plan import make_plan
-from tests.weights.folders import execute, hf_configs, numbered
+from tests.weights.folders import described, execute, hf_configs, numbered, sliced
 
-MOE = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 2,
-    "hidden_size": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 3,
-    "intermediate_size": 8,
-    "moe_intermediate_size": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "vocab_size": 11,
-    "tie_word_embeddings": False,
-}
-
-
-def held(layout: list[tuple[int, Shards]], hf: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """What each rank of the actor holds."""
-    ranks: dict[int, dict[str, Tensor]] = {}
-    for rank, shards in layout:
-        ranks[rank] = {name: torch.zeros(shard.shape) for name, shard in shards.items()}
-        for name, shard in shards.items():
-            for region in shard.regions:
-                to, from_ = (tuple(slice(*ends) for ends in box) for box in (region.local_box, region.hf_box))
-                ranks[rank][name][to] = hf[region.hf_name][from_]
-    return ranks
+EXPERTS = {"moe_intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 2}
+MOE = described("qwen3_moe", 2, 8, 4, 2, 8, 11, head_dim=3, tie_word_embeddings=False, **EXPERTS)
 
 
 def expected(
@@ -109,7 +85,8 @@ def check(config: dict[str, Any], layout: Layout, tp: int, engines: int, cpu: bo
     shards = [sglang_shards(config, tp, rank, cpu=cpu) for rank in range(tp)]
     plan = make_plan(sources, [(rank, shards[rank % tp]) for rank in range(engines * tp)], gpus_per_node=node)
     plan.verify()
-    for rank, tensors in execute(plan, held(sources, hf)).items():
+    held = {rank: sliced(shards, hf) for rank, shards in sources}
+    for rank, tensors in execute(plan, held).items():
         wanted = expected(config, hf, tp, rank % tp, cpu)
         assert tensors.keys() == wanted.keys()
         for name, tensor in wanted.items():

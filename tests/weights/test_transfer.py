@@ -65,8 +65,7 @@ def test_rounds_of_all_ranks_fit_together(
     drawn: tuple[dict[str, Any], list[Layout]], limit: int, node: int
 ) -> None:
     """Both ends have the same messages in the same order, staging is bounded, and working off the rounds
-    comes to an end; what is passed
-    on has come before."""
+    comes to an end; what is passed on has come before."""
     config, (layout, other) = drawn
     plan = make_plan(megatron_layout(config, layout), megatron_layout(config, other), gpus_per_node=node)
     world = range(max(layout.world, other.world))
@@ -121,21 +120,15 @@ def test_one_rank_needs_no_process_group(
     targets = {name: torch.full_like(tensor, torch.nan) for name, tensor in hf.items()}
     stats = Transfer(make_plan(layout, [(0, hf_shards(config))]), 0, held, targets, 1).run()
     assert all(torch.equal(targets[name], hf[name]) for name in hf)
-    assert (stats.bytes_sent, stats.bytes_received, stats.bytes_local) == (
-        0,
-        0,
-        sum(t.nbytes for t in hf.values()),
-    )
+    size = sum(tensor.nbytes for tensor in hf.values())
+    assert (stats.bytes_sent, stats.bytes_received, stats.bytes_local) == (0, 0, size)
 
 
 def one_tensor(padding: bool = False) -> Plan:
     box = full_box((4, 3))
-    target = (
-        Shard((6, 3), (Region("x", box, box),), (((4, 6), (0, 3)),))
-        if padding
-        else Shard((4, 3), (Region("x", box, box),))
-    )
-    return make_plan([(0, {"a": Shard((4, 3), (Region("x", box, box),))})], [(0, {"b": target})])
+    whole = Shard((4, 3), (Region("x", box, box),))
+    target = Shard((6, 3), whole.regions, (((4, 6), (0, 3)),)) if padding else whole
+    return make_plan([(0, {"a": whole})], [(0, {"b": target})])
 
 
 def test_padding_of_a_target_becomes_zero() -> None:
