@@ -34,7 +34,7 @@ def test_equals_log_softmax(tokens: int, words: int, padding: int, chunk: int, h
     labels = torch.randint(0, words, (tokens,), generator=g)
     factors = torch.randn(tokens, generator=g)
     found, entropy = vocab_parallel_logprobs(
-        hidden, weight, labels, first_word=0, words=words, temperature=temperature, chunk=chunk
+        hidden, weight, labels, vocab_start=0, vocab_shard_size=words, temperature=temperature, chunk=chunk
     )
     (found * factors).sum().backward()
     exact_hidden = hidden.detach().double().requires_grad_()
@@ -52,10 +52,12 @@ def test_chunks_change_nothing() -> None:
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(50, 8, generator=g), torch.randn(33, 8, generator=g)
     labels = torch.randint(0, 33, (50,), generator=g)
-    whole = vocab_parallel_logprobs(hidden, weight, labels, first_word=0, words=33, temperature=1.0, chunk=50)
+    whole = vocab_parallel_logprobs(
+        hidden, weight, labels, vocab_start=0, vocab_shard_size=33, temperature=1.0, chunk=50
+    )
     for chunk in (1, 7, 49):
         parts = vocab_parallel_logprobs(
-            hidden, weight, labels, first_word=0, words=33, temperature=1.0, chunk=chunk
+            hidden, weight, labels, vocab_start=0, vocab_shard_size=33, temperature=1.0, chunk=chunk
         )
         assert all(torch.allclose(a, b, atol=5e-6) for a, b in zip(whole, parts, strict=True))
 
@@ -67,7 +69,7 @@ def test_bf16_weights_cost_no_more_than_their_own_rounding() -> None:
     weight = (0.12 * torch.randn(700, 512, generator=g)).bfloat16().requires_grad_()
     labels = torch.randint(0, 700, (48,), generator=g)
     found, entropy = vocab_parallel_logprobs(
-        hidden, weight, labels, first_word=0, words=700, temperature=1.0, chunk=256
+        hidden, weight, labels, vocab_start=0, vocab_shard_size=700, temperature=1.0, chunk=256
     )
     found.sum().backward()
     exact_hidden, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
@@ -105,8 +107,8 @@ def test_no_array_of_all_logits() -> None:
             hidden,
             weight,
             torch.randint(0, words, (tokens,)),
-            first_word=0,
-            words=words,
+            vocab_start=0,
+            vocab_shard_size=words,
             temperature=1.0,
             chunk=chunk,
         )
@@ -142,7 +144,7 @@ def on_ranks(runtime, shards: list[int], padding: int):  # type: ignore[no-untyp
     mine = hidden.clone().requires_grad_()
     group = parallel_state.get_tensor_model_parallel_group()
     found = vocab_parallel_logprobs(
-        mine, shard, labels, first_word=first, words=words, temperature=0.7, chunk=7, group=group
+        mine, shard, labels, vocab_start=first, vocab_shard_size=words, temperature=0.7, chunk=7, group=group
     )
     (found[0] * factors).sum().backward()
     dist.all_reduce(mine.grad, group=group)
