@@ -138,7 +138,7 @@ def test_stop_texts(make_engine):
         ends = [
             n
             for n in range(1, len(alone.tokens) + 1)
-            if any(s in engine._text(alone.tokens[:n]) for s in stops)
+            if any(s in engine.tokenizer.decode(alone.tokens[:n], skip_special_tokens=True) for s in stops)
         ]
         assert cut.tokens == alone.tokens[: ends[0] if ends else None]
         assert cut.finish == ("stop" if ends else alone.finish)

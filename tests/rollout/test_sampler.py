@@ -244,7 +244,7 @@ def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world, tmp_path_fa
         batches = []
         for step in range(5):
             batches.append(sampler.collect(step))
-            state = json.loads(json.dumps(sampler.state_dict()))
+            state = json.loads(json.dumps(sampler.snapshot()()))
             sampler.surplus = []
             sampler.load_state_dict(state)
         return batches

@@ -120,7 +120,7 @@ def collect(
     for step in range(steps):
         engine.weight_version = 7 + step
         batch = sampler.collect(step)
-        state = sampler.state_dict()
+        state = sampler.snapshot()()
         sampler.returned = []
         sampler.load_state_dict(state)
         steps_.append(
