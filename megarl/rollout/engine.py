@@ -13,6 +13,7 @@ from typing import Any, Protocol, assert_never
 
 from torch import Tensor
 
+from megarl.config.errors import EngineError
 from megarl.config.schema import Config
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.sampling import Completion, Request, SamplingParams
@@ -63,7 +64,8 @@ class RolloutEngine(Protocol):
         """Prepare for new weights, and refuse requests until `end_update`. Called before the first bucket."""
 
     def load_bucket(self, bucket: int, handles: Sequence[Any], version: int) -> None:
-        """Load a bucket that all ranks have written, unless that was in place. `handles`: of all ranks, by rank."""
+        """Load a bucket that all ranks have written, unless that was in place. `handles`: of all ranks, by
+        rank."""
         return None
 
     @abstractmethod
@@ -100,6 +102,16 @@ class RolloutEngine(Protocol):
     @abstractmethod
     def wake(self, tags: Sequence[str]) -> None:
         """Allocate the memory of the tags again; weights are undefined until an update."""
+
+
+def check_positions(prompt: int, response: int, positions: float) -> None:
+    """Raise EngineError where the longest prompt and the response, in tokens, do not fit the model's
+    positions."""
+    if response < 1 or prompt + response > positions:
+        raise EngineError(
+            f"rollout: a prompt of {prompt} tokens and {response} response tokens do not fit the model's {positions} "
+            "positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
+        )
 
 
 def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from megarl.config.errors import CheckpointError, EngineError
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams, choose
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
@@ -189,11 +189,7 @@ class TransformersEngine(RolloutEngine):
         positions, vocab = self._model.config.max_position_embeddings, self._model.config.vocab_size
         prompts = dict.fromkeys(r.prompt for r in requests)
         longest = max(map(len, prompts))
-        if params.max_tokens < 1 or longest + params.max_tokens > positions:
-            raise EngineError(
-                f"rollout: a prompt of {longest} tokens and {params.max_tokens} response tokens do not fit the "
-                f"model's {positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
-            )
+        check_positions(longest, params.max_tokens, positions)
         for i, prompt in enumerate(prompts):
             if not prompt or min(prompt) < 0 or max(prompt) >= vocab:
                 problem = f"is empty or has a token id outside the model's vocabulary of {vocab}"
