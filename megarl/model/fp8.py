@@ -85,8 +85,8 @@ def check_sizes(config: Config, hf_config: Mapping[str, Any], key: str = "model.
     for name, size in sides.items():
         if size % multiple:
             raise ConfigError(
-                f"model.fp8.recipe: {fp8.recipe} needs multiples of {multiple}, but {name} of {key} is {size} "
-                f"on a rank of parallel.tp {tp} (lower parallel.tp, or choose another recipe)"
+                f"model.fp8.recipe: {fp8.recipe} needs multiples of {multiple}, but {name} of {key} is "
+                f"{size} on a rank of parallel.tp {tp} (lower parallel.tp, or choose another recipe)"
             )
 
 

@@ -32,7 +32,7 @@ def vocab_parallel_logprobs(
     """Return log pi(label) and the entropy of pi = softmax(hidden @ weight.T / temperature), float32 [tokens]
     each.
 
-    hidden  [tokens, hidden size], the same on every rank of `group`; its gradient is this rank's part of the sum
+    hidden  [tokens, hidden size], the same on every rank of `group`; its gradient is this rank's share
     weight  [vocab_shard_size + padding, hidden size], this rank's vocab shard, which may be empty
     labels  int64 [tokens]
     chunk   entries whose logits exist at once: two arrays of [tokens, chunk] float32 beside the gradients

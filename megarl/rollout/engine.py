@@ -109,8 +109,8 @@ def check_positions(prompt: int, response: int, positions: float) -> None:
     positions."""
     if response < 1 or prompt + response > positions:
         raise EngineError(
-            f"rollout: a prompt of {prompt} tokens and {response} response tokens do not fit the model's {positions} "
-            "positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
+            f"rollout: a prompt of {prompt} tokens and {response} response tokens do not fit the model's "
+            f"{positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
         )
 
 

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from megarl.config.schema import Config, DynamicSamplingConfig
 from megarl.data.prompts import Prompt
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Runtime
-from megarl.rewards.verdict import Verdict, soft_overlong_punishment
+from megarl.rewards.verdict import soft_overlong_punishment
 from megarl.rollout.batch import (
     EvaluationResult,
     Group,
@@ -35,15 +35,10 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import Completion, Request, SamplingParams, evaluation_seed, response_seed
 from megarl.rollout.weight_sync import Failures
 
-TICK = (
-    0.25  # seconds after which ranks exchange what has ended: none waits in a collective for a whole response
-)
+if TYPE_CHECKING:
+    from megarl.rewards.pool import VerifierPool
 
-
-class Verifier(Protocol):
-    """What a worker needs of a VerifierPool."""
-
-    def verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]: ...
+TICK = 0.25  # seconds after which ranks exchange what has ended: none waits for a whole response
 
 
 @dataclass
@@ -260,9 +255,9 @@ class GroupCollector:
             first = min(map(str, errors))
             raise ConfigError(f"reward.verifier: it failed on every answer of {count} prompts: {first}")
         raise DataError(
-            f"rollout.dynamic_sampling.max_batches: after {self.dynamic.max_batches} generation batches ({count} "
-            f"prompts) only {len(self.accepted)} of {self.prompts} groups have right and wrong answers "
-            "(raise it, choose other prompts, or set rollout.dynamic_sampling.at_limit to continue)"
+            f"rollout.dynamic_sampling.max_batches: after {self.dynamic.max_batches} generation batches "
+            f"({count} prompts) only {len(self.accepted)} of {self.prompts} groups have right and wrong "
+            "answers (raise it, choose other prompts, or set rollout.dynamic_sampling.at_limit to continue)"
         )
 
     def offer(self, groups: Sequence[Group]) -> None:
@@ -301,7 +296,7 @@ class GroupCollector:
 
 def raise_failure(failures: Failures) -> None:
     """Raise the first failure: what `recover` is where engines cannot be started again."""
-    raise next(failure for failure in failures if failure is not None)
+    raise next(filter(None, failures))
 
 
 class RolloutWorker:
@@ -317,7 +312,7 @@ class RolloutWorker:
         config: Config,
         runtime: Runtime,
         engine: RolloutEngine,
-        verifier: Verifier,
+        verifier: VerifierPool,
         tokenizer: Any,
         recover: Callable[[Failures], None] = raise_failure,
     ) -> None:

@@ -392,7 +392,8 @@ class SGLangEngine(RolloutEngine):
             return
         if not self._has_weights:
             raise EngineError(
-                "rollout engine: submit was called while it has no weights: an update must follow start and wake"
+                "rollout engine: submit was called while it has no weights: "
+                "an update must follow start and wake"
             )
         longest = max(len(r.prompt) for r in requests.values())
         positions = self.hf_config.get("max_position_embeddings", math.inf)

@@ -203,8 +203,8 @@ class TransformersEngine(RolloutEngine):
             return loop.run(self._aborted)
         except FloatingPointError as error:
             raise EngineError(
-                f"rollout: NaN logits in {error}, with weight version {self.weight_version} (the weights or the "
-                "last update are damaged; look at the update before this version)"
+                f"rollout: NaN logits in {error}, with weight version {self.weight_version} (the weights or "
+                "the last update are damaged; look at the update before this version)"
             ) from None
 
 
