@@ -38,11 +38,11 @@ def install_cpu_stubs() -> None:
     the first import of sglang, in each of its processes; does nothing where there is CUDA. Calling a stub
     raises.
 
-    sgl_kernel    Imported at the top of many modules (srt/mem_cache/allocation.py, srt/layers/moe/topk.py, ...) whose
-                  torch-native code then runs. Nothing is registered in `torch.ops.sgl_kernel`, by which
+    sgl_kernel    Imported at the top of many modules (srt/mem_cache/allocation.py, srt/layers/moe/topk.py)
+                  whose torch-native code then runs. Nothing is registered in `torch.ops.sgl_kernel`, by which
                   SGLang sees that there are no CPU kernels (srt/utils/common.py).
-    torchvision   srt/multimodal/internvl_utils.py, which srt/configs imports. The package index has a build for CUDA
-                  alone, which cannot be imported beside a CPU torch and would break transformers too.
+    torchvision   srt/multimodal/internvl_utils.py, which srt/configs imports. The package index has a build
+                  for CUDA alone, which cannot be imported beside a CPU torch and would break transformers.
     """
     if torch.cuda.is_available():
         return

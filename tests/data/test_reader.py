@@ -23,7 +23,8 @@ from megarl.data.prompts import Prompt, ReadReport, prompt_uid, read_pairs, read
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 CHAT = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 GOLDEN_UID = 4981130434963473459
 
@@ -318,7 +319,8 @@ def test_bad_files_are_named_before_and_after_ranks_are_started(
 def test_the_check_before_ranks_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "good.jsonl", {"question": "q", "answer": "1"})
     code = (
-        "import sys; from megarl.config.schema import DataConfig; from megarl.data.prompts import validate_files\n"
+        "import sys; from megarl.config.schema import DataConfig\n"
+        "from megarl.data.prompts import validate_files\n"
         f"validate_files(DataConfig(train=({str(file)!r},)))\n"
         "sys.exit(bool({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
     )

@@ -69,7 +69,8 @@ def test_chunks_change_nothing() -> None:
 
 
 def test_bf16_weights_cost_no_more_than_their_own_rounding() -> None:
-    """Logits are not rounded to bf16: against float64 of the same bf16 numbers, where rounding moves log-probs by 0.04."""
+    """Logits are not rounded to bf16: against float64 of the same bf16 numbers, where rounding moves
+    log-probs by 0.04."""
     g = torch.Generator().manual_seed(3)
     hidden = torch.randn(48, 512, generator=g).bfloat16().requires_grad_()
     weight = (0.12 * torch.randn(700, 512, generator=g)).bfloat16().requires_grad_()
@@ -87,7 +88,8 @@ def test_bf16_weights_cost_no_more_than_their_own_rounding() -> None:
 
 
 def test_no_array_of_all_logits() -> None:
-    """The largest tensor that the head makes, forward and backward, is a chunk's logits or as large as an input."""
+    """The largest tensor that the head makes, forward and backward, is a chunk's logits or as large as an
+    input."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     sizes: list[int] = []
@@ -108,8 +110,9 @@ def test_no_array_of_all_logits() -> None:
     assert max(sizes) <= max(chunk * words, hidden.numel(), weight.numel()) < tokens * words / 8
 
 
-def test_a_vocabulary_split_over_ranks_one_of_which_has_no_word(ranks) -> None:  # type: ignore[no-untyped-def]
-    """Log-probs, entropy and gradients of the whole vocabulary, on two ranks of which the second has only padding, or 13 words."""
+def test_a_vocabulary_split_over_ranks_one_of_them_without_any(ranks) -> None:  # type: ignore[no-untyped-def]
+    """Log-probs, entropy and gradients of the whole vocabulary, on two ranks of which the second has only
+    padding, or 13 words."""
     for first in (33, 20):
         answers = ranks(2, 1, 1).run(on_ranks, shards=[first, 33 - first], padding=2)
         for found, expected in answers:

@@ -25,7 +25,8 @@ def one_thread():
 
 @pytest.fixture(scope="module", autouse=True)
 def gather_by_runtime() -> Iterator[None]:
-    """Ranks are threads, or there is one: what they exchange goes by way of the runtime that the test gives."""
+    """Ranks are threads, or there is one: what they exchange goes by way of the runtime that the test
+    gives."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("sampler", "weight_sync"):
             name = f"megarl.rollout.{module}.gather_objects"

@@ -1,4 +1,5 @@
-"""The transformers engine against transformers itself: greedy answers, log-probs, batches, stopping, and its life cycle."""
+"""The transformers engine against transformers itself: greedy answers, log-probs, batches, stopping, and its
+life cycle."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def test_long_responses_outgrow_the_cache_and_late_prompts_join(make_engine, ref
         relayout(cache, column, columns)
 
     monkeypatch.setattr(KVCache, "relayout", spy)
-    # 12 rows at once, prompts of 1 to 150 tokens, responses of up to 300: the cache grows, shifts and takes rows longer than itself.
+    # 12 rows at once, prompts of 1 to 150 tokens, responses of up to 300: the cache grows, shifts and takes
+    # rows longer than itself.
     asked = [
         Request(p, i)
         for i, p in enumerate(

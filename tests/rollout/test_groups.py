@@ -1,4 +1,5 @@
-"""Dynamic sampling: which groups a step keeps, against a plain restatement of the rule; state that survives JSON."""
+"""Dynamic sampling: which groups a step keeps, against a plain restatement of the rule; state that survives
+JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def group(uid: int, correct: int, version: int = 0) -> Group:
 
 
 def drive(collector: GroupCollector, outcomes: list[int]) -> list[int]:
-    """Offer groups with `outcomes` right answers, in order (then mixed ones for ever); return the batches' sizes."""
+    """Offer groups with `outcomes` right answers, in order (then mixed ones for ever); return the batches'
+    sizes."""
     batches, at = [], 0
     while n := collector.next_batch():
         collector.offer([group(i, outcomes[i] if i < len(outcomes) else 1) for i in range(at, at + n)])

@@ -1,5 +1,5 @@
-"""RolloutSampler with a real model on several ranks (threads with a barrier): the same decisions however the work is
-split."""
+"""RolloutSampler with a real model on several ranks (threads with a barrier): the same decisions however the
+work is split."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from tests.tiny_models import make_tiny_model
 
 
 class OddText:
-    """A rule that a random model meets now and then: right where the checksum of text and answer is even; some fail."""
+    """A rule that a random model meets now and then: right where the checksum of text and answer is even;
+    some fail."""
 
     def verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
         sums = [zlib.crc32((text + answer).encode()) for text, answer in items]
@@ -45,7 +46,8 @@ class OddText:
 
 
 class Meeting:
-    """all_gather among threads. A thread that never comes breaks the barrier after 20 s instead of hanging the test."""
+    """all_gather among threads. A thread that never comes breaks the barrier after 20 s instead of hanging
+    the test."""
 
     def __init__(self, world: int) -> None:
         self.barrier, self.values = threading.Barrier(world), [None] * world

@@ -1,5 +1,5 @@
-"""Dynamic sampling on an engine whose responses end one by one, in any order: which groups are accepted does not depend
-on it. And answers of SGLang that cannot be answers."""
+"""Dynamic sampling on an engine whose responses end one by one, in any order: which groups are accepted does
+not depend on it. And answers of SGLang that cannot be answers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from tests.tiny_models import make_tiny_model
 
 
 class OutOfOrder(TransformersEngine):
-    """The transformers engine, whose answers are handed out a few at a time, in an order of chance; what is aborted has got
-    half-way."""
+    """The transformers engine, whose answers are handed out a few at a time, in an order of chance; what is
+    aborted has got half-way."""
 
     streams = True
     chance = random.Random(0)
@@ -87,7 +87,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def collect(
     world: Any, order: int, steps: int = 4, fail_after: int = 0, **rollout: Any
 ) -> tuple[list[Any], list[Failures]]:
-    """The uids of each step's groups with their responses' tokens; and the failures that were to be recovered from."""
+    """The uids of each step's groups with their responses' tokens; and the failures that were to be recovered
+    from."""
     folder, tokenizer, prompts = world
     engine = OutOfOrder(folder, eos_ids=range(1, 60))
     engine.start()
