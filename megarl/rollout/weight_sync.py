@@ -104,12 +104,10 @@ class WeightSync:
         guard = _Guard(True)
         self._await_ready(guard)
         guard(call, tags)
-        failures = gather_objects(self.runtime, guard.failure)
-        while any(failures):
+        while any(failures := gather_objects(self.runtime, guard.failure)):
             self.complete = False
             guard = _Guard(self._restart(failures))
             self._await_ready(guard)
-            failures = gather_objects(self.runtime, guard.failure)
 
     def _restart(self, failures: Failures) -> bool:
         """Return whether this rank's engine failed, and begin its start if so. Raises EngineError on every
