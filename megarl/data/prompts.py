@@ -31,8 +31,7 @@ _TOKENIZED_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem. `uid` is stable across runs and machines (a hash of its text): seeds are derived from
-    it."""
+    """One problem. `uid` is a hash of its text, the same in every run: seeds are derived from it."""
 
     uid: int
     text: str
@@ -49,8 +48,7 @@ def prompt_uid(text: str, answer: str) -> int:
 
 
 def epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
-    """Return a permutation of range(num_prompts) that depends on the three numbers alone, on no library's
-    generator."""
+    """Return a permutation of range(num_prompts) that depends on the three numbers alone."""
 
     def key(index: int) -> bytes:
         return blake2b(b"%d:%d:%d" % (seed, epoch, index), digest_size=16).digest()
@@ -113,8 +111,7 @@ class PromptSampler:
 
 @dataclass(frozen=True)
 class RejectedRow:
-    """A row that cannot be used. `row` counts from 1; rows are counted by `reason`, `detail` is about this
-    one."""
+    """A row that cannot be used. `row` counts from 1; rows are counted by `reason`, not by `detail`."""
 
     file: str
     row: int
@@ -155,8 +152,7 @@ class ReadReport:
         self.rejected.append(RejectedRow(file, number, problem.reason, problem.detail))
 
     def finish(self, paths: Sequence[Path], kept: int) -> None:
-        """Count what was kept, and put the rejected rows in order. Raises DataError where nothing was
-        kept."""
+        """Count what was kept; put the rejected rows in order. Raises DataError where nothing was kept."""
         self.kept = kept
         order = {file: position for position, file in enumerate(self.rows)}
         self.rejected.sort(key=lambda row: (order[row.file], row.row))

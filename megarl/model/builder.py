@@ -132,8 +132,7 @@ class _Body(GPTModel):
 
 
 class Actor(_Body):
-    """forward(...) -> (logprobs, entropy), float32 [r] each, on the last pipeline stage; hidden states
-    elsewhere."""
+    """forward(...) -> (logprobs, entropy), float32 [r] each."""
 
     def __init__(self, config: Config, hf: PretrainedConfig, runtime: Runtime) -> None:
         super().__init__(config, hf, runtime, tied=bool(hf.tie_word_embeddings))

@@ -124,8 +124,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _find(local: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Return the labels' columns in this chunk, int64 [tokens, 1], and whether they are in it at all, bool
-    [tokens]."""
+    """Return the labels' columns in this chunk, int64 [tokens, 1]; which are in it, bool [tokens]."""
     column = local - part.start
     size = part.stop - part.start
     return column.clamp(0, size - 1)[:, None], (column >= 0) & (column < size)

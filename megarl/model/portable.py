@@ -69,8 +69,7 @@ def plan_attention(cu_seqlens: Tensor, device: torch.device) -> AttentionPlan:
 
 
 class _Pad(torch.autograd.Function):
-    """Moves packed tokens to padded positions. Each token stands at one real position, so the gradient is a
-    gather too."""
+    """Moves packed tokens to padded positions. Each has one real position: the gradient is a gather too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: AttentionPlan) -> Tensor:
@@ -116,8 +115,7 @@ class PackedPlan(PackedSeqParams):
 
 
 class PackedAttention(MegatronModule):
-    """Causal self-attention of packed sequences: q [t, 1, heads, d], k and v [t, 1, groups, d] -> [t, 1,
-    heads * d]."""
+    """Causal self-attention of packs: q [t, 1, heads, d], k and v [t, 1, groups, d] -> [t, 1, heads * d]."""
 
     def __init__(self, config: Any, **_: Any) -> None:
         super().__init__(config)
@@ -149,8 +147,7 @@ class PackedAttention(MegatronModule):
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm; under sequence parallelism its weight's gradient is summed over the
-    tensor-parallel ranks."""
+    """Root-mean-square norm, whose weight's gradient Megatron sums under sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()

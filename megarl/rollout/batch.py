@@ -60,8 +60,7 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """Return whether 0 < correct < group size (DAPO eq. 11): then the group has a group-relative
-        signal."""
+        """Return whether 0 < correct < group size (DAPO eq. 11): then rewards differ within the group."""
         return 0 < self.correct < len(self.responses)
 
     def texts(self, tokenizer: Any) -> Iterator[tuple[Response, str]]:
@@ -253,8 +252,7 @@ class EvaluationResult:
         return found
 
     def counts(self) -> dict[str, int]:
-        """Count answers by what became of them. unverified: the verifier failed on it, and it counts as
-        wrong."""
+        """Count answers by what became of them. unverified: wrong, as the verifier failed on it."""
         answers = [answer for group in self.groups for answer in group.responses]
         return {
             "all": len(answers),
@@ -265,8 +263,7 @@ class EvaluationResult:
         }
 
     def answers(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        """Yield every answer with its text, for a jsonl file. Decoded on demand, since only one rank needs
-        it."""
+        """Yield every answer with its text, decoded on demand, since only one rank needs it."""
         for group in self.groups:
             for i, (r, text) in enumerate(group.texts(tokenizer)):
                 yield {

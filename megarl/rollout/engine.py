@@ -43,8 +43,7 @@ class RolloutEngine(Protocol):
 
     @abstractmethod
     def restart(self) -> None:
-        """Start anew after an EngineFailure. After the next update unfinished requests continue, from the
-        same seeds."""
+        """Start anew after an EngineFailure; unfinished requests continue after the next update."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -64,8 +63,7 @@ class RolloutEngine(Protocol):
         """Prepare for new weights, and refuse requests until `end_update`. Called before the first bucket."""
 
     def load_bucket(self, bucket: int, handles: Sequence[Any], version: int) -> None:
-        """Load a bucket that all ranks have written, unless that was in place. `handles`: of all ranks, by
-        rank."""
+        """Load a bucket that all ranks have written. `handles`: of all ranks of the job, by rank."""
         return None
 
     @abstractmethod
@@ -78,8 +76,7 @@ class RolloutEngine(Protocol):
 
     @abstractmethod
     def poll(self, seconds: float) -> list[tuple[int, Completion]]:
-        """Return what has ended. Waits at most `seconds` for the first, unless the engine does not stream:
-        then all end now."""
+        """Return what has ended; wait at most `seconds` for the first. Without streaming all end now."""
 
     @property
     @abstractmethod
@@ -105,8 +102,7 @@ class RolloutEngine(Protocol):
 
 
 def check_positions(prompt: int, response: int, positions: float) -> None:
-    """Raise EngineError where the longest prompt and the response, in tokens, do not fit the model's
-    positions."""
+    """Raise EngineError where the longest prompt and a response do not fit the model's positions."""
     if response < 1 or prompt + response > positions:
         raise EngineError(
             f"rollout: a prompt of {prompt} tokens and {response} response tokens do not fit the model's "

@@ -43,8 +43,7 @@ TICK = 0.25  # seconds after which ranks exchange what has ended: none waits for
 
 @dataclass
 class GroupRequest:
-    """A prompt, and a seed for each of its responses. `partial`: the responses as far as an earlier step made
-    them."""
+    """A prompt, a seed for each of its responses, and these as far as an earlier step made them."""
 
     prompt: Prompt
     seeds: Sequence[int]
@@ -121,8 +120,7 @@ class RolloutSampler:
     def evaluate(
         self, problems: Sequence[Prompt], k: int | None = None, params: SamplingParams | None = None
     ) -> EvaluationResult:
-        """Sample and verify k answers (default `evaluation.samples`) to each problem. Raises DataError
-        without problems."""
+        """Sample and verify k answers (`evaluation.samples`) to each problem. DataError without one."""
         if not problems:
             raise DataError("data.eval: there is no problem to evaluate on (name a file that holds some)")
         evaluation, rollout = self.config.evaluation, self.config.rollout
@@ -241,8 +239,7 @@ class GroupCollector:
         return group.mixed or not self.dynamic.enabled
 
     def _estimate(self, missing: int, ahead: Sequence[Group]) -> int:
-        """Estimate the prompts for `missing` accepted groups, by Laplace's rule: never 0, and careful after
-        few."""
+        """Estimate the prompts for `missing` accepted groups, by Laplace's rule: careful after few."""
         kept = len(self.offered) - len(self.rejected) + sum(group.mixed for group in ahead)
         return math.ceil(missing * (len(self.offered) + len(ahead) + 2) / (kept + 1))
 
@@ -389,8 +386,7 @@ class RolloutWorker:
         return Group(request.prompt, [self._arrived[number] for number in numbers], self._version)
 
     def take(self, most: int | None = None) -> list[Group]:
-        """Return the complete groups up to the first that is not, in the order of their prompts, at most
-        `most`; each of them once."""
+        """Return, once, the groups up to the first that is not complete, at most `most`."""
         groups: list[Group] = []
         while self._requests and (most is None or len(groups) < most):
             first = next(iter(self._requests))
@@ -402,8 +398,7 @@ class RolloutWorker:
         return groups
 
     def tick(self) -> None:
-        """Generate for a while, verify what has ended, and exchange it. Raises an error of any rank on all of
-        them."""
+        """Generate for a while, verify what has ended, and exchange it. All ranks raise an error of any."""
         begin = time.perf_counter()
         ended, self._finished = self._finished, []
         pending, self._error = self._error, None
@@ -444,8 +439,7 @@ class RolloutWorker:
             self.recover(list(failures))
 
     def _verified(self, ended: Sequence[tuple[int, Completion]], version: int) -> dict[int, Response]:
-        """Return this rank's responses, by their numbers, with verdicts and rewards. version: of the engine's
-        weights."""
+        """Return this rank's responses by number, with rewards. version: of the engine's weights."""
         if not ended:
             return {}
         texts = self.tokenizer.batch_decode([c.tokens for _, c in ended], skip_special_tokens=True)

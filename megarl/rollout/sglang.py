@@ -145,8 +145,7 @@ class EngineProcess:
         return done
 
     def end(self) -> None:
-        """Kill the engine and everything that it has started, and wait for their end. A second call does
-        nothing."""
+        """Kill the engine and all that it has started, and wait for their end. May be called again."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):
@@ -415,8 +414,7 @@ class SGLangEngine(RolloutEngine):
         return len(self._outstanding)
 
     def poll(self, seconds: float) -> list[tuple[int, Completion]]:
-        """See RolloutEngine. Raises EngineFailure where the engine has died, hangs, or gives what cannot be
-        an answer."""
+        """See RolloutEngine. Raises EngineFailure where the engine has died, hangs, or answers nonsense."""
         if not self._outstanding:
             return []
         if self._failure is not None:
@@ -433,8 +431,7 @@ class SGLangEngine(RolloutEngine):
         return ended
 
     def _completion(self, request: Request, answer: Any) -> Completion:
-        """Return an answer of SGLang behind the request's partial response. Raises EngineFailure for what
-        cannot be an answer."""
+        """Return SGLang's answer behind the partial response. EngineFailure where it is nonsense."""
         if isinstance(answer, str):
             raise EngineFailure(f"SGLang: generate: {answer}")
         tokens, logprobs, finish, version = answer

@@ -124,8 +124,7 @@ class Calls:
             self._check("begin_weight_update", await self.manager.begin_weight_update(request, None))
 
     async def load(self, payloads: list[bytes], version: int, last: bool) -> None:
-        """Load a bucket, one payload per rank. The `last` drops the prefix cache and gives the engine
-        `version`."""
+        """Load a bucket, a payload per rank. The `last` drops the prefix cache and sets `version`."""
         from megarl.rollout.sglang_inside import LOADER
 
         request = self.io.UpdateWeightsFromTensorReqInput(
@@ -260,8 +259,7 @@ class Host:
         self.finished = []
 
     async def _watch(self) -> None:
-        """Report that tokens come, and end this process when one of SGLang's has ended: the rank sees that at
-        once."""
+        """Report that tokens come, and end this process when one of SGLang's has ended."""
         seen = 0.0
         while True:
             await asyncio.sleep(PROGRESS)

@@ -22,8 +22,7 @@ LOADER = "megarl.rollout.sglang_inside.load_shards"
 
 
 class KeepParams(CustomLogitProcessor):
-    """Is never called: a request that names a processor keeps its `custom_params` in the batch for the
-    sampler."""
+    """Is never called: a request that names a processor keeps its `custom_params` in the batch."""
 
     def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
         return logits
@@ -127,7 +126,6 @@ def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]])
 
 
 def _split(name: str) -> tuple[str, int | None]:
-    """Return the parameter's name, and the expert of whose part a name speaks that ends in one
-    (`....w13_weight.7`)."""
+    """Return the parameter's name, and the expert that a name may end in (`....w13_weight.7`)."""
     stem, _, expert = name.rpartition(".")
     return (stem, int(expert)) if expert.isdigit() else (name, None)

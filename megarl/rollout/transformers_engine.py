@@ -123,8 +123,7 @@ class TransformersEngine(RolloutEngine):
         self._has_weights = False
 
     def end_update(self, version: int) -> None:
-        """Accept requests again; no cache outlives a `generate` call. Raises EngineError where there are no
-        weights."""
+        """Accept requests again; no cache outlives a `generate` call. Raises EngineError without weights."""
         self.parameters()
         self._has_weights = True
         self.weight_version = version
@@ -164,8 +163,7 @@ class TransformersEngine(RolloutEngine):
         return ended
 
     def abort(self) -> list[tuple[int, Completion]]:
-        """Forget what was submitted, and end a `generate` that runs in another thread after its current
-        step."""
+        """Forget what was submitted; end a `generate` in another thread after its current step."""
         self._aborted.set()
         forgotten = [(number, Completion()) for requests, _ in self._submitted for number in requests]
         self._submitted.clear()
@@ -282,8 +280,7 @@ class DecodeLoop:
         self.stopped: set[int] = set()
 
     def run(self, aborted: threading.Event) -> list[Completion]:
-        """Return one completion per request. Raises FloatingPointError, with the place, where logits are
-        NaN."""
+        """Return one completion per request. Raises FloatingPointError at NaN logits, with the place."""
         while not aborted.is_set() and (self.waiting or self.cache.rows):
             # Rows are filled where enough of them are free to pay for a prefill, or the batch has run empty.
             free = self.max_batch - self.cache.rows
@@ -355,8 +352,7 @@ class DecodeLoop:
         self._choose(rows, self.head(hidden[:, 0]))
 
     def _choose(self, rows: slice, logits: Tensor) -> None:
-        """Choose the next token of `rows` from logits [rows, vocab]; rows that end with it get request
-        len(requests)."""
+        """Choose the next token of `rows` from logits [rows, vocab]; ended rows get request len(requests)."""
         request, count = self.request[rows], self.count[rows]
         token, logprob = choose(logits, self.seed[rows], count, self.params)
         self.records.append((request.clone(), token, logprob))
@@ -368,8 +364,7 @@ class DecodeLoop:
         request.masked_fill_(self.stopping.eos[token] | (count >= self.params.max_tokens), len(self.requests))
 
     def _stop_texts(self, rows: slice, token: Tensor) -> None:
-        """End rows whose newest tokens hold a stop text. Only rows whose token can complete one are turned
-        into text."""
+        """End rows whose newest tokens hold a stop text. Only those that may complete one are decoded."""
         request, window = self.request[rows], self.newest[rows]
         window.copy_(torch.cat([window[:, 1:], token[:, None]], dim=1))
         look = (self.stopping.candidates[token] & (request < len(self.requests))).nonzero()[:, 0]
@@ -380,8 +375,7 @@ class DecodeLoop:
             request[ended] = len(self.requests)
 
     def _sweep(self) -> None:
-        """Drop ended rows once they are more than a sixteenth: live rows from the end move into their
-        places."""
+        """Drop ended rows once they are over a sixteenth: live rows from the end take their places."""
         rows = self.cache.rows
         live = self.request[:rows] < len(self.requests)
         status = int(live.sum() + self.records[-1][2].isnan().any() * _NAN)
@@ -470,8 +464,7 @@ class KVCache:
         return keys[:rows, :, self.first : column + 1], values[:rows, :, self.first : column + 1]
 
     def decode_mask(self) -> Tensor:
-        """Return the additive mask [rows, 1, 1, columns in use + 1] of the next step, its own token
-        included."""
+        """Return the additive mask [rows, 1, 1, columns in use + 1] of the next step."""
         return self.mask[: self.rows, None, None, self.first : self.column + 1]
 
     def place(self, lengths: Tensor, source: Tensor) -> None:
@@ -504,8 +497,7 @@ class KVCache:
         self.rows = rows
 
     def relayout(self, column: int, columns: int) -> None:
-        """Move the live content so that the next token's column becomes `column`, in a cache of `columns`
-        columns."""
+        """Move the live content so that the next token's column is `column`, in a cache of `columns`."""
         used = self.column - self.first
         first = column - used
         for caches in (self.keys, self.values):

@@ -134,8 +134,7 @@ class WeightSync:
         return failed
 
     def _await_ready(self, guard: _Guard) -> None:
-        """Wait until the guarded engines of all ranks are ready; those started again sleep as far as the
-        others do."""
+        """Wait until all guarded engines are ready; those started again sleep as far as the others do."""
         # An engine may take longer to start than any rank may wait in a collective.
         while not all(gather_objects(self.runtime, guard(self.engine.ready, READY_WAIT) is not False)):
             pass
@@ -144,8 +143,7 @@ class WeightSync:
         self._restarted = False
 
     def _update(self, guard: _Guard) -> tuple[Failures, TransferStats]:
-        """Update the weights of the guarded engines once. The memory of the others is written too, and not
-        read."""
+        """Update the weights of the guarded engines once. The others' memory is written, and not read."""
         self._await_ready(guard)
         total = TransferStats(0, 0, 0, 0.0)
         failures: Failures = []
