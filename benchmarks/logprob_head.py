@@ -55,7 +55,7 @@ def measure(
         logprobs, entropy = plain(hidden, weight, labels)
     else:
         logprobs, entropy = vocab_parallel_logprobs(
-            hidden, weight, labels, first_word=0, words=words, temperature=1.0, chunk=chunk
+            hidden, weight, labels, vocab_start=0, vocab_shard_size=words, temperature=1.0, chunk=chunk
         )
     if backward:
         logprobs.backward(factors)

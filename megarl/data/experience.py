@@ -1,12 +1,14 @@
-"""Experience: the packed, columnar batch that travels through the phases of a step, and its file.
-
-The file is safetensors with a checksum, renamed into place once it is on disk: it is whole or not there."""
+"""Experience: the packed, columnar batch that travels through the phases of a step; its file, which is whole
+or not there; and which of its sequences share a micro-batch or go to one rank, from lengths alone, the same
+on every rank."""
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 import os
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,22 +77,20 @@ class Experience:
 
     @property
     def lengths(self) -> Tensor:
-        """Prompt + response tokens of each sequence, int64 [n]."""
+        """Return the prompt + response tokens of each sequence, int64 [n]."""
         return self.cu_seqlens.diff()
 
     @property
     def sequence_ids(self) -> Tensor:
-        """The sequence that each token belongs to, int64 [T]."""
-        return torch.repeat_interleave(
-            torch.arange(self.num_sequences, device=self.cu_seqlens.device), self.lengths
-        )
+        """Return the sequence that each token belongs to, int64 [T]."""
+        numbers = torch.arange(self.num_sequences, device=self.cu_seqlens.device)
+        return torch.repeat_interleave(numbers, self.lengths)
 
     @property
     def response_lengths(self) -> Tensor:
-        """Response tokens of each sequence, int64 [n]."""
-        return torch.zeros_like(self.cu_seqlens[1:]).index_add_(
-            0, self.sequence_ids, self.response_mask.long()
-        )
+        """Return the response tokens of each sequence, int64 [n]."""
+        none = torch.zeros_like(self.cu_seqlens[1:])
+        return none.index_add_(0, self.sequence_ids, self.response_mask.long())
 
     def spread(self, values: Tensor) -> Tensor:
         """Return one value per response [n] at each of its tokens, [T]; 0 outside the responses."""
@@ -103,9 +103,8 @@ class Experience:
         cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         starts = torch.repeat_interleave(self.cu_seqlens[:-1][indices] - cu_seqlens[:-1], lengths)
         token_indices = torch.arange(int(cu_seqlens[-1])) + starts
-        per_token = self.num_tokens
         columns = {
-            name: column[token_indices if column.shape[0] == per_token else indices]
+            name: column[token_indices if column.shape[0] == self.num_tokens else indices]
             for name, column in self.columns.items()
         }
         return Experience(self.tokens[token_indices], cu_seqlens, self.response_mask[token_indices], columns)
@@ -115,14 +114,10 @@ class Experience:
         prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], **columns: Tensor
     ) -> Experience:
         """Pack lists of token ids; `columns` as in the class, already packed."""
-        rows = [[*p, *r] for p, r in zip(prompts, responses, strict=True)]
-        cu_seqlens = torch.tensor([0] + [len(r) for r in rows]).cumsum(0)
-        mask = [
-            flag
-            for p, r in zip(prompts, responses, strict=True)
-            for flag in [False] * len(p) + [True] * len(r)
-        ]
-        tokens = torch.tensor([t for row in rows for t in row], dtype=torch.int64)
+        pairs = list(zip(prompts, responses, strict=True))
+        cu_seqlens = torch.tensor([0] + [len(p) + len(r) for p, r in pairs]).cumsum(0)
+        tokens = torch.tensor([t for p, r in pairs for t in (*p, *r)], dtype=torch.int64)
+        mask = [flag for p, r in pairs for flag in [False] * len(p) + [True] * len(r)]
         return Experience(tokens, cu_seqlens, torch.tensor(mask, dtype=torch.bool), dict(columns))
 
 
@@ -159,13 +154,12 @@ def read_experience(path: Path) -> tuple[Experience, dict[str, Any]]:
             checksum = file.metadata()["sha256"]
         if _checksum(tensors) != checksum:
             raise DataError(f"{path}: is damaged (its checksum is another)")
+        tokens, cu_seqlens, mask = (tensors.pop(name) for name in _PARTS)
+        state = json.loads(tensors.pop(_STATE).numpy().tobytes())
         columns = {
-            name.removeprefix("column."): tensor
-            for name, tensor in tensors.items()
-            if name.startswith("column.")
+            name.removeprefix("column."): t for name, t in tensors.items() if name.startswith("column.")
         }
-        tokens, cu_seqlens, mask = (tensors[name] for name in _PARTS)
-        return Experience(tokens, cu_seqlens, mask, columns), json.loads(tensors[_STATE].numpy().tobytes())
+        return Experience(tokens, cu_seqlens, mask, columns), state
     except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: is damaged ({error})") from None
 
@@ -176,3 +170,60 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
         digest.update(tensors[name].view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Return micro-batches of at most `max_tokens`, as indices into `lengths` (tokens). A longer sequence is
+    alone.
+
+    Best fit decreasing. Longest first inside a micro-batch and among micro-batches: sequences of similar
+    length stand together, and portable attention handles them in one call. The order of `lengths` does not
+    change which lengths share a micro-batch."""
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be >= 1 (got {max_tokens})")
+    batches: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (free tokens, micro-batch), sorted
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fit = bisect_left(free, (lengths[index], 0))
+        if fit < len(free):
+            tokens, batch = free.pop(fit)
+        else:
+            tokens, batch = max_tokens, len(batches)
+            batches.append([])
+        batches[batch].append(index)
+        insort(free, (tokens - lengths[index], batch))
+    return batches
+
+
+def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Return one list of indices into `costs` per rank, of nearly equal sums.
+
+    The most expensive item that is left goes to the rank with the least so far. With at least `ranks` items
+    every rank has one, else some lists are empty. Deterministic; the indices of a rank ascend."""
+    if ranks < 1:
+        raise ValueError(f"ranks must be >= 1 (got {ranks})")
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0.0, 0, rank) for rank in range(ranks)]  # (cost, items, rank): of equal costs fewer items first
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        total, count, rank = loads[0]
+        parts[rank].append(index)
+        heapq.heapreplace(loads, (total + costs[index], count + 1, rank))
+    return [sorted(part) for part in parts]
+
+
+def cost(lengths: Sequence[int], even: float) -> list[float]:
+    """Return the time of each sequence's forward and backward pass, l + l^2 / even, in units of one token's
+    linears. even: the length, in tokens, at which causal attention takes as many FLOPs as the linears (see
+    `even_length`)."""
+    return [length + length * length / even for length in lengths]
+
+
+def even_length(*models: tuple[int, int]) -> float:
+    """Return `cost`'s `even` for models that each sequence passes equally often, given as (matrix parameters,
+    query width).
+
+    Matrix parameters P: of all layers together. Query width w: heads * head_dim, summed over the layers. l
+    tokens take 2 P l FLOPs in the linears. Causal attention reads half of the square: 2 w l^2 in scores and
+    weighted sums. The two are equal at l = P / w: 95,232 tokens for Qwen2.5-32B, with 18.6 hidden^2
+    parameters a layer and w = hidden."""
+    return sum(parameters for parameters, _ in models) / sum(width for _, width in models)

@@ -1,19 +1,37 @@
-"""Prompts, and the order in which they are taken: epoch after epoch, from the run's seed, with a state that
-can be saved."""
+"""Prompts and supervised pairs: read from parquet and jsonl files, put into the template, tokenized, and
+handed out epoch after epoch. Rows that cannot be used are listed with their reasons."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megarl.config.errors import CheckpointError
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.config.errors import CheckpointError, ConfigError, DataError
+from megarl.config.schema import DataConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = list[dict[str, str]]
+Pair = tuple[tuple[int, ...], tuple[int, ...]]
+
+# Columns that are tried where the configured one is absent.
+_OTHER_PROMPT, _OTHER_ANSWER = "question", "answer"
+_TOKENIZED_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem. `uid` is stable across runs and machines (a hash of its text): seeds are derived from
-    it."""
+    """One problem. `uid` is a hash of its text, the same in every run: seeds are derived from it."""
 
     uid: int
     text: str
@@ -24,15 +42,13 @@ class Prompt:
 
 
 def prompt_uid(text: str, answer: str) -> int:
-    """Return 63 bits that identify a problem: a hash of its text, before any template, and its reference
-    answer."""
+    """Return 63 bits that identify a problem: a hash of its text, before any template, and its answer."""
     digest = blake2b(f"{len(text)}:{text}{answer}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
-    """Return a permutation of range(num_prompts) that depends on the three numbers alone, on no library's
-    generator."""
+    """Return a permutation of range(num_prompts) that depends on the three numbers alone."""
 
     def key(index: int) -> bytes:
         return blake2b(b"%d:%d:%d" % (seed, epoch, index), digest_size=16).digest()
@@ -82,11 +98,377 @@ class PromptSampler:
                     f"this run has {getattr(self, name)} (resume with the same data and seed)"
                 )
         epoch, position = state.get("epoch"), state.get("position")
-        if not (isinstance(epoch, int) and isinstance(position, int)) or not (
-            epoch >= 0 and 0 <= position <= self.num_prompts
+        if (
+            isinstance(epoch, int)
+            and isinstance(position, int)
+            and epoch >= 0 <= position <= self.num_prompts
         ):
-            raise CheckpointError(
-                f"data.train: the checkpoint's sampler stands at epoch {epoch}, position {position}, "
-                "which cannot be"
+            self._start_epoch(epoch, position)
+        else:
+            stands = f"epoch {epoch}, position {position}, which cannot be"
+            raise CheckpointError(f"data.train: the checkpoint's sampler stands at {stands}")
+
+
+@dataclass(frozen=True)
+class RejectedRow:
+    """A row that cannot be used. `row` counts from 1; rows are counted by `reason`, not by `detail`."""
+
+    file: str
+    row: int
+    reason: str
+    detail: str = ""
+
+
+@dataclass
+class ReadReport:
+    """What became of every row: kept + duplicates + rejected = the sum of `rows`.
+
+    rows        rows per file
+    kept        prompts or pairs that are used
+    duplicates  rows with the prompt and answer of an earlier one
+    rejected    rows that cannot be used, in the order of the files"""
+
+    rows: dict[str, int] = field(default_factory=dict)
+    kept: int = 0
+    duplicates: int = 0
+    rejected: list[RejectedRow] = field(default_factory=list)
+
+    def lines(self, shown: int = 3) -> list[str]:
+        """Return the report for people: one line of sums, and one per reason with its first `shown` rows."""
+        found = [
+            f"data: {self.kept:,} of {sum(self.rows.values()):,} rows used, "
+            f"{self.duplicates:,} duplicates, {len(self.rejected):,} unusable"
+        ]
+        for reason, count in Counter(row.reason for row in self.rejected).most_common():
+            examples = [row for row in self.rejected if row.reason == reason][:shown]
+            places = ", ".join(
+                f"{row.file}:{row.row}" + (f" ({row.detail})" if row.detail else "") for row in examples
             )
-        self._start_epoch(epoch, position)
+            found.append(f"data: {count:,} rows: {reason}: {places}{', ...' if count > shown else ''}")
+        return found
+
+    def reject(self, file: str, number: int, problem: _Unusable) -> None:
+        """List a row as unusable."""
+        self.rejected.append(RejectedRow(file, number, problem.reason, problem.detail))
+
+    def finish(self, paths: Sequence[Path], kept: int) -> None:
+        """Count what was kept; put the rejected rows in order. Raises DataError where nothing was kept."""
+        self.kept = kept
+        order = {file: position for position, file in enumerate(self.rows)}
+        self.rejected.sort(key=lambda row: (order[row.file], row.row))
+        if not kept:
+            raise _nothing_usable(paths, self.rejected)
+
+
+class _Unusable(Exception):
+    """Why a row is left out: the reason by which rows are counted, and details of this row."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A usable row before the template. `target` is the answer, or the response of a pair."""
+
+    file: str
+    number: int
+    uid: int
+    prompt: str | Messages
+    target: str
+    source: str
+    extra: dict[str, object]
+
+
+def read_prompts(
+    paths: Sequence[Path], data: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Prompt], ReadReport]:
+    """Read the problems of all files, in their order, each prompt with the same answer once.
+
+    Rows without prompt or answer, of a wrong type, malformed or too long are left out and listed in the
+    report. Raises DataError for a missing or malformed file and for one without a usable row, ConfigError for
+    a template that the tokenizer does not have."""
+    _check_template(data, tokenizer)
+    report = ReadReport()
+    seen: set[int] = set()
+
+    def unique() -> Iterator[_Row]:
+        for row in _usable_rows(paths, data, report):
+            if row.uid in seen:
+                report.duplicates += 1
+            else:
+                seen.add(row.uid)
+                yield row
+
+    prompts = [
+        Prompt(row.uid, text, tokens, row.target, row.source, row.extra)
+        for batch in _tokenized(unique(), data, tokenizer, report)
+        for row, text, tokens in batch
+    ]
+    report.finish(paths, len(prompts))
+    return prompts, report
+
+
+def read_pairs(
+    paths: Sequence[Path],
+    data: DataConfig,
+    response_key: str,
+    tokenizer: PreTrainedTokenizerBase,
+    report: ReadReport,
+) -> list[Pair]:
+    """Read (prompt tokens, response tokens with the end-of-sequence token) of all files, in their order,
+    repeated rows included. `report` is filled with what was left out. Raises the errors of read_prompts."""
+    _check_template(data, tokenizer)
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise ConfigError(
+            "model.path: the tokenizer has no end-of-sequence token, "
+            "so that no response could end (set eos_token)"
+        )
+    pairs: list[Pair] = []
+    for batch in _tokenized(_usable_rows(paths, data, report, response_key), data, tokenizer, report):
+        responses = tokenizer([row.target for row, _, _ in batch], add_special_tokens=False)["input_ids"]
+        pairs += [(tokens, (*ids, end)) for (_, _, tokens), ids in zip(batch, responses, strict=True)]
+    report.finish(paths, len(pairs))
+    return pairs
+
+
+def validate_files(
+    data: DataConfig, response_key: str | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> str:
+    """Check before ranks are started that every file of `data` holds a usable row; return the reference
+    answer (or response) of the first one.
+
+    Reads each file up to its first usable row. Without `tokenizer` only what shows without one is checked.
+    `response_key` stands for recipe sft, whose training rows need a response, not an answer. Raises DataError
+    naming the file, or ConfigError."""
+    _check_template(data, None)  # of the tokenizer, that its template refuses rows shows with the rows
+    first = ""
+    for paths, target_key in ((data.train, response_key), (data.eval, None)):
+        for path in paths:
+            report = ReadReport()
+            rows = _usable_rows([path], data, report, target_key)
+            if tokenizer is not None:
+                rows = (batch[0][0] for batch in _tokenized(rows, data, tokenizer, report))
+            row = next(rows, None)
+            if row is None:
+                raise _nothing_usable([path], report.rejected)
+            first = first or row.target
+    return first
+
+
+def _check_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    if "{prompt}" not in data.prompt_format:
+        raise ConfigError("data.prompt_format: must contain {prompt}, which is replaced by the prompt")
+    if tokenizer and data.template == "chat" and not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            "data.template: the tokenizer has no chat template "
+            "(set data.template=raw, or add one to the model's folder)"
+        )
+
+
+def _nothing_usable(paths: Sequence[Path], rejected: Sequence[RejectedRow]) -> DataError:
+    if not paths:
+        return DataError("data.train: names no file")
+    counts = Counter(row.reason for row in rejected).most_common(4)
+    return DataError(
+        f"{', '.join(map(str, paths))}: no row can be used: "
+        f"{'; '.join(f'{count} x {reason}' for reason, count in counts)} "
+        "(see data.prompt_key, data.answer_key, data.max_prompt_tokens)"
+    )
+
+
+def _usable_rows(
+    paths: Sequence[Path], data: DataConfig, report: ReadReport, response_key: str | None = None
+) -> Iterator[_Row]:
+    """Yield the usable rows and put the others into `report`. Raises DataError after a file that has none."""
+    prompt_keys = (data.prompt_key, _OTHER_PROMPT)
+    target_keys = (response_key,) if response_key else (data.answer_key, _OTHER_ANSWER)
+    columns = [name for key in (*prompt_keys, *target_keys) for name in (key.split(".")[0], key)]
+    for path in dict.fromkeys(paths):
+        file, usable = str(path), False
+        report.rows[file] = 0
+        for number, content in _file_rows(path, [*dict.fromkeys(columns), "data_source", "extra_info"]):
+            report.rows[file] += 1
+            try:
+                if isinstance(content, str):
+                    raise _Unusable(content)
+                prompt = _prompt(content, prompt_keys)
+                target = _target(content, target_keys, is_pair=response_key is not None)
+                source, extra = content.get("data_source"), content.get("extra_info")
+                source, extra = (
+                    source if isinstance(source, str) else "",
+                    extra if isinstance(extra, dict) else {},
+                )
+                row = _Row(file, number, _uid(prompt, target), prompt, target, source, extra)
+            except (_Unusable, UnicodeEncodeError) as error:
+                # JSON can spell half a surrogate pair, which no tokenizer takes.
+                problem = error if isinstance(error, _Unusable) else _Unusable("text is not Unicode")
+                report.reject(file, number, problem)
+                continue
+            usable = True
+            yield row
+        if not usable:
+            raise _nothing_usable([path], [row for row in report.rejected if row.file == file])
+
+
+def _file_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yield the rows of one file with their numbers from 1 (lines, in jsonl); of a parquet file those of
+    `columns` that it has. A line that is no row is a text instead: the reason.
+
+    Raises DataError for a missing, unreadable, empty or foreign file."""
+    if not path.is_file():
+        missing = "no such file" if not path.exists() else "not a file (name the .parquet or .jsonl files)"
+        raise DataError(f"{path}: {missing}")
+    if path.suffix not in (".parquet", ".jsonl"):
+        raise DataError(f"{path}: unknown kind of file {path.suffix!r} (use .parquet or .jsonl)")
+    count = 0
+    try:
+        for count, row in _parquet(path, columns) if path.suffix == ".parquet" else _jsonl(path):
+            yield count, row
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read: {_first_line(error)}") from error
+    if not count:
+        raise DataError(f"{path}: holds no row")
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+                yield number, "malformed JSON"
+                continue
+            yield number, row if isinstance(row, dict) else "not a JSON object"
+
+
+def _parquet(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    with pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        present = [name for name in names if name in columns]
+        if not present:
+            raise DataError(f"{path}: none of the columns {', '.join(columns)} (it has: {', '.join(names)})")
+        batches = file.iter_batches(batch_size=4096, columns=present)
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _first_of(row: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """Return the first value that one of `keys` leads to: a column of that name, else dots descend."""
+    for key in keys:
+        value = row.get(key)
+        if value is None:
+            value = row
+            for part in key.split("."):
+                value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            return value
+    return None
+
+
+def _prompt(row: Mapping[str, Any], keys: Sequence[str]) -> str | Messages:
+    value, key = _first_of(row, keys), " or ".join(keys)
+    if value is None or value == [] or (isinstance(value, str) and not value.strip()):
+        raise _Unusable(f"no prompt in {key}")
+    if isinstance(value, str):
+        return value
+    wrong = "prompt is neither a text nor a list of {role, content}"
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise _Unusable(wrong, type(value).__name__)
+    messages = [{"role": message.get("role"), "content": message.get("content")} for message in value]
+    if not all(isinstance(text, str) for message in messages for text in message.values()):
+        raise _Unusable(wrong, "role or content is not a text")
+    if not any(message["content"].strip() for message in messages):
+        raise _Unusable(f"no prompt in {key}")
+    return messages
+
+
+def _uid(prompt: str | Messages, target: str) -> int:
+    """Return the identity of a row, whatever template its prompt goes through."""
+    if not isinstance(prompt, str):
+        if len(prompt) == 1 and prompt[0]["role"] == "user":
+            prompt = prompt[0]["content"]
+        else:
+            messages = [[message["role"], message["content"]] for message in prompt]
+            prompt = json.dumps(messages, ensure_ascii=False)
+    return prompt_uid(prompt, target)
+
+
+def _target(row: Mapping[str, Any], keys: Sequence[str], *, is_pair: bool) -> str:
+    """Return a pair's response as it is, or a problem's reference answer as text; of a worked solution in
+    GSM8K's form the part after `####`."""
+    value, key = _first_of(row, keys), " or ".join(keys)
+    if is_pair:
+        if value is None or value == "":
+            raise _Unusable(f"no response in {key}")
+        if not isinstance(value, str):
+            raise _Unusable("response is not a text", type(value).__name__)
+        return value
+    if value is None:
+        raise _Unusable(f"no answer in {key}")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
+        raise _Unusable("answer is neither a text nor a number", type(value).__name__)
+    text = str(value)
+    if "####" in text:
+        text = text.rpartition("####")[2].replace(",", "")
+    if not text.strip():
+        raise _Unusable(f"no answer in {key}")
+    return text.strip()
+
+
+def _tokenized(
+    rows: Iterator[_Row], data: DataConfig, tokenizer: PreTrainedTokenizerBase, report: ReadReport
+) -> Iterator[list[tuple[_Row, str, tuple[int, ...]]]]:
+    """Yield batches of (row, its text as the model reads it, its tokens), none of them empty; rows that
+    cannot be used go into `report`. The first batch is of one row: a caller who needs only one pays for no
+    other."""
+    # A chat template writes the special tokens itself; a raw prompt gets those that the model was trained
+    # with.
+    special = data.template != "chat"
+    at_once = 1
+    while part := list(islice(rows, at_once)):
+        at_once = _TOKENIZED_AT_ONCE
+        texts = [_templated(row.prompt, data, tokenizer) for row in part]
+        good = [text for text in texts if isinstance(text, str)]
+        tokens = iter(tokenizer(good, add_special_tokens=special)["input_ids"] if good else ())
+        batch = []
+        for row, text in zip(part, texts, strict=True):
+            ids = tuple(next(tokens)) if isinstance(text, str) else ()
+            if isinstance(text, _Unusable):
+                problem = text
+            elif len(ids) > data.max_prompt_tokens:
+                limit = f"longer than data.max_prompt_tokens {data.max_prompt_tokens}"
+                problem = _Unusable(limit, f"{len(ids)} tokens")
+            elif not ids:
+                problem = _Unusable("no tokens in the prompt")
+            else:
+                batch.append((row, text, ids))
+                continue
+            report.reject(row.file, row.number, problem)
+        if batch:
+            yield batch
+
+
+def _templated(
+    prompt: str | Messages, data: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> str | _Unusable:
+    if isinstance(prompt, str):
+        prompt = data.prompt_format.replace("{prompt}", prompt)
+        if data.template == "raw":
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    elif data.template == "raw":
+        return "\n".join(message["content"] for message in prompt)
+    try:
+        return str(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
+    except Exception as error:  # noqa: BLE001 (its own errors, and whatever Python raises in a template)
+        return _Unusable("refused by the chat template", _first_line(error))

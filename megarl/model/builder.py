@@ -1,7 +1,8 @@
 """Megatron models from a Hugging Face configuration: the only file that names a Megatron model class.
 
-Actor and critic share the body; the actor's head gives log-probabilities, the critic's gives values. Weights are not
-initialised here (see megarl/weights), save the critic's head, which starts at zero or as critic.head_std says.
+Actor and critic share the body; the actor's head gives log-probabilities, the critic's gives values. Weights
+are not initialised here (see megarl/weights), except the critic's head, which starts at zero or as
+critic.head_std says.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.utils import skip_init
 from transformers import PretrainedConfig
 
 from megarl.config.errors import ConfigError
@@ -43,14 +45,15 @@ from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import padded_vocab
 from megarl.parallel.machine import transformer_engine_problem
 from megarl.parallel.runtime import Runtime
-from megarl.weights.families import Family, family_of
+from megarl.weights.families import family_of
 
 Model = TypeVar("Model", bound=GPTModel)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def choose_layers(model: ModelConfig, device: torch.device) -> str:
-    """`te` or `portable`. ConfigError where te or FP8 is asked for and CUDA or Transformer Engine is missing, or the device has no FP8."""
+    """Return `te` or `portable`. Raises ConfigError where te or FP8 is asked for and CUDA or Transformer
+    Engine is missing, or the device has no FP8."""
     fp8 = model.fp8.format != "none"
     asked = model.layers == "te" or fp8
     if not asked and (model.layers == "portable" or device.type != "cuda"):
@@ -65,7 +68,7 @@ def choose_layers(model: ModelConfig, device: torch.device) -> str:
 
 
 def _has_apex() -> bool:
-    """Return whether apex's kernel for gradients is installed; most machines lack it."""
+    """Return whether apex's kernel for gradients is installed."""
     try:
         importlib.import_module("fused_weight_gradient_mlp_cuda")
     except ImportError:
@@ -76,19 +79,16 @@ def _has_apex() -> bool:
 class _Body(GPTModel):
     """GPTModel over packed sequences that stops at the hidden states."""
 
-    layers_kind: str
-
-    def __init__(
-        self, hf: PretrainedConfig, config: TransformerConfig, runtime: Runtime, layers: str, tied: bool
-    ) -> None:
-        first, last = runtime.pp_rank == 0, runtime.is_last_stage
+    def __init__(self, config: Config, hf: PretrainedConfig, runtime: Runtime, *, tied: bool) -> None:
+        layers = choose_layers(config.model, runtime.device)
+        megatron = _transformer_config(config, hf, runtime, layers)
         super().__init__(
-            config=config,
-            transformer_layer_spec=_layer_spec(config, layers),
+            config=megatron,
+            transformer_layer_spec=_layer_spec(megatron, layers),
             vocab_size=padded_vocab(hf.vocab_size, runtime.layout.tp),
             max_sequence_length=hf.max_position_embeddings,
-            pre_process=first,
-            post_process=last,
+            pre_process=runtime.pp_rank == 0,
+            post_process=runtime.is_last_stage,
             share_embeddings_and_output_weights=tied,
             position_embedding_type="rope",
         )
@@ -101,14 +101,23 @@ class _Body(GPTModel):
         if self.layers_kind == "portable":
             return PackedPlan.of(cu_seqlens, device)
         longest = int(cu_seqlens.diff().max())
-        on_device = cu_seqlens.to(device, torch.int32)
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=on_device,
-            cu_seqlens_kv=on_device,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
+        lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+        ends = cu_seqlens.to(device, torch.int32)
+        return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **lengths)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, packed: PackedSeqParams, indices: Tensor, labels: Tensor
+    ) -> Any:
+        """Return what the model's head makes of the hidden states; before the last pipeline stage, those
+        themselves.
+
+        tokens, positions: int64 [1, t]; indices: int64 [r], tokens of the pack that predict; labels: int64
+        [r], the tokens that came there."""
+        hidden = super().forward(tokens, positions, None, packed_seq_params=packed)
+        return self._head(hidden, indices, labels) if self.post_process else hidden
+
+    def _head(self, hidden: Tensor, indices: Tensor, labels: Tensor) -> Any:
+        raise NotImplementedError
 
     def _preprocess(self, *args: Any, position_ids: Tensor, **kwargs: Any) -> Any:
         outputs = super()._preprocess(*args, position_ids=position_ids, **kwargs)
@@ -123,171 +132,99 @@ class _Body(GPTModel):
 
 
 class Actor(_Body):
-    """forward(...) -> (logprobs, entropy), float32 [r] each, on the last pipeline stage; hidden states elsewhere."""
+    """forward(...) -> (logprobs, entropy), float32 [r] each."""
 
-    def __init__(
-        self,
-        hf: PretrainedConfig,
-        config: TransformerConfig,
-        runtime: Runtime,
-        layers: str,
-        temperature: float,
-        chunk: int,
-    ) -> None:
-        super().__init__(hf, config, runtime, layers, tied=bool(hf.tie_word_embeddings))
+    def __init__(self, config: Config, hf: PretrainedConfig, runtime: Runtime) -> None:
+        super().__init__(config, hf, runtime, tied=bool(hf.tie_word_embeddings))
         shard = padded_vocab(hf.vocab_size, runtime.layout.tp) // runtime.layout.tp
-        self.first_word = shard * runtime.tp_rank
-        self.words = max(0, min(shard, hf.vocab_size - self.first_word))
-        self.temperature, self.chunk = temperature, chunk
+        self.vocab_start = shard * runtime.tp_rank
+        self.vocab_shard_size = max(0, min(shard, hf.vocab_size - self.vocab_start))
+        self.temperature, self.chunk = config.rollout.temperature, config.update.logprob_chunk
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, packed: PackedSeqParams, at: Tensor, labels: Tensor
-    ) -> Any:
-        """tokens, positions: int64 [1, t]; at: int64 [r], places in the pack that predict; labels: int64 [r], what came there."""
-        hidden = super().forward(tokens, positions, None, packed_seq_params=packed)
-        if not self.post_process:
-            return hidden
+    def _head(self, hidden: Tensor, indices: Tensor, labels: Tensor) -> Any:
         group = self.pg_collection.tp if self.config.tensor_model_parallel_size > 1 else None
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         elif group is not None:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        weight = (
-            self.shared_embedding_or_output_weight()
-            if self.share_embeddings_and_output_weights
-            else self.output_layer.weight
-        )
+        tied = self.share_embeddings_and_output_weights
         return vocab_parallel_logprobs(
-            hidden.squeeze(1).index_select(0, at),
-            weight,
+            hidden.squeeze(1).index_select(0, indices),
+            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
             labels,
-            first_word=self.first_word,
-            words=self.words,
+            vocab_start=self.vocab_start,
+            vocab_shard_size=self.vocab_shard_size,
             temperature=self.temperature,
             chunk=self.chunk,
             group=group,
         )
 
 
-class ValueHead(torch.nn.Module):
-    """hidden -> 1 in float32, starting at zero."""
-
-    def __init__(self, hidden_size: int, sequence_parallel: bool, device: torch.device) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=torch.float32, device=device))
-        # Each tensor-parallel rank sees its part of the tokens only: Megatron sums such gradients over the ranks.
-        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden.float(), self.weight).squeeze(-1)
-
-
 class Critic(_Body):
-    """forward(...) -> values, float32 [r], on the last pipeline stage; hidden states elsewhere. Embeddings are never tied."""
+    """forward(...) -> values, float32 [r]. Its embeddings are not tied."""
 
-    def __init__(
-        self, hf: PretrainedConfig, config: TransformerConfig, runtime: Runtime, layers: str
-    ) -> None:
-        super().__init__(hf, config, runtime, layers, tied=False)
+    def __init__(self, config: Config, hf: PretrainedConfig, runtime: Runtime) -> None:
+        super().__init__(config, hf, runtime, tied=False)
         if self.post_process:
             del self.output_layer
-            self.value_head = ValueHead(config.hidden_size, config.sequence_parallel, runtime.device)
+            self.value_head = skip_init(
+                torch.nn.Linear, hf.hidden_size, 1, bias=False, dtype=torch.float32, device=runtime.device
+            )
+            torch.nn.init.zeros_(self.value_head.weight)
+            # Each tensor-parallel rank sees its part of the tokens only: Megatron sums such gradients over
+            # the ranks.
+            self.value_head.weight.sequence_parallel = self.config.sequence_parallel
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, packed: PackedSeqParams, at: Tensor, labels: Tensor
-    ) -> Any:
-        """Run forward as the actor does, to values; `labels` is not used: the value of a state does not depend on the action."""
-        hidden = super().forward(tokens, positions, None, packed_seq_params=packed)
-        if not self.post_process:
-            return hidden
-        values = self.value_head(hidden)
+    def _head(self, hidden: Tensor, indices: Tensor, labels: Tensor) -> Tensor:
+        # Without the labels: the value of a state does not depend on the action.
+        values = self.value_head(hidden.float()).squeeze(-1)
         if self.config.sequence_parallel:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
-        return values.squeeze(1).index_select(0, at)
+        return values.squeeze(1).index_select(0, indices)
 
 
 def build_actor(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Actor:
-    """This rank's part of the actor, weights undefined."""
-    layers = choose_layers(config.model, runtime.device)
+    """Build this rank's part of the actor, weights undefined."""
     with on_cpu():
-        model = Actor(
-            hf,
-            _transformer_config(config, hf, runtime, layers),
-            runtime,
-            layers,
-            config.rollout.temperature,
-            config.update.logprob_chunk,
-        )
+        model = Actor(config, hf, runtime)
     return _prepare(model, runtime)
 
 
 def build_critic(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Critic:
-    """This rank's part of the critic, weights undefined but for the value head's."""
-    layers = choose_layers(config.model, runtime.device)
+    """Build this rank's part of the critic, weights undefined but for the value head's."""
     with on_cpu():
-        model = Critic(hf, _transformer_config(config, hf, runtime, layers), runtime, layers)
+        model = Critic(config, hf, runtime)
     if model.post_process and config.critic.head_std:
-        drawn = torch.randn(
-            model.value_head.weight.shape, generator=torch.Generator().manual_seed(config.seed)
-        )  # alike on all ranks
-        model.value_head.weight.data.copy_(config.critic.head_std * drawn)
+        weight = model.value_head.weight.data
+        alike = torch.Generator().manual_seed(config.seed)  # on all ranks
+        weight.copy_(config.critic.head_std * torch.randn(weight.shape, generator=alike))
     return _prepare(model, runtime)
 
 
 def _prepare(model: Model, runtime: Runtime) -> Model:
-    """Shards marked, gradients fused, on its device."""
+    """Fuse gradients, mark shards, and move the model to its device."""
     for module in model.modules():
-        # Transformer Engine's linears add a weight's gradient to Megatron's FP32 buffer by themselves. Megatron would have them told by
-        # gradient_accumulation_fusion, but without apex its head then refuses to be built, whose forward is never called.
+        # Transformer Engine's linears add a weight's gradient to Megatron's FP32 buffer by themselves.
+        # Megatron would have them told by gradient_accumulation_fusion, but without apex its head then
+        # refuses to be built, whose forward is never called.
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
-    return _mark_shards(model).to(runtime.device)
-
-
-def _mark_shards(model: Model) -> Model:
-    """Says of each parameter whether tensor-parallel ranks hold different parts of it, and whether it is an expert's. Megatron does the
-    former when it draws initial weights, which we leave out; without it the gradient norm would count the shards of one rank only."""
-    for module in model.modules():
+        # Megatron marks what tensor-parallel ranks hold different parts of when it draws initial weights,
+        # which we leave out; without the marks the gradient norm would count the shards of one rank only.
+        shards: list[tuple[torch.nn.Parameter, int]] = []
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
             shards = [(parameter, 0) for parameter in module.parameters(recurse=False)]
         elif isinstance(module, RowParallelLinear):
             shards = [(module.weight, 1)]
-        else:
-            continue
         for parameter, dim in shards:
             if not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
     for name, parameter in model.named_parameters():
         if ".experts." in name:
-            # Megatron says so only where ep > 1. With ep = 1 the tensor-parallel ranks, each of which has seen some of the tokens, hold
-            # the same experts, and their gradients would not be added up.
+            # Megatron marks experts only where ep > 1. With ep = 1 the tensor-parallel ranks, each of which
+            # has seen some of the tokens, hold the same experts, and their gradients would not be added up.
             parameter.allreduce = False
-    return model
-
-
-def _experts(
-    hf: PretrainedConfig, family: Family, runtime: Runtime, sequence_parallel: bool
-) -> dict[str, Any]:
-    """Return the options that make each layer a mixture of experts: dropless and without auxiliary loss, so that a token's
-    output does not depend on other tokens."""
-    if not family.is_moe:
-        return {}
-    if runtime.layout.tp > 1 and not sequence_parallel:
-        raise ConfigError(
-            "parallel.sequence_parallel: false, but experts under tensor parallelism need it (leave it out)"
-        )
-    return {
-        "num_moe_experts": hf.num_experts,
-        "ffn_hidden_size": hf.moe_intermediate_size,
-        "moe_ffn_hidden_size": hf.moe_intermediate_size,
-        "moe_router_topk": hf.num_experts_per_tok,
-        # The softmax over the chosen experts is the softmax over all of them, normalised to 1 over the chosen ones.
-        "moe_router_pre_softmax": not hf.norm_topk_prob,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "expert_model_parallel_size": runtime.layout.ep,
-        "expert_tensor_parallel_size": 1,
-    }
+    return model.to(runtime.device)
 
 
 def _transformer_config(
@@ -296,12 +233,30 @@ def _transformer_config(
     layout, dtype = runtime.layout, DTYPES[config.model.dtype]
     family = family_of(hf.to_dict())
     sequence_parallel = layout.tp > 1 and config.parallel.sequence_parallel is not False
-    options: dict[str, dict[str, Any]] = {
+    recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective"},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }
-    mlp = _experts(hf, family, runtime, sequence_parallel) or {"ffn_hidden_size": hf.intermediate_size}
+    mlp = {"ffn_hidden_size": hf.intermediate_size}
+    if family.is_moe:
+        if layout.tp > 1 and not sequence_parallel:
+            problem = "false, but experts under tensor parallelism need it (leave it out)"
+            raise ConfigError(f"parallel.sequence_parallel: {problem}")
+        # Dropless and without auxiliary loss, so that a token's output does not depend on other tokens.
+        mlp = {
+            "num_moe_experts": hf.num_experts,
+            "ffn_hidden_size": hf.moe_intermediate_size,
+            "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "moe_router_topk": hf.num_experts_per_tok,
+            # The softmax over the chosen experts is that over all of them, normalised to 1 over the chosen
+            # ones.
+            "moe_router_pre_softmax": not hf.norm_topk_prob,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "expert_model_parallel_size": layout.ep,
+            "expert_tensor_parallel_size": 1,
+        }
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -328,7 +283,8 @@ def _transformer_config(
         calculate_per_token_loss=True,  # neither the schedule nor DDP divides the loss: see training/model.py
         perform_initialization=False,
         use_cpu_initialization=runtime.device.type == "cpu",
-        # apex's kernel adds a weight's gradient to Megatron's buffer within the matrix product. (Transformer Engine: `_prepare`.)
+        # apex's kernel adds a weight's gradient to Megatron's buffer within the matrix product. (Transformer
+        # Engine: `_prepare`.)
         gradient_accumulation_fusion=runtime.device.type == "cuda" and _has_apex(),
         bias_activation_fusion=layers == "te",
         bias_dropout_fusion=layers == "te",
@@ -336,12 +292,12 @@ def _transformer_config(
         masked_softmax_fusion=False,
         **mlp,
         **fp8_options(config),
-        **options[config.model.recompute],
+        **recompute[config.model.recompute],
     )
 
 
-def _layer_spec(config: TransformerConfig, layers: str) -> Any:
-    if layers == "te":
+def _layer_spec(config: TransformerConfig, kind: str) -> Any:
+    if kind == "te":
         return get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts
         )
@@ -351,12 +307,12 @@ def _layer_spec(config: TransformerConfig, layers: str) -> Any:
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     if config.num_moe_experts is not None:
-        # Transformer Engine fuses this norm with dense layers only: in a checkpoint it has the name that it has there.
+        # Transformer Engine fuses this norm with dense layers only: in a checkpoint it has the name that it
+        # has there.
         del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * (config.num_layers // config.pipeline_model_parallel_size), layer_norm=RMSNorm
-    )
+    layers_here = config.num_layers // config.pipeline_model_parallel_size
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers_here, layer_norm=RMSNorm)

@@ -1,10 +1,11 @@
-"""FP8 matrix products in Transformer Engine's layers: what each recipe asks of the device, of the model's sizes and of the length of packs.
-Needs neither Megatron nor Transformer Engine, so that a laptop can check the configuration of a GPU run.
+"""FP8 matrix products in Transformer Engine's layers: what each recipe asks of the device, the model's sizes
+and the length of packs. Needs neither Megatron nor Transformer Engine, so that a laptop can check the
+configuration of a GPU run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,9 @@ from megarl.weights.families import Sizes
 
 @dataclass(frozen=True)
 class Recipe:
-    """multiple: of each side of a rank's matrices, and of the tokens that a rank quantises. capability: of the device, at least, and
-    below `before`. cuda: that torch was built with, at least (Transformer Engine: pytorch/quantization.py, pytorch/utils.py)."""
+    """What a recipe needs. multiple: of each side of a rank's matrices, and of the tokens that a rank
+    quantises. capability: of the device, at least, and below `before`. cuda: that torch was built with, at
+    least (Transformer Engine: pytorch/quantization.py, pytorch/utils.py)."""
 
     multiple: int
     capability: tuple[int, int] = (8, 9)
@@ -29,21 +31,23 @@ class Recipe:
 RECIPES = {
     "delayed": Recipe(16),
     "tensorwise": Recipe(16),
-    # Its own matrix products take less, but an input that sequence parallelism gathers must consist of whole 128 x 128 blocks.
+    # Its own matrix products take less, but an input that sequence parallelism gathers must consist of whole
+    # 128 x 128 blocks.
     "blockwise": Recipe(128, capability=(9, 0), cuda=(12, 9)),
     "mxfp8": Recipe(32, capability=(10, 0), before=(12, 0), cuda=(12, 8)),
 }
 
 
 def pack_multiple(config: Any) -> int:
-    """Return what the number of a pack's tokens must be a multiple of, for a Megatron TransformerConfig: with sequence
-    parallelism each tensor-parallel rank has its share of them, and with FP8 each share is quantised."""
+    """Return what the number of a pack's tokens must be a multiple of, for a Megatron TransformerConfig: with
+    sequence parallelism each tensor-parallel rank has its share of them, and with FP8 each share is
+    quantised."""
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return ranks * (RECIPES[config.fp8_recipe].multiple if config.fp8 else 1)
 
 
 def fp8_options(config: Config) -> dict[str, Any]:
-    """The fields of Megatron's TransformerConfig."""
+    """Return the fields of Megatron's TransformerConfig."""
     fp8 = config.model.fp8
     if fp8.format == "none":
         return {}
@@ -51,46 +55,46 @@ def fp8_options(config: Config) -> dict[str, Any]:
         "fp8": fp8.format,
         "fp8_recipe": fp8.recipe,
         "first_last_layers_bf16": fp8.first_last_layers_bf16,
-        # Data-parallel replicas do not do equally many passes, so that a maximum over all of them would wait for ever; with tensor
-        # parallelism all ranks do.
+        # Data-parallel replicas do not do equally many passes, so that a maximum over all of them would wait
+        # for ever; with tensor parallelism all ranks do.
         "tp_only_amax_red": True,
     }
 
 
 def check_sizes(config: Config, hf_config: Mapping[str, Any], key: str = "model.path") -> None:
-    """Raises ConfigError for the first matrix of a rank that the recipe cannot multiply. `key`: what named the model's folder."""
-    fp8, sizes = config.model.fp8, Sizes.of(hf_config)
+    """Raise ConfigError for the first matrix of a rank that the recipe cannot multiply. `key`: what named the
+    model's folder."""
+    fp8, sizes, tp = config.model.fp8, Sizes.of(hf_config), config.parallel.tp
     if fp8.format == "none":
         return
     if fp8.first_last_layers_bf16 and sizes.layers < 3:
         raise ConfigError(
-            f"model.fp8.first_last_layers_bf16: {key} has {sizes.layers} layers, none is left for FP8 (set it to false)"
+            f"model.fp8.first_last_layers_bf16: {key} has {sizes.layers} layers, none is left for FP8 "
+            "(set it to false)"
         )
+    sides = {
+        "hidden_size": sizes.hidden,
+        "the width of attention": sizes.q // tp,
+        "the height of q, k and v": (sizes.q + 2 * sizes.kv) // tp,
+    }
+    if sizes.experts:  # which are whole on their rank (parallel/layout.py)
+        sides["moe_intermediate_size"] = sizes.expert_ffn
+    else:
+        sides["intermediate_size"] = sizes.ffn // tp
     multiple = RECIPES[fp8.recipe].multiple
-    for name, size in _sides(sizes, config.parallel.tp):
+    for name, size in sides.items():
         if size % multiple:
             raise ConfigError(
-                f"model.fp8.recipe: {fp8.recipe} needs multiples of {multiple}, but {name} of {key} is {size} on a rank of "
-                f"parallel.tp {config.parallel.tp} (lower parallel.tp, or choose another recipe)"
+                f"model.fp8.recipe: {fp8.recipe} needs multiples of {multiple}, but {name} of {key} is "
+                f"{size} on a rank of parallel.tp {tp} (lower parallel.tp, or choose another recipe)"
             )
 
 
-def _sides(sizes: Sizes, tp: int) -> Iterator[tuple[str, int]]:
-    """The sides of a rank's matrices; experts are whole on their rank (parallel/layout.py)."""
-    yield "hidden_size", sizes.hidden
-    yield "the width of attention", sizes.q // tp
-    yield "the height of q, k and v", (sizes.q + 2 * sizes.kv) // tp
-    if sizes.experts:
-        yield "moe_intermediate_size", sizes.expert_ffn
-    else:
-        yield "intermediate_size", sizes.ffn // tp
-
-
 def check_device(recipe: str, device: torch.device) -> None:
-    """Raises ConfigError where the GPU, or the CUDA of this torch, does not know the recipe. Not before a rank has its device: asking it
-    takes some of its memory."""
-    cuda = torch.version.cuda or "0.0"
-    problem = device_problem(recipe, torch.cuda.get_device_capability(device), cuda)
+    """Raise ConfigError where the GPU, or the CUDA of this torch, does not know the recipe. Not to be called
+    before a rank has its device: asking the device takes some of its memory."""
+    capability = torch.cuda.get_device_capability(device)
+    problem = device_problem(recipe, capability, torch.version.cuda or "0.0")
     if problem:
         raise ConfigError(
             f"model.fp8.recipe: {recipe} {problem} (choose another recipe, or set model.fp8.format=none)"
@@ -103,7 +107,8 @@ def device_problem(recipe: str, capability: tuple[int, int], cuda: str) -> str:
     if capability < needs.capability:
         return f"needs compute capability {_dotted(needs.capability)}, this device has {_dotted(capability)}"
     if capability >= needs.before:
-        return f"is not there for compute capability {_dotted(needs.before)} and newer, this device has {_dotted(capability)}"
+        newer = f"compute capability {_dotted(needs.before)} and newer"
+        return f"is not there for {newer}, this device has {_dotted(capability)}"
     major, minor, *_ = cuda.split(".")
     if (int(major), int(minor)) < needs.cuda:
         return f"needs CUDA {_dotted(needs.cuda)}, torch was built with {cuda}"

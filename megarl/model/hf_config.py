@@ -1,5 +1,5 @@
-"""A model folder's config.json as transformers understands it, and what of that this project can build. Imports without Megatron, so that
-it is asked before ranks are started."""
+"""A model folder's config.json as transformers understands it, and what of that this project can build.
+Imports without Megatron, so that it can be asked before ranks are started."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from megarl.weights.families import Sizes, family_of, is_tied, read_config
 
 
 def read_hf_config(folder: Path) -> PretrainedConfig:
-    """The model's configuration; code that lies in the folder is never run. Raises CheckpointError where there is none."""
+    """Read the model's configuration; code that lies in the folder is never run. Raises CheckpointError where
+    there is none."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder}: no config.json (model.path must be a Hugging Face folder)")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 (checks of single values, with classes of their own; some end in a TypeError)
+    except Exception as error:  # noqa: BLE001 (each check of a value has its own; some end in a TypeError)
         what = str(error) or type(error).__name__
         raise CheckpointError(f"{path}: not a configuration that transformers takes: {what}") from None
 
 
 def check_buildable(folder: Path) -> None:
-    """Check, before there are ranks, what the model's builder would refuse on each of them. Raises CheckpointError naming
-    config.json and the key."""
+    """Check, before there are ranks, what the model's builder would refuse on each of them. Raises
+    CheckpointError naming config.json and the key."""
     described, hf = read_config(folder), read_hf_config(folder)
     sizes = Sizes.of(described)
     taken = {
@@ -39,16 +40,13 @@ def check_buildable(folder: Path) -> None:
     }
     try:
         for key, (ours, theirs) in taken.items():
-            if (
-                ours != theirs
-            ):  # left out, and transformers' default is another than that of the weights' table
+            if ours != theirs:  # left out, and transformers' default is not that of the weights' table
                 raise CheckpointError(
                     f"config.json: {key}: is missing, and transformers takes {theirs}, not {ours} (add it)"
                 )
         if not bool(rope_frequencies(hf).isfinite().all()):
-            raise CheckpointError(
-                "config.json: rope_theta: gives frequencies that are not finite (is it, or a factor, very small?)"
-            )
+            problem = "gives frequencies that are not finite (is it, or a factor, very small?)"
+            raise CheckpointError(f"config.json: rope_theta: {problem}")
         if family_of(described).is_moe and hf.norm_topk_prob and hf.num_experts_per_tok == 1:
             what = "true with num_experts_per_tok 1 would leave the router without a gradient"
             raise CheckpointError(f"config.json: norm_topk_prob: {what}")
@@ -57,7 +55,8 @@ def check_buildable(folder: Path) -> None:
 
 
 def rope_frequencies(hf: PretrainedConfig) -> Tensor:
-    """Inverse frequencies by Hugging Face's own functions, so that every scaling that it knows is exact. float32 [head_dim / 2].
+    """Return the inverse frequencies by Hugging Face's own functions, so that every scaling that it knows is
+    exact. float32 [head_dim / 2].
 
     Raises CheckpointError for a rope_type that cannot be computed or scales attention too."""
     rope = hf.rope_parameters
@@ -80,5 +79,5 @@ def rope_frequencies(hf: PretrainedConfig) -> Tensor:
 
 
 def head_dim(hf: PretrainedConfig) -> int:
-    """Width of one attention head."""
+    """Return the width of one attention head."""
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads

@@ -1,7 +1,9 @@
-"""Log-probabilities and entropy from hidden states, over a vocabulary that is split across tensor-parallel ranks.
+"""Log-probabilities and entropy from hidden states, over a vocabulary that is split across tensor-parallel
+ranks.
 
-Logits exist for `chunk` words at a time, forward and backward, so that the [tokens, vocabulary] array never does
-(20k tokens x 152k words would be 12 GiB in float32). The same head serves old, reference and actor log-probs.
+Logits exist for `chunk` entries of the vocabulary at a time, forward and backward, so that the [tokens,
+vocabulary] array never does (20k tokens x a vocabulary of 152k would be 12 GiB in float32). One head serves
+old, reference and actor log-probs.
 """
 
 from __future__ import annotations
@@ -16,31 +18,55 @@ from torch import Tensor
 Group = dist.ProcessGroup | None
 
 
-class _LogProbs(torch.autograd.Function):
-    """Forward keeps one number a token (the log-normaliser); backward computes the logits again, chunk by chunk.
+def vocab_parallel_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_start: int,
+    vocab_shard_size: int,
+    temperature: float,
+    chunk: int,
+    group: Group = None,
+) -> tuple[Tensor, Tensor]:
+    """Return log pi(label) and the entropy of pi = softmax(hidden @ weight.T / temperature), float32 [tokens]
+    each.
 
-    That fourth matrix product costs less than the passes over memory that it saves: a chunk's logits stay in the cache."""
+    hidden  [tokens, hidden size], the same on every rank of `group`; its gradient is this rank's share
+    weight  [vocab_shard_size + padding, hidden size], this rank's vocab shard, which may be empty
+    labels  int64 [tokens]
+    chunk   entries whose logits exist at once: two arrays of [tokens, chunk] float32 beside the gradients
+    The entropy carries no gradient.
+    """
+    return _LogProbs.apply(hidden, weight, labels - vocab_start, vocab_shard_size, temperature, chunk, group)
+
+
+class _LogProbs(torch.autograd.Function):
+    """Forward keeps one number a token (the log-normaliser); backward computes the logits again, chunk by
+    chunk.
+
+    That fourth matrix product costs less than the passes over memory that it saves: a chunk's logits stay in
+    the cache."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        labels: Tensor,
-        first_word: int,
-        words: int,
+        local: Tensor,
+        vocab_shard_size: int,
         temperature: float,
         chunk: int,
         group: Group,
     ) -> tuple[Tensor, Tensor]:
-        local = labels - first_word
-        # Per token: maximum so far; sum of exp(x - maximum), sum of exp(x - maximum) * x, logit of the label (0 where another rank has it).
+        # Per token: maximum so far; sum of exp(x - maximum), sum of exp(x - maximum) * x, logit of the label
+        # (0 where another rank has it).
         maximum = hidden.new_full((hidden.shape[0],), -torch.inf, dtype=torch.float32)
         sums = hidden.new_zeros(3, hidden.shape[0], dtype=torch.float32)
-        for part in _chunks(words, chunk):
+        for part in _chunks(vocab_shard_size, chunk):
             logits = _logits(hidden, weight[part], temperature)
-            at, mine = _find(local, part)
-            sums[2] += torch.where(mine, logits.gather(-1, at).squeeze(-1), 0.0)
+            column, mine = _find(local, part)
+            sums[2] += torch.where(mine, logits.gather(-1, column).squeeze(-1), 0.0)
             sums[:2] *= _raise(maximum, logits.amax(-1))
             shifted = (logits - maximum[:, None]).exp_()
             sums[0] += shifted.sum(-1)
@@ -54,7 +80,7 @@ class _LogProbs(torch.autograd.Function):
         logprobs = sums[2] - log_normaliser
         entropy = log_normaliser - sums[1] / sums[0]
         ctx.save_for_backward(hidden, weight, local, log_normaliser)
-        ctx.words, ctx.temperature, ctx.chunk = words, temperature, chunk
+        ctx.vocab_shard_size, ctx.temperature, ctx.chunk = vocab_shard_size, temperature, chunk
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -64,21 +90,17 @@ class _LogProbs(torch.autograd.Function):
         grad = (grad / ctx.temperature)[:, None]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.empty_like(weight)
-        grad_weight[ctx.words :] = 0.0
-        for part in _chunks(ctx.words, ctx.chunk):
+        grad_weight[ctx.vocab_shard_size :] = 0.0
+        for part in _chunks(ctx.vocab_shard_size, ctx.chunk):
             # d logprob / d logits = onehot(label) - softmax
-            d_logits = (
-                _logits(hidden, weight[part], ctx.temperature)
-                .sub_(log_normaliser[:, None])
-                .exp_()
-                .mul_(-grad)
-            )
-            at, mine = _find(local, part)
-            d_logits.scatter_add_(-1, at, torch.where(mine[:, None], grad, 0.0))
+            d_logits = _logits(hidden, weight[part], ctx.temperature)
+            d_logits.sub_(log_normaliser[:, None]).exp_().mul_(-grad)
+            column, mine = _find(local, part)
+            d_logits.scatter_add_(-1, column, torch.where(mine[:, None], grad, 0.0))
             d_logits = d_logits.to(hidden.dtype)
             grad_hidden += _product(d_logits, weight[part])
             torch.mm(d_logits.T, hidden, out=grad_weight[part])
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:
@@ -86,14 +108,14 @@ def _chunks(count: int, size: int) -> Iterator[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """float32 [tokens, words of this chunk]."""
+    """Return float32 [tokens, entries of this chunk]."""
     logits = _product(hidden, weight.T)
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, float32 whatever they are: a product of bf16 numbers is summed in float32 anyway, and rounding the sum to bf16 would move a
-    logit between 16 and 32 by up to 0.06."""
+    """Return a @ b, float32 whatever they are: a product of bf16 numbers is summed in float32 anyway, and
+    rounding the sum to bf16 would move a logit between 16 and 32 by up to 0.06."""
     if a.dtype == torch.float32:
         return a @ b
     if a.device.type == "cpu":  # whose mm has no out_dtype
@@ -102,35 +124,13 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _find(local: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Columns of the labels in this chunk, int64 [tokens, 1], and whether they are in it at all, bool [tokens]."""
-    at = local - part.start
+    """Return the labels' columns in this chunk, int64 [tokens, 1]; which are in it, bool [tokens]."""
+    column = local - part.start
     size = part.stop - part.start
-    return at.clamp(0, size - 1)[:, None], (at >= 0) & (at < size)
+    return column.clamp(0, size - 1)[:, None], (column >= 0) & (column < size)
 
 
 def _raise(maximum: Tensor, other: Tensor) -> Tensor:
-    """Raises `maximum` to `other` where that is larger, and gives the factor for sums of exp(x - maximum)."""
+    """Raise `maximum` to `other` where that is larger; return the factor for sums of exp(x - maximum)."""
     before = maximum.clone()
     return (before - torch.maximum(before, other, out=maximum)).exp_()
-
-
-def vocab_parallel_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    first_word: int,
-    words: int,
-    temperature: float,
-    chunk: int,
-    group: Group = None,
-) -> tuple[Tensor, Tensor]:
-    """log pi(label) and the entropy of pi = softmax(hidden @ weight.T / temperature), float32 [tokens] each.
-
-    hidden  [tokens, hidden size], the same on every rank of `group`; its gradient is this rank's part, to be summed over `group`
-    weight  [words + padding, hidden size], this rank's shard: words first_word .. first_word + words of the vocabulary, possibly none
-    labels  int64 [tokens]
-    chunk   words whose logits exist at once: two arrays of [tokens, chunk] float32 beside the gradients
-    The entropy carries no gradient.
-    """
-    return _LogProbs.apply(hidden, weight, labels, first_word, words, temperature, chunk, group)

@@ -1,6 +1,8 @@
-"""Portable layers: plain torch in the places where Megatron's own layer spec needs Transformer Engine or apex.
+"""Portable layers: plain torch in the places where Megatron's own layer spec needs Transformer Engine or
+apex.
 
-Packed attention over `scaled_dot_product_attention` and an RMSNorm that knows sequence parallelism. They run on any device.
+Packed attention over `scaled_dot_product_attention` and an RMSNorm that knows sequence parallelism. They run
+on any device.
 """
 
 from __future__ import annotations
@@ -14,9 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-MAX_PADDING = (
-    0.10  # share of a bucket's tokens that may be padding before shorter sequences get a bucket of their own
-)
+MAX_PADDING = 0.10  # of a bucket's tokens, before shorter sequences get a bucket of their own
 
 
 @dataclass
@@ -30,10 +30,11 @@ class Bucket:
 
 @dataclass
 class AttentionPlan:
-    """How packed tokens become padded batches and back. The causal mask alone hides right padding, so no mask is built.
+    """How packed tokens become padded batches and back. The causal mask alone hides right padding, so no mask
+    is built.
 
-    padded_from_packed  int64 [padded]  the token that stands at each padded position (the row's last one on padding)
-    packed_from_padded  int64 [tokens]  where each token stands in the padded order
+    padded_from_packed  int64 [padded]  the token at each padded position (the row's last one on padding)
+    packed_from_padded  int64 [tokens]  the padded position of each token
     """
 
     buckets: list[Bucket]
@@ -41,12 +42,11 @@ class AttentionPlan:
     packed_from_padded: Tensor
 
 
-def plan_attention(cu_seqlens: Tensor) -> AttentionPlan:
-    """Buckets of sequences by length, longest first, so that padding stays below MAX_PADDING."""
-    lengths = cu_seqlens.diff()
-    order = torch.argsort(lengths, descending=True, stable=True)
-    sizes = lengths[order].tolist()
-    starts = cu_seqlens[:-1][order]
+def plan_attention(cu_seqlens: Tensor, device: torch.device) -> AttentionPlan:
+    """Put sequences into buckets by length, longest first, so that padding stays below MAX_PADDING.
+    cu_seqlens: on the host; the plan is for `device`."""
+    lengths, order = cu_seqlens.diff().sort(descending=True, stable=True)
+    starts, sizes = cu_seqlens[:-1][order], lengths.tolist()
     buckets: list[Bucket] = []
     gather: list[Tensor] = []
     packed_from_padded = torch.empty(int(cu_seqlens[-1]), dtype=torch.int64)
@@ -56,22 +56,20 @@ def plan_attention(cu_seqlens: Tensor) -> AttentionPlan:
         while last < len(sizes) and real + sizes[last] >= (1 - MAX_PADDING) * width * (last - first + 1):
             real += sizes[last]
             last += 1
-        rows = last - first
-        column = torch.arange(width)
-        row_lengths = lengths[order[first:last]]
-        index = starts[first:last, None] + torch.minimum(column, row_lengths[:, None] - 1)
-        at = offset + torch.arange(rows * width).view(rows, width)
-        real_places = column < row_lengths[:, None]
-        packed_from_padded[index[real_places]] = at[real_places]
+        rows, column, row_lengths = last - first, torch.arange(width), lengths[first:last, None]
+        index = starts[first:last, None] + torch.minimum(column, row_lengths - 1)
+        position = offset + torch.arange(rows * width).view(rows, width)
+        is_token = column < row_lengths
+        packed_from_padded[index[is_token]] = position[is_token]
         gather.append(index.flatten())
         buckets.append(Bucket(rows, width, offset))
         offset += rows * width
         first = last
-    return AttentionPlan(buckets, torch.cat(gather), packed_from_padded)
+    return AttentionPlan(buckets, torch.cat(gather).to(device), packed_from_padded.to(device))
 
 
 class _Pad(torch.autograd.Function):
-    """Packed tokens to padded positions. Each token stands at one real position, so the gradient is a gather too."""
+    """Moves packed tokens to padded positions. Each has one real position: the gradient is a gather too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: AttentionPlan) -> Tensor:
@@ -84,7 +82,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """Padded positions to packed tokens; padding receives no gradient."""
+    """Moves padded positions to packed tokens; padding receives no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: AttentionPlan) -> Tensor:
@@ -98,32 +96,26 @@ class _Unpad(torch.autograd.Function):
 
 
 class PackedPlan(PackedSeqParams):
-    """Packed sequences for portable layers: cu_seqlens plus the attention plan, made once per micro-batch for all layers.
+    """Packed sequences for portable layers: cu_seqlens and the attention plan, made once per micro-batch for
+    all layers.
 
-    `qkv_format` is not "thd", so that Megatron rotates q and k by one row of angles per token instead of sequence by sequence.
-    """
+    `qkv_format` is not "thd", so that Megatron rotates q and k by one row of angles per token instead of
+    sequence by sequence."""
 
     plan: AttentionPlan
 
     @staticmethod
     def of(cu_seqlens: Tensor, device: torch.device) -> PackedPlan:
+        """Plan the attention of a pack."""
         longest = int(cu_seqlens.diff().max())
-        packed = PackedPlan(
-            qkv_format="packed",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
-        plan = plan_attention(cu_seqlens)
-        packed.plan = AttentionPlan(
-            plan.buckets, plan.padded_from_packed.to(device), plan.packed_from_padded.to(device)
-        )
+        ends = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
+        packed = PackedPlan(qkv_format="packed", max_seqlen_q=longest, max_seqlen_kv=longest, **ends)
+        packed.plan = plan_attention(cu_seqlens, device)
         return packed
 
 
 class PackedAttention(MegatronModule):
-    """Causal self-attention of packed sequences. Takes q [t, 1, heads, d], k and v [t, 1, groups, d]; gives [t, 1, heads * d]."""
+    """Causal self-attention of packs: q [t, 1, heads, d], k and v [t, 1, groups, d] -> [t, 1, heads * d]."""
 
     def __init__(self, config: Any, **_: Any) -> None:
         super().__init__(config)
@@ -144,19 +136,18 @@ class PackedAttention(MegatronModule):
         outputs = []
         for bucket in plan.buckets:
             part = slice(bucket.start, bucket.start + bucket.rows * bucket.width)
-            rows, columns, values = (
-                x[part].unflatten(0, (bucket.rows, bucket.width)).transpose(1, 2) for x in (q, k, v)
-            )
+            shape = (bucket.rows, bucket.width)
+            queries, keys, values = (x[part].unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
             attended = F.scaled_dot_product_attention(
-                rows, columns, values, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+                queries, keys, values, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
             )
             outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
-        padded = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return _Unpad.apply(padded, plan).unsqueeze(1)
+        output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return _Unpad.apply(output, plan).unsqueeze(1)
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm; under sequence parallelism its weight's gradient is summed over the tensor-parallel ranks."""
+    """Root-mean-square norm, whose weight's gradient Megatron sums under sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +26,7 @@ class Response:
     extracted  as in Verdict, and error
     reward     as it enters the advantages, penalty included
     penalty    soft overlong punishment, <= 0
-    versions   int32 [l], of the weights that each token was sampled from; None where it is the group's for all of them
+    versions   int32 [l], of the weights that each token was sampled from; None where all are the group's
     """
 
     tokens: np.ndarray
@@ -47,7 +47,7 @@ class Response:
 
 @dataclass
 class Group:
-    """All responses to one prompt; `version`: of the weights that they were sampled from."""
+    """All responses to one prompt. `version`: of the weights that they were sampled from."""
 
     prompt: Prompt
     responses: list[Response]
@@ -60,16 +60,19 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """Return whether 0 < correct < group size (DAPO eq. 11): then the group has a group-relative signal."""
+        """Return whether 0 < correct < group size (DAPO eq. 11): then rewards differ within the group."""
         return 0 < self.correct < len(self.responses)
+
+    def texts(self, tokenizer: Any) -> Iterator[tuple[Response, str]]:
+        """Return each response with its text."""
+        tokens = [r.tokens.tolist() for r in self.responses]
+        return zip(self.responses, tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return lists, dicts, numbers and texts only; exact (a float32 survives as a float64)."""
         responses = [
-            vars(r)
-            | {"tokens": r.tokens.tolist(), "logprobs": r.logprobs.tolist()}
-            | {"versions": None if r.versions is None else r.versions.tolist()}
-            for r in self.responses
+            {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in vars(response).items()}
+            for response in self.responses
         ]
         return {"prompt": prompt_state(self.prompt), "responses": responses, "version": self.version}
 
@@ -132,12 +135,12 @@ class RolloutBatch:
         return [r for group in self.groups for r in group.responses]
 
     def to_experience(self) -> Experience:
-        """Return the packed batch with the columns engine_logprobs float32 [T]; rewards float32, correct and truncated bool,
-        group_ids, policy_version and response_index int64 [n].
+        """Return the packed batch with the columns engine_logprobs float32 [T]; rewards float32, correct and
+        truncated bool, group_ids, policy_version and response_index int64 [n].
 
-        group_ids[i] is the position of its group in `groups`, response_index[i] its position in the group. policy_version
-        is that of a response's oldest token; where some were continued under new weights, token_versions int32 [T] has
-        each token's."""
+        group_ids[i] is the position of its group in `groups`, response_index[i] its position in the group.
+        policy_version is that of a response's oldest token; where some were continued under new weights,
+        token_versions int32 [T] has each token's."""
         rows = [(g, i, r) for g, group in enumerate(self.groups) for i, r in enumerate(group.responses)]
         prompts = [np.array(group.prompt.tokens, dtype=np.int64) for group in self.groups]
         cu_seqlens = np.cumsum([0, *(prompts[g].size + r.tokens.size for g, _, r in rows)], dtype=np.int64)
@@ -166,32 +169,29 @@ class RolloutBatch:
         return Experience(*arrays, columns)
 
     def samples(self, tokenizer: Any, limit: int) -> dict[int, Sample]:
-        """Return at most `limit` responses of the first groups, as `choose_samples` takes them, by their row of the Experience."""
+        """Return at most `limit` responses of the first groups, as `choose_samples` takes them, by their row
+        of the Experience."""
         if not limit:
             return {}
-        groups = self.groups[: max(2, math.ceil(limit / len(self.groups[0].responses)))]
-        rows = [(group, r) for group in groups for r in group.responses]
-        found = [
-            Sample(
-                step=self.step,
-                prompt=group.prompt.text,
-                response="",
-                reward=r.reward,
-                correct=r.correct,
-                truncated=r.truncated,
-                length=int(r.tokens.size),
-                answer=group.prompt.answer,
-                group_size=len(group.responses),
-                group_right=group.correct,
-            )
-            for group, r in rows
-        ]
-        wanted = {id(sample) for sample in choose_samples(found, limit)}
-        chosen = [row for row, sample in enumerate(found) if id(sample) in wanted]
-        texts = tokenizer.batch_decode(
-            [rows[row][1].tokens.tolist() for row in chosen], skip_special_tokens=True
-        )
-        return {row: replace(found[row], response=text) for row, text in zip(chosen, texts, strict=True)}
+        found: list[Sample] = []
+        for group in self.groups[: max(2, math.ceil(limit / len(self.groups[0].responses)))]:
+            found += [
+                Sample(
+                    step=self.step,
+                    prompt=group.prompt.text,
+                    response=text,
+                    reward=r.reward,
+                    correct=r.correct,
+                    truncated=r.truncated,
+                    length=int(r.tokens.size),
+                    answer=group.prompt.answer,
+                    group_size=len(group.responses),
+                    group_right=group.correct,
+                )
+                for r, text in group.texts(tokenizer)
+            ]
+        chosen = {id(sample) for sample in choose_samples(found, limit)}
+        return {row: sample for row, sample in enumerate(found) if id(sample) in chosen}
 
 
 @dataclass
@@ -202,8 +202,8 @@ class EvaluationResult:
     groups: list[Group]
 
     def table(self) -> list[dict[str, Any]]:
-        """Return one row per problem: its scores, pass@j for every j of `ks_up_to`, the most frequent answer and its votes,
-        mean length in tokens, share of truncated answers and of verifier failures."""
+        """Return one row per problem: its scores, pass@j for every j of `ks_up_to`, the most frequent answer
+        and its votes, mean length in tokens, share of truncated answers and of verifier failures."""
         rows = []
         for group in self.groups:
             answers, correct = group.responses, [r.correct for r in group.responses]
@@ -237,8 +237,8 @@ class EvaluationResult:
         return {**means, "eval/k": self.k, "eval/problems": len(table)}
 
     def scores(self) -> dict[str, dict[str, float]]:
-        """Return avg@k, pass@1 ... pass@k and majority@k, each with its mean over the problems and the 95 % confidence
-        interval, low to high."""
+        """Return avg@k, pass@1 ... pass@k and majority@k, each with its mean over the problems and the 95 %
+        confidence interval, low to high."""
         table = self.table()
         columns = {
             f"avg@{self.k}": [row["avg"] for row in table],
@@ -252,7 +252,7 @@ class EvaluationResult:
         return found
 
     def counts(self) -> dict[str, int]:
-        """Count answers by what became of them. unverified: the verifier failed on it, and it counts as wrong."""
+        """Count answers by what became of them. unverified: wrong, as the verifier failed on it."""
         answers = [answer for group in self.groups for answer in group.responses]
         return {
             "all": len(answers),
@@ -263,12 +263,9 @@ class EvaluationResult:
         }
 
     def answers(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        """Yield every answer with its text, for a jsonl file. Decoded on demand, since only one rank needs it."""
+        """Yield every answer with its text, decoded on demand, since only one rank needs it."""
         for group in self.groups:
-            texts = tokenizer.batch_decode(
-                [r.tokens.tolist() for r in group.responses], skip_special_tokens=True
-            )
-            for i, (r, text) in enumerate(zip(group.responses, texts, strict=True)):
+            for i, (r, text) in enumerate(group.texts(tokenizer)):
                 yield {
                     "uid": group.prompt.uid,
                     "prompt": group.prompt.text,

@@ -2,90 +2,112 @@
 
 A new engine needs: a class with this protocol, in a file of its own; a case in `make_engine`; its name in
 `RolloutConfig.engine` (config/schema.py) and its limits in config/check.py; the layout of its weights in
-weights/engine_plan.py; and its memory and speed in plan/memory.py and plan/times.py.
+weights/plan.py; and its memory and speed in plan/memory.py and plan/times.py.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, assert_never
 
 from torch import Tensor
 
+from megarl.config.errors import EngineError
 from megarl.config.schema import Config
-from megarl.model.builder import DTYPES
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.rollout.sglang import SGLangEngine
-from megarl.rollout.transformers_engine import TransformersEngine
-from megarl.weights.families import read_config
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
 
 
 class RolloutEngine(Protocol):
-    """An engine over one or several ranks of the training job, each of which has such an object. All of them call the
-    methods of start, stop, updates, sleep and wake. The first of them, the leader, alone is given requests, and alone can
-    meet an EngineFailure.
+    """An engine over one or several ranks of the training job, each of which has such an object. All of them
+    call the methods of start, stop, updates, sleep and wake. The first of them, the leader, alone is given
+    requests, and alone can meet an EngineFailure.
 
     weight_version  version of the weights that it generates with
-    streams         whether requests end one by one: more can be submitted while some run, and the rest be aborted
+    streams         whether requests end one by one: more can be submitted while some run, others be aborted
     """
 
     weight_version: int
     streams: bool
 
+    @abstractmethod
     def start(self) -> None:
         """Begin the start with undefined weights; an update must follow before `submit`."""
 
+    @abstractmethod
     def ready(self, seconds: float) -> bool:
         """Return whether the start has ended; wait for it, at most `seconds`."""
 
+    @abstractmethod
     def restart(self) -> None:
-        """Start anew after an EngineFailure. After the next update unfinished requests continue, from the same seeds."""
+        """Start anew after an EngineFailure; unfinished requests continue after the next update."""
 
+    @abstractmethod
     def stop(self) -> None:
         """End the engine and free everything."""
 
+    @abstractmethod
     def buckets(self, plan: Plan, memory: Staging) -> list[tuple[Plan, dict[str, Tensor]]]:
-        """Divide the plan of a weight transfer into parts, each with the tensors of this rank that it writes. Where these
-        are not the engine's own, all parts share `memory`: each is loaded before the next is written."""
+        """Split the plan of a weight transfer into parts, each with the tensors of this rank that it writes.
+        Where these are not the engine's own, all parts share `memory`: each is loaded before the next is
+        written."""
 
     def handle(self, bucket: int) -> Any:
-        """Return how the engine finds what this rank has written."""
+        """Return how the engine finds what this rank has written; None where weights are written in place."""
+        return None
 
     def begin_update(self) -> None:
-        """Prepare for new weights. Called before the first bucket."""
+        """Prepare for new weights, and refuse requests until `end_update`. Called before the first bucket."""
 
     def load_bucket(self, bucket: int, handles: Sequence[Any], version: int) -> None:
-        """Load a bucket that all ranks have written. `handles`: of all ranks, by rank."""
+        """Load a bucket that all ranks have written. `handles`: of all ranks of the job, by rank."""
+        return None
 
+    @abstractmethod
     def end_update(self, version: int) -> None:
         """Drop what depends on the old weights and set `weight_version`. Called after the last bucket."""
 
+    @abstractmethod
     def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
         """Begin generating; `poll` gives the keys back."""
 
+    @abstractmethod
     def poll(self, seconds: float) -> list[tuple[int, Completion]]:
-        """Return what has ended. Waits at most `seconds` for the first, unless the engine does not stream: then all end
-        now."""
+        """Return what has ended; wait at most `seconds` for the first. Without streaming all end now."""
 
     @property
+    @abstractmethod
     def running(self) -> int:
         """Return the number of requests that have not come back."""
 
+    @abstractmethod
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         """Return one completion per request, in the order of the requests."""
 
+    @abstractmethod
     def abort(self) -> list[tuple[int, Completion]]:
-        """End everything that runs and return it with finish "abort"."""
+        """End everything that runs and return it, with finish "abort" unless it has just ended."""
 
+    @abstractmethod
     def sleep(self, tags: Sequence[str]) -> None:
-        """Free the device memory of the tags ("weights", "kv_cache"). `wake` must follow before `submit`, and an update
-        where the tags name weights."""
+        """Free the device memory of the tags ("weights", "kv_cache"). `wake` must follow before `submit`, and
+        an update where the tags name weights."""
 
+    @abstractmethod
     def wake(self, tags: Sequence[str]) -> None:
         """Allocate the memory of the tags again; weights are undefined until an update."""
+
+
+def check_positions(prompt: int, response: int, positions: float) -> None:
+    """Raise EngineError where the longest prompt and a response do not fit the model's positions."""
+    if response < 1 or prompt + response > positions:
+        raise EngineError(
+            f"rollout: a prompt of {prompt} tokens and {response} response tokens do not fit the model's "
+            f"{positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
+        )
 
 
 def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
@@ -93,16 +115,16 @@ def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngi
     eos_ids = (tokenizer.eos_token_id,)
     match config.rollout.engine:
         case "sglang":
+            from megarl.rollout.sglang import SGLangEngine
+            from megarl.weights.families import read_config
+
             hf_config = read_config(config.model.path)
             return SGLangEngine(config, hf_config, runtime.rank, runtime.device, eos_ids)
         case "transformers":
-            return TransformersEngine(
-                config.model.path,
-                dtype=DTYPES[config.model.dtype],
-                device=runtime.device,
-                max_batch=config.rollout.max_batch,
-                eos_ids=eos_ids,
-                tokenizer=tokenizer,
-            )
+            from megarl.model.builder import DTYPES
+            from megarl.rollout.transformers_engine import TransformersEngine
+
+            dtype, max_batch = DTYPES[config.model.dtype], config.rollout.max_batch
+            return TransformersEngine(config.model.path, dtype, runtime.device, max_batch, eos_ids, tokenizer)
         case other:
             assert_never(other)

@@ -1,8 +1,8 @@
 """The rollout of a step: prompts in, verified groups of responses out.
 
-`RolloutSampler` draws prompts and keeps what a step leaves to the next, `GroupCollector` decides which groups a step trains
-on (dynamic sampling), `RolloutWorker` generates over all ranks. All ranks call them alike and take the same decisions, since
-they see the same gathered groups.
+`RolloutSampler` draws prompts and keeps what a step leaves to the next, `GroupCollector` decides which groups
+a step trains on (dynamic sampling), `RolloutWorker` generates over all ranks. All ranks call them alike and
+take the same decisions, since they see the same gathered groups.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from megarl.config.schema import Config, DynamicSamplingConfig
 from megarl.data.prompts import Prompt
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Runtime
-from megarl.rewards.verdict import Verdict, soft_overlong_punishment
+from megarl.rewards.verdict import soft_overlong_punishment
 from megarl.rollout.batch import (
     EvaluationResult,
     Group,
@@ -35,18 +35,15 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import Completion, Request, SamplingParams, evaluation_seed, response_seed
 from megarl.rollout.weight_sync import Failures
 
-TICK = 0.25  # seconds after which ranks exchange what has ended, so that none waits in a collective for a whole response
+if TYPE_CHECKING:
+    from megarl.rewards.pool import VerifierPool
 
-
-class Verifier(Protocol):
-    """What a worker needs of a VerifierPool."""
-
-    def verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]: ...
+TICK = 0.25  # seconds after which ranks exchange what has ended: none waits for a whole response
 
 
 @dataclass
 class GroupRequest:
-    """A prompt, and a seed for each of its responses. `partial`: the responses as far as an earlier step made them."""
+    """A prompt, a seed for each of its responses, and these as far as an earlier step made them."""
 
     prompt: Prompt
     seeds: Sequence[int]
@@ -59,24 +56,23 @@ class RolloutSampler:
     worker  of this rank
     draw    the next n prompts of the training data, the same on every rank
 
-    With an engine that streams, prompts are drawn ahead as long as groups are missing, and groups are accepted in the order
-    of their prompts. Once there are enough, what still runs is aborted: its prompts come first in the next step, with
-    `rollout.continue_partial` together with their partial responses.
+    With an engine that streams, prompts are drawn ahead as long as groups are missing, and groups are
+    accepted in the order of their prompts. Once there are enough, what still runs is aborted: its prompts
+    come first in the next step, with `rollout.continue_partial` together with their partial responses.
     """
 
-    def __init__(
-        self, worker: RolloutWorker, draw: Callable[[int], Sequence[Prompt]] = lambda prompts: ()
-    ) -> None:
+    def __init__(self, worker: RolloutWorker, draw: Callable[[int], Sequence[Prompt]] = lambda n: ()) -> None:
         self.worker, self.draw, self.config = worker, draw, worker.config
         self.surplus: list[Group] = []
         self.returned: list[GroupRequest] = []
 
     def collect(self, step: int) -> RolloutBatch:
-        """Collect `rollout.prompts` groups for a step. reward/* and response/* count all responses of this step, whether
-        their groups were accepted or not, so that dynamic sampling does not hide the policy's accuracy.
+        """Collect `rollout.prompts` groups for a step. reward/* and response/* count all responses of this
+        step, whether their groups were accepted or not, so that dynamic sampling does not hide the policy's
+        accuracy.
 
-        Raises DataError at the limit of generation batches where the configuration says so, and what engine and verifiers
-        raise."""
+        Raises DataError at the limit of generation batches where the configuration says so, and what engine
+        and verifiers raise."""
         rollout, worker, streams = self.config.rollout, self.worker, self.worker.engine.streams
         params = SamplingParams(
             rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop
@@ -106,8 +102,8 @@ class RolloutSampler:
         return RolloutBatch(step, groups, stats, worker.seconds, dict(errors))
 
     def _draw(self, prompts: int, step: int, drawn: Counter[int]) -> list[GroupRequest]:
-        """Return requests for the next prompts: first those that an earlier step returned. A prompt drawn again in one
-        step gets further seeds."""
+        """Return requests for the next prompts: first those that an earlier step returned. A prompt drawn
+        again in one step gets further seeds."""
         requests, self.returned = self.returned[:prompts], self.returned[prompts:]
         if len(requests) < prompts:
             requests += [GroupRequest(prompt, ()) for prompt in self.draw(prompts - len(requests))]
@@ -124,8 +120,7 @@ class RolloutSampler:
     def evaluate(
         self, problems: Sequence[Prompt], k: int | None = None, params: SamplingParams | None = None
     ) -> EvaluationResult:
-        """Sample and verify k answers (default `evaluation.samples`) to each problem. Raises DataError where there is no
-        problem."""
+        """Sample and verify k answers (`evaluation.samples`) to each problem. DataError without one."""
         if not problems:
             raise DataError("data.eval: there is no problem to evaluate on (name a file that holds some)")
         evaluation, rollout = self.config.evaluation, self.config.rollout
@@ -143,13 +138,9 @@ class RolloutSampler:
         self.worker.reset()
         return EvaluationResult(k, self.worker.generate(requests, params))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the next step needs besides the weights and the prompts' order; lists and dicts only."""
-        return self.snapshot()()
-
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that puts the present `state_dict` together, at any later time: groups and requests never
-        change once they are made."""
+        """Return a function that gives, at any later time, what the next step needs besides the weights and
+        the prompts' order; lists and dicts only. Groups and requests never change once they are made."""
         surplus, returned = list(self.surplus), list(self.returned)
 
         def state() -> dict[str, Any]:
@@ -166,19 +157,18 @@ class RolloutSampler:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Undo `state_dict`."""
+        """Continue from what a `snapshot` gave."""
         self.surplus = [Group.from_state(group) for group in state["surplus"]]
         self.returned = []
         for request in state.get("returned", ()):
             partial = [Completion(**c) if c else None for c in request["begun"]]
-            self.returned.append(
-                GroupRequest(prompt_from_state(request["prompt"]), request["seeds"], partial)
-            )
+            prompt = prompt_from_state(request["prompt"])
+            self.returned.append(GroupRequest(prompt, request["seeds"], partial))
 
 
 class GroupCollector:
-    """Decides which groups a rollout step trains on. They come in generation batches or, from an engine that streams, one by
-    one (`refill`):
+    """Decides which groups a rollout step trains on. They come in generation batches or, from an engine that
+    streams, one by one (`refill`):
 
         while n := collector.next_batch():
             collector.offer(<groups of the next n prompts, in their order>)
@@ -204,9 +194,11 @@ class GroupCollector:
         return max(0, self.prompts - len(self.accepted))
 
     def next_batch(self) -> int:
-        """Return the prompts of the next generation batch; 0 when the step has what it needs or has reached its limit.
+        """Return the prompts of the next generation batch; 0 when the step has what it needs or has reached
+        its limit.
 
-        Raises DataError (ConfigError where the verifier always failed) at the limit where the configuration says stop."""
+        Raises DataError (ConfigError where the verifier always failed) at the limit where the configuration
+        says stop."""
         if not self.missing:
             return 0
         if self.batches >= self.dynamic.max_batches:
@@ -218,15 +210,13 @@ class GroupCollector:
         return min(self.prompts, max(self.missing, self._estimate(self.missing, ())))
 
     def refill(self, ahead: Sequence[Group], running: int) -> int:
-        """Return how many prompts to submit beside those that run. Never more run at once than `prompts` (or the first
-        batch), and a step has at most `prompts` * max_batches. How many run ahead depends on time; which groups are
-        accepted does not.
+        """Return how many prompts to submit beside those that run. Never more run at once than `prompts` (or
+        the first batch), and a step has at most `prompts` * max_batches. How many run ahead depends on time;
+        which groups are accepted does not. Raises as `next_batch`.
 
         ahead    groups that are complete but not offered, as one before them still runs
-        running  prompts whose groups are not complete
-
-        Raises DataError (ConfigError where the verifier always failed) at the limit where the configuration says stop."""
-        missing = self.missing - sum(group.mixed or not self.dynamic.enabled for group in ahead)
+        running  prompts whose groups are not complete"""
+        missing = self.missing - sum(map(self._accepts, ahead))
         if missing <= 0:
             return 0
         if not self.submitted:
@@ -245,40 +235,44 @@ class GroupCollector:
     def _first(self) -> int:
         return math.ceil(self.missing * self.dynamic.oversample) if self.dynamic.enabled else self.missing
 
+    def _accepts(self, group: Group) -> bool:
+        return group.mixed or not self.dynamic.enabled
+
     def _estimate(self, missing: int, ahead: Sequence[Group]) -> int:
-        """Estimate the prompts for `missing` accepted groups, by Laplace's rule: never 0, and careful after few prompts."""
+        """Estimate the prompts for `missing` accepted groups, by Laplace's rule: careful after few."""
         kept = len(self.offered) - len(self.rejected) + sum(group.mixed for group in ahead)
         return math.ceil(missing * (len(self.offered) + len(ahead) + 2) / (kept + 1))
 
     def _check_limit(self) -> None:
-        if self.dynamic.at_limit == "stop":
-            count = len(self.offered)
-            errors = {response.error for group in self.offered for response in group.responses}
-            if errors and None not in errors:
-                raise ConfigError(
-                    f"reward.verifier: it failed on every answer of {count} prompts: {min(map(str, errors))}"
-                )
-            raise DataError(
-                f"rollout.dynamic_sampling.max_batches: after {self.dynamic.max_batches} generation batches ({count} "
-                f"prompts) only {len(self.accepted)} of {self.prompts} groups have right and wrong answers "
-                "(raise it, choose other prompts, or set rollout.dynamic_sampling.at_limit to continue)"
-            )
+        if self.dynamic.at_limit != "stop":
+            return
+        count = len(self.offered)
+        errors = {response.error for group in self.offered for response in group.responses}
+        if errors and None not in errors:
+            first = min(map(str, errors))
+            raise ConfigError(f"reward.verifier: it failed on every answer of {count} prompts: {first}")
+        raise DataError(
+            f"rollout.dynamic_sampling.max_batches: after {self.dynamic.max_batches} generation batches "
+            f"({count} prompts) only {len(self.accepted)} of {self.prompts} groups have right and wrong "
+            "answers (raise it, choose other prompts, or set rollout.dynamic_sampling.at_limit to continue)"
+        )
 
     def offer(self, groups: Sequence[Group]) -> None:
         """Accept or reject complete groups, in the order of their prompts."""
         self.offered += groups
         for group in groups:
-            (self.accepted if group.mixed or not self.dynamic.enabled else self.rejected).append(group)
+            (self.accepted if self._accepts(group) else self.rejected).append(group)
 
     def result(self) -> tuple[list[Group], list[Group]]:
-        """Return the `prompts` groups to train on, and the surplus for the next step (at most `prompts`; the rest is
-        dropped). Where too few were accepted, the first rejected ones follow the accepted."""
+        """Return the `prompts` groups to train on, and the surplus for the next step (at most `prompts`; the
+        rest is dropped). Where too few were accepted, the first rejected ones follow the accepted."""
         groups = (self.accepted + self.rejected)[: self.prompts]
         return groups, self.accepted[self.prompts : 2 * self.prompts]
 
     def stats(self) -> dict[str, float]:
-        """Return rollout/*: counts over the groups offered in this step. kept + all right + all wrong = prompts, with or
-        without filtering. waste: the share of their tokens that are neither trained on nor kept for the next step."""
+        """Return rollout/*: counts over the groups offered in this step. kept + all right + all wrong =
+        prompts, with or without filtering. waste: the share of their tokens that are neither trained on nor
+        kept for the next step."""
         groups, surplus = self.result()
         used = {id(group) for group in (*groups, *surplus)}
         tokens = [sum(r.tokens.size for r in group.responses) for group in self.offered]
@@ -299,15 +293,15 @@ class GroupCollector:
 
 def raise_failure(failures: Failures) -> None:
     """Raise the first failure: what `recover` is where engines cannot be started again."""
-    raise next(failure for failure in failures if failure is not None)
+    raise next(filter(None, failures))
 
 
 class RolloutWorker:
-    """One rank's part in generating: splits requests over the engines, generates, verifies, and puts the groups of all ranks
-    together on every rank.
+    """One rank's part in generating: splits requests over the engines, generates, verifies, and puts the
+    groups of all ranks together on every rank.
 
     recover  brings engines that failed back, see WeightSync
-    seconds  of this rank per part: generate, verify, gather (waiting for slower ranks included); `reset` begins anew
+    seconds  of this rank since `reset`: generate, verify, gather (waiting for slower ranks included)
     """
 
     def __init__(
@@ -315,7 +309,7 @@ class RolloutWorker:
         config: Config,
         runtime: Runtime,
         engine: RolloutEngine,
-        verifier: Verifier,
+        verifier: VerifierPool,
         tokenizer: Any,
         recover: Callable[[Failures], None] = raise_failure,
     ) -> None:
@@ -334,9 +328,8 @@ class RolloutWorker:
     def _clear(self) -> None:
         # Responses have numbers, the same on every rank.
         self._count = 0
-        self._requests: dict[
-            int, GroupRequest
-        ] = {}  # by the first response's number, until the group is taken
+        # By the number of the first response, until the group is taken.
+        self._requests: dict[int, GroupRequest] = {}
         self._arrived: dict[int, Response] = {}
         self._own: dict[int, tuple[Prompt, Completion | None]] = {}  # this rank's, until they are verified
         self._finished: list[tuple[int, Completion]] = []  # by an earlier step, and yet to be verified
@@ -349,17 +342,16 @@ class RolloutWorker:
         return self.take()
 
     def submit(self, requests: Sequence[GroupRequest], params: SamplingParams) -> None:
-        """Begin the responses. Ordered by prompt, they are cut into equal stretches, one for each engine, so that a prompt
-        is prefilled on one engine or on neighbours."""
+        """Begin the responses. Ordered by prompt, they are cut into equal stretches, one for each engine, so
+        that a prompt is prefilled on one engine or on neighbours."""
         self._params = params
-        rows = [(request, i) for request in requests for i in range(len(request.seeds))]
-        first = self._count
+        first, rows = self._count, [(request, i) for request in requests for i in range(len(request.seeds))]
         for request in requests:
             self._requests[self._count] = request
             self._count += len(request.seeds)
-        tp = self.config.rollout.engine_tp
-        engine, engines = self.runtime.rank // tp, self.runtime.world // tp
-        if not rows or self.runtime.rank % tp:
+        engine, part = divmod(self.runtime.rank, self.config.rollout.engine_tp)
+        engines = self.runtime.world // self.config.rollout.engine_tp
+        if not rows or part:
             return
         own = {}
         for row in range(engine * len(rows) // engines, (engine + 1) * len(rows) // engines):
@@ -378,124 +370,104 @@ class RolloutWorker:
     @property
     def running(self) -> int:
         """Return the number of prompts whose groups are not complete."""
-        return sum(not self._complete(first) for first in self._requests)
+        return sum(self._group(first) is None for first in self._requests)
 
     @property
     def ahead(self) -> list[Group]:
         """Return the groups that are complete, behind one that is not."""
-        return [self._group(first) for first in self._requests if self._complete(first)]
+        return [group for first in self._requests if (group := self._group(first)) is not None]
 
-    def _complete(self, first: int) -> bool:
-        return all(first + i in self._arrived for i in range(len(self._requests[first].seeds)))
-
-    def _group(self, first: int) -> Group:
+    def _group(self, first: int) -> Group | None:
+        """Return the group whose responses begin with number `first`; None while one of them is missing."""
         request = self._requests[first]
-        responses = [self._arrived[first + i] for i in range(len(request.seeds))]
-        return Group(request.prompt, responses, self._version)
+        numbers = range(first, first + len(request.seeds))
+        if not all(number in self._arrived for number in numbers):
+            return None
+        return Group(request.prompt, [self._arrived[number] for number in numbers], self._version)
 
     def take(self, most: int | None = None) -> list[Group]:
-        """Return the complete groups up to the first that is not, in the order of their prompts, at most `most`; each of
-        them once."""
+        """Return, once, the groups up to the first that is not complete, at most `most`."""
         groups: list[Group] = []
         while self._requests and (most is None or len(groups) < most):
             first = next(iter(self._requests))
-            if not self._complete(first):
+            group = self._group(first)
+            if group is None:
                 break
-            groups.append(self._group(first))
+            groups.append(group)
             del self._requests[first]
         return groups
 
     def tick(self) -> None:
-        """Generate for a while, verify what has ended, and exchange it. Raises an error of any rank on all of them."""
+        """Generate for a while, verify what has ended, and exchange it. All ranks raise an error of any."""
         begin = time.perf_counter()
-        payload: dict[str, Any] = {}
         ended, self._finished = self._finished, []
-        error, self._error = self._error, None
+        pending, self._error = self._error, None
+        error: MegarlError | None = None
+        failure: EngineFailure | None = None
         end = time.monotonic() + TICK
         try:
-            if error is not None:
-                raise error
+            if pending is not None:
+                raise pending
             while self.engine.running and (left := end - time.monotonic()) > 0:
                 ended += self.engine.poll(left)
             if any(completion.finish == "abort" for _, completion in ended):
                 raise EngineError("rollout: generation was aborted, the batch is not complete")
-        except EngineFailure as failure:
-            payload["failure"] = failure
+        except EngineFailure as problem:
+            failure = problem
         except MegarlError as problem:
-            payload["error"] = problem
-        payload["version"] = self.engine.weight_version
+            error = problem
+        version, responses = self.engine.weight_version, dict[int, Response]()
         generated = time.perf_counter()
-        if ended:
-            try:
-                payload |= self._verify(ended)
-            except MegarlError as problem:
-                payload["error"] = problem
+        try:
+            responses = self._verified(ended, version)
+        except MegarlError as problem:
+            error = problem
         verified = time.perf_counter()
-        payloads = gather_objects(self.runtime, payload)
+        everyone = gather_objects(self.runtime, (error, version, responses, failure))
         self.seconds["generate"] += generated - begin
         self.seconds["verify"] += verified - generated
         self.seconds["gather"] += time.perf_counter() - verified
-        for other in payloads:
-            if "error" in other:
-                raise other["error"]
-        versions = [other["version"] for other in payloads]
+        errors, versions, arrived, failures = zip(*everyone, strict=True)
+        if any(errors):
+            raise next(filter(None, errors))
         if len(set(versions)) > 1:
-            raise EngineError(f"rollout: the ranks' engines have different weight versions: {versions}")
-        self._version = versions[0]
-        for other in payloads:
-            if "numbers" in other:
-                self._arrived |= zip(other["numbers"], self._responses(other), strict=True)
-        failures = [other.get("failure") for other in payloads]
+            raise EngineError(f"rollout: the ranks' engines have different weight versions: {list(versions)}")
+        self._version = version
+        for theirs in arrived:
+            self._arrived |= theirs
         if any(failures):
-            self.recover(failures)
+            self.recover(list(failures))
 
-    def _verify(self, ended: Sequence[tuple[int, Completion]]) -> dict[str, Any]:
-        """Return this rank's responses and verdicts as flat arrays, which pickle to little more than their bytes."""
-        completions = [completion for _, completion in ended]
-        texts = self.tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
+    def _verified(self, ended: Sequence[tuple[int, Completion]], version: int) -> dict[int, Response]:
+        """Return this rank's responses by number, with rewards. version: of the engine's weights."""
+        if not ended:
+            return {}
+        texts = self.tokenizer.batch_decode([c.tokens for _, c in ended], skip_special_tokens=True)
         answers = [self._own.pop(number)[0].answer for number, _ in ended]
         verdicts = self.verifier.verify(list(zip(texts, answers, strict=True)))
-        return {
-            "numbers": [number for number, _ in ended],
-            "lengths": np.array([len(c.tokens) for c in completions], dtype=np.int64),
-            "tokens": np.array([t for c in completions for t in c.tokens], dtype=np.int32),
-            "logprobs": np.array([p for c in completions for p in c.logprobs], dtype=np.float32),
-            "versions": np.array([v for c in completions for v in c.versions], dtype=np.int32),
-            "truncated": np.array([c.finish == "length" for c in completions], dtype=bool),
-            "verdicts": [(v.correct, v.extracted, v.error) for v in verdicts],
-        }
-
-    def _responses(self, payload: dict[str, Any]) -> list[Response]:
-        """Return the responses of a rank's payload, with their rewards."""
         reward, overlong = self.config.reward, self.config.reward.overlong
-        ends = payload["lengths"].cumsum()[:-1]
-        tokens, logprobs, versions = (
-            np.split(payload[name], ends) for name in ("tokens", "logprobs", "versions")
-        )
-        responses = []
-        for i, (correct, extracted, error) in enumerate(payload["verdicts"]):
-            penalty = 0.0
+        responses = {}
+        for (number, completion), verdict in zip(ended, verdicts, strict=True):
+            length, penalty = len(completion.tokens), 0.0
             if overlong.soft_punishment:
-                length = int(payload["lengths"][i])
                 penalty = soft_overlong_punishment(length, self._params.max_tokens, overlong.buffer)
-            responses.append(
-                Response(
-                    tokens=tokens[i],
-                    logprobs=logprobs[i],
-                    finish="length" if payload["truncated"][i] else "stop",
-                    correct=correct,
-                    extracted=extracted,
-                    error=error,
-                    reward=(reward.correct if correct else reward.incorrect) + penalty,
-                    penalty=penalty,
-                    versions=versions[i] if (versions[i] != self._version).any() else None,
-                )
+            versions = np.array(completion.versions, dtype=np.int32)
+            responses[number] = Response(
+                tokens=np.array(completion.tokens, dtype=np.int32),
+                logprobs=np.array(completion.logprobs, dtype=np.float32),
+                finish="length" if completion.finish == "length" else "stop",
+                correct=verdict.correct,
+                extracted=verdict.extracted,
+                error=verdict.error,
+                reward=(reward.correct if verdict.correct else reward.incorrect) + penalty,
+                penalty=penalty,
+                versions=versions if (versions != version).any() else None,
             )
         return responses
 
     def abort(self, keep: bool) -> list[GroupRequest]:
-        """End what runs and forget what was not taken; return the requests of that, in their order. keep: with their
-        partial responses, to be continued."""
+        """End what runs and forget what was not taken; return the requests of that, in their order. keep:
+        with their partial responses, to be continued."""
         ended: dict[int, Completion] = {}
         failure = None
         try:
@@ -504,22 +476,22 @@ class RolloutWorker:
             failure = error
         partial = {n: c for n, c in ended.items() if c.tokens}
         partial |= {n: c for n, (_, c) in self._own.items() if c is not None and n not in ended}
-        payloads = gather_objects(self.runtime, {"failure": failure, "partial": partial if keep else {}})
-        if any(failures := [other["failure"] for other in payloads]):
+        everyone = gather_objects(self.runtime, (failure, partial if keep else {}))
+        if any(failures := [failure for failure, _ in everyone]):
             self.recover(failures)
-        partial = {n: c for other in payloads for n, c in other["partial"].items()}
+        partial = {n: c for _, theirs in everyone for n, c in theirs.items()}
         returned = []
         for first, request in self._requests.items():
             numbers = range(first, first + len(request.seeds))
-            parts = [partial.get(n) or self._as_completion(n) for n in numbers]
-            returned.append(GroupRequest(request.prompt, request.seeds, parts if keep else ()))
+            parts = [partial.get(n) or self._as_completion(n) for n in numbers] if keep else ()
+            returned.append(GroupRequest(request.prompt, request.seeds, parts))
         self._clear()
         return returned
 
     def _as_completion(self, number: int) -> Completion | None:
         """Return a response that has arrived, of a group that is not complete, as the engine gave it."""
-        if number not in self._arrived:
+        r = self._arrived.get(number)
+        if r is None:
             return None
-        r = self._arrived[number]
         versions = [self._version] * r.tokens.size if r.versions is None else r.versions.tolist()
         return Completion(r.tokens.tolist(), r.logprobs.tolist(), r.finish, versions)

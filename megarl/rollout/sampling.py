@@ -1,7 +1,8 @@
 """What is asked of a rollout engine, what it gives back, and how a token is drawn.
 
-A response follows from its prompt, its seed and the weights alone: seeds are hashes of what is sampled, a token is the
-inverse CDF at a counter-based random number. Imported inside SGLang's processes, so it needs nothing but torch.
+A response follows from its prompt, its seed and the weights alone: seeds are hashes of what is sampled, a
+token is the inverse CDF at a counter-based random number. Imported inside SGLang's processes, so it needs
+nothing but torch.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to one prompt. The same seed gives the same response, whatever else is in the batch. `partial`: the
-    aborted response that is to be continued."""
+    """One response to one prompt. The same seed gives the same response, whatever else is in the batch.
+    `partial`: the aborted response that is to be continued."""
 
     prompt: tuple[int, ...]
     seed: int
@@ -63,13 +64,14 @@ def _hash(salt: str, *numbers: int) -> int:
 
 
 def response_seed(run_seed: int, step: int, prompt_uid: int, index: int) -> int:
-    """Return the seed (63 bits) of response `index` to a prompt in a rollout step; the step separates repeated prompts."""
+    """Return the seed (63 bits) of response `index` to a prompt in a rollout step; the step separates
+    repeated prompts."""
     return _hash("megarl.rollout", run_seed, step, prompt_uid, index)
 
 
 def evaluation_seed(run_seed: int, problem_uid: int, index: int) -> int:
-    """Return the seed (63 bits) of answer `index` to a held-out problem. It has no step: every evaluation of a run draws
-    with the same numbers, so that its curve moves because of the policy."""
+    """Return the seed (63 bits) of answer `index` to a held-out problem. It has no step: every evaluation of
+    a run draws with the same numbers, so that its curve moves because of the policy."""
     return _hash("megarl.evaluation", run_seed, problem_uid, index)
 
 
@@ -86,7 +88,8 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 def uniform(seeds: Tensor, index: Tensor) -> Tensor:
     """Return output number `index` (from 0) of splitmix64 started at `seeds`, as float64 in [0, 1).
 
-    seeds and index: int64 of one shape; element-wise. Integer arithmetic only, so the same on every device."""
+    seeds and index: int64 of one shape; element-wise. Integer arithmetic only, so the same on every
+    device."""
     z = seeds + (index + 1) * _GOLDEN
     z = (z ^ _shift(z, 30)) * _MIX_1
     z = (z ^ _shift(z, 27)) * _MIX_2
@@ -94,12 +97,12 @@ def uniform(seeds: Tensor, index: Tensor) -> Tensor:
 
 
 def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
-    """Find in each row of weights [rows, n] the first column up to which the sum exceeds (`right`) or reaches `share`
-    ([rows, 1]) of the row's sum; int64 [rows, 1]. With `right` that column's weight is positive.
+    """Find in each row of weights [rows, n] the first column up to which the sum exceeds (`right`) or reaches
+    `share` ([rows, 1]) of the row's sum; int64 [rows, 1]. With `right` that column's weight is positive.
 
-    Sums are float64: a float32 sum over 150,000 tokens is off by more than the probability of the rare ones. Only the
-    sums of blocks and the running sum within one block are: an array [rows, n] of float64 would be 300 MB at each
-    token."""
+    Sums are float64: a float32 sum over 150,000 tokens is off by more than the probability of the rare ones.
+    Only the sums of blocks and the running sum within one block are: an array [rows, n] of float64 would be
+    300 MB at each token."""
     size = weights.shape[1]
     if size <= BLOCK:
         cdf = weights.cumsum(-1, dtype=torch.float64)
@@ -123,9 +126,9 @@ def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
 
 
 def keep_top(probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Set probs [rows, vocab] to 0 outside the `top_k` largest (0: all) and then, of what is left and renormalised, outside
-    the smallest set whose mass reaches `top_p` (1: all). Tokens as probable as the last kept one are kept. The result is
-    not renormalised."""
+    """Set probs [rows, vocab] to 0 outside the `top_k` largest (0: all) and then, of what is left and
+    renormalised, outside the smallest set whose mass reaches `top_p` (1: all). Tokens as probable as the last
+    kept one are kept. The result is not renormalised."""
     if 0 < top_k < probs.shape[-1]:
         least = probs.topk(top_k, dim=-1).values[:, -1:]
         probs = probs.where(probs >= least, 0.0)
@@ -139,8 +142,9 @@ def keep_top(probs: Tensor, top_k: int, top_p: float) -> Tensor:
 def choose(logits: Tensor, seeds: Tensor, index: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Draw token number `index` of the responses with `seeds`; return the tokens and their log-probabilities.
 
-    logits [rows, vocab]; seeds and index int64 [rows]. Tokens are int64 [rows], log-probabilities float32 [rows] under the
-    whole temperature-scaled distribution (greedy: temperature 1), NaN where a row's logits hold NaN."""
+    logits [rows, vocab]; seeds and index int64 [rows]. Tokens are int64 [rows], log-probabilities float32
+    [rows] under the whole temperature-scaled distribution (greedy: temperature 1), NaN where a row's logits
+    hold NaN."""
     logits = logits.float()
     if params.temperature == 0:
         logprobs = torch.log_softmax(logits, dim=-1)

@@ -1,8 +1,8 @@
 """The SGLang rollout engine as the ranks of a job see it.
 
-Each rank of an engine holds the memory in which a weight transfer leaves one SGLang rank's shard. The first of them, the
-leader, has an EngineProcess too: the start of the engine's processes, messages to them, a limit on every wait, their end.
-"""
+Each rank of an engine holds the memory in which a weight transfer leaves one SGLang rank's shard. The first
+of them, the leader, has an EngineProcess too: it starts and ends the engine's processes, and sends them
+messages, with a limit on every wait."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from torch import Tensor
 from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.parallel.launch import environment_of_children
+from megarl.rollout.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
@@ -52,8 +53,8 @@ LOG_LINES = 4  # of the engine's own log, in an error
 
 
 class EngineProcess:
-    """The process that holds an SGLang engine (sglang_host.py). Whatever goes wrong is an EngineFailure, after which the
-    process must be ended.
+    """The process that holds an SGLang engine (sglang_host.py). Whatever goes wrong is an EngineFailure,
+    after which the process must be ended.
 
     arguments    of sglang.Engine
     environment  of the process
@@ -76,8 +77,8 @@ class EngineProcess:
 
     def start(self) -> None:
         """Begin the start; `ready` awaits its end."""
-        # SGLang leaves sockets and files in the folder for temporary files: one of our own, short enough for a
-        # socket's name.
+        # SGLang leaves sockets and files in the folder for temporary files: one of our own, short enough for
+        # a socket's name.
         self.folder = Path(tempfile.mkdtemp(prefix="megarl-sglang-"))
         ours, theirs = socket.socketpair()
         with (self.folder / "log").open("wb") as log, theirs:
@@ -144,45 +145,45 @@ class EngineProcess:
         return done
 
     def end(self) -> None:
-        """Kill the engine and everything that it has started, and wait for their end. A second call does nothing."""
+        """Kill the engine and all that it has started, and wait for their end. May be called again."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # the group lives as long as one of its processes
+            os.killpg(self.pid, signal.SIGKILL)  # the group lives as long as one of its processes
         self._process.wait()
         self._connection.close()
         deadline = time.monotonic() + KILL_WAIT
-        while any(psutil.pid_exists(child) for child in self.children) and time.monotonic() < deadline:
+        while any(map(psutil.pid_exists, self.children)) and time.monotonic() < deadline:
             time.sleep(0.02)  # they hold device memory until they are gone
         shutil.rmtree(self.folder, ignore_errors=True)
         self._process, self._ready = None, False
 
     def _wait(self, seconds: float, limit: float, what: str) -> None:
-        """Wait for one message, at most `seconds` or POLL. Raises EngineFailure where the process has ended, and after
-        `limit` seconds of silence, over however many calls."""
+        """Wait for one message, at most `seconds` or POLL. Raises EngineFailure where the process has ended,
+        and after `limit` seconds of silence, over however many calls."""
+        assert self._process is not None
         begin = time.monotonic()
         if self._connection.poll(min(seconds, POLL)):
             self._read()
             return
-        assert self._process is not None
         if self._process.poll() is not None:
             raise self._connection_lost()
         self._silent += time.monotonic() - begin
         if self._silent >= limit:
-            raise EngineFailure(f"SGLang, process {self.pid}: {what} for {limit:.0f} s{self._log()}")
+            raise self._failure(f"{what} for {limit:.0f} s")
 
     def _read(self) -> None:
         try:
-            word, *rest = self._connection.recv()
+            kind, *content = self._connection.recv()
         except (EOFError, OSError):
             raise self._connection_lost() from None
         self._silent = 0.0
-        if word == "done":
-            self._done += rest[0]
-        elif word == "answer":
-            self._answers[rest[0]] = rest[1]
-        elif word == "ready":
-            self._ready, self.children = True, rest[0]
+        if kind == "done":
+            self._done += content[0]
+        elif kind == "answer":
+            self._answers[content[0]] = content[1]
+        elif kind == "ready":
+            self._ready, self.children = True, content[0]
 
     def _send(self, message: Any) -> None:
         try:
@@ -195,20 +196,21 @@ class EngineProcess:
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            return EngineFailure(f"SGLang, process {self.pid}: it closed its connection{self._log()}")
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return EngineFailure(f"SGLang, process {self.pid}: {how}{self._log()}")
+            return self._failure("it closed its connection")
+        return self._failure(f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
 
-    def _log(self) -> str:
-        """Return the last lines of SGLang's own log; in a traceback they say most."""
+    def _failure(self, what: str) -> EngineFailure:
+        """Return an error with the last lines of SGLang's own log; in a traceback they say most."""
         lines = [line.strip() for line in (self.folder / "log").read_text(errors="replace").splitlines()]
         last = [line for line in lines if line][-LOG_LINES:]
-        return f"; its last lines: {' | '.join(last)[-600:]}" if last else ""
+        log = f"; its last lines: {' | '.join(last)[-600:]}" if last else ""
+        return EngineFailure(f"SGLang, process {self.pid}: {what}{log}")
 
 
-class SGLangEngine:
-    """A RolloutEngine over `rollout.engine_tp` ranks: rank r holds part r % engine_tp of engine r // engine_tp. After an
-    EngineFailure unfinished requests are sent again, with the same seeds, by the next `end_update`.
+class SGLangEngine(RolloutEngine):
+    """A RolloutEngine over `rollout.engine_tp` ranks: rank r holds part r % engine_tp of engine r //
+    engine_tp. After an EngineFailure unfinished requests are sent again, with the same seeds, by the next
+    `end_update`.
 
     hf_config  config.json of the model's folder
     device     of this rank; a CPU build of SGLang runs on CPUs
@@ -237,7 +239,8 @@ class SGLangEngine:
             limits = rollout.engine_timeout, rollout.engine_start_timeout
             self.process = EngineProcess(self._arguments(), environment, *limits)
         self._memory: Tensor | None = None
-        # Per bucket, as load_shards reads it: "tensors", name -> (first byte in the memory, shape, dtype), and "complete".
+        # Per bucket, as load_shards reads it: "tensors", name -> (first byte in the memory, shape, dtype),
+        # "complete".
         self._buckets: list[dict[str, Any]] = []
         self._outstanding: dict[int, tuple[Request, SamplingParams]] = {}
         self._failure: EngineFailure | None = None
@@ -276,40 +279,35 @@ class SGLangEngine:
     def _environment(self) -> dict[str, str]:
         """Return the environment variables of SGLang's processes, besides the rank's own."""
         if self.device.type != "cpu":
-            # Graphs can sleep only where SGLang's memory saver manages their memory from the start. It refuses to start
-            # with "breakable" graphs, the default for prefill (BreakableCudaGraphBackend.__init__): with those it is off.
+            # Graphs can sleep only where SGLang's memory saver manages their memory from the start. It
+            # refuses to start with "breakable" graphs, the default for prefill
+            # (BreakableCudaGraphBackend.__init__): with those it is off.
             options = self.config.rollout.engine_options
             sleeps = options.get("disable_prefill_cuda_graph", True) and "breakable" not in str(options)
             return {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1" if sleeps else "0"}
         cores = sorted(os.sched_getaffinity(0))
-        parts = range(self.config.rollout.engine_tp)
+        ranks = range(self.rank, self.rank + self.config.rollout.engine_tp)
         return {
             "SGLANG_USE_CPU_ENGINE": "1",
-            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
-                str(cores[(self.rank + part) % len(cores)]) for part in parts
-            ),
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in ranks),
             "OMP_NUM_THREADS": str(self.config.parallel.threads),
             "GLOO_SOCKET_IFNAME": "lo",
         }
 
     def start(self) -> None:
-        """Begin the start of the processes; `ready` awaits its end."""
         if self.process is not None:
             self.process.start()
 
     def ready(self, seconds: float) -> bool:
-        """Return whether the start has ended; wait for it, at most `seconds`."""
         return self.process is None or self.process.ready(seconds)
 
     def restart(self) -> None:
-        """End what is left of the engine and start it again. An update must follow."""
         self._has_weights, self._failure, self.weight_version = False, None, -1
         if self.process is not None:
             self.process.end()
             self.process.start()
 
     def stop(self) -> None:
-        """End the processes and free the memory of transfers."""
         if self.process is not None:
             self.process.end()
         self._outstanding.clear()
@@ -318,11 +316,13 @@ class SGLangEngine:
             os.close(self._file)
         self._memory = None
 
-    def buckets(self, plan: Plan, memory: Staging) -> list[tuple[Plan, dict[str, Tensor]]]:
-        """Divide the plan into parts, each with the tensors of this rank that it writes.
+    def _call(self, name: str, *arguments: Any) -> None:
+        if self.process is not None:
+            self.process.call(name, *arguments)
 
-        All parts use the same memory of at most `rollout.transfer_bucket`, or the size of the largest tensor: each must be
-        loaded before the next is written. On a CPU it is a file, which another process can open."""
+    def buckets(self, plan: Plan, memory: Staging) -> list[tuple[Plan, dict[str, Tensor]]]:
+        """See RolloutEngine. The memory of all parts has `rollout.transfer_bucket`, or the size of the
+        largest tensor. On a CPU it is a file, which another process can open."""
         shards = plan.targets[self.rank]
         self._buckets = [{"tensors": {}, "complete": []}]
         start, size = 0, 0
@@ -347,12 +347,10 @@ class SGLangEngine:
             self._memory = memory.take()
         parts = []
         for bucket in self._buckets:
-            tensors = {
-                name: self._memory[first : first + _nbytes(shape, dtype)]
-                .view(getattr(torch, dtype))
-                .view(shape)
-                for name, (first, shape, dtype) in bucket["tensors"].items()
-            }
+            tensors = {}
+            for name, (first, shape, dtype) in bucket["tensors"].items():
+                of_it = self._memory[first : first + _nbytes(shape, dtype)]
+                tensors[name] = of_it.view(getattr(torch, dtype)).view(shape)
             parts.append((_part(plan, tensors.keys()), tensors))
         return parts
 
@@ -364,49 +362,41 @@ class SGLangEngine:
             part = part | {"path": f"/proc/{os.getpid()}/fd/{self._file}", "size": self._memory.numel()}
             memory = torch.empty(0, dtype=torch.uint8)
         else:
-            # An alias with a storage of its own: torch wraps a storage once more at each sharing, and keeps the wrappers
-            # as long as the storage.
+            # An alias with a storage of its own: torch wraps a storage once more at each sharing, and keeps
+            # the wrappers as long as the storage.
             memory = torch.from_dlpack(self._memory)
         return bytes(ForkingPickler.dumps([(json.dumps(part), memory)]))
 
     def begin_update(self) -> None:
-        """Open SGLang's weight-update session."""
         self._has_weights = False
-        if self.process is not None:
-            self.process.call("begin")
+        self._call("begin")
 
     def load_bucket(self, bucket: int, handles: Sequence[bytes], version: int) -> None:
-        """Load a bucket that all ranks have written. `handles`: of all ranks of the job, by rank."""
-        if self.process is not None:
-            mine = list(handles[self.rank : self.rank + self.config.rollout.engine_tp])
-            self.process.call("load", mine, version, bucket == len(self._buckets) - 1)
+        mine = list(handles[self.rank : self.rank + self.config.rollout.engine_tp])
+        self._call("load", mine, version, bucket == len(self._buckets) - 1)
 
     def end_update(self, version: int) -> None:
-        """Close the session; the last bucket has dropped the prefix cache. Requests that were unfinished when the engine
-        failed are sent again."""
-        if self.process is not None:
-            self.process.call("end")
+        """See RolloutEngine; the last bucket has dropped the prefix cache. Requests that were unfinished when
+        the engine failed are sent again."""
+        self._call("end")
         self._has_weights, self.weight_version = True, version
         for params in dict.fromkeys(params for _, params in self._outstanding.values()):
             own = {n: request for n, (request, theirs) in self._outstanding.items() if theirs == params}
             self._send(own, params)
 
     def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
-        """Begin generating. The keys, which `poll` gives back, must be free. Raises EngineError without weights and for
-        a request that does not fit the model."""
+        """Begin generating. The keys must be free. Raises EngineError without weights and for a request that
+        does not fit the model."""
         if not requests:
             return
         if not self._has_weights:
             raise EngineError(
-                "rollout engine: submit was called while it has no weights: an update must follow start and wake"
+                "rollout engine: submit was called while it has no weights: "
+                "an update must follow start and wake"
             )
         longest = max(len(r.prompt) for r in requests.values())
         positions = self.hf_config.get("max_position_embeddings", math.inf)
-        if longest + params.max_tokens > positions:
-            raise EngineError(
-                f"rollout: a prompt of {longest} tokens and {params.max_tokens} response tokens do not fit the model's "
-                f"{positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
-            )
+        check_positions(longest, params.max_tokens, positions)
         self._outstanding |= {number: (request, params) for number, request in requests.items()}
         self._send(requests, params)
 
@@ -421,12 +411,10 @@ class SGLangEngine:
 
     @property
     def running(self) -> int:
-        """Return the number of requests that have not come back."""
         return len(self._outstanding)
 
     def poll(self, seconds: float) -> list[tuple[int, Completion]]:
-        """Return what has ended; wait at most `seconds` for the first. Raises EngineFailure where the engine has died,
-        hangs, or gives what cannot be an answer."""
+        """See RolloutEngine. Raises EngineFailure where the engine has died, hangs, or answers nonsense."""
         if not self._outstanding:
             return []
         if self._failure is not None:
@@ -443,31 +431,28 @@ class SGLangEngine:
         return ended
 
     def _completion(self, request: Request, answer: Any) -> Completion:
-        """Return an answer of SGLang behind the request's partial response. Raises EngineFailure for what cannot be an
-        answer."""
+        """Return SGLang's answer behind the partial response. EngineFailure where it is nonsense."""
         if isinstance(answer, str):
             raise EngineFailure(f"SGLang: generate: {answer}")
         tokens, logprobs, finish, version = answer
-        vocab = self.hf_config["vocab_size"]
+        count, vocab = len(tokens), self.hf_config["vocab_size"]
+        known = finish in ("stop", "length", "abort")
+        problem = ""
         if version != str(self.weight_version):
-            raise EngineFailure(
-                f"SGLang answered with weights of version {version}, not {self.weight_version}"
-            )
-        known_finish = finish in ("stop", "length", "abort")
-        if not known_finish or len(logprobs) != len(tokens) or (not tokens and finish != "abort"):
-            raise EngineFailure(
-                f"SGLang answered {len(tokens)} tokens with {len(logprobs)} log-probabilities, ended by {finish}"
-            )
-        if not all(0 <= token < vocab for token in tokens):
-            raise EngineFailure(f"SGLang answered a token outside of the vocabulary of {vocab}")
-        if not all(-math.inf < logprob <= LOGPROB_ABOVE_ZERO for logprob in logprobs):
-            raise EngineFailure("SGLang answered a log-probability that is not a finite number below 0")
+            problem = f"with weights of version {version}, not {self.weight_version}"
+        elif not known or len(logprobs) != count or (not tokens and finish != "abort"):
+            problem = f"{count} tokens with {len(logprobs)} log-probabilities, ended by {finish}"
+        elif not all(0 <= token < vocab for token in tokens):
+            problem = f"a token outside of the vocabulary of {vocab}"
+        elif not all(-math.inf < logprob <= LOGPROB_ABOVE_ZERO for logprob in logprobs):
+            problem = "a log-probability that is not a finite number below 0"
+        if problem:
+            raise EngineFailure(f"SGLang answered {problem}")
         before = request.partial or Completion()
-        versions = before.versions + [self.weight_version] * len(tokens)
+        versions = before.versions + [self.weight_version] * count
         return Completion(before.tokens + tokens, before.logprobs + logprobs, finish, versions)
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """Return one completion per request, in the order of the requests."""
         self.submit(dict(enumerate(requests)), params)
         ended: dict[int, Completion] = {}
         while self._outstanding:
@@ -475,8 +460,7 @@ class SGLangEngine:
         return [ended[i] for i in range(len(requests))]
 
     def abort(self) -> list[tuple[int, Completion]]:
-        """End what runs and return it, with finish "abort" unless it has just ended. Where the engine fails, everything
-        that runs is forgotten."""
+        """See RolloutEngine. Where the engine fails, everything that runs is forgotten."""
         ended = []
         try:
             while self._outstanding:
@@ -488,17 +472,14 @@ class SGLangEngine:
         return ended
 
     def sleep(self, tags: Sequence[str] = TAGS) -> None:
-        """Free device memory, that of the graphs of decoding with the KV cache's; when this ends, all ranks of the engine
-        have done so. A CPU build of SGLang accepts it and does nothing."""
+        """Free device memory, that of the graphs of decoding with the KV cache's; when this ends, all ranks
+        of the engine have done so. A CPU build of SGLang accepts it and does nothing."""
         if "weights" in tags:
             self._has_weights = False
-        if self.process is not None:
-            self.process.call("sleep", _with_graphs(tags))
+        self._call("sleep", _with_graphs(tags))
 
     def wake(self, tags: Sequence[str] = TAGS) -> None:
-        """Allocate the memory again; weights are undefined until an update."""
-        if self.process is not None:
-            self.process.call("wake", _with_graphs(tags))
+        self._call("wake", _with_graphs(tags))
 
 
 def _with_graphs(tags: Sequence[str]) -> list[str]:

@@ -1,9 +1,9 @@
-"""The process that holds one SGLang engine: `python -m megarl.rollout.sglang_host FD PID`. Messages come and go through a
-socket from the rank with that process id.
+"""The process that holds one SGLang engine: `python -m megarl.rollout.sglang_host FD PID`. Messages come and
+go through a socket from the rank with that process id.
 
-It is a process of its own because SGLang kills the process that made an engine when one of the engine's children fails.
-SGLang's children import this module first (multiprocessing's spawn does), so that the stubs that a CPU needs are in place
-in each of them. Written against SGLang 0.5.23.
+It is a process of its own because SGLang kills the process that made an engine when one of the engine's
+children fails. SGLang's children import this module first (multiprocessing's spawn does), so that the stubs
+that a CPU needs are in place in each of them. Written against SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def install_cpu_stubs() -> None:
-    """Install import stubs of two packages of which SGLang imports names and then uses none. Must run before the first
-    import of sglang, in each of its processes; does nothing where there is CUDA. Calling a stub raises.
+    """Install import stubs of two packages of which SGLang imports names and then uses none. Must run before
+    the first import of sglang, in each of its processes; does nothing where there is CUDA. Calling a stub
+    raises.
 
-    sgl_kernel    Imported at the top of many modules (srt/mem_cache/allocation.py, srt/layers/moe/topk.py, ...) whose
-                  torch-native code then runs. Nothing is registered in `torch.ops.sgl_kernel`, by which SGLang sees that
-                  there are no CPU kernels (srt/utils/common.py).
-    torchvision   srt/multimodal/internvl_utils.py, which srt/configs imports. The package index has a build for CUDA
-                  alone, which cannot be imported beside a CPU torch and would break transformers too.
+    sgl_kernel    Imported at the top of many modules (srt/mem_cache/allocation.py, srt/layers/moe/topk.py)
+                  whose torch-native code then runs. Nothing is registered in `torch.ops.sgl_kernel`, by which
+                  SGLang sees that there are no CPU kernels (srt/utils/common.py).
+    torchvision   srt/multimodal/internvl_utils.py, which srt/configs imports. The package index has a build
+                  for CUDA alone, which cannot be imported beside a CPU torch and would break transformers.
     """
     if torch.cuda.is_available():
         return
-    # transformers remembers its first answer, and must go on without torchvision.
-    is_torchvision_available()
+    is_torchvision_available()  # transformers remembers its first answer, and must go on without torchvision
     for package in (KERNELS, VISION):
         if package not in sys.modules and find_spec(package) is None:
             sys.meta_path.append(_Stub(package))
@@ -59,9 +59,8 @@ class _Missing:
         self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            f"{self.__name__} is not there on a CPU: megarl/rollout/sglang_host.py stands for it"
-        )
+        where = "megarl/rollout/sglang_host.py stands for it"
+        raise NotImplementedError(f"{self.__name__} is not there on a CPU: {where}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -83,25 +82,17 @@ class _Stub(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["__getattr__"] = _Missing(module.__name__).__getattr__
         if module.__name__ == KERNELS:
-            vars(module)["__version__"] = "0"
-            vars(module)["assign_req_to_token_pool_cpu"] = _assign_req_to_token_pool
+            vars(module).update(__version__="0", assign_req_to_token_pool_cpu=_assign_req_to_token_pool)
 
 
 def _assign_req_to_token_pool(
-    req_pool_indices: Tensor,
-    req_to_token: Tensor,
-    start_offset: Tensor,
-    end_offset: Tensor,
-    out_cache_loc: Tensor,
-    pool_len: int,
+    requests: Tensor, pool: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, pool_len: int
 ) -> None:
-    """Write each request's new cache slots, one request after the other in `out_cache_loc`, into its row of
-    `req_to_token`: the one kernel that a generation calls (srt/mem_cache/allocation.py, assign_req_to_token_pool_func)."""
+    """Write each request's new cache slots, one request after the other in `slots`, into its row of `pool`:
+    the one kernel that a generation calls (srt/mem_cache/allocation.py, assign_req_to_token_pool_func)."""
     taken = 0
-    for row, start, end in zip(
-        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
-    ):
-        req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
+    for row, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        pool[row, start:end] = slots[taken : taken + end - start].to(pool.dtype)
         taken += end - start
 
 
@@ -109,7 +100,8 @@ install_cpu_stubs()
 
 
 class Calls:
-    """Calls of SGLang that a rank asks for by name. SGLang returns its failures: they raise RuntimeError with what it says.
+    """Calls of SGLang that a rank asks for by name. SGLang returns its failures: they raise RuntimeError with
+    what it says.
 
     0.5.15 has no weight-update sessions, 0.5.23 refuses updates outside of one."""
 
@@ -120,21 +112,19 @@ class Calls:
 
     @staticmethod
     def _check(what: str, result: Any) -> None:
-        success, message = (
-            result if isinstance(result, tuple) else (result.success, getattr(result, "message", ""))
-        )
+        if not isinstance(result, tuple):
+            result = result.success, getattr(result, "message", "")
+        success, message = result
         if not success:
             raise RuntimeError(f"{what}: {message}")
 
     async def begin(self) -> None:
         if hasattr(self.manager, "begin_weight_update"):
-            self._check(
-                "begin_weight_update",
-                await self.manager.begin_weight_update(self.io.BeginWeightUpdateReqInput(), None),
-            )
+            request = self.io.BeginWeightUpdateReqInput()
+            self._check("begin_weight_update", await self.manager.begin_weight_update(request, None))
 
     async def load(self, payloads: list[bytes], version: int, last: bool) -> None:
-        """Load a bucket, one payload per rank. The `last` drops the prefix cache and gives the engine `version`."""
+        """Load a bucket, a payload per rank. The `last` drops the prefix cache and sets `version`."""
         from megarl.rollout.sglang_inside import LOADER
 
         request = self.io.UpdateWeightsFromTensorReqInput(
@@ -149,19 +139,17 @@ class Calls:
 
     async def end(self) -> None:
         if hasattr(self.manager, "end_weight_update"):
-            self._check(
-                "end_weight_update",
-                await self.manager.end_weight_update(self.io.EndWeightUpdateReqInput(), None),
-            )
+            request = self.io.EndWeightUpdateReqInput()
+            self._check("end_weight_update", await self.manager.end_weight_update(request, None))
 
     async def sleep(self, tags: list[str]) -> None:
         """Free memory, once nothing runs: SGLang dies otherwise."""
         while not (await self.manager.flush_cache()).success:
             await asyncio.sleep(0.1)
         await self.manager.release_memory_occupation(self.io.ReleaseMemoryOccupationReqInput(tags=tags), None)
-        # SGLang answers when its first rank has freed its memory, and the trainer takes all GPUs at once. A call of this
-        # kind is answered after a barrier of all ranks (Scheduler.handle_rpc_request), which each of them reaches once
-        # it has freed its own.
+        # SGLang answers when its first rank has freed its memory, and the trainer takes all GPUs at once. A
+        # call of this kind is answered after a barrier of all ranks (Scheduler.handle_rpc_request), which
+        # each of them reaches once it has freed its own.
         await asyncio.to_thread(self.engine.collective_rpc, "flush_cache")
 
     async def wake(self, tags: list[str]) -> None:
@@ -169,11 +157,11 @@ class Calls:
 
 
 class Host:
-    """Answers messages (word, ...) until the other end is gone:
+    """Answers messages (kind, ...) until the other end is gone:
 
-    submit [(id, prompt and partial response, prompt length, seed), ...], params  ->  done [(id, answer), ...]
-    abort                                                                         ->  done, of what was running
-    call number, name, arguments of a method of Calls                             ->  answer number, error or None
+    submit [(id, prompt and partial response, prompt length, seed), ...], params -> done [(id, answer), ...]
+    abort                                              -> done, of what was running
+    call number, name, arguments of a method of Calls  -> answer number, error or None
     """
 
     def __init__(self, engine: Any, connection: Connection, calls: Calls) -> None:
@@ -181,9 +169,7 @@ class Host:
 
         self.engine, self.connection, self.calls = engine, connection, calls
         self.processor = KeepParams.to_str()
-        self.outbox: queue.SimpleQueue[Any] = (
-            queue.SimpleQueue()
-        )  # a reader that is slow must not stop the engine
+        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # a slow reader must not stop the engine
         self.finished: list[tuple[int, Any]] = []
         self.tasks: set[asyncio.Task[None]] = set()
         self.children = multiprocessing.active_children()
@@ -192,7 +178,8 @@ class Host:
     def serve(self) -> None:
         loop = self.engine.loop
         loop.create_task(self._watch())
-        # Threads: a loop that watches the socket would make it non-blocking, and a message may be larger than its buffer.
+        # Threads: a loop that watches the socket would make it non-blocking, and a message may be larger than
+        # its buffer.
         for work in (self._send, self._receive):
             threading.Thread(target=work, daemon=True).start()
         self.outbox.put(("ready", [child.pid for child in self.children]))
@@ -213,13 +200,13 @@ class Host:
                 os._exit(1)  # the rank has ended; SGLang's children follow their parent
             self.engine.loop.call_soon_threadsafe(self._answer, *message)
 
-    def _answer(self, word: str, *rest: Any) -> None:
-        if word == "submit":
-            self._submit(*rest)
-        elif word == "abort":
+    def _answer(self, kind: str, *content: Any) -> None:
+        if kind == "abort":
             self.calls.manager.abort_request(abort_all=True)
+        elif kind == "submit":
+            self._submit(*content)
         else:
-            self._start(self._call(*rest))
+            self._start(self._call(*content))
 
     def _start(self, work: Any) -> None:
         task = self.engine.loop.create_task(work)
@@ -227,27 +214,23 @@ class Host:
         task.add_done_callback(self.tasks.discard)
 
     async def _call(self, number: int, name: str, arguments: tuple[Any, ...]) -> None:
+        problem = None
         try:
             await getattr(self.calls, name)(*arguments)
         except Exception as error:  # noqa: BLE001 (the rank raises it)
-            self.outbox.put(("answer", number, f"{type(error).__name__}: {error}"))
-        else:
-            self.outbox.put(("answer", number, None))
+            problem = f"{type(error).__name__}: {error}"
+        self.outbox.put(("answer", number, problem))
 
     def _submit(self, requests: list[tuple[int, list[int], int, int]], params: dict[str, Any]) -> None:
-        """Begin the responses; SGLang queues those beyond what it may run at once. `params`: max_tokens, temperature, top_p,
-        top_k, stop, stop_token_ids."""
+        """Begin the responses; SGLang queues those beyond what it may run at once. `params`: max_tokens,
+        temperature, top_p, top_k, stop, stop_token_ids."""
+        drawn = {key: params[key] for key in ("temperature", "top_p", "top_k")}
         for number, prompt, length, seed in requests:
-            own = {
-                "seed": seed,
-                "prompt": length,
-                **{key: params[key] for key in ("temperature", "top_p", "top_k")},
-            }
             sampling = {
                 "max_new_tokens": params["max_tokens"] - (len(prompt) - length),
                 "stop_token_ids": params["stop_token_ids"],
                 "stop": params["stop"] or None,
-                "custom_params": own,
+                "custom_params": {"seed": seed, "prompt": length, **drawn},
             }
             self.generating += 1
             self._start(self._generate(number, prompt, sampling))
@@ -262,12 +245,8 @@ class Host:
             )
             meta = answer["meta_info"]
             logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-            result: Any = (
-                answer["output_ids"],
-                logprobs,
-                meta["finish_reason"]["type"],
-                meta["weight_version"],
-            )
+            finish, version = meta["finish_reason"]["type"], meta["weight_version"]
+            result: Any = (answer["output_ids"], logprobs, finish, version)
         except Exception as error:  # noqa: BLE001 (the rank raises it)
             result = f"{type(error).__name__}: {error}"
         self.generating -= 1
@@ -280,7 +259,7 @@ class Host:
         self.finished = []
 
     async def _watch(self) -> None:
-        """Report that tokens come, and end this process when one of SGLang's has ended: the rank sees that at once."""
+        """Report that tokens come, and end this process when one of SGLang's has ended."""
         seen = 0.0
         while True:
             await asyncio.sleep(PROGRESS)
@@ -297,9 +276,8 @@ class Host:
 def main(calls: type[Calls] = Calls) -> None:
     """Make the engine that the first message describes, and serve it."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(
-            _PR_SET_PDEATHSIG, signal.SIGKILL
-        )  # a rank that is killed takes its engine with it
+        # A rank that is killed takes its engine with it.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[2]):
         raise SystemExit("the rank that started this engine has ended")
     connection = Connection(int(sys.argv[1]))

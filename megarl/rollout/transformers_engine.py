@@ -1,14 +1,14 @@
 """The rollout engine on Hugging Face transformers: the default on a CPU, and the reference for other engines.
 
-A weight transfer writes its weights in place (`parameters`). Decoding is a loop of our own over the transformers model:
-each response has its own seed, equal prompts share one prefill, and rows that end make room for the next.
+A weight transfer writes its weights in place (`parameters`). Decoding is a loop of our own over the
+transformers model: each response has its own seed, equal prompts share one prefill, and rows that end make
+room for the next.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from megarl.config.errors import CheckpointError, EngineError
+from megarl.rollout.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams, choose
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
@@ -26,12 +27,10 @@ ATTENTION = "megarl_rollout"  # the name under which `attention` is registered w
 # Columns of the cache, by device: torch's memory-efficient kernel on CUDA refuses a bf16 mask that starts in between.
 ALIGNMENT = {"cpu": 1, "cuda": 8}
 PREFILL_TOKENS = 16384  # padded prompt tokens in one forward pass
-_NAN = (
-    1 << 40
-)  # added to the count of live rows where one holds NaN, so that one device-to-host copy carries both
+_NAN = 1 << 40  # added to the count of live rows where one holds NaN: one device-to-host copy carries both
 
 
-class TransformersEngine:
+class TransformersEngine(RolloutEngine):
     """A RolloutEngine in this process, on one device.
 
     folder     Hugging Face folder, of which `start` reads only config.json
@@ -55,18 +54,18 @@ class TransformersEngine:
         self.max_batch, self.eos_ids, self.tokenizer = max_batch, tuple(eos_ids), tokenizer
         self.weight_version = -1
         self._model: Any = None
-        self._has_weights = False
-        self._asleep = False
-        self.aborted = threading.Event()
+        self._has_weights = self._asleep = False
+        self._aborted = threading.Event()
         self._submitted: list[tuple[dict[int, Request], SamplingParams]] = []
         self._stopping: dict[tuple[str, ...], Stopping] = {}
 
     def start(self) -> None:
-        """Allocate the model with undefined weights. Raises CheckpointError for a folder that is not one of a usable
-        causal model."""
+        """Allocate the model with undefined weights. Raises CheckpointError for a folder that is not one of a
+        usable causal model."""
         try:
             config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-            # On the meta device first: no time is spent on initial values that a weight transfer will replace.
+            # On the meta device first: no time is spent on initial values that a weight transfer will
+            # replace.
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(
                     config, dtype=self.dtype, attn_implementation=ATTENTION, trust_remote_code=False
@@ -97,7 +96,6 @@ class TransformersEngine:
         self.weight_version = -1
 
     def ready(self, seconds: float) -> bool:
-        """Return whether it was started."""
         return self._model is not None
 
     def restart(self) -> None:
@@ -105,8 +103,7 @@ class TransformersEngine:
         raise EngineError("rollout engine: the transformers engine has no process that could be started anew")
 
     def stop(self) -> None:
-        """Free the model."""
-        self.aborted.set()
+        self._aborted.set()
         self._submitted.clear()
         self._model, self._has_weights, self._asleep = None, False, False
         self._stopping.clear()
@@ -114,37 +111,28 @@ class TransformersEngine:
             torch.cuda.empty_cache()
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the weights by their Hugging Face names, to be written between begin_update and end_update; of tied
-        weights only the embedding. Raises EngineError before `start` and while asleep."""
+        """Return the weights by their Hugging Face names, to be written between begin_update and end_update;
+        of tied weights only the embedding. Raises EngineError before `start` and while asleep."""
         if self._model is None or self._asleep:
             state = "asleep (call wake)" if self._asleep else "not started"
             raise EngineError(f"rollout engine: it has no weights to write, because it is {state}")
         return {name: p.data for name, p in self._model.named_parameters()}
 
     def buckets(self, plan: Plan, memory: Staging) -> list[tuple[Plan, dict[str, Tensor]]]:
-        """Return one bucket: the engine's own tensors are written in place."""
         return [(plan, self.parameters())]
 
-    def handle(self, bucket: int) -> None:
-        """No-op: weights are written in place."""
-        return None
-
     def begin_update(self) -> None:
-        """Refuse requests until the end of the update."""
         self._has_weights = False
 
-    def load_bucket(self, bucket: int, handles: Sequence[None], version: int) -> None:
-        """No-op: weights were written in place."""
-
     def end_update(self, version: int) -> None:
-        """Accept requests again; no cache outlives a `generate` call. Raises EngineError where there are no weights."""
+        """Accept requests again; no cache outlives a `generate` call. Raises EngineError without weights."""
         self.parameters()
         self._has_weights = True
         self.weight_version = version
 
     def sleep(self, tags: Sequence[str] = ("weights",)) -> None:
-        """Free the storage of the weights; the tensors of `parameters` stay the same objects. The KV cache ends with
-        `generate`."""
+        """Free the storage of the weights; the tensors of `parameters` stay the same objects. The KV cache
+        ends with `generate`."""
         if self._model is None or self._asleep or "weights" not in tags:
             return
         self._asleep, self._has_weights = True, False
@@ -154,7 +142,6 @@ class TransformersEngine:
             torch.cuda.empty_cache()
 
     def wake(self, tags: Sequence[str] = ("weights",)) -> None:
-        """Allocate the weights again, undefined."""
         if self._model is None or not self._asleep or "weights" not in tags:
             return
         for parameter in self._model.parameters():
@@ -167,117 +154,114 @@ class TransformersEngine:
 
     @property
     def running(self) -> int:
-        """Return the number of requests that were submitted and not polled."""
         return sum(len(requests) for requests, _ in self._submitted)
 
     def poll(self, seconds: float) -> list[tuple[int, Completion]]:
         """Generate everything that was submitted, whatever `seconds`."""
-        ended = []
+        ended: list[tuple[int, Completion]] = []
         while self._submitted:
             requests, params = self._submitted.pop(0)
-            ended += list(zip(requests, self.generate(list(requests.values()), params), strict=True))
+            ended += zip(requests, self.generate(list(requests.values()), params), strict=True)
         return ended
 
     def abort(self) -> list[tuple[int, Completion]]:
-        """Forget what was submitted, and end a `generate` that runs in another thread after its current step."""
-        self.aborted.set()
+        """Forget what was submitted; end a `generate` in another thread after its current step."""
+        self._aborted.set()
         forgotten = [(number, Completion()) for requests, _ in self._submitted for number in requests]
         self._submitted.clear()
         return forgotten
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """Return one completion per request, in their order. A stop text stays in the response, up to the end of the
-        token that completed it.
+        """Return one completion per request, in their order. A stop text stays in the response, up to the end
+        of the token that completed it.
 
-        Raises EngineError without valid weights, for a request that does not fit the model, and for NaN logits."""
+        Raises EngineError without valid weights, for a request that does not fit the model, and for NaN
+        logits."""
         if not self._has_weights:
             state = "without weights: an update must follow start and wake"
             if self._model is None or self._asleep:
                 state = "asleep" if self._asleep else "not started"
             raise EngineError(f"rollout engine: generate was called while it is {state}")
-        self.aborted.clear()
+        self._aborted.clear()
         if not requests:
             return []
         positions, vocab = self._model.config.max_position_embeddings, self._model.config.vocab_size
         prompts = dict.fromkeys(r.prompt for r in requests)
         longest = max(map(len, prompts))
-        if params.max_tokens < 1 or longest + params.max_tokens > positions:
-            raise EngineError(
-                f"rollout: a prompt of {longest} tokens and {params.max_tokens} response tokens do not fit the model's "
-                f"{positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
-            )
+        check_positions(longest, params.max_tokens, positions)
         for i, prompt in enumerate(prompts):
             if not prompt or min(prompt) < 0 or max(prompt) >= vocab:
-                raise EngineError(
-                    f"rollout: prompt {i} is empty or has a token id outside the model's vocabulary of {vocab}"
-                )
-        return DecodeLoop(self, requests, params).run()
-
-    def stopping(self, texts: tuple[str, ...]) -> Stopping:
-        """Return what ends a response, kept from call to call: to find the tokens that may complete a stop text takes
-        about a second for a vocabulary of 150,000."""
-        if texts not in self._stopping:
-            self._stopping[texts] = self._make_stopping(texts)
-        return self._stopping[texts]
-
-    def _make_stopping(self, texts: tuple[str, ...]) -> Stopping:
-        vocab = self._model.config.vocab_size
-        eos = torch.zeros(vocab, dtype=torch.bool)
-        eos[[i for i in self.eos_ids if i < vocab]] = True
-        if not texts:
-            return Stopping(eos.to(self.device))
-        if self.tokenizer is None:
-            raise EngineError(
-                "rollout.stop: stop texts need a tokenizer, and the engine was made without one"
+                problem = f"is empty or has a token id outside the model's vocabulary of {vocab}"
+                raise EngineError(f"rollout: prompt {i} {problem}")
+        if params.stop not in self._stopping:  # about a second for a vocabulary of 150,000
+            self._stopping[params.stop] = Stopping(
+                params.stop, vocab, self.eos_ids, self.tokenizer, self.device
             )
-        candidates = torch.ones(vocab, dtype=torch.bool)
-        known = min(vocab, len(self.tokenizer))
-        last = {text[-1] for text in texts}
-        # A token of part of a character decodes to U+FFFD; a lone space may be stripped: both are always candidates.
-        pieces = self.tokenizer.batch_decode([[i] for i in range(known)], skip_special_tokens=True)
-        candidates[:known] = torch.tensor(
-            [" " in last or "\ufffd" in p or not last.isdisjoint(p) for p in pieces]
-        )
-        window = max(len(text.encode()) for text in texts) + 8
-        return Stopping(eos.to(self.device), texts, candidates.to(self.device), window, self._text)
-
-    def _text(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        loop = DecodeLoop(self._model, self.max_batch, requests, params, self._stopping[params.stop])
+        try:
+            return loop.run(self._aborted)
+        except FloatingPointError as error:
+            raise EngineError(
+                f"rollout: NaN logits in {error}, with weight version {self.weight_version} (the weights or "
+                "the last update are damaged; look at the update before this version)"
+            ) from None
 
 
-@dataclass(frozen=True)
 class Stopping:
     """What ends a response.
 
     eos         the tokens that end it, bool [vocab]
-    texts       the texts that end it
-    candidates  the tokens that may complete one of the texts, bool [vocab]
-    window      newest tokens that can hold a text
-    decode      from token ids to text
+    candidates  the tokens that may complete one of the stop texts, bool [vocab]
+    window      newest tokens that can hold a stop text; 0 without texts
     """
 
-    eos: Tensor
-    texts: tuple[str, ...] = ()
-    candidates: Tensor | None = None
-    window: int = 0
-    decode: Callable[[list[int]], str] = lambda ids: ""
+    def __init__(
+        self, texts: tuple[str, ...], vocab: int, eos_ids: Sequence[int], tokenizer: Any, device: torch.device
+    ) -> None:
+        self.texts, self.tokenizer, self.window = texts, tokenizer, 0
+        eos, candidates = torch.zeros(vocab, dtype=torch.bool), torch.ones(vocab, dtype=torch.bool)
+        eos[[i for i in eos_ids if i < vocab]] = True
+        if texts:
+            if tokenizer is None:
+                raise EngineError(
+                    "rollout.stop: stop texts need a tokenizer, and the engine was made without one"
+                )
+            self.window = max(len(text.encode()) for text in texts) + 8
+            known = min(vocab, len(tokenizer))
+            last = {text[-1] for text in texts}
+            # A token of part of a character decodes to U+FFFD; a lone space may be stripped: both are
+            # candidates.
+            pieces = tokenizer.batch_decode([[i] for i in range(known)], skip_special_tokens=True)
+            candidates[:known] = torch.tensor(
+                [" " in last or "\ufffd" in piece or not last.isdisjoint(piece) for piece in pieces]
+            )
+        self.eos, self.candidates = eos.to(device), candidates.to(device)
+
+    def found_in(self, tokens: list[int]) -> bool:
+        """Return whether these tokens (-1: none yet) hold one of the texts."""
+        text = self.tokenizer.decode([token for token in tokens if token >= 0], skip_special_tokens=True)
+        return any(stop in text for stop in self.texts)
 
 
 class DecodeLoop:
-    """One `generate` call: admits waiting prompts, decodes at most `max_batch` responses at once, ends and collects them.
+    """One `generate` call: admits waiting prompts, decodes at most `max_batch` responses at once, ends and
+    collects them.
 
-    A row of the batch is one response. Requests with equal prompts share one prefill (unless they are more than
-    `max_batch`) and join together, in the order in which their prompts first appear, whenever rows are free. Everything per
-    row lives in tensors and becomes Python lists once, at the end."""
+    A row of the batch is one response. Requests with equal prompts share one prefill (unless they are more
+    than `max_batch`) and join together, in the order in which their prompts first appear, whenever rows are
+    free. Everything per row lives in tensors and becomes Python lists once, at the end."""
 
     def __init__(
-        self, engine: TransformersEngine, requests: Sequence[Request], params: SamplingParams
+        self,
+        model: Any,
+        max_batch: int,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        stopping: Stopping,
     ) -> None:
-        self.engine, self.requests, self.params = engine, requests, params
-        self.stopping = engine.stopping(params.stop)
-        model, device, max_batch = engine._model, engine.device, engine.max_batch
-        self.body, self.head, self.device = model.get_decoder(), model.get_output_embeddings(), device
+        self.requests, self.params, self.stopping = requests, params, stopping
+        self.body, self.head, self.device = model.get_decoder(), model.get_output_embeddings(), model.device
         self.max_batch = min(max_batch, len(requests))
         groups: dict[tuple[int, ...], list[int]] = {}
         for i, request in enumerate(requests):
@@ -286,37 +270,29 @@ class DecodeLoop:
             (p, ids[i : i + max_batch]) for p, ids in groups.items() for i in range(0, len(ids), max_batch)
         ]
         self.waiting.reverse()  # the next one is popped from the end
-        self.seeds = torch.tensor([r.seed for r in requests], dtype=torch.int64, device=device)
-        self.cache = KVCache(model.config, self.max_batch, engine.dtype, device)
-        # Per row: the request (len(requests) once it has ended), its seed, newest token, that token's position, and the
-        # number of response tokens so far.
-        self.state = torch.zeros(5, self.max_batch, dtype=torch.int64, device=device)
+        self.seeds = torch.tensor([r.seed for r in requests], dtype=torch.int64, device=self.device)
+        self.cache = KVCache(model.config, self.max_batch, model.dtype, self.device)
+        # Per row: the request (len(requests) once it has ended), its seed, newest token, that token's
+        # position, and the number of response tokens so far; and its newest tokens, for stop texts.
+        self.state = torch.zeros(5, self.max_batch, dtype=torch.int64, device=self.device)
         self.request, self.seed, self.token, self.position, self.count = self.state
-        self.newest: Tensor | None = None
-        if self.stopping.texts:
-            self.newest = torch.full(
-                (self.max_batch, self.stopping.window), -1, dtype=torch.int64, device=device
-            )
+        self.newest = self.token.new_full((self.max_batch, stopping.window), -1)
         # Per step: requests, tokens, log-probabilities.
         self.records: list[tuple[Tensor, Tensor, Tensor]] = []
         self.stopped: set[int] = set()
 
-    def run(self) -> list[Completion]:
-        """Return one completion per request. Raises EngineError where logits are NaN."""
-        while not self.engine.aborted.is_set():
-            if self.waiting and self._worth_admitting():
+    def run(self, aborted: threading.Event) -> list[Completion]:
+        """Return one completion per request. Raises FloatingPointError at NaN logits, with the place."""
+        while not aborted.is_set() and (self.waiting or self.cache.rows):
+            # Rows are filled where enough of them are free to pay for a prefill, or the batch has run empty.
+            free = self.max_batch - self.cache.rows
+            enough = max(len(self.waiting[-1][1]), self.max_batch // 4) if self.waiting else free + 1
+            if not self.cache.rows or free >= enough:
                 self._admit()
-            elif self.cache.rows:
-                self._step()
             else:
-                break
+                self._step()
             self._sweep()
         return self._completions()
-
-    def _worth_admitting(self) -> bool:
-        """Return whether enough rows are free to pay for a prefill, or the batch has run empty."""
-        free = self.max_batch - self.cache.rows
-        return not self.cache.rows or free >= max(len(self.waiting[-1][1]), self.max_batch // 4)
 
     def _admit(self) -> None:
         """Prefill waiting prompts while their responses fit, and choose each response's first token."""
@@ -357,15 +333,14 @@ class DecodeLoop:
         self.seed[rows] = self.seeds[self.request[rows]]
         self.position[rows] = lengths[source] - 1
         self.count[rows] = 0
-        if self.newest is not None:
-            self.newest[rows] = -1
+        self.newest[rows] = -1
         logits = self.head(hidden[torch.arange(len(groups), device=device), lengths - 1])
         self._choose(rows, logits[source])
 
     def _step(self) -> None:
         """Feed every row's newest token and choose the next."""
         cache = self.cache
-        if cache.column == cache.columns:
+        if cache.column == cache.mask.shape[1]:
             self._make_room(0)
         rows = slice(0, cache.rows)
         hidden = self.body(
@@ -379,34 +354,30 @@ class DecodeLoop:
         self._choose(rows, self.head(hidden[:, 0]))
 
     def _choose(self, rows: slice, logits: Tensor) -> None:
-        """Choose the next token of `rows` from logits [rows, vocab]; rows that end with it get request len(requests)."""
+        """Choose the next token of `rows` from logits [rows, vocab]; ended rows get request len(requests)."""
         request, count = self.request[rows], self.count[rows]
         token, logprob = choose(logits, self.seed[rows], count, self.params)
         self.records.append((request.clone(), token, logprob))
         self.token[rows] = token
         self.position[rows] += 1
         count += 1
-        if self.newest is not None:
+        if self.stopping.texts:
             self._stop_texts(rows, token)
         request.masked_fill_(self.stopping.eos[token] | (count >= self.params.max_tokens), len(self.requests))
 
     def _stop_texts(self, rows: slice, token: Tensor) -> None:
-        """End rows whose newest tokens hold a stop text. Only rows whose token can complete one are turned into text."""
-        assert self.newest is not None and self.stopping.candidates is not None
+        """End rows whose newest tokens hold a stop text. Only those that may complete one are decoded."""
         request, window = self.request[rows], self.newest[rows]
         window.copy_(torch.cat([window[:, 1:], token[:, None]], dim=1))
         look = (self.stopping.candidates[token] & (request < len(self.requests))).nonzero()[:, 0]
-        ended = []
-        for row, tail in zip(look.tolist(), window[look].tolist(), strict=True):
-            text = self.stopping.decode([t for t in tail if t >= 0])
-            if any(stop in text for stop in self.stopping.texts):
-                ended.append(row)
+        tails = zip(look.tolist(), window[look].tolist(), strict=True)
+        ended = [row for row, tail in tails if self.stopping.found_in(tail)]
         if ended:
             self.stopped.update(request[ended].tolist())
             request[ended] = len(self.requests)
 
     def _sweep(self) -> None:
-        """Drop ended rows once they are more than a sixteenth: live rows from the end move into their places."""
+        """Drop ended rows once they are over a sixteenth: live rows from the end take their places."""
         rows = self.cache.rows
         live = self.request[:rows] < len(self.requests)
         status = int(live.sum() + self.records[-1][2].isnan().any() * _NAN)
@@ -414,30 +385,24 @@ class DecodeLoop:
             requests, _, logprobs = self.records[-1]
             request = int(requests[logprobs.isnan()][0])
             token = sum(int((ids == request).sum()) for ids, _, _ in self.records) - 1
-            raise EngineError(
-                f"rollout: NaN logits in row {request}, response token {token}, with weight version "
-                f"{self.engine.weight_version} (the weights or the last update are damaged; look at the update before "
-                "this version)"
-            )
+            raise FloatingPointError(f"row {request}, response token {token}")
         if rows - status <= rows // 16:
             return
         target = (~live[:status]).nonzero()[:, 0]
         source = live[status:].nonzero()[:, 0] + status
         self.cache.move(source, target, status)
         self.state[:, target] = self.state[:, source]
-        if self.newest is not None:
-            self.newest[target] = self.newest[source]
+        self.newest[target] = self.newest[source]
 
     def _make_room(self, prompt: int) -> None:
-        """Lay the cache out anew so that rows of `prompt` tokens fit before its column and some steps behind it. Growth is
-        geometric, but never beyond what the live rows can still need."""
+        """Lay the cache out anew so that rows of `prompt` tokens fit before its column and some steps behind
+        it. Growth is geometric, but never beyond what the live rows can still need."""
         cache = self.cache
-        used = (
-            int(self.position[: cache.rows].max()) if cache.rows else 0
-        )  # the newest token is not in the cache yet
+        # The newest token is not in the cache yet.
+        used = int(self.position[: cache.rows].max()) if cache.rows else 0
         cache.first = cache.column - used
         column = max(used, prompt)
-        if prompt > cache.column or cache.column == cache.columns or not cache.rows:
+        if prompt > cache.column or cache.column == cache.mask.shape[1] or not cache.rows:
             cache.relayout(column, min(column * 3 // 2 + 128, column + self.params.max_tokens))
 
     def _completions(self) -> list[Completion]:
@@ -463,15 +428,18 @@ class DecodeLoop:
 
 
 class KVCache:
-    """Keys and values per layer [rows, kv_heads, columns, dim], and the mask [rows, columns] (0 from a row's start, else -inf).
+    """Keys and values per layer [rows, kv_heads, columns, dim], and the mask [rows, columns] (0 from a row's
+    start, else -inf).
 
-    Rows are right-aligned: every row's newest token stands in the same column, a row's first token in its own start column,
-    so that one step of all rows is written with one copy and a row's mask never changes while it lives.
+    Rows are right-aligned: every row's newest token stands in the same column, a row's first token in its own
+    start column, so that one step of all rows is written with one copy and a row's mask never changes while
+    it lives.
 
     What attention sees starts at a multiple of ALIGNMENT columns: those before the first row's start are masked.
 
-    Passed to transformers' forward as `past_key_values`, whose attention layers call only `update`. While `prefilling`,
-    keys and values are set aside for `place`; otherwise the one new column is written at `column`."""
+    Passed to transformers' forward as `past_key_values`, whose attention layers call only `update`. While
+    `prefilling`, keys and values are set aside for `place`; otherwise the one new column is written at
+    `column`."""
 
     def __init__(self, config: Any, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         heads, layers = config.num_attention_heads, config.num_hidden_layers
@@ -486,11 +454,6 @@ class KVCache:
         self.align = ALIGNMENT[device.type]
         self.prefilling = False
         self._aside: list[tuple[Tensor, Tensor]] = []
-
-    @property
-    def columns(self) -> int:
-        """Return the columns that it has room for."""
-        return self.mask.shape[1]
 
     def update(
         self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
@@ -511,12 +474,13 @@ class KVCache:
         return self.first // self.align * self.align
 
     def decode_mask(self) -> Tensor:
-        """Return the additive mask [rows, 1, 1, columns that attention sees] of the next step, its own token included."""
+        """Return the additive mask [rows, 1, 1, columns that attention sees] of the next step."""
         return self.mask[: self.rows, None, None, self._seen_from : self.column + 1]
 
     def place(self, lengths: Tensor, source: Tensor) -> None:
-        """Append one row per entry of `source`: prompt source[i] of the prefill just run, lengths[source[i]] tokens long, ending
-        before `column` (the caller made room). lengths: int64 [prompts]; source: int64 [new rows]."""
+        """Append one row per entry of `source`: prompt source[i] of the prefill just run, lengths[source[i]]
+        tokens long, ending before `column` (the caller made room). lengths: int64 [prompts]; source: int64
+        [new rows]."""
         width = self._aside[0][0].shape[2]
         new = slice(self.rows, self.rows + source.numel())
         left = self.column - width
@@ -543,7 +507,7 @@ class KVCache:
         self.rows = rows
 
     def relayout(self, column: int, columns: int) -> None:
-        """Move the live content so that the next token's column becomes `column`, in a cache of at least `columns`."""
+        """Move the live content so that the next token's column is `column`, in a cache of at least `columns`."""
         used = self.column - self.first
         first = column - used
         columns = -(-columns // self.align) * self.align
@@ -564,11 +528,11 @@ class KVCache:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Implement transformers' attention interface: query [rows, heads, q, dim], key and value [rows, kv_heads, k, dim] ->
-    [rows, q, heads, dim].
+    """Implement transformers' attention interface: query [rows, heads, q, dim], key and value [rows,
+    kv_heads, k, dim] -> [rows, q, heads, dim].
 
-    In decoding (q = 1) the query heads that share a key head are treated as queries of one head, so that grouped keys are
-    never repeated. Without a mask (prefill) attention is causal."""
+    In decoding (q = 1) the query heads that share a key head are treated as queries of one head, so that
+    grouped keys are never repeated. Without a mask (prefill) attention is causal."""
     rows, heads, length, dim = query.shape
     kv_heads = key.shape[1]
     scale = kwargs["scaling"]

@@ -62,7 +62,8 @@ class WeightSync:
         self.asleep: set[str] = set()
         self._events: list[str] = []
         self._restarted = False  # this rank's engine was started again, and nothing of it sleeps
-        self._release()
+        for staging in memory:
+            staging.release()
 
     @property
     def nbytes(self) -> int:
@@ -73,14 +74,13 @@ class WeightSync:
         """Write the actor's present weights into all engines, which then carry `version`."""
         self.failures, self.version = 0, version
         failures, stats = self._update(_Guard(True))
-        if any(failures):
-            self.recover(failures)
+        self.recover(failures)
         return stats
 
     def recover(self, failures: Failures) -> None:
-        """Start the engines of the ranks that met a failure again and give them the weights of `version`, which the actor
-        must still have; their unfinished requests continue. Raises EngineError on every rank once there were too many
-        failures."""
+        """Start the engines of the ranks that met a failure again and give them the weights of `version`,
+        which the actor must still have; their unfinished requests continue. Raises EngineError on every rank
+        once there were too many failures."""
         while any(failures):
             failures, _ = self._update(_Guard(self._restart(failures)))
 
@@ -104,22 +104,19 @@ class WeightSync:
         guard = _Guard(True)
         self._await_ready(guard)
         guard(call, tags)
-        failures = gather_objects(self.runtime, guard.failure)
-        while any(failures):
+        while any(failures := gather_objects(self.runtime, guard.failure)):
             self.complete = False
             guard = _Guard(self._restart(failures))
             self._await_ready(guard)
-            failures = gather_objects(self.runtime, guard.failure)
 
     def _restart(self, failures: Failures) -> bool:
-        """Return whether this rank's engine failed, and begin its start if so. Raises EngineError on every rank once
-        there were too many failures."""
+        """Return whether this rank's engine failed, and begin its start if so. Raises EngineError on every
+        rank once there were too many failures."""
         for rank, failure in enumerate(failures):
             if failure is not None:
                 self.failures += 1
-                self._events.append(
-                    f"engine of rank {rank} failed ({self.failures} of at most {self.max_failures}): {failure}"
-                )
+                count = f"{self.failures} of at most {self.max_failures}"
+                self._events.append(f"engine of rank {rank} failed ({count}): {failure}")
                 last = failure
         if self.failures > self.max_failures:
             error = EngineError(
@@ -137,7 +134,7 @@ class WeightSync:
         return failed
 
     def _await_ready(self, guard: _Guard) -> None:
-        """Wait until the guarded engines of all ranks are ready; those started again sleep as far as the others do."""
+        """Wait until all guarded engines are ready; those started again sleep as far as the others do."""
         # An engine may take longer to start than any rank may wait in a collective.
         while not all(gather_objects(self.runtime, guard(self.engine.ready, READY_WAIT) is not False)):
             pass
@@ -146,7 +143,7 @@ class WeightSync:
         self._restarted = False
 
     def _update(self, guard: _Guard) -> tuple[Failures, TransferStats]:
-        """Update the weights of the guarded engines once. The memory of the others is written too, and not read."""
+        """Update the weights of the guarded engines once. The others' memory is written, and not read."""
         self._await_ready(guard)
         total = TransferStats(0, 0, 0, 0.0)
         failures: Failures = []
@@ -162,13 +159,9 @@ class WeightSync:
             guard(self.engine.load_bucket, bucket, handles, self.version)
             if bucket == len(self.transfers) - 1:
                 guard(self.engine.end_update, self.version)
-            failures = gather_objects(
-                self.runtime, guard.failure
-            )  # ... and nobody writes before all have read.
-        self._release()
-        self.complete = not any(failures)
-        return failures, total
-
-    def _release(self) -> None:
+            # ... and nobody writes before all have read.
+            failures = gather_objects(self.runtime, guard.failure)
         for memory in self.memory:
             memory.release()
+        self.complete = not any(failures)
+        return failures, total

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.config.errors import CheckpointError
 from megarl.config.schema import Config, OverlongConfig
-from megarl.data.reader import read_prompts
+from megarl.data.prompts import read_prompts
 from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime

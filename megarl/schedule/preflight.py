@@ -15,7 +15,7 @@ from megarl.config.check import check_config
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import read_json
 from megarl.config.schema import Config, RewardConfig
-from megarl.data.reader import validate_files
+from megarl.data.prompts import validate_files
 from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here, without_tokenizer_threads
 from megarl.parallel.machine import (

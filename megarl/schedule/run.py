@@ -16,8 +16,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.phases import never_offloaded
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
-from megarl.data.prompts import PromptSampler
-from megarl.data.reader import ReadReport, read_pairs, read_prompts
+from megarl.data.prompts import PromptSampler, ReadReport, read_pairs, read_prompts
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import barrier

@@ -12,8 +12,7 @@ from torch import Tensor
 from megarl.algorithms.advantages import response_lengths
 from megarl.algorithms.losses import token_weights
 from megarl.config.schema import Config
-from megarl.data.experience import Experience
-from megarl.data.packing import balance, cost, even_length, pack
+from megarl.data.experience import Experience, balance, cost, even_length, pack
 from megarl.model.builder import Actor, Critic
 from megarl.model.fp8 import pack_multiple
 from megarl.parallel.runtime import Runtime

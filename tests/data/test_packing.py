@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.packing import balance, cost, even_length, pack
+from megarl.data.experience import balance, cost, even_length, pack
 
 
 def lengths_of_responses(n: int, seed: int) -> list[int]:

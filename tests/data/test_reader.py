@@ -18,13 +18,13 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import DataConfig
-from megarl.data.prompts import Prompt, prompt_uid
-from megarl.data.reader import ReadReport, read_pairs, read_prompts, validate_files
+from megarl.data.prompts import Prompt, ReadReport, prompt_uid, read_pairs, read_prompts, validate_files
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 CHAT = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 GOLDEN_UID = 4981130434963473459
 
@@ -244,11 +244,11 @@ def test_supervised_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) ->
     reasons = ["no response in response", "response is not a text", "longer than data.max_prompt_tokens 64"]
     assert [(row.row, row.reason) for row in report.rejected] == list(zip((3, 4, 5), reasons, strict=True))
     llama = byte_tokenizer(bos=True)
-    prompt, response = read_pairs([file], raw(max_prompt_tokens=64), "response", llama)[0]
+    prompt, response = read_pairs([file], raw(max_prompt_tokens=64), "response", llama, ReadReport())[0]
     assert prompt[0] == 257 and 257 not in response
     llama.eos_token = None
     with pytest.raises(ConfigError, match=r"^model\.path: .*end-of-sequence"):
-        read_pairs([file], raw(), "response", llama)
+        read_pairs([file], raw(), "response", llama, ReadReport())
 
 
 def bad_files(folder: Path) -> list[tuple[Path, str]]:
@@ -319,7 +319,8 @@ def test_bad_files_are_named_before_and_after_ranks_are_started(
 def test_the_check_before_ranks_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "good.jsonl", {"question": "q", "answer": "1"})
     code = (
-        "import sys; from megarl.config.schema import DataConfig; from megarl.data.reader import validate_files\n"
+        "import sys; from megarl.config.schema import DataConfig\n"
+        "from megarl.data.prompts import validate_files\n"
         f"validate_files(DataConfig(train=({str(file)!r},)))\n"
         "sys.exit(bool({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
     )

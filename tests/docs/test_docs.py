@@ -311,7 +311,7 @@ def own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_own_task(own_task: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from megarl.data.reader import validate_files
+    from megarl.data.prompts import validate_files
     from megarl.rewards.pool import VerifierPool
 
     train, held_out = (

@@ -27,7 +27,7 @@ from megarl.config.errors import CheckpointError, MegarlError
 from megarl.config.files import check_index
 from megarl.config.schema import Config, DataConfig
 from megarl.data.experience import Experience, read_experience, read_made_from, write_experience
-from megarl.data.reader import validate_files
+from megarl.data.prompts import validate_files
 from megarl.model.hf_config import check_buildable
 from megarl.rewards import get_verifier
 from megarl.rewards.pool import judge

@@ -1,4 +1,5 @@
-"""What FP8 asks for is found out before a run, on a machine without a GPU: keys, sizes of matrices, devices, lengths of packs."""
+"""What FP8 asks for is found out before a run, on a machine without a GPU: keys, sizes of matrices, devices,
+lengths of packs."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def test_published_models_fit_every_recipe_at_tp_2(name: str) -> None:
     ],
 )
 def test_sizes(name: str, tp: int, recipe: str, side: str) -> None:
-    """The first side that is no multiple, by hand: 0.5B has 14 heads of 64, so 448 on a rank; 72B has 29568 / 8 = 3696 = 16 * 231."""
+    """The first side that is no multiple, by hand: 0.5B has 14 heads of 64, so 448 on a rank; 72B has 29568 /
+    8 = 3696 = 16 * 231."""
     config = make_config(tp, fp8={"format": "hybrid", "recipe": recipe})
     if not side:
         check_sizes(config, KNOWN_MODELS[name])

@@ -16,6 +16,18 @@ def plain(
     return table.gather(-1, labels[:, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
+def on_one_rank(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    words: int,
+    chunk: int,
+    temperature: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = {"vocab_start": 0, "vocab_shard_size": words, "chunk": chunk}
+    return vocab_parallel_logprobs(hidden, weight, labels, temperature=temperature, **sizes)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     tokens=st.integers(0, 23),
@@ -33,9 +45,7 @@ def test_equals_log_softmax(tokens: int, words: int, padding: int, chunk: int, h
     weight = torch.randn(words + padding, 5, generator=g).requires_grad_()
     labels = torch.randint(0, words, (tokens,), generator=g)
     factors = torch.randn(tokens, generator=g)
-    found, entropy = vocab_parallel_logprobs(
-        hidden, weight, labels, first_word=0, words=words, temperature=temperature, chunk=chunk
-    )
+    found, entropy = on_one_rank(hidden, weight, labels, words, chunk, temperature)
     (found * factors).sum().backward()
     exact_hidden = hidden.detach().double().requires_grad_()
     exact_weight = weight.detach().double().requires_grad_()
@@ -52,23 +62,20 @@ def test_chunks_change_nothing() -> None:
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(50, 8, generator=g), torch.randn(33, 8, generator=g)
     labels = torch.randint(0, 33, (50,), generator=g)
-    whole = vocab_parallel_logprobs(hidden, weight, labels, first_word=0, words=33, temperature=1.0, chunk=50)
+    whole = on_one_rank(hidden, weight, labels, 33, chunk=50)
     for chunk in (1, 7, 49):
-        parts = vocab_parallel_logprobs(
-            hidden, weight, labels, first_word=0, words=33, temperature=1.0, chunk=chunk
-        )
+        parts = on_one_rank(hidden, weight, labels, 33, chunk)
         assert all(torch.allclose(a, b, atol=5e-6) for a, b in zip(whole, parts, strict=True))
 
 
 def test_bf16_weights_cost_no_more_than_their_own_rounding() -> None:
-    """Logits are not rounded to bf16: against float64 of the same bf16 numbers, at a size where rounding moves log-probs by up to 0.04."""
+    """Logits are not rounded to bf16: against float64 of the same bf16 numbers, where rounding moves
+    log-probs by 0.04."""
     g = torch.Generator().manual_seed(3)
     hidden = torch.randn(48, 512, generator=g).bfloat16().requires_grad_()
     weight = (0.12 * torch.randn(700, 512, generator=g)).bfloat16().requires_grad_()
     labels = torch.randint(0, 700, (48,), generator=g)
-    found, entropy = vocab_parallel_logprobs(
-        hidden, weight, labels, first_word=0, words=700, temperature=1.0, chunk=256
-    )
+    found, entropy = on_one_rank(hidden, weight, labels, 700, chunk=256)
     found.sum().backward()
     exact_hidden, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     expected, expected_entropy = plain(exact_hidden, exact_weight, labels, 1.0)
@@ -76,13 +83,13 @@ def test_bf16_weights_cost_no_more_than_their_own_rounding() -> None:
     assert (found.double() - expected).abs().max() < 2e-5
     assert (entropy.double() - expected_entropy).abs().max() < 2e-5
     for tensor, exact in ((hidden, exact_hidden), (weight, exact_weight)):
-        assert (
-            tensor.grad.double() - exact.grad
-        ).norm() < 4e-3 * exact.grad.norm()  # a gradient is bf16: 2^-9 of each number
+        # A gradient is bf16: 2^-9 of each number.
+        assert (tensor.grad.double() - exact.grad).norm() < 4e-3 * exact.grad.norm()
 
 
 def test_no_array_of_all_logits() -> None:
-    """The largest tensor that the head makes, forward and backward, is a chunk's logits or as large as an input."""
+    """The largest tensor that the head makes, forward and backward, is a chunk's logits or as large as an
+    input."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     sizes: list[int] = []
@@ -90,32 +97,22 @@ def test_no_array_of_all_logits() -> None:
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             out = func(*args, **(kwargs or {}))
-            sizes.extend(
-                x.numel()
-                for x in (out if isinstance(out, (tuple, list)) else [out])
-                if isinstance(x, torch.Tensor)
-            )
+            outputs = out if isinstance(out, (tuple, list)) else [out]
+            sizes.extend(x.numel() for x in outputs if isinstance(x, torch.Tensor))
             return out
 
     tokens, words, chunk = 512, 1000, 16
     hidden = torch.randn(tokens, 8).requires_grad_()
     weight = torch.randn(words, 8).requires_grad_()
     with Watch():
-        logprobs, _ = vocab_parallel_logprobs(
-            hidden,
-            weight,
-            torch.randint(0, words, (tokens,)),
-            first_word=0,
-            words=words,
-            temperature=1.0,
-            chunk=chunk,
-        )
+        logprobs, _ = on_one_rank(hidden, weight, torch.randint(0, words, (tokens,)), words, chunk)
         logprobs.sum().backward()
     assert max(sizes) <= max(chunk * words, hidden.numel(), weight.numel()) < tokens * words / 8
 
 
-def test_a_vocabulary_split_over_ranks_one_of_which_has_no_word(ranks) -> None:  # type: ignore[no-untyped-def]
-    """Log-probs, entropy and gradients of the whole vocabulary, on two ranks of which the second has only padding, or 13 words."""
+def test_a_vocabulary_split_over_ranks_one_of_them_without_any(ranks) -> None:  # type: ignore[no-untyped-def]
+    """Log-probs, entropy and gradients of the whole vocabulary, on two ranks of which the second has only
+    padding, or 13 words."""
     for first in (33, 20):
         answers = ranks(2, 1, 1).run(on_ranks, shards=[first, 33 - first], padding=2)
         for found, expected in answers:
@@ -142,7 +139,7 @@ def on_ranks(runtime, shards: list[int], padding: int):  # type: ignore[no-untyp
     mine = hidden.clone().requires_grad_()
     group = parallel_state.get_tensor_model_parallel_group()
     found = vocab_parallel_logprobs(
-        mine, shard, labels, first_word=first, words=words, temperature=0.7, chunk=7, group=group
+        mine, shard, labels, vocab_start=first, vocab_shard_size=words, temperature=0.7, chunk=7, group=group
     )
     (found[0] * factors).sum().backward()
     dist.all_reduce(mine.grad, group=group)

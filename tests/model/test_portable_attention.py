@@ -18,7 +18,7 @@ def make_cu_seqlens(lengths: list[int]) -> torch.Tensor:
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=40))
 def test_plan_covers_every_token_once(lengths: list[int]) -> None:
     cu_seqlens = make_cu_seqlens(lengths)
-    plan = plan_attention(cu_seqlens)
+    plan = plan_attention(cu_seqlens, torch.device("cpu"))
     places = plan.packed_from_padded
     assert places.unique().numel() == sum(lengths), "two tokens share a place"
     assert torch.equal(plan.padded_from_packed[places], torch.arange(sum(lengths)))

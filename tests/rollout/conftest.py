@@ -14,6 +14,7 @@ from tests.engines import load_folder
 from tests.tiny_models import make_tiny_model
 
 FAMILIES = ["qwen2", "qwen3", "llama"]
+TINIEST = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 16, "head_dim": 8}
 EOS = 1
 
 
@@ -24,12 +25,12 @@ def one_thread():
 
 @pytest.fixture(scope="module", autouse=True)
 def gather_by_runtime() -> Iterator[None]:
-    """Ranks are threads, or there is one: what they exchange goes by way of the runtime that the test gives."""
+    """Ranks are threads, or there is one: what they exchange goes by way of the runtime that the test
+    gives."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("sampler", "weight_sync"):
-            patch.setattr(
-                f"megarl.rollout.{module}.gather_objects", lambda runtime, value: runtime.gather(value)
-            )
+            name = f"megarl.rollout.{module}.gather_objects"
+            patch.setattr(name, lambda runtime, value: runtime.gather(value))
         yield
 
 

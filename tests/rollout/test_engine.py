@@ -1,4 +1,5 @@
-"""The transformers engine against transformers itself: greedy answers, log-probs, batches, stopping, and its life cycle."""
+"""The transformers engine against transformers itself: greedy answers, log-probs, batches, stopping, and its
+life cycle."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def test_long_responses_outgrow_the_cache_and_late_prompts_join(make_engine, ref
         relayout(cache, column, columns)
 
     monkeypatch.setattr(KVCache, "relayout", spy)
-    # 12 rows at once, prompts of 1 to 150 tokens, responses of up to 300: the cache grows, shifts and takes rows longer than itself.
+    # 12 rows at once, prompts of 1 to 150 tokens, responses of up to 300: the cache grows, shifts and takes
+    # rows longer than itself.
     asked = [
         Request(p, i)
         for i, p in enumerate(
@@ -156,7 +158,7 @@ def test_stop_texts(make_engine):
         ends = [
             n
             for n in range(1, len(alone.tokens) + 1)
-            if any(s in engine._text(alone.tokens[:n]) for s in stops)
+            if any(s in engine.tokenizer.decode(alone.tokens[:n], skip_special_tokens=True) for s in stops)
         ]
         assert cut.tokens == alone.tokens[: ends[0] if ends else None]
         assert cut.finish == ("stop" if ends else alone.finish)

@@ -1,4 +1,5 @@
-"""Dynamic sampling: which groups a step keeps, against a plain restatement of the rule; state that survives JSON."""
+"""Dynamic sampling: which groups a step keeps, against a plain restatement of the rule; state that survives
+JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def group(uid: int, correct: int, version: int = 0) -> Group:
 
 
 def drive(collector: GroupCollector, outcomes: list[int]) -> list[int]:
-    """Offers groups with `outcomes` right answers, in order (then mixed ones for ever); returns the sizes of the generation batches."""
+    """Offer groups with `outcomes` right answers, in order (then mixed ones for ever); return the batches'
+    sizes."""
     batches, at = [], 0
     while n := collector.next_batch():
         collector.offer([group(i, outcomes[i] if i < len(outcomes) else 1) for i in range(at, at + n)])
@@ -69,19 +71,17 @@ def test_accepts_mixed_groups_in_prompt_order(outcomes, prompts, limit, surplus,
     assert len(batches) <= limit and all(n <= max(prompts, -(-prompts * oversample // 1)) for n in batches)
     if len(batches) < limit:
         assert len(order) >= prompts
-    stats = collector.stats()
-    assert stats["rollout/groups_kept"] == len(mixed)
-    assert stats["rollout/groups_all_right"] == offered.count(SIZE) and stats[
-        "rollout/groups_all_wrong"
-    ] == offered.count(0)
-    assert (
-        stats["rollout/prompts"] == len(offered)
-        and stats["rollout/batches"] == len(batches)
-        and stats["rollout/surplus"] == len(kept)
-    )
-    assert stats["rollout/tokens"] == len(offered) * (2 + 3 + 4)
     wasted = len(offered) - sum(g.prompt.uid < 1000 for g in (*groups, *kept))
-    assert stats["rollout/waste"] == pytest.approx(wasted / max(len(offered), 1))
+    assert collector.stats() == {
+        "rollout/groups_kept": len(mixed),
+        "rollout/groups_all_right": offered.count(SIZE),
+        "rollout/groups_all_wrong": offered.count(0),
+        "rollout/batches": len(batches),
+        "rollout/prompts": len(offered),
+        "rollout/tokens": len(offered) * (2 + 3 + 4),
+        "rollout/waste": pytest.approx(wasted / max(len(offered), 1)),
+        "rollout/surplus": len(kept),
+    }
 
 
 @given(st.lists(st.integers(0, SIZE), max_size=40), st.integers(1, 12))
@@ -103,19 +103,15 @@ def test_refills_are_sized_by_the_acceptance_rate():
 
 def test_the_limit_stops_with_a_message_where_asked():
     config = DynamicSamplingConfig(enabled=True, max_batches=2, at_limit="stop")
-    with pytest.raises(
-        DataError, match=r"max_batches: after 2 generation batches \(8 prompts\) only 1 of 4 groups"
-    ):
+    limit = r"max_batches: after 2 generation batches \(8 prompts\) only 1 of 4 groups"
+    with pytest.raises(DataError, match=limit):
         drive(GroupCollector(4, config), [0, 1, 0, 0, SIZE, 0, 0, 0])
-    assert drive(GroupCollector(4, config), [0, 1, 1, 0, 1, 0, 1]) == [
-        4,
-        4,
-    ]  # full at the limit: no reason to stop
+    # Full at the limit: no reason to stop.
+    assert drive(GroupCollector(4, config), [0, 1, 1, 0, 1, 0, 1]) == [4, 4]
     collector = GroupCollector(4, config)
     failed = [replace(response, error="TypeError: no") for response in group(0, 0).responses]
-    with pytest.raises(
-        ConfigError, match=r"^reward\.verifier: it failed on every answer of 8 prompts: TypeError: no"
-    ):
+    broken = r"^reward\.verifier: it failed on every answer of 8 prompts: TypeError: no"
+    with pytest.raises(ConfigError, match=broken):
         while n := collector.next_batch():
             collector.offer([replace(group(i, 0), responses=failed) for i in range(n)])
 

@@ -1,4 +1,5 @@
-"""RolloutSampler with a real model on several ranks (threads with a barrier): same decisions whatever the split of the work."""
+"""RolloutSampler with a real model on several ranks (threads with a barrier): the same decisions however the
+work is split."""
 
 from __future__ import annotations
 
@@ -28,11 +29,13 @@ from megarl.rollout.sampler import RolloutSampler, RolloutWorker
 from megarl.rollout.sampling import SamplingParams
 from megarl.rollout.transformers_engine import TransformersEngine
 from tests.engines import load_folder
+from tests.rollout.conftest import TINIEST
 from tests.tiny_models import make_tiny_model
 
 
 class OddText:
-    """A rule that a random model meets now and then: right where the checksum of text and answer is even; some answers fail."""
+    """A rule that a random model meets now and then: right where the checksum of text and answer is even;
+    some fail."""
 
     def verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
         sums = [zlib.crc32((text + answer).encode()) for text, answer in items]
@@ -43,7 +46,8 @@ class OddText:
 
 
 class Meeting:
-    """all_gather among threads. A thread that never comes breaks the barrier after 20 s instead of hanging the test."""
+    """all_gather among threads. A thread that never comes breaks the barrier after 20 s instead of hanging
+    the test."""
 
     def __init__(self, world: int) -> None:
         self.barrier, self.values = threading.Barrier(world), [None] * world
@@ -62,16 +66,7 @@ class Meeting:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A tiny engine per rank, their tokenizer, and 9 prompts."""
-    folder = make_tiny_model(
-        tmp_path_factory.mktemp("model"),
-        "qwen3",
-        layers=1,
-        hidden=16,
-        heads=2,
-        kv_heads=1,
-        ffn=16,
-        head_dim=8,
-    )
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", **TINIEST)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     engines = []
     for rank in range(4):
@@ -84,7 +79,7 @@ def world(tmp_path_factory):
     return engines, tokenizer, prompts
 
 
-def config(tmp_path_factory, **sections) -> Config:
+def config(**sections) -> Config:
     rollout = {"prompts": 4, "group_size": 3, "max_response_tokens": 12, **sections.pop("rollout", {})}
     return Config(
         recipe="dapo",
@@ -147,11 +142,8 @@ def facts(batch: RolloutBatch) -> Any:
     limit=st.integers(1, 4),
     soft=st.booleans(),
 )
-def test_any_split_of_the_work_gives_the_same_run(
-    world, tmp_path_factory, ranks, prompts, group, dynamic, limit, soft
-):
+def test_any_split_of_the_work_gives_the_same_run(world, ranks, prompts, group, dynamic, limit, soft):
     settings_ = config(
-        tmp_path_factory,
         rollout={
             "prompts": prompts,
             "group_size": group,
@@ -164,9 +156,8 @@ def test_any_split_of_the_work_gives_the_same_run(
         assert [facts(batch) for batch in batches] == alone
 
 
-def test_rewards_flags_and_statistics(world, tmp_path_factory):
+def test_rewards_flags_and_statistics(world):
     settings_ = config(
-        tmp_path_factory,
         reward={"overlong": {"soft_punishment": True, "buffer": 6}, "correct": 1.0, "incorrect": 0.0},
     )
     batch = run_ranks(world, settings_, 1, steps=1)[0][0]
@@ -201,50 +192,39 @@ def test_rewards_flags_and_statistics(world, tmp_path_factory):
     assert batch.errors == ({"died": died} if died else {})
 
 
-def test_to_experience_is_build_with_the_columns(world, tmp_path_factory):
-    batch = run_ranks(world, config(tmp_path_factory), 1, steps=1)[0][0]
+def test_to_experience_is_build_with_the_columns(world):
+    batch = run_ranks(world, config(), 1, steps=1)[0][0]
     experience = batch.to_experience()
     prompts = [g.prompt.tokens for g in batch.groups for _ in g.responses]
     built = Experience.build(prompts, [r.tokens.tolist() for r in batch.responses])
     for name in ("tokens", "cu_seqlens", "response_mask"):
-        assert (
-            torch.equal(getattr(experience, name), getattr(built, name))
-            and getattr(experience, name).dtype == getattr(built, name).dtype
-        )
-    mask = experience.response_mask
-    assert torch.equal(
-        experience["engine_logprobs"][mask],
-        torch.cat([torch.from_numpy(r.logprobs) for r in batch.responses]),
-    )
-    assert not experience["engine_logprobs"][~mask].any() and bool(
-        (experience["engine_logprobs"][mask] < 0).all()
-    )
-    assert experience["rewards"].tolist() == [r.reward for r in batch.responses]
-    assert experience["correct"].tolist() == [r.correct for r in batch.responses]
-    assert experience["truncated"].tolist() == [r.truncated for r in batch.responses]
+        packed, expected = getattr(experience, name), getattr(built, name)
+        assert torch.equal(packed, expected) and packed.dtype == expected.dtype
+    mask, logprobs = experience.response_mask, experience["engine_logprobs"]
+    assert torch.equal(logprobs[mask], torch.cat([torch.from_numpy(r.logprobs) for r in batch.responses]))
+    assert not logprobs[~mask].any() and bool((logprobs[mask] < 0).all())
+    for column, name in (("rewards", "reward"), ("correct", "correct"), ("truncated", "truncated")):
+        assert experience[column].tolist() == [getattr(r, name) for r in batch.responses]
     assert experience["group_ids"].tolist() == [g for g in range(4) for _ in range(3)]
     assert experience["response_index"].tolist() == [0, 1, 2] * 4
     samples = batch.samples(world[1], 4)
     assert len(samples) == 4 and set(samples) <= set(range(6)) and {0, 1, 2} <= set(samples)
     for row, sample in samples.items():
         response, group = batch.responses[row], batch.groups[row // 3]
-        assert (sample.length, sample.reward, sample.prompt) == (
-            response.tokens.size,
-            response.reward,
-            group.prompt.text,
-        )
+        seen = (sample.length, sample.reward, sample.prompt)
+        assert seen == (response.tokens.size, response.reward, group.prompt.text)
         assert sample.response == world[1].decode(response.tokens.tolist(), skip_special_tokens=True)
         assert (sample.group_size, sample.group_right) == (3, sum(r.correct for r in group.responses))
 
 
-def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world, tmp_path_factory):
-    settings_ = config(tmp_path_factory, rollout={"dynamic_sampling": {"enabled": True, "max_batches": 3}})
+def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world):
+    settings_ = config(rollout={"dynamic_sampling": {"enabled": True, "max_batches": 3}})
 
     def through_json(sampler: RolloutSampler) -> list[RolloutBatch]:
         batches = []
         for step in range(5):
             batches.append(sampler.collect(step))
-            state = json.loads(json.dumps(sampler.state_dict()))
+            state = json.loads(json.dumps(sampler.snapshot()()))
             sampler.surplus = []
             sampler.load_state_dict(state)
         return batches
@@ -257,18 +237,16 @@ def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world, tmp_path_fa
         assert torch.equal(a.to_experience()["engine_logprobs"], b.to_experience()["engine_logprobs"])
 
 
-def test_a_prompt_drawn_twice_in_a_step_gets_other_responses(world, tmp_path_factory):
-    batch = run_ranks(
-        world, config(tmp_path_factory, rollout={"prompts": 18, "max_response_tokens": 30}), 1, steps=1
-    )[0][0]
+def test_a_prompt_drawn_twice_in_a_step_gets_other_responses(world):
+    twice = config(rollout={"prompts": 18, "max_response_tokens": 30})
+    batch = run_ranks(world, twice, 1, steps=1)[0][0]
     for first, second in zip(batch.groups[:9], batch.groups[9:], strict=True):
         assert first.prompt.uid == second.prompt.uid
-        assert {tuple(r.tokens) for r in first.responses}.isdisjoint(
-            tuple(r.tokens) for r in second.responses if r.tokens.size > 2
-        )
+        again = {tuple(r.tokens) for r in second.responses if r.tokens.size > 2}
+        assert again.isdisjoint(tuple(r.tokens) for r in first.responses)
 
 
-def test_an_error_of_one_rank_is_raised_on_all(world, tmp_path_factory):
+def test_an_error_of_one_rank_is_raised_on_all(world):
     engines, _, _ = world
 
     def broken(sampler: RolloutSampler) -> None:
@@ -276,25 +254,23 @@ def test_an_error_of_one_rank_is_raised_on_all(world, tmp_path_factory):
             sampler.worker.engine = TransformersEngine(engines[2].folder)  # never started
         sampler.collect(0)
 
-    errors = run_ranks(world, config(tmp_path_factory), 3, steps=0, act=broken)
+    errors = run_ranks(world, config(), 3, steps=0, act=broken)
     assert [type(e) for e in errors] == [EngineError] * 3 and all("not started" in str(e) for e in errors)
 
 
-def test_ranks_with_different_weights_are_found(world, tmp_path_factory):
+def test_ranks_with_different_weights_are_found(world):
     engines, _, _ = world
     engines[1].end_update(4)
     try:
-        errors = run_ranks(world, config(tmp_path_factory), 2, steps=1)
+        errors = run_ranks(world, config(), 2, steps=1)
     finally:
         engines[1].end_update(3)
     assert all(isinstance(e, EngineError) and "different weight versions: [3, 4]" in str(e) for e in errors)
 
 
-def test_evaluation(world, tmp_path_factory):
-    settings_, (_, tokenizer, problems) = (
-        config(tmp_path_factory, evaluation={"samples": 5, "top_p": 0.9}),
-        world,
-    )
+def test_evaluation(world):
+    settings_ = config(evaluation={"samples": 5, "top_p": 0.9})
+    _, tokenizer, problems = world
     alone, *_ = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(problems))
     for result in run_ranks(world, settings_, 3, 0, act=lambda s: s.evaluate(problems)):
         assert result.table() == alone.table() and result.stats() == alone.stats()
@@ -311,39 +287,27 @@ def test_evaluation(world, tmp_path_factory):
     assert stats["eval/majority"] == pytest.approx(np.mean([row["majority"] for row in alone.table()]))
     assert stats["eval/length_mean"] == pytest.approx(np.mean([a["length"] for a in answers]))
     assert (stats["eval/k"], stats["eval/problems"]) == (5, 9)
-    greedy = run_ranks(
-        world,
-        settings_,
-        1,
-        0,
-        act=lambda s: s.evaluate(problems, k=2, params=SamplingParams(6, temperature=0)),
-    )[0]
+    params = SamplingParams(6, temperature=0)
+    greedy = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(problems, k=2, params=params))[0]
     assert all(np.array_equal(g.responses[0].tokens, g.responses[1].tokens) for g in greedy.groups)
     again = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(problems + problems[:2]))[0].groups
-    assert any(
-        not np.array_equal(a.tokens, b.tokens)
-        for a, b in zip(again[0].responses, again[9].responses, strict=True)
-    )
+    pairs = zip(again[0].responses, again[9].responses, strict=True)
+    assert any(not np.array_equal(a.tokens, b.tokens) for a, b in pairs)
 
 
-def test_evaluation_needs_a_problem(world, tmp_path_factory):
-    error = run_ranks(world, config(tmp_path_factory), 1, 0, act=lambda s: s.evaluate([]))[0]
+def test_evaluation_needs_a_problem(world):
+    error = run_ranks(world, config(), 1, 0, act=lambda s: s.evaluate([]))[0]
     assert isinstance(error, DataError) and str(error).startswith("data.eval:")
 
 
-def test_with_the_real_verifier_pool(world, tmp_path_factory):
-    settings_ = config(tmp_path_factory, rollout={"dynamic_sampling": {"enabled": True, "max_batches": 2}})
+def test_with_the_real_verifier_pool(world):
+    dynamic = {"enabled": True, "max_batches": 2}
+    settings_ = config(rollout={"dynamic_sampling": dynamic})
     with VerifierPool("dapo") as pool:
         batch = run_ranks(world, settings_, 1, steps=1, verifiers=[pool])[0][0]
-        assert (
-            batch.stats["reward/accuracy"] == 0
-            and batch.stats["rollout/groups_all_wrong"] == batch.stats["rollout/prompts"] == 8
-        )
-        assert len(batch.groups) == 4 and {r.reward for r in batch.responses} == {
-            -1.0
-        }  # filled up with rejected groups
-        strict = config(
-            tmp_path_factory,
-            rollout={"dynamic_sampling": {"enabled": True, "max_batches": 2, "at_limit": "stop"}},
-        )
+        assert batch.stats["reward/accuracy"] == 0
+        assert batch.stats["rollout/groups_all_wrong"] == batch.stats["rollout/prompts"] == 8
+        # Filled up with rejected groups.
+        assert len(batch.groups) == 4 and {r.reward for r in batch.responses} == {-1.0}
+        strict = config(rollout={"dynamic_sampling": {**dynamic, "at_limit": "stop"}})
         assert isinstance(run_ranks(world, strict, 1, steps=1, verifiers=[pool])[0], DataError)

@@ -138,7 +138,8 @@ def test_no_array_of_float64_as_large_as_the_logits():
 
 
 def test_draws_are_those_of_the_runs_before():
-    """Fixed numbers, from the code as it was on 2026-11-21: a change would change every run that is repeated or resumed."""
+    """Fixed numbers, from the code as it was on 2026-11-21: a change would change every run that is repeated
+    or resumed."""
     g = torch.Generator().manual_seed(5)
     logits = 2 * torch.randn(32, 900, generator=g)
     for params, expected in ((SamplingParams(1), DRAWN), (SamplingParams(1, 0.8, 0.6), NUCLEUS)):

@@ -1,5 +1,5 @@
-"""Dynamic sampling on an engine whose responses end one by one, in any order: which groups are accepted does not depend on it.
-And answers of SGLang that cannot be answers."""
+"""Dynamic sampling on an engine whose responses end one by one, in any order: which groups are accepted does
+not depend on it. And answers of SGLang that cannot be answers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from megarl.rollout.sglang import SGLangEngine
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.weight_sync import Failures
 from tests.engines import load_folder
+from tests.rollout.conftest import TINIEST
 from tests.tiny_models import make_tiny_model
 
 
 class OutOfOrder(TransformersEngine):
-    """The transformers engine, whose answers are handed out a few at a time in an order of chance; what is aborted has got half-way."""
+    """The transformers engine, whose answers are handed out a few at a time, in an order of chance; what is
+    aborted has got half-way."""
 
     streams = True
     chance = random.Random(0)
@@ -60,12 +62,11 @@ class OutOfOrder(TransformersEngine):
         return len(getattr(self, "ready_made", {}))
 
     def abort(self) -> list[tuple[int, Completion]]:
-        ended = [
-            (n, Completion(c.tokens[: len(c.tokens) // 2], c.logprobs[: len(c.tokens) // 2]))
-            for n, c in self.ready_made.items()
-        ]
-        for _, completion in ended:
-            completion.versions = [self.weight_version] * len(completion.tokens)
+        ended = []
+        for number, whole in self.ready_made.items():
+            half = len(whole.tokens) // 2
+            versions = [self.weight_version] * half
+            ended.append((number, Completion(whole.tokens[:half], whole.logprobs[:half], versions=versions)))
         self.ready_made.clear()
         return ended
 
@@ -77,16 +78,7 @@ class OddText:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = make_tiny_model(
-        tmp_path_factory.mktemp("model"),
-        "qwen3",
-        layers=1,
-        hidden=16,
-        heads=2,
-        kv_heads=1,
-        ffn=16,
-        head_dim=8,
-    )
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", **TINIEST)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [Prompt(i, f"{i}+1=?", tuple(tokenizer(f"{i}+1=?").input_ids), "") for i in range(200)]
     return folder, tokenizer, prompts
@@ -95,7 +87,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def collect(
     world: Any, order: int, steps: int = 4, fail_after: int = 0, **rollout: Any
 ) -> tuple[list[Any], list[Failures]]:
-    """The uids of each step's groups with their responses' tokens; and the failures that were to be recovered from."""
+    """The uids of each step's groups with their responses' tokens; and the failures that were to be recovered
+    from."""
     folder, tokenizer, prompts = world
     engine = OutOfOrder(folder, eos_ids=range(1, 60))
     engine.start()
@@ -120,7 +113,7 @@ def collect(
     for step in range(steps):
         engine.weight_version = 7 + step
         batch = sampler.collect(step)
-        state = sampler.state_dict()
+        state = sampler.snapshot()()
         sampler.returned = []
         sampler.load_state_dict(state)
         steps_.append(
@@ -140,9 +133,8 @@ def test_what_is_accepted_does_not_depend_on_what_ends_first(world: Any) -> None
     for order in range(1, 5):
         assert collect(world, order)[0] == first
     uids = [uid for step in first for uid, _ in step]
-    assert uids == sorted(uids) and len(uids) == len(
-        set(uids)
-    )  # in the order of the prompts, of which none is lost or used twice
+    # In the order of the prompts, of which none is lost or used twice.
+    assert uids == sorted(uids) and len(uids) == len(set(uids))
 
 
 def test_partial_responses_go_on_in_the_next_step(world: Any) -> None:
@@ -175,17 +167,11 @@ def test_a_failure_costs_nothing_but_time(world: Any) -> None:
     ],
 )
 def test_nonsense_is_found(answer: Any, message: str, tmp_path: Path) -> None:
-    config = Config(
-        recipe="dapo",
-        run_dir=tmp_path,
-        steps=1,
-        model={"path": tmp_path},
-        rollout={"engine": "sglang", "engine_tp": 2},
-    )
+    rollout = {"engine": "sglang", "engine_tp": 2}
+    config = Config(recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout=rollout)
     engine = SGLangEngine(config, {"vocab_size": 307}, 3, torch.device("cpu"), (1,))  # never started
     engine.weight_version = 4
-    assert engine._completion(Request((7,), 0), ([5], [-1.0], "stop", "4")) == Completion(
-        [5], [-1.0], "stop", [4]
-    )
+    good = engine._completion(Request((7,), 0), ([5], [-1.0], "stop", "4"))
+    assert good == Completion([5], [-1.0], "stop", [4])
     with pytest.raises(EngineFailure, match=message):
         engine._completion(Request((7,), 0), answer)

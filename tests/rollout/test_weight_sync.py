@@ -1,4 +1,5 @@
-"""Weight sync to SGLang on GPUs as far as it needs none: memory, messages and handles, from the real plans of 32B models."""
+"""Weight sync to SGLang on GPUs as far as it needs none: memory, messages and handles, from the real plans of
+32B models."""
 
 from __future__ import annotations
 
@@ -116,7 +117,8 @@ def test_a_weight_sync_takes_what_is_planned_and_gives_it_back(
 
 @pytest.fixture
 def fake_job() -> Iterator[Any]:
-    """Megarl's start as a rank of a job whose other ranks are not there; gives the members of the groups in which it sums, in order."""
+    """Megarl's start as a rank of a job whose other ranks are not there; gives the members of the groups in
+    which it sums, in order."""
 
     def start(rank: int, layout: Layout) -> list[list[int]]:
         cpu_platform.install()
@@ -144,7 +146,8 @@ def fake_job() -> Iterator[Any]:
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_no_transfer_is_the_first_use_of_a_group(sizes: tuple[int, int, int, int], fake_job: Any) -> None:
-    """Messages go through the job's group; NCCL would make its communicator with those ranks alone that have some, and wait for ever."""
+    """Messages go through the job's group; NCCL would make its communicator with those ranks alone that have
+    some, and wait for ever."""
     config, layout, plan = planned(*sizes)
     (first, _), *_ = SGLangEngine(config, HF, 1, META, (1,)).buckets(plan, Staging(META))
     everyone = list(range(layout.world))
@@ -163,8 +166,8 @@ def test_no_transfer_is_the_first_use_of_a_group(sizes: tuple[int, int, int, int
 
 
 def test_a_handle_is_of_memory_that_is_shared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch wraps a shared CUDA storage once more at every sharing and keeps the wrappers as long as the storage: there must be a new one
-    for every handle, of the same bytes."""
+    """torch wraps a shared CUDA storage once more at every sharing and keeps the wrappers as long as the
+    storage: there must be a new one for every handle, of the same bytes."""
     shared: list[torch.Tensor] = []
 
     def dumps(value: Any) -> bytes:
@@ -259,8 +262,8 @@ class Told:
 
 
 def test_the_graphs_of_decoding_sleep_with_the_kv_cache() -> None:
-    """SGLang has their memory in hand only where an environment variable says so before it captures them, and not that of its breakable
-    ones, its default for prefill: it does not start with both."""
+    """SGLang has their memory in hand only where an environment variable says so before it captures them, and
+    not that of its breakable ones, its default for prefill: it does not start with both."""
     config = planned(2, 1, 4, 2)[0]
     for options, sleeps in (
         ({}, True),
@@ -291,7 +294,8 @@ def test_the_graphs_of_decoding_sleep_with_the_kv_cache() -> None:
 def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After all models are made and settled: SGLang looks how much of each GPU is free, and refuses unlike ones."""
+    """After all models are made and settled: SGLang looks how much of each GPU is free, and refuses unlike
+    ones."""
     order: list[str] = []
 
     def says(word: str) -> Any:
