@@ -146,13 +146,13 @@ distributed
   calls finalize_model_grads -- training/model.py
   calls DistributedDataParallel(config ddp_config module) -- training/model.py
   calls DistributedDataParallelConfig(use_distributed_optimizer grad_reduce_in_fp32) -- training/model.py
-  reads DistributedDataParallel.buffers -- training/tensor_groups.py: what leaves the device
-  reads DistributedDataParallel.expert_parallel_buffers -- training/tensor_groups.py: the same
+  reads DistributedDataParallel.buffers -- training/model.py: what leaves the device
+  reads DistributedDataParallel.expert_parallel_buffers -- training/model.py: the same
   calls DistributedDataParallel.zero_grad_buffer -- training/model.py
   reads DistributedDataParallel.no_sync -- training/model.py
 distributed.param_and_grad_buffer
-  reads _ParamAndGradBuffer.param_data -- training/tensor_groups.py
-  reads _ParamAndGradBuffer.grad_data -- training/tensor_groups.py
+  reads _ParamAndGradBuffer.param_data -- training/model.py
+  reads _ParamAndGradBuffer.grad_data -- training/model.py
 optimizer
   calls OptimizerConfig(optimizer lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad bf16
       params_dtype use_distributed_optimizer) -- training/model.py
@@ -201,7 +201,7 @@ pipeline_parallel.schedules
 """
 _TRANSFORMER_ENGINE = """\
 module.base
-  reads TransformerEngineBaseModule._fp8_workspaces -- training/tensor_groups.py: FP8 copies of weights
+  reads TransformerEngineBaseModule._fp8_workspaces -- training/model.py: FP8 copies of weights
   reads TransformerEngineBaseModule.get_extra_state -- training/sharded.py, saving.py: delayed scaling's
       history
 optimizers

@@ -133,9 +133,8 @@ class OffloadManager:
                 advice += ", or set residency.offload=true"
             elif self.keep:
                 advice += f", or take {', '.join(sorted(self.keep))} out of residency.keep"
-            what = ", ".join(
-                str(error).strip().rstrip(".").split(". ")[:2]
-            )  # out of memory, and the size asked for
+            # Out of memory, and the size asked for.
+            what = ", ".join(str(error).strip().rstrip(".").split(". ")[:2])
             raise DeviceMemoryError(
                 f"phase {phase}: {what}; on the device are {there or 'no tensor groups'} ({advice})"
             ) from error

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -29,11 +29,11 @@ from megarl.rollout.sampler import RolloutSampler, RolloutWorker
 from megarl.rollout.sampling import shuffle_seed
 from megarl.rollout.weight_sync import Failures, WeightSync
 from megarl.schedule.offload import EngineMemory, OffloadManager
-from megarl.schedule.rollout_store import RolloutStore, pretraining_rollouts, step_rollouts
+from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts
 from megarl.training.batch import LocalBatch
 from megarl.training.checkpoint import PRETRAINING
-from megarl.training.model import InferenceModel, TrainableModel
-from megarl.training.tensor_groups import tensor_groups
+from megarl.training.losses import Tables
+from megarl.training.model import InferenceModel, TrainableModel, tensor_groups
 from megarl.weights.families import table_names
 from megarl.weights.files import Processes
 from megarl.weights.hf import ModelFolder, export_hf, load_into
@@ -42,8 +42,6 @@ from megarl.weights.megatron import open_model
 from megarl.weights.plan import engine_plan
 from megarl.weights.transfer import Staging, Transfer
 
-Model = TypeVar("Model", bound=InferenceModel)
-
 
 def load_tokenizer(folder: Path) -> Any:
     """Load the model's tokenizer; its end-of-sequence token ends responses."""
@@ -51,8 +49,8 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
-    """Begin the engine's start once all ranks have given back what they do not use of the device: SGLang refuses GPUs of
-    which unlike shares are free, and makes its KV cache as large as what is free."""
+    """Start the engine once all ranks have given back what they do not use of the device: SGLang refuses GPUs of which
+    unlike shares are free, and makes its KV cache as large as what is free."""
     empty_cache(runtime.device)
     barrier(runtime)
     engine.start()
@@ -86,7 +84,7 @@ def make_weight_sync(
         for part, targets in engine.buckets(plan, memory)
     ]
     weight_sync = WeightSync(config.rollout, runtime, engine, transfers, (staging, memory))
-    # The engine is starting, and is to find free what the buckets were laid out in.
+    # The engine, which is starting, needs the memory in which the buckets were laid out.
     empty_cache(runtime.device)
     return weight_sync
 
@@ -99,14 +97,14 @@ class Run:
         self.tokenizer = load_tokenizer(config.model.path)
         self.folder = open_model(config.model.path)
         self.hf = read_hf_config(config.model.path)
-        self.offload = OffloadManager(
-            runtime.device, never_offloaded(config, gpu=runtime.device.type == "cuda")
-        )
-        self.host = HostPool(runtime.device)
+        stays = never_offloaded(config, gpu=runtime.device.type == "cuda")
+        self.offload, self.host = OffloadManager(runtime.device, stays), HostPool(runtime.device)
         # One after the other, each offloaded before the next is made.
-        self.actor = self._settled(self._actor)
-        self.critic = self._settled(self._critic) if config.has_critic else None
-        self.reference = self._settled(self._reference) if config.algorithm.kl_weight else None
+        self.actor: TrainableModel = self._settled("actor")
+        self.critic: TrainableModel | None = self._settled("critic") if config.has_critic else None
+        self.reference: InferenceModel | None = (
+            self._settled("reference") if config.algorithm.kl_weight else None
+        )
         if config.recipe == "sft":
             report = ReadReport()
             self.data_reports = {"train": report}
@@ -116,38 +114,28 @@ class Run:
         else:
             self._prepare_rollout()
 
-    def _settled(self, make: Callable[[], Model]) -> Model:
+    def _settled(self, name: str) -> Any:
+        """Build the actor, critic or reference model with its weights, and offload it."""
+        config, runtime, folder, hf = self.config, self.runtime, self.folder, self.hf
         with self.offload.explained("start"):
-            model = make()
+            if name == "critic":
+                folder = open_model(config.critic.path or config.model.path, critic=True)
+                hf = read_hf_config(folder.path)
+                if hf.vocab_size < len(self.tokenizer):
+                    raise ConfigError(
+                        f"critic.path: {folder.path}: its vocabulary of {hf.vocab_size} does not hold the "
+                        f"{len(self.tokenizer)} tokens of the actor"
+                    )
+            built = (build_critic if name == "critic" else build_actor)(config, hf, runtime)
+            load_weights(built, folder, runtime, critic=name == "critic")
+            if name == "reference":
+                model = InferenceModel(name, built.requires_grad_(False), runtime)
+            else:
+                settings = config.critic if name == "critic" else config.actor
+                model = TrainableModel(name, built, settings, config.steps, runtime, config.parallel)
         self.offload.register(tensor_groups(model, self.host))
         self.offload.onload("start", ())
         return model
-
-    def _actor(self) -> TrainableModel:
-        model = build_actor(self.config, self.hf, self.runtime)
-        load_weights(model, self.folder, self.runtime)
-        return TrainableModel(
-            "actor", model, self.config.actor, self.config.steps, self.runtime, self.config.parallel
-        )
-
-    def _critic(self) -> TrainableModel:
-        folder = open_model(self.config.critic.path or self.config.model.path, critic=True)
-        hf = read_hf_config(folder.path)
-        if hf.vocab_size < len(self.tokenizer):
-            raise ConfigError(
-                f"critic.path: {folder.path}: its vocabulary of {hf.vocab_size} does not hold the {len(self.tokenizer)} "
-                "tokens of the actor"
-            )
-        model = build_critic(self.config, hf, self.runtime)
-        load_weights(model, folder, self.runtime, critic=True)
-        return TrainableModel(
-            "critic", model, self.config.critic, self.config.steps, self.runtime, self.config.parallel
-        )
-
-    def _reference(self) -> InferenceModel:
-        model = build_actor(self.config, self.hf, self.runtime)
-        load_weights(model, self.folder, self.runtime)
-        return InferenceModel("reference", model.requires_grad_(False), self.runtime)
 
     def _prepare_rollout(self) -> None:
         config, runtime = self.config, self.runtime
@@ -175,15 +163,14 @@ class Run:
         self.sampler = RolloutSampler(
             worker, draw=lambda n: [self.prompts[i] for i in self.prompt_sampler.take(n)]
         )
+        # Every step's rollout on disk.
+        self.rollouts = RolloutStore(
+            config.run_dir / "rollouts", runtime, "checkpoint.rollouts", "make room, or set it to false", {}
+        )
 
     def _recover(self, failures: Failures) -> None:
         with self.offload.also("rollout", {"actor.weights"}):
             self.weight_sync.recover(failures)
-
-    @cached_property
-    def rollouts(self) -> RolloutStore:
-        """Every step's rollout on disk (checkpoint.rollouts)."""
-        return step_rollouts(self.config, self.runtime)
 
     @cached_property
     def pretraining_rollouts(self) -> RolloutStore:
@@ -290,7 +277,7 @@ class Step:
     events: list[str] = field(default_factory=list)
     verifier_errors: dict[str, int] = field(default_factory=dict)
     samples: dict[int, Sample] = field(default_factory=dict)
-    distributions: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    distributions: Tables = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
     batch: Experience = field(init=False, repr=False)
     local: LocalBatch = field(init=False, repr=False)
@@ -315,6 +302,11 @@ class Step:
         """Passes of the critic over its mini-batches."""
         pretraining = self.stage == PRETRAINING
         return self.config.value_pretraining.epochs if pretraining else self.config.critic.epochs
+
+    def add(self, metrics: Mapping[str, float], distributions: Tables) -> None:
+        """Record what a phase has measured."""
+        self.metrics |= metrics
+        self.distributions |= distributions
 
     def count_tokens(self, passes: int) -> None:
         """Add a phase's tokens to train/tokens: those of the batch as often as they go through a model."""

@@ -69,9 +69,8 @@ def distribute(
 
     models: those that the share goes through, by whose shapes its cost is estimated."""
     critic_mini_batch = config.critic.mini_batch or mini_batch
-    finest = min(
-        mini_batch, critic_mini_batch
-    )  # one divides the other (config/check.py): balanced parts, balanced unions
+    # One divides the other (config/check.py): balanced parts give balanced unions.
+    finest = min(mini_batch, critic_mini_batch)
     sizes = (mini_batch, critic_mini_batch, finest)
     ids, critic_ids, finest_ids = (mini_batch_ids(batch.num_sequences, size, seed) for size in sizes)
     add_weights(batch, ids, critic_ids, config)
@@ -89,17 +88,14 @@ def distribute(
         parts = range(0, len(mine), size // finest)
         ranges = [range(stops[i], stops[min(i + size // finest, len(mine))]) for i in parts]
         budget, least = config.update.tokens_per_micro_batch, [1] * len(ranges)
-        if (
-            runtime.layout.tp % runtime.layout.ep
-        ):  # experts lie on other replicas too: all replicas do as many passes
+        # Where experts lie on other replicas too, all replicas do as many passes.
+        if runtime.layout.tp % runtime.layout.ep:
             lengths = batch.lengths.tolist()
             for number, i in enumerate(parts):
-                parts_of = shares_of[i : i + size // finest]
-                theirs = [
-                    [lengths[j] for shares in parts_of for j in shares[replica]]
-                    for replica in range(runtime.layout.dp)
-                ]
-                least[number] = max(len(pack(share, budget)) for share in theirs)
+                for replica in range(runtime.layout.dp):
+                    theirs = [shares[replica] for shares in shares_of[i : i + size // finest]]
+                    packs = pack([lengths[j] for share in theirs for j in share], budget)
+                    least[number] = max(least[number], len(packs))
         return [
             make_micro_batches(local, own, budget, models[0], at_least=n)
             for own, n in zip(ranges, least, strict=True)
@@ -128,11 +124,13 @@ def add_weights(experience: Experience, ids: Tensor, critic_ids: Tensor, config:
     kept = ~truncated if config.reward.overlong.filter else torch.ones_like(truncated)
     lengths = response_lengths(experience.response_mask, experience.cu_seqlens)
     aggregation = config.algorithm.aggregation
-    experience["policy_weights"] = experience.spread(token_weights(lengths, aggregation, ids, kept))
-    experience["nll_weights"] = experience.spread(
-        token_weights(lengths, "token", ids, kept & experience["correct"])
-    )
-    experience["value_weights"] = experience.spread(token_weights(lengths, "token", critic_ids, kept))
+    weights = {
+        "policy_weights": token_weights(lengths, aggregation, ids, kept),
+        "nll_weights": token_weights(lengths, "token", ids, kept & experience["correct"]),
+        "value_weights": token_weights(lengths, "token", critic_ids, kept),
+    }
+    for name, of_responses in weights.items():
+        experience[name] = experience.spread(of_responses)
 
 
 def matrix_shape(model: Actor | Critic) -> tuple[int, int]:
@@ -153,34 +151,32 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Pack the sequences `indices` by token budget. Returns at least so many micro-batches, if only of one token that counts
     nowhere: every data-parallel replica must take part in an update, with or without sequences."""
-    lengths = experience.lengths[torch.as_tensor(indices, dtype=torch.int64)].tolist()
-    groups = [[indices[i] for i in group] for group in pack(lengths, max_tokens)]
-    groups += [[]] * (at_least - len(groups))
-    return [_micro_batch(experience, group, pack_multiple(model.config), model) for group in groups]
-
-
-def _micro_batch(
-    experience: Experience, group: Sequence[int], multiple: int, model: Actor | Critic
-) -> MicroBatch:
-    index = torch.as_tensor(group, dtype=torch.int64)
-    lengths = experience.lengths[index]
-    total = int(lengths.sum())
-    # One more sequence fills the pack up to a multiple; its tokens are nobody's response.
-    filler = -total % multiple or (multiple if total == 0 else 0)
-    sizes = torch.cat([lengths, lengths.new_tensor([filler])]) if filler else lengths
-    cu_seqlens = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    starts_in_experience = torch.repeat_interleave(experience.cu_seqlens[:-1][index], lengths)
-    positions = torch.arange(total + filler) - torch.repeat_interleave(cu_seqlens[:-1], sizes)
-    token_indices = starts_in_experience + positions[:total]
-    tokens = torch.cat([experience.tokens[token_indices], torch.zeros(filler, dtype=torch.int64)])
-    is_response = experience.response_mask[token_indices]
-    logit_indices = is_response.nonzero().squeeze(-1) - 1
-    device = model.rotary_pos_emb.inv_freq.device
-    return MicroBatch(
-        tokens=tokens[None].to(device),
-        positions=positions[None].to(device),
-        packed=model.pack(cu_seqlens),
-        logit_indices=logit_indices.to(device),
-        labels=tokens[logit_indices + 1].to(device),
-        token_indices=token_indices[is_response],
-    )
+    device, multiple = model.rotary_pos_emb.inv_freq.device, pack_multiple(model.config)
+    wanted = torch.as_tensor(indices, dtype=torch.int64)
+    groups = pack(experience.lengths[wanted].tolist(), max_tokens)
+    micro_batches = []
+    for group in groups + [[]] * (at_least - len(groups)):
+        index = wanted[torch.as_tensor(group, dtype=torch.int64)]
+        lengths = experience.lengths[index]
+        total = int(lengths.sum())
+        # One more sequence fills the pack up to a multiple; its tokens are nobody's response.
+        filler = -total % multiple or (multiple if total == 0 else 0)
+        sizes = torch.cat([lengths, lengths.new_tensor([filler])]) if filler else lengths
+        cu_seqlens = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        starts_in_experience = torch.repeat_interleave(experience.cu_seqlens[:-1][index], lengths)
+        positions = torch.arange(total + filler) - torch.repeat_interleave(cu_seqlens[:-1], sizes)
+        token_indices = starts_in_experience + positions[:total]
+        tokens = torch.cat([experience.tokens[token_indices], torch.zeros(filler, dtype=torch.int64)])
+        is_response = experience.response_mask[token_indices]
+        logit_indices = is_response.nonzero().squeeze(-1) - 1
+        micro_batches.append(
+            MicroBatch(
+                tokens=tokens[None].to(device),
+                positions=positions[None].to(device),
+                packed=model.pack(cu_seqlens),
+                logit_indices=logit_indices.to(device),
+                labels=tokens[logit_indices + 1].to(device),
+                token_indices=token_indices[is_response],
+            )
+        )
+    return micro_batches

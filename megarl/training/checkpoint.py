@@ -3,6 +3,7 @@
 run_dir/checkpoints/step-000012/ holds actor/ and critic/ (training/sharded.py), state.json and state.safetensors (samplers,
 generators, counters) and manifest.json, which is written last: it lists every other file with its size and SHA-256. A
 checkpoint of value pretraining is pretraining-000012/ and has no actor, which stands still. training/saving.py writes them.
+The checks before a run need this file: it imports no Megatron.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,17 +28,10 @@ from megarl.config.schema import CheckpointConfig, Config
 from megarl.parallel.comm import from_rank_0, gather_objects
 from megarl.parallel.runtime import Runtime
 
-if (
-    TYPE_CHECKING
-):  # these import Megatron: the checks before a run, which need this file, come before its import
-    from megarl.model.builder import Actor
-    from megarl.training.model import TrainableModel
-
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
 FORMAT = 2
-NAME = re.compile(
-    r"(\.?)(pretraining|step)-(\d{6,})(\.partial)?"
-)  # finished, and being written: .NAME.partial
+# A checkpoint that is finished, and one that is being written: .NAME.partial
+NAME = re.compile(r"(\.?)(pretraining|step)-(\d{6,})(\.partial)?")
 PRETRAINING = "value_pretraining"  # the stage; any other is the main one
 SEAL = "sha256"  # of the manifest without this key
 STATE, NUMBERS = "state.json", "state.safetensors"
@@ -172,11 +166,9 @@ def check_continues(config: Config, checkpoint: Checkpoint) -> None:
     now = settings_of(config)
     for key, then in checkpoint.settings.items():
         if key in now and now[key] != then:
-            what = (
-                "has changed since the run began"
-                if key.endswith("/config.json")
-                else f"is {now[key]!r}, the run there has {then!r}"
-            )
+            what = f"is {now[key]!r}, the run there has {then!r}"
+            if key.endswith("/config.json"):
+                what = "has changed since the run began"
             raise ConfigError(
                 f"{key}: {what}, so it cannot continue from {checkpoint.path} (set it back, or choose another run_dir)"
             )
@@ -212,7 +204,7 @@ def _all(run_dir: Path) -> list[tuple[tuple[bool, int], Path]]:
 
 
 def has_finished(run_dir: Path) -> bool:
-    """Whether a checkpoint was ever finished there, even if it is damaged by now."""
+    """Return whether a checkpoint was ever finished there, even if it is damaged by now."""
     return any(not path.name.startswith(".") for _, path in _all(run_dir))
 
 
@@ -236,9 +228,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
+def damage_of(checkpoint: Checkpoint, runtime: Runtime) -> list[str]:
+    """Return a line for each damaged file, the same on every rank: the ranks share the files, and read each once."""
+    reports = gather_objects(runtime, checkpoint.damage(runtime.rank, runtime.world))
+    return [line for report in reports for line in report]
+
+
 def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return what `find_checkpoint` does, the same on every rank, with the content of every file compared with its checksum:
-    the ranks share the files, and read the checkpoint once together before it is loaded."""
+    """Return what `find_checkpoint` does, the same on every rank, with the content of every file compared with its
+    checksum."""
     damaged: list[Path] = []
     lines: list[str] = []
     while True:
@@ -249,47 +247,11 @@ def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | Non
         lines += [line for line in skipped if line not in lines]
         if found is None:
             return None, lines
-        wrong = [
-            line
-            for theirs in gather_objects(runtime, found.damage(runtime.rank, runtime.world))
-            for line in theirs
-        ]
+        wrong = damage_of(found, runtime)
         if not wrong:
             return found, lines
         damaged.append(found.path)
         lines.append(f"{wrong[0]}{f', and {len(wrong) - 1} files more' if wrong[1:] else ''} (skipped)")
-
-
-def load_checkpoint(
-    checkpoint: Checkpoint,
-    models: Mapping[str, TrainableModel],
-    prepare: Callable[[str], None] = lambda name: None,
-) -> dict[str, Any]:
-    """Fill the models that the checkpoint holds, whatever layout wrote it, and return its `state`; every rank calls this.
-    `prepare` is called with a model's name before its weights and optimizer are needed. Raises CheckpointError where the
-    checkpoint is damaged."""
-    from megarl.training.sharded import load_trainable
-
-    for name, model in models.items():
-        if checkpoint.pretraining and name == "actor":
-            continue
-        prepare(name)
-        try:
-            load_trainable(model, checkpoint.path / name)
-        except CheckpointError as error:
-            raise CheckpointError(f"{checkpoint.path / name}: {error}") from None
-    return checkpoint.state()
-
-
-def load_actor(folder: Path, model: Actor) -> None:
-    """Fill an actor without an optimizer from a distributed checkpoint of it (a checkpoint's actor/), whatever layout wrote
-    it; every rank calls this. Raises CheckpointError where it is damaged."""
-    from megarl.training.sharded import load_model
-
-    try:
-        load_model(model, folder)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
 
 
 def prune(run_dir: Path, keep: CheckpointConfig) -> None:
@@ -306,9 +268,8 @@ def prune(run_dir: Path, keep: CheckpointConfig) -> None:
     for (main, step), path in _all(run_dir):
         kept = main and keep.keep_every and step % keep.keep_every == 0 and not path.name.startswith(".")
         if (main, step) < oldest and not kept:
-            (path / MANIFEST).unlink(
-                missing_ok=True
-            )  # first, so that a removal that is interrupted leaves nothing that looks complete
+            # First, so that a removal that is interrupted leaves nothing that looks complete.
+            (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path)
 
 
@@ -344,21 +305,16 @@ def _split(value: Any, tensors: dict[str, Tensor]) -> Any:
     if kinds not in ({int}, {float}):
         return [_split(item, tensors) for item in value]
     name = str(len(tensors))
-    tensors[name] = _smallest(torch.tensor(value, dtype=torch.int64 if kinds == {int} else torch.float64))
+    wide, half = (torch.int64, torch.int32) if kinds == {int} else (torch.float64, torch.float32)
+    numbers = torch.tensor(value, dtype=wide)
+    narrow = numbers.to(half)  # stored where that loses nothing
+    tensors[name] = narrow if torch.equal(narrow.to(wide), numbers) else numbers
     return {MARK: name}
-
-
-def _smallest(numbers: Tensor) -> Tensor:
-    """Return the numbers in 32 bits where that loses nothing."""
-    narrow = numbers.to(torch.float32 if numbers.dtype == torch.float64 else torch.int32)
-    return narrow if torch.equal(narrow.to(numbers.dtype), numbers) else numbers
 
 
 def _join(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(tree, dict):
-        return (
-            tensors[tree[MARK]].tolist()
-            if MARK in tree
-            else {key: _join(item, tensors) for key, item in tree.items()}
-        )
+        if MARK in tree:
+            return tensors[tree[MARK]].tolist()
+        return {key: _join(item, tensors) for key, item in tree.items()}
     return [_join(item, tensors) for item in tree] if isinstance(tree, list) else tree

@@ -1,12 +1,13 @@
-"""Actor, critic and reference model in training: forward passes into columns of a batch, and the optimizer loop over
-mini-batches, on Megatron's DDP, distributed optimizer, learning-rate schedule and pipeline schedule.
+"""Actor, critic and reference model in training: forward passes into columns of a batch, the optimizer loop over
+mini-batches (on Megatron's DDP, distributed optimizer, learning-rate schedule and pipeline schedule), and which of their
+tensors can be offloaded.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from megarl.data.experience import Experience
 from megarl.model.builder import Actor, Critic
 from megarl.parallel.comm import any_rank, from_last_stage, gather_objects, sum_stats
 from megarl.parallel.cpu_platform import on_cpu
+from megarl.parallel.offload import Contents, HostPool, Movable
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import MicroBatch
 
@@ -49,9 +51,8 @@ class InferenceModel:
     def __init__(self, name: str, model: Actor | Critic, runtime: Runtime) -> None:
         self.name, self.model, self.runtime = name, model, runtime
         self.chunk: Any = model  # what Megatron's schedule calls: the model, or DDP around it
-        self.megatron_seconds = (
-            0.0  # in Megatron's schedules and optimizer so far, our loss functions excluded
-        )
+        # So far in Megatron's schedules and optimizer, our loss functions excluded.
+        self.megatron_seconds = 0.0
 
     def logprob_columns(
         self, experience: Experience, micro_batches: Sequence[MicroBatch]
@@ -67,14 +68,17 @@ class InferenceModel:
     def _columns(
         self, names: tuple[str, ...], experience: Experience, micro_batches: Sequence[MicroBatch]
     ) -> dict[str, Tensor]:
-        outputs = self.forward(micro_batches)
+        def collect(output: Any, _batch: MicroBatch) -> tuple[Tensor, Any]:
+            return torch.zeros(()), output
+
+        with torch.no_grad():
+            outputs = self._run(micro_batches, collect, forward_only=True)
         columns: dict[str, Tensor] | None = None
         if self.runtime.is_last_stage:
             columns = {name: torch.zeros(experience.num_tokens) for name in names}
             for batch, output in zip(micro_batches, outputs, strict=True):
-                for name, values in zip(
-                    names, output if isinstance(output, tuple) else (output,), strict=True
-                ):
+                heads = output if isinstance(output, tuple) else (output,)
+                for name, values in zip(names, heads, strict=True):
                     columns[name][batch.token_indices] = values.float().cpu()
         found = from_last_stage(columns, names, experience.num_tokens, self.runtime)
         bad = [
@@ -87,17 +91,9 @@ class InferenceModel:
             raise NumericalError(f"{self.name}: {first} are not finite; nothing was updated with them")
         return found
 
-    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Any]:
-        """Return the head's outputs, one entry per micro-batch, on the last pipeline stage; [] elsewhere."""
-
-        def collect(output: Any, _batch: MicroBatch) -> tuple[Tensor, Any]:
-            return torch.zeros(()), output
-
-        with torch.no_grad():
-            return self._run(micro_batches, collect, forward_only=True)
-
     def _run(self, micro_batches: Sequence[MicroBatch], loss: Loss, forward_only: bool) -> list[Any]:
-        """Run Megatron's pipeline schedule over the micro-batches."""
+        """Run Megatron's pipeline schedule over the micro-batches. Return what `loss` gives beside its value, one entry per
+        micro-batch, on the last pipeline stage; [] elsewhere."""
 
         def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
             batch = next(batches)
@@ -268,7 +264,20 @@ class TrainableModel(InferenceModel):
             elif self._overlaps_gather:
                 self.chunk.start_param_sync(force_sync=True)
         self.megatron_seconds += time.perf_counter() - started
-        self._require_finite_weights()
+        # This rank's share of the weights: the others' may still be on their way. The sums stay on the device until one
+        # number of them all is read.
+        shares = [
+            parameter.detach().float().sum()
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        if any_rank(self.runtime, bool(shares) and not bool(torch.isfinite(torch.stack(shares).sum()))):
+            error = NumericalError(
+                f"{self.name} update: its weights are not finite any more (continue from a checkpoint)"
+            )
+            error.fatal = True
+            raise error
         return UpdateResult(sums, float(grad_norm or 0.0), self.lr)
 
     def compute_gradients(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
@@ -313,18 +322,50 @@ class TrainableModel(InferenceModel):
             self.chunk.disable_forward_pre_hook(param_sync=False)
             self._gather_due = False
 
-    def _require_finite_weights(self) -> None:
-        # This rank's share of the weights: the others' may still be on their way. The sums stay on the device until one
-        # number of them all is read.
-        sums = [
-            parameter.detach().float().sum()
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
-        if any_rank(self.runtime, bool(sums) and not bool(torch.isfinite(torch.stack(sums).sum()))):
-            error = NumericalError(
-                f"{self.name} update: its weights are not finite any more (continue from a checkpoint)"
-            )
-            error.fatal = True
-            raise error
+
+def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
+    """Return {"actor.weights", "actor.gradients", "actor.optimizer"}; for an inference model its weights alone."""
+    device = model.runtime.device
+    if not isinstance(model, TrainableModel):
+        return {f"{model.name}.weights": _Weights(model, model.model.parameters, pool, "constant")}
+    # Megatron's ParamAndGradBuffers, one for each dtype, and those of experts. All parameters are views of their param_data.
+    buffers: list[Any] = [*model.chunk.buffers, *model.chunk.expert_parallel_buffers]
+
+    def optimizer() -> Iterator[Tensor]:
+        """This rank's share of the FP32 main parameters and of Adam's moments. FP32 parameters are their own main
+        parameters: views of the weights, which belong to another group."""
+        others = {
+            t.untyped_storage()._cdata for buffer in buffers for t in (buffer.param_data, buffer.grad_data)
+        }
+        for part in model.optimizers:
+            tensors = [p for group in part.param_groups for p in group["params"]]
+            tensors += [t for state in part.state.values() for t in state.values() if isinstance(t, Tensor)]
+            yield from (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in others)
+
+    return {
+        f"{model.name}.weights": _Weights(model, lambda: (buffer.param_data for buffer in buffers), pool),
+        f"{model.name}.gradients": Movable(
+            lambda: (buffer.grad_data for buffer in buffers), device, pool, "zero"
+        ),
+        f"{model.name}.optimizer": Movable(optimizer, device, pool),
+    }
+
+
+class _Weights(Movable):
+    """Weights of a model. The FP8 copies that Transformer Engine's modules cache go too; they are made again at the next
+    forward pass."""
+
+    def __init__(
+        self,
+        model: InferenceModel,
+        tensors: Callable[[], Iterable[Tensor]],
+        pool: HostPool,
+        contents: Contents = "kept",
+    ) -> None:
+        super().__init__(tensors, model.runtime.device, pool, contents)
+        self._model = model.model
+
+    def offload(self) -> None:
+        super().offload()
+        for module in self._model.modules():
+            getattr(module, "_fp8_workspaces", {}).clear()

@@ -67,8 +67,8 @@ Entries = dict[str, tuple[int, str]]  # file -> (bytes, SHA-256)
 class CheckpointWriter:
     """Writes the checkpoints of a run. Every rank has one and calls it alike.
 
-    prepare: called with a model's name before its weights and optimizer are read. `seconds`: the longest time that a save
-    has kept the run from its work so far."""
+    prepare  called with a model's name before its weights and optimizer are read
+    seconds  the longest time that a save has kept the run from its work so far"""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class CheckpointWriter:
         config: Config,
         models: Mapping[str, TrainableModel],
         versions: Mapping[str, str],
-        prepare: Callable[[str], None] = lambda name: None,
+        prepare: Callable[[str], None],
     ) -> None:
         self.runtime, self.config, self.models, self.versions = runtime, config, models, dict(versions)
         self.prepare, self.seconds = prepare, 0.0
@@ -111,18 +111,15 @@ class CheckpointWriter:
             "versions": self.versions,
         }
         generators = gather_on_0(self.runtime, generator_states())
-        is_first = self.runtime.rank == 0
-        writing = _Writing(
-            final, manifest, (lambda: {**state(), "generators": generators}) if is_first else None
-        )
-        failure = None
-        if is_first:
+        writing, failure = _Writing(final, manifest), None
+        if self.runtime.rank == 0:
+            writing.state = lambda: {**state(), "generators": generators}
             try:
                 shutil.rmtree(writing.partial, ignore_errors=True)  # of a save that was interrupted
                 for part in parts:
                     (writing.partial / part).mkdir(parents=True)
             except OSError as error:
-                failure = f"{final}: {cannot_be_written(_first_line(error))}"
+                failure = f"{final}: {cannot_be_written(reason(error))}"
                 shutil.rmtree(writing.partial, ignore_errors=True)
         failure = from_rank_0(self.runtime, failure)
         if failure is not None:
@@ -141,28 +138,28 @@ class CheckpointWriter:
 
     @property
     def pending(self) -> int:
-        """Bytes of copies that wait to be written."""
+        """Return the bytes of copies that wait to be written."""
         return sum(copy.nbytes for copy in self._writing.copies.values()) if self._writing is not None else 0
 
     @property
     def busy(self) -> bool:
-        """Whether this rank's thread still writes."""
-        writing = self._writing
-        return writing is not None and writing.thread is not None and writing.thread.is_alive()
+        """Return whether this rank's thread still writes."""
+        thread = self._writing.thread if self._writing is not None else None
+        return thread is not None and thread.is_alive()
 
     @property
     def unfinished(self) -> bool:
-        """Whether a checkpoint has been begun and is not whole; the same on every rank."""
+        """Return whether a checkpoint has been begun and is not whole; the same on every rank."""
         return self._writing is not None
 
-    def advance(self) -> Path | None:
-        """Take the next step of the checkpoint; to be called when no rank is busy. The first call has rank 0 complete what
-        all ranks have written; the second returns the checkpoint, which is then whole.
+    def advance(self) -> None:
+        """Take the next step of the checkpoint, if there is one; to be called when no rank is busy. The first call has rank 0
+        complete what all ranks have written; after the second the checkpoint is whole.
 
         Raises CheckpointError on every rank where one could not write; what was written is removed."""
         writing = self._writing
         if writing is None:
-            return None
+            return
         results = {name: copy.results for name, copy in writing.copies.items()}
         ranks = gather_on_0(self.runtime, (writing.failure, writing.files, results))
         failures = [
@@ -174,45 +171,24 @@ class CheckpointWriter:
             if self.runtime.rank == 0:
                 shutil.rmtree(writing.partial, ignore_errors=True)
             raise CheckpointError(f"{writing.final}: {cannot_be_written(failures[0])}")
-        if writing.copies:
-            if ranks is not None:
-                copies, reports = writing.copies, [(files, results) for _, files, results in ranks]
-                writing.in_thread(lambda: self._complete(writing, copies, reports))
+        if not writing.copies:
+            self._writing = None
+        elif ranks is not None:
+            copies, writing.copies = writing.copies, {}
+            reports = [(files, results) for _, files, results in ranks]
+            writing.in_thread(lambda: writing.complete(copies, reports, self.config))
+        else:
             writing.copies = {}
-            return None
-        self._writing = None
-        return writing.final
 
-    def finish(self) -> Path | None:
-        """Advance to the end, waiting for each rank at most `checkpoint.timeout`; None where nothing is unfinished."""
-        final = None
+    def finish(self) -> None:
+        """Advance to the end, waiting for each rank at most `checkpoint.timeout`."""
         while self._writing is not None:
-            self._writing.join(min(self.config.checkpoint.timeout, PATIENCE * self.runtime.timeout))
-            final = self.advance()
-        return final
-
-    def _complete(
-        self, writing: _Writing, copies: Mapping[str, HostCopy], reports: list[tuple[Entries, dict[str, Any]]]
-    ) -> None:
-        """On rank 0: add the index of each model and the manifest, then name the folder."""
-        partial, final = writing.partial, writing.final
-        for name, copy in copies.items():
-            writing.add_files(copy.write_index(partial / name, [results[name] for _, results in reports]))
-        for files, _ in reports:
-            writing.files |= files
-        text = seal({**writing.manifest, "files": dict(sorted(writing.files.items()))})
-        (partial / MANIFEST).write_text(text, encoding="utf-8")
-        for path in (
-            partial / MANIFEST,
-            *(folder for folder in partial.iterdir() if folder.is_dir()),
-            partial,
-        ):
-            fsync(path)
-        if final.exists():  # damaged, or the run would have continued from it
-            shutil.rmtree(final)
-        partial.rename(final)
-        fsync(final.parent)
-        prune(self.config.run_dir, self.config.checkpoint)
+            limit = min(self.config.checkpoint.timeout, PATIENCE * self.runtime.timeout)
+            if self._writing.thread is not None:
+                self._writing.thread.join(limit)
+            if self.busy:
+                self._writing.failure = f"writing took longer than checkpoint.timeout, {limit:g} s"
+            self.advance()
 
 
 @dataclass
@@ -221,7 +197,7 @@ class _Writing:
 
     final: Path
     manifest: dict[str, Any]
-    state: Callable[[], Mapping[str, Any]] | None
+    state: Callable[[], Mapping[str, Any]] | None = None
     copies: dict[str, HostCopy] = field(default_factory=dict)
     files: Entries = field(default_factory=dict)
     failure: str | None = None
@@ -240,28 +216,44 @@ class _Writing:
             try:
                 work()
             except Exception as error:  # noqa: BLE001 (whatever it is, `advance` raises it on every rank)
-                self.failure = _first_line(error)
+                self.failure = reason(error)
             finally:
                 sys.setswitchinterval(default)
 
         self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self.thread.start()
 
-    def join(self, limit: float) -> None:
-        """Wait for the thread; one that takes longer has failed."""
-        if self.thread is not None:
-            self.thread.join(limit)
-            if self.thread.is_alive():
-                self.failure = f"writing took longer than checkpoint.timeout, {limit:g} s"
-
     def write_own(self) -> None:
         """Write this rank's files."""
         for name, copy in self.copies.items():
-            self.add_files(copy.write(self.partial / name))
+            self._add(copy.write(self.partial / name))
         if self.state is not None:
-            self.add_files(write_state(self.partial, self.state()))
+            self._add(write_state(self.partial, self.state()))
 
-    def add_files(self, paths: list[Path]) -> None:
+    def complete(
+        self,
+        copies: Mapping[str, HostCopy],
+        reports: list[tuple[Entries, dict[str, Any]]],
+        config: Config,
+    ) -> None:
+        """On rank 0: add the index of each model and the manifest, then name the folder."""
+        partial, final = self.partial, self.final
+        for name, copy in copies.items():
+            self._add(copy.write_index(partial / name, [results[name] for _, results in reports]))
+        for files, _ in reports:
+            self.files |= files
+        text = seal({**self.manifest, "files": dict(sorted(self.files.items()))})
+        (partial / MANIFEST).write_text(text, encoding="utf-8")
+        folders = [folder for folder in partial.iterdir() if folder.is_dir()]
+        for path in (partial / MANIFEST, *folders, partial):
+            fsync(path)
+        if final.exists():  # damaged, or the run would have continued from it
+            shutil.rmtree(final)
+        partial.rename(final)
+        fsync(final.parent)
+        prune(config.run_dir, config.checkpoint)
+
+    def _add(self, paths: list[Path]) -> None:
         """Enter files into the manifest, once they are on disk."""
         for path in paths:
             fsync(path)
@@ -307,16 +299,16 @@ class HostCopier:
             state, lambda value: isinstance(value, (ShardedBase, LocalNonpersistentObject))
         )
         own = [
-            p for p in nested_values(parts) if isinstance(p, ShardedBase) and is_main_replica(p.replica_id)
+            _copied(part)
+            for part in nested_values(parts)
+            if isinstance(part, ShardedBase) and is_main_replica(part.replica_id)
         ]
-        items, copies = zip(*map(_copied, own), strict=True) if own else ((), ())
-        plan = SavePlan(list(items))
+        plan = SavePlan([item for item, _ in own])
         if any_rank(self.runtime, plan != self._plan):
             self._index, self._plan = self._agree(plan), plan
         # torch's writer names a rank's file by the rank's place in this list.
         named = FileSystemWriter("").prepare_global_plan([plan] * self.runtime.world)[self.runtime.rank]
-        by_index = {item.index: copy for item, copy in zip(items, copies, strict=True)}
-        return HostCopy(named, by_index, self._index, common)
+        return HostCopy(named, {item.index: copy for item, copy in own}, self._index, common)
 
     def _agree(self, plan: SavePlan) -> Metadata | None:
         """Return the index of all ranks' parts, on rank 0; None on the others."""
@@ -328,9 +320,7 @@ class HostCopier:
         if is_first:
             try:
                 kept, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
-                if any(
-                    len(theirs.items) != len(those.items) for theirs, those in zip(plans, kept, strict=True)
-                ):
+                if [len(theirs.items) for theirs in plans] != [len(those.items) for those in kept]:
                     failure = "two ranks would write the same part"
             except (ValueError, AssertionError) as error:  # parts overlap, or leave something out
                 failure = str(error)
@@ -355,8 +345,11 @@ def _copied(part: Any) -> tuple[WriteItem, torch.Tensor | BytesIO]:
 
 
 class HostCopy:
-    """One model's copies on this rank. index: of all ranks' parts, on rank 0 alone; common: Megatron's unsharded part, the
-    same on every rank; results: what torch's writer says of the written files."""
+    """One model's copies on this rank.
+
+    index    of all ranks' parts, on rank 0 alone
+    common   Megatron's unsharded part, the same on every rank
+    results  what torch's writer says of the written files"""
 
     def __init__(
         self, plan: SavePlan, copies: dict[MetadataIndex, Any], index: Metadata | None, common: dict[str, Any]
@@ -366,9 +359,10 @@ class HostCopy:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies."""
+        """Return the bytes of the copies."""
         return sum(
-            c.nbytes if isinstance(c, torch.Tensor) else c.getbuffer().nbytes for c in self.copies.values()
+            copy.nbytes if isinstance(copy, torch.Tensor) else copy.getbuffer().nbytes
+            for copy in self.copies.values()
         )
 
     def write(self, folder: Path) -> list[Path]:
@@ -401,7 +395,3 @@ class HostCopy:
 def cannot_be_written(why: str) -> str:
     """Return the message for a disk that is full, or gone."""
     return f"cannot be written: {why} (make room, or set checkpoint.every to 0)"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

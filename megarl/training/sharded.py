@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from megarl.config.errors import CheckpointError
 from megarl.config.files import check_index
 from megarl.model.builder import Actor, Critic
 from megarl.parallel.cpu_platform import on_cpu
+from megarl.training.checkpoint import Checkpoint
 from megarl.training.model import TrainableModel
 
 # Every state tensor has its parameter's shape in the file, so that any layout can read it, data parallelism included.
@@ -32,7 +33,7 @@ FAILURES = (CheckpointException, CheckpointingException, OSError, RuntimeError)
 
 def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
     """Return Megatron's sharded state of weights, optimizers and learning-rate schedule; every rank calls this."""
-    with _megatron():
+    with quiet_warnings(), on_cpu():
         weights = model_state(model.model)
         optimizers = {}
         for i, optimizer in enumerate(model.optimizers):
@@ -43,16 +44,27 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
     return {"model": weights, "optimizer": optimizers, "schedule_steps": model.schedule.num_steps}
 
 
+def load_checkpoint(
+    checkpoint: Checkpoint, models: Mapping[str, TrainableModel], prepare: Callable[[str], None]
+) -> dict[str, Any]:
+    """Fill the models that the checkpoint holds, whatever layout wrote it, and return its `state`; every rank calls this.
+    `prepare` is called with a model's name before its weights and optimizer are needed. Raises CheckpointError where the
+    checkpoint is damaged."""
+    for name, model in models.items():
+        if not (checkpoint.pretraining and name == "actor"):
+            prepare(name)
+            load_trainable(model, checkpoint.path / name)
+    return checkpoint.state()
+
+
 def load_trainable(model: TrainableModel, folder: Path) -> None:
     """Fill a model, its optimizer and its schedule with exactly the values of `folder`; every rank calls this. Raises
     CheckpointError where they cannot be read."""
-    check_index(folder / ".metadata")
     for optimizer in model.optimizers:
         allocate_moments(optimizer.optimizer)
     wanted = megatron_state(model, is_loading=True)
-    loaded = _load(wanted, folder, "remove it to continue from an older one")
-    _fill(model.model, loaded["model"])
-    with _megatron():
+    loaded = _load(wanted, folder, model.model, "remove it to continue from an older one")
+    with quiet_warnings(), on_cpu():
         for i, optimizer in enumerate(model.optimizers):
             _load_optimizer(optimizer, loaded["optimizer"][str(i)])
     model.schedule.num_steps = loaded["schedule_steps"]
@@ -61,18 +73,27 @@ def load_trainable(model: TrainableModel, folder: Path) -> None:
 def load_model(model: Actor | Critic, folder: Path) -> None:
     """Fill a model alone with the weights of a checkpoint's folder; every rank calls this. Raises CheckpointError where they
     cannot be read."""
-    check_index(folder / ".metadata")
-    with _megatron():
+    with quiet_warnings(), on_cpu():
         wanted = {"model": model_state(model)}
-    _fill(model, _load(wanted, folder, "choose another checkpoint")["model"])
+    _load(wanted, folder, model, "choose another checkpoint")
 
 
-def _load(wanted: dict[str, Any], folder: Path, remedy: str) -> dict[str, Any]:
+def _load(wanted: dict[str, Any], folder: Path, model: Actor | Critic, remedy: str) -> dict[str, Any]:
+    """Read the state `wanted`, fill the model with its part of it, and return all of it."""
     try:
-        with _megatron():
-            return dist_checkpointing.load(wanted, str(folder))
+        check_index(folder / ".metadata")
+        with quiet_warnings(), on_cpu():
+            loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
     except FAILURES as error:
-        raise CheckpointError(f"cannot be read: {reason(error)} ({remedy})") from error
+        raise CheckpointError(f"{folder}: cannot be read: {reason(error)} ({remedy})") from error
+    keys = [name for names in model.load_state_dict(loaded["model"], strict=False) for name in names]
+    if wrong := [name for name in keys if not name.endswith(EXTRA)]:
+        raise CheckpointError(
+            f"{folder}: does not fit the model: {wrong[0]} (remove it to continue from an older one)"
+        )
+    return loaded
 
 
 @contextmanager
@@ -90,13 +111,6 @@ def quiet_warnings() -> Iterator[None]:
         common.setLevel(before)
 
 
-@contextmanager
-def _megatron() -> Iterator[None]:
-    """`quiet_warnings`, for calls that also ask for the device."""
-    with quiet_warnings(), on_cpu():
-        yield
-
-
 def model_state(model: Actor | Critic) -> dict[str, Any]:
     """Return Megatron's sharded state of the weights. A critic has a value head in the place of the output layer, on which
     GPTModel's own method insists. Names are the same for both kinds of layers, but for the extra state of FP8, which
@@ -106,13 +120,6 @@ def model_state(model: Actor | Critic) -> dict[str, Any]:
     )
     matters = model.config.fp8 and model.config.fp8_recipe == "delayed"
     return {name: value for name, value in state.items() if matters or not name.endswith(EXTRA)}
-
-
-def _fill(model: Actor | Critic, state: dict[str, Any]) -> None:
-    keys = [name for names in model.load_state_dict(state, strict=False) for name in names]
-    wrong = [name for name in keys if not name.endswith(EXTRA)]
-    if wrong:
-        raise CheckpointError(f"does not fit the model: {wrong[0]} (remove it to continue from an older one)")
 
 
 def _mend(optimizer: Any) -> None:

@@ -17,8 +17,9 @@ from megarl.schedule.replay import Outcome, replay
 from megarl.schedule.run import Run
 from megarl.schedule.trainer import Trainer
 from megarl.training.batch import MicroBatch
-from megarl.training.checkpoint import find_checkpoint, load_checkpoint
+from megarl.training.checkpoint import find_checkpoint
 from megarl.training.model import Loss
+from megarl.training.sharded import load_checkpoint
 from tests.checkpoints import save_checkpoint, save_model
 
 
@@ -28,7 +29,7 @@ def write_again(runtime: Runtime, config: Config, source: Path, full: Path) -> s
     run = Run(config, runtime)
     checkpoint, _ = find_checkpoint(source)
     assert checkpoint is not None
-    state = load_checkpoint(checkpoint, run.models)
+    state = load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)
     run.load_state_dict(state["samplers"])
     run.export("actor", config.run_dir / "hf")
     written = {**state, "samplers": run.state_dict()}

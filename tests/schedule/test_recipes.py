@@ -13,9 +13,8 @@ import megarl.config.phases as config_phases
 from megarl.config.phases import Phase, check_phases, declare
 from megarl.data.experience import Experience
 from megarl.observe.runs import load_run
-from megarl.schedule.phases import FUNCTIONS
+from megarl.schedule.phases import FUNCTIONS, enforced
 from megarl.schedule.run import Step
-from megarl.schedule.trainer import enforced
 from tests.schedule.demo import make_warm_model, train
 from tests.schedule.test_offload import ORDERS, make_config
 

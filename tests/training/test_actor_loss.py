@@ -12,8 +12,7 @@ from megarl.config.schema import AlgorithmConfig
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import MicroBatch
-from megarl.training.columns import correct_mismatch
-from megarl.training.losses import actor_loss
+from megarl.training.losses import actor_loss, correct_mismatch
 from tests.algorithms.loops import Batch, batches, loop_kl, loop_nll, loop_policy, loop_weights
 from tests.algorithms.test_mismatch import loop_factors
 

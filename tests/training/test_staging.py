@@ -14,8 +14,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
 
 from megarl.parallel.offload import HostPool
+from megarl.training.model import tensor_groups
 from megarl.training.saving import HostCopy, _copied
-from megarl.training.tensor_groups import tensor_groups
 from tests.parallel.jobs import stage_parts
 from tests.ranks import RankPool
 
