@@ -4,7 +4,6 @@ optimizer.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from megarl.config.errors import CheckpointError
@@ -18,7 +17,7 @@ from megarl.rollout.batch import EvaluationResult
 from megarl.rollout.engine import make_engine
 from megarl.rollout.sampler import RolloutSampler, RolloutWorker
 from megarl.schedule.run import load_tokenizer, load_weights, make_weight_sync, start_engine
-from megarl.training.checkpoint import FOLDER, MANIFEST, find_checkpoint, open_checkpoint
+from megarl.training.checkpoint import FOLDER, MANIFEST, find_checkpoint, open_checkpoint, sha256_of
 from megarl.training.sharded import load_model
 from megarl.weights.families import read_config
 from megarl.weights.megatron import open_model
@@ -58,7 +57,7 @@ def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None
             f"model.path: {description}: no such file (it describes the model whose weights are in {checkpoint.path})"
         )
     written = checkpoint.settings.get("model.path/config.json")
-    if written is not None and written != hashlib.sha256(description.read_bytes()).hexdigest():
+    if written is not None and written != sha256_of(description):
         raise CheckpointError(
             f"--checkpoint: {checkpoint.path}: was written with another model than model.path describes, {description} "
             "(give the run's own configuration)"

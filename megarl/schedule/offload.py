@@ -4,16 +4,14 @@ host memory; then what it needs is loaded. `residency.keep` names groups that ne
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
 
 import torch
 
 from megarl.config.errors import DeviceMemoryError
 from megarl.config.phases import GROUPS
-from megarl.parallel.offload import device_peak, empty_cache, free_memory, reset_device_peak
+from megarl.parallel.offload import Movable, device_peak, empty_cache, free_memory, reset_device_peak
 from megarl.rollout.weight_sync import WeightSync
 
 GIB = 2**30
@@ -33,20 +31,6 @@ ADVICE = {
 }
 
 
-class TensorGroup(Protocol):
-    """Memory of the device that can be offloaded as a whole."""
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes that it takes, or would take, on the device."""
-
-    def offload(self) -> None:
-        """Free its device memory."""
-
-    def onload(self) -> None:
-        """Bring it back."""
-
-
 class EngineMemory:
     """The weights or the KV cache of this rank's share of the engines. `nbytes` is given where it is known beforehand; on
     a GPU it is measured, as what becomes free when the engine goes to sleep."""
@@ -63,35 +47,26 @@ class EngineMemory:
         self.weight_sync.wake((self.tag,))
 
 
-class Move(NamedTuple):
-    """One tensor group that was loaded or offloaded for a phase."""
-
-    phase: str
-    group: str
-    onload: bool
-
-
 class OffloadManager:
-    """Knows where the tensor groups of this rank are. Every rank makes the same moves in the same order: those of engines
-    are collective."""
+    """Knows which tensor groups of this rank are on the device, and moves them. Every rank makes the same moves in
+    the same order: those of engines are collective."""
 
     def __init__(self, device: torch.device, keep: Collection[str]) -> None:
         self.device, self.keep = device, frozenset(keep)
         self.present: set[str] = set()
-        self.moves: deque[Move] = deque(maxlen=1000)  # the latest ones
-        self._groups: dict[str, TensorGroup] = {}
+        self._groups: dict[str, Movable | EngineMemory] = {}
 
     @property
     def enabled(self) -> bool:
-        """Whether any group ever leaves the device."""
+        """Return whether any group ever leaves the device."""
         return not self.keep >= frozenset(GROUPS)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the groups that are on the device."""
+        """Return the bytes of the groups that are on the device."""
         return sum(self._groups[name].nbytes for name in self.present)
 
-    def register(self, groups: Mapping[str, TensorGroup]) -> None:
+    def register(self, groups: Mapping[str, Movable | EngineMemory]) -> None:
         """Add groups, which are on the device."""
         self._groups |= groups
         self.present |= set(groups)
@@ -115,7 +90,6 @@ class OffloadManager:
             with self.explained(phase):
                 (group.onload if onload else group.offload)()
             (self.present.add if onload else self.present.remove)(name)
-            self.moves.append(Move(phase, name, onload))
         if names and not onload:
             empty_cache(self.device)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from megarl.config.phases import Phase
 from megarl.data.experience import Experience
 from megarl.observe.run_log import Sample
+from megarl.rollout.sampling import shuffle_seed
 from megarl.schedule.run import Run, Step
 from megarl.training.batch import distribute
 from megarl.training.checkpoint import PRETRAINING
@@ -64,9 +65,12 @@ def group_advantages(run: Run, step: Step) -> None:
 
 def divide(run: Run, step: Step) -> None:
     """Divide the batch into mini-batches with their global denominators, and take this replica's share."""
+    config = run.config
     models = [run.critic] if step.stage == PRETRAINING else [run.actor, run.critic]
     shapes = [model.model for model in models if model is not None]
-    step.local = distribute(step.batch, run.config, step.mini_batch, step.seed, shapes, run.runtime)
+    mini_batch = config.supervised.batch if step.stage == "sft" else config.update.mini_batch
+    seed = shuffle_seed(config.seed, step.index)
+    step.local = distribute(step.batch, config, mini_batch, seed, shapes, run.runtime)
 
 
 def old_logprobs(run: Run, step: Step) -> None:
@@ -111,10 +115,11 @@ def monte_carlo_returns(run: Run, step: Step) -> None:
 def critic_update(run: Run, step: Step) -> None:
     """Update the critic over its mini-batches."""
     assert run.critic is not None
-    loss = critic_loss(run.config.algorithm, step.local.experience)
-    step.count_tokens(step.critic_epochs)
-    mini_batches = step.local.critic_mini_batches
-    step.metrics |= run.critic.update_mini_batches(mini_batches, loss, step.critic_epochs, "value")
+    config, mini_batches = run.config, step.local.critic_mini_batches
+    epochs = config.value_pretraining.epochs if step.stage == PRETRAINING else config.critic.epochs
+    loss = critic_loss(config.algorithm, step.local.experience)
+    step.count_tokens(epochs)
+    step.metrics |= run.critic.update_mini_batches(mini_batches, loss, epochs, "value")
 
 
 def actor_update(run: Run, step: Step) -> None:
@@ -126,7 +131,7 @@ def actor_update(run: Run, step: Step) -> None:
 
 def weight_transfer(run: Run, step: Step) -> None:
     """Write the actor's shards into the engine's, in place."""
-    step.metrics |= run.sync_weights(step.number)
+    step.metrics |= run.weight_sync.sync(step.number).metrics()
     step.events += run.weight_sync.take_events()
 
 
@@ -148,19 +153,8 @@ def supervised_update(run: Run, step: Step) -> None:
 FUNCTIONS: dict[str, Callable[[Run, Step], None]] = {
     function.__name__: function
     for function in (
-        rollout,
-        group_advantages,
-        divide,
-        old_logprobs,
-        reference_logprobs,
-        values,
-        gae_advantages,
-        monte_carlo_returns,
-        critic_update,
-        actor_update,
-        weight_transfer,
-        read_pairs,
-        supervised_update,
+        *(rollout, group_advantages, divide, old_logprobs, reference_logprobs, values, gae_advantages),
+        *(monte_carlo_returns, critic_update, actor_update, weight_transfer, read_pairs, supervised_update),
     )
 }
 

@@ -86,10 +86,10 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
             exact = not remarks
         if run.critic is not None and number == 1:
             run.critic.start_schedule(config.steps)
-        step = Step(config, stage, number)
+        step = Step(stage, number)
         if stage == "train":
             run.onload("weight_transfer", {"actor.weights", "engine.weights"})
-            run.sync_weights(number - 1)
+            run.weight_sync.sync(number - 1)
         for phase in training_phases(config):
             if phase.name == ROLLOUT.name:
                 step.batch, statistics = read_step_rollout(config.run_dir, number)

@@ -23,7 +23,7 @@ from megarl.data.prompts import Prompt
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0
 from megarl.parallel.runtime import Runtime
-from megarl.training.checkpoint import settings_of
+from megarl.training.checkpoint import settings_of, sha256_of
 
 KEY = "value_pretraining.rollouts"
 NAME = "step-{:06d}.safetensors"
@@ -102,16 +102,13 @@ def read_step_rollout(run_dir: Path, number: int) -> tuple[Experience, dict[str,
 def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], runtime: Runtime) -> RolloutStore:
     """Return the store of value pretraining's rollouts, made from the settings that decide them, the model's files and the
     prompts as they enter the model. Every rank calls this; rank 0 reads all of the model's files, several at a time."""
-
-    def digest(path: Path) -> str:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
     made_from: dict[str, Any] = {}
     if runtime.rank == 0:
         files = sorted(path for path in config.model.path.iterdir() if path.suffix in MODEL_FILES)
         with ThreadPoolExecutor() as pool:
-            digests = [(path.name, text) for path, text in zip(files, pool.map(digest, files), strict=True)]
+            digests = [
+                (path.name, text) for path, text in zip(files, pool.map(sha256_of, files), strict=True)
+            ]
         data = hashlib.sha256()
         for prompt in prompts:
             data.update(repr((prompt.uid, prompt.tokens, prompt.answer)).encode())

@@ -26,7 +26,6 @@ from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engine import RolloutEngine, make_engine
 from megarl.rollout.sampler import RolloutSampler, RolloutWorker
-from megarl.rollout.sampling import shuffle_seed
 from megarl.rollout.weight_sync import Failures, WeightSync
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts
@@ -174,7 +173,7 @@ class Run:
 
     @cached_property
     def pretraining_rollouts(self) -> RolloutStore:
-        """Value pretraining's rollouts on disk. The first access is collective."""
+        """Return value pretraining's rollouts on disk. The first access is collective."""
         return pretraining_rollouts(self.config, self.prompts, self.runtime)
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
@@ -193,13 +192,9 @@ class Run:
         """Have a model and its optimizer on the device, to be saved or loaded."""
         self.onload("checkpoint", {f"{name}.weights", f"{name}.optimizer"})
 
-    def sync_weights(self, version: int) -> dict[str, float]:
-        """Write the actor's present weights into the engine, which then carries `version`; return transfer/*."""
-        return self.weight_sync.sync(version).metrics()
-
     @property
     def models(self) -> dict[str, TrainableModel]:
-        """The models whose weights and optimizers a checkpoint holds."""
+        """Return the models whose weights and optimizers a checkpoint holds."""
         return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,15 +217,6 @@ class Run:
         else:
             self.prompt_sampler.load_state(state["prompts"])
             self.sampler.load_state_dict(state["rollout"])
-
-    def depths(self) -> dict[str, Callable[[], int]]:
-        """Return what waits in this rank's queues, for the report of a hang."""
-        if self.config.recipe == "sft":
-            return {}
-        return {
-            "responses in the engine": lambda: self.engine.running,
-            "answers at the verifiers": lambda: self.verifiers.waiting,
-        }
 
     def megatron_seconds(self) -> float:
         """Return this rank's seconds in Megatron's forward and backward passes and optimizers so far."""
@@ -270,7 +256,6 @@ class Step:
     local            this replica's share of it
     """
 
-    config: Config
     stage: str
     number: int
     metrics: dict[str, float] = field(default_factory=dict)
@@ -284,24 +269,8 @@ class Step:
 
     @property
     def index(self) -> int:
-        """What seeds derive from: 1, 2, ... in the main stage, -1, -2, ... in value pretraining."""
+        """Return what seeds derive from: 1, 2, ... in the main stage, -1, -2, ... in value pretraining."""
         return -self.number if self.stage == PRETRAINING else self.number
-
-    @property
-    def seed(self) -> int:
-        """The seed of everything random in this step outside sampling."""
-        return shuffle_seed(self.config.seed, self.index)
-
-    @property
-    def mini_batch(self) -> int:
-        """Sequences per optimizer step."""
-        return self.config.supervised.batch if self.stage == "sft" else self.config.update.mini_batch
-
-    @property
-    def critic_epochs(self) -> int:
-        """Passes of the critic over its mini-batches."""
-        pretraining = self.stage == PRETRAINING
-        return self.config.value_pretraining.epochs if pretraining else self.config.critic.epochs
 
     def add(self, metrics: Mapping[str, float], distributions: Tables) -> None:
         """Record what a phase has measured."""

@@ -69,7 +69,10 @@ class Trainer:
         )
         self.preemption = PreemptionHandler(run, self.writer, stop or StopRequest(()))
         if watchdog is not None:
-            watchdog.depths |= {**run.depths(), "bytes of a checkpoint": lambda: self.writer.pending}
+            if config.recipe != "sft":
+                watchdog.depths["responses in the engine"] = lambda: run.engine.running
+                watchdog.depths["answers at the verifiers"] = lambda: run.verifiers.waiting
+            watchdog.depths["bytes of a checkpoint"] = lambda: self.writer.pending
         append = self.checkpoint is not None
         self.log = None  # of rank 0
         if self.is_rank_0:
@@ -86,14 +89,14 @@ class Trainer:
                 done = self.resume()
                 if config.recipe != "sft":
                     run.onload("weight_transfer", {"actor.weights", "engine.weights"})
-                    run.sync_weights(done)
+                    run.weight_sync.sync(done)
                     if self.checkpoint is None:
                         self.evaluate(0)
                     if self.checkpoint is None or self.checkpoint.pretraining:
                         self.pretrain_values()
                 for number in range(done + 1, config.steps + 1):
                     last = number == config.steps
-                    self.step(Step(config, self.stage, number), self.phases)
+                    self.step(Step(self.stage, number), self.phases)
                     if last or (config.evaluation.every and number % config.evaluation.every == 0):
                         self.evaluate(number)
                     self.save(self.stage, number, last=last)
@@ -152,7 +155,7 @@ class Trainer:
             return
         while not self.pretraining["done"]:
             number = self.pretraining["steps"] + 1
-            step = Step(self.config, PRETRAINING, number)
+            step = Step(PRETRAINING, number)
             self.step(step, VALUE_PRETRAINING)
             explained = step.metrics.get("value/explained_variance", -math.inf)  # a skipped step has none
             enough = explained >= config.explained_variance

@@ -41,29 +41,11 @@ MARK = "$numbers"  # {MARK: name of the tensor}
 # Keys that may differ when a run continues: how far it goes, what is shown, how the work is laid out. All others decide
 # the result.
 FREE = (
-    "run_dir",
-    "steps",
-    "parallel",
-    "cluster",
-    "residency",
-    "log",
-    "guard",
-    "watchdog",
-    "evaluation",
-    "checkpoint",
-    "data.eval",
-    "model.layers",
-    "model.recompute",
-    "reward.workers",
-    "rollout.max_batch",
-    "rollout.engine_memory",
-    "rollout.engine_timeout",
-    "rollout.engine_start_timeout",
-    "rollout.engine_failures",
-    "rollout.transfer_bucket",
-    "update.tokens_per_micro_batch",
-    "update.logprob_chunk",
-    "value_pretraining.rollouts",
+    *("run_dir", "steps", "parallel", "cluster", "residency", "log", "guard", "watchdog", "evaluation"),
+    *("checkpoint", "data.eval", "model.layers", "model.recompute", "reward.workers"),
+    *("rollout.max_batch", "rollout.engine_memory", "rollout.engine_timeout", "rollout.engine_start_timeout"),
+    *("rollout.engine_failures", "rollout.transfer_bucket"),
+    *("update.tokens_per_micro_batch", "update.logprob_chunk", "value_pretraining.rollouts"),
 )
 
 
@@ -81,7 +63,7 @@ class Checkpoint:
 
     @property
     def pretraining(self) -> bool:
-        """Whether value pretraining wrote it."""
+        """Return whether value pretraining wrote it."""
         return self.stage == PRETRAINING
 
     @property
@@ -90,7 +72,7 @@ class Checkpoint:
 
     @property
     def done(self) -> int:
-        """Steps of the main stage that were done."""
+        """Return the steps of the main stage that were done."""
         return 0 if self.pretraining else self.step
 
     @property
@@ -106,14 +88,19 @@ class Checkpoint:
         lines = []
         for name in sorted(self.manifest["files"])[part::parts]:
             try:
-                with open(self.path / name, "rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                found = sha256_of(self.path / name)
             except OSError as error:
                 lines.append(f"{self.path / name}: cannot be read: {error.strerror}")
                 continue
             if found != self.manifest["files"][name][1]:
                 lines.append(f"{self.path / name}: its content is not what was written (SHA-256)")
         return lines
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def folder_name(stage: str, step: int) -> str:
@@ -141,7 +128,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     }
     for key, folder in (("model.path", config.model.path), ("critic.path", config.critic.path)):
         if folder is not None:
-            found[f"{key}/config.json"] = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+            found[f"{key}/config.json"] = sha256_of(folder / "config.json")
     return found
 
 

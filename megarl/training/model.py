@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from megarl.data.experience import Experience
 from megarl.model.builder import Actor, Critic
 from megarl.parallel.comm import any_rank, from_last_stage, gather_objects, sum_stats
 from megarl.parallel.cpu_platform import on_cpu
-from megarl.parallel.offload import Contents, HostPool, Movable
+from megarl.parallel.offload import HostPool, Movable
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import MicroBatch
 
@@ -327,7 +327,9 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
     """Return {"actor.weights", "actor.gradients", "actor.optimizer"}; for an inference model its weights alone."""
     device = model.runtime.device
     if not isinstance(model, TrainableModel):
-        return {f"{model.name}.weights": _Weights(model, model.model.parameters, pool, "constant")}
+        weights = _Weights(model.model.parameters, device, pool, "constant")
+        weights.model = model.model
+        return {f"{model.name}.weights": weights}
     # Megatron's ParamAndGradBuffers, one for each dtype, and those of experts. All parameters are views of their param_data.
     buffers: list[Any] = [*model.chunk.buffers, *model.chunk.expert_parallel_buffers]
 
@@ -342,11 +344,12 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
             tensors += [t for state in part.state.values() for t in state.values() if isinstance(t, Tensor)]
             yield from (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in others)
 
+    weights = _Weights(lambda: (buffer.param_data for buffer in buffers), device, pool)
+    weights.model = model.model
+    gradients = Movable(lambda: (buffer.grad_data for buffer in buffers), device, pool, "zero")
     return {
-        f"{model.name}.weights": _Weights(model, lambda: (buffer.param_data for buffer in buffers), pool),
-        f"{model.name}.gradients": Movable(
-            lambda: (buffer.grad_data for buffer in buffers), device, pool, "zero"
-        ),
+        f"{model.name}.weights": weights,
+        f"{model.name}.gradients": gradients,
         f"{model.name}.optimizer": Movable(optimizer, device, pool),
     }
 
@@ -355,17 +358,9 @@ class _Weights(Movable):
     """Weights of a model. The FP8 copies that Transformer Engine's modules cache go too; they are made again at the next
     forward pass."""
 
-    def __init__(
-        self,
-        model: InferenceModel,
-        tensors: Callable[[], Iterable[Tensor]],
-        pool: HostPool,
-        contents: Contents = "kept",
-    ) -> None:
-        super().__init__(tensors, model.runtime.device, pool, contents)
-        self._model = model.model
+    model: torch.nn.Module
 
     def offload(self) -> None:
         super().offload()
-        for module in self._model.modules():
+        for module in self.model.modules():
             getattr(module, "_fp8_workspaces", {}).clear()

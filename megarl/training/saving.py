@@ -10,7 +10,6 @@ them.
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import shutil
 import sys
@@ -50,6 +49,7 @@ from megarl.training.checkpoint import (
     prune,
     seal,
     settings_of,
+    sha256_of,
     write_state,
 )
 from megarl.training.model import TrainableModel
@@ -257,9 +257,7 @@ class _Writing:
         """Enter files into the manifest, once they are on disk."""
         for path in paths:
             fsync(path)
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            self.files[str(path.relative_to(self.partial))] = path.stat().st_size, digest
+            self.files[str(path.relative_to(self.partial))] = path.stat().st_size, sha256_of(path)
 
 
 class HostCopier:
