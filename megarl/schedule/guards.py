@@ -5,7 +5,7 @@ Also alarms about metrics.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.config.errors import ConfigError, Interrupted, NumericalError
@@ -73,24 +73,20 @@ class Guards:
     def passed(self, metrics: Mapping[str, float]) -> list[str]:
         """Count a step that was not skipped, and return a line for each threshold that its metrics have crossed."""
         self.skipped = 0
-        lines = [f"alarm: {line}" for line in self._alarms(metrics)]
-        self.length = metrics.get("response/length_mean", self.length)
-        return lines
-
-    def _alarms(self, metrics: Mapping[str, float]) -> Iterator[str]:
-        limits, length = self.config, metrics.get("response/length_mean")
-        entropy = metrics.get("policy/entropy")
+        limits, growth, lines = self.config, self.config.length_growth, []
+        entropy, length = metrics.get("policy/entropy"), metrics.get("response/length_mean")
         if entropy is not None and limits.entropy_low is not None and entropy < limits.entropy_low:
             low = f"{entropy:.4g} is below guard.entropy_low {limits.entropy_low:g}"
-            yield f"policy/entropy {low}: the policy collapses"
-        growth = limits.length_growth
+            lines.append(f"alarm: policy/entropy {low}: the policy collapses")
         if growth is not None and length is not None and self.length and length > growth * self.length:
             more = f"{length:.4g} is more than guard.length_growth {growth:g} x {self.length:.4g}"
-            yield f"response/length_mean {more}, the step before: responses explode"
+            lines.append(f"alarm: response/length_mean {more}, the step before: responses explode")
         for key in ("policy/clip_fraction_low", "policy/clip_fraction_high"):
             if limits.clip_fraction is not None and metrics.get(key, 0.0) > limits.clip_fraction:
                 above = f"{metrics[key]:.4g} is above guard.clip_fraction {limits.clip_fraction:g}"
-                yield f"{key} {above}: updates leave the trust region"
+                lines.append(f"alarm: {key} {above}: updates leave the trust region")
+        self.length = self.length if length is None else length
+        return lines
 
 
 class PreemptionHandler:

@@ -68,6 +68,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     check_config(config, where)
     device = choose_device(config.parallel.device)
     _check_machine(config, device.type, world)
+    world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
     folder = check_model(config.model.path, "model.path", config)
     tokenizer = check_tokenizer(config, folder)
     critic = None
@@ -80,13 +81,11 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         _check_engine_layout(config, folder.config, device, world)
         get_verifier(config.reward.verifier)
     if device.type == "cuda":
-        there = world or (launched_world() if is_launched() else ranks_here(config.parallel))
         memory = torch.cuda.get_device_properties(device).total_memory
-        check_fits(config, where, folder.config, critic.config if critic else None, there, memory)
+        check_fits(config, where, folder.config, critic.config if critic else None, world, memory)
+    response_key = config.supervised.response_key if config.recipe == "sft" else None
     with without_tokenizer_threads():
-        answer = validate_files(
-            config.data, config.supervised.response_key if config.recipe == "sft" else None, tokenizer
-        )
+        answer = validate_files(config.data, response_key, tokenizer)
     if config.recipe != "sft":
         check_verifier(config.reward, answer)
     check_pretraining_rollouts(config)

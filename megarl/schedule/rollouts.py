@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -160,20 +160,39 @@ def has_tokens(number: int, steps: int) -> bool:
 def with_tokens(
     samples: Mapping[int, Sample], batch: Experience, local: Experience, tokenizer: Any, runtime: Runtime
 ) -> list[Sample]:
-    """Return a step's samples, by their row of `batch`, with their tokens, advantages and values. Every rank calls this with
-    its replica's share of the batch, `local`; rank 0 gets them complete."""
-    mine = token_worth(local, batch, list(samples)) if runtime.is_replica_leader else {}
-    parts = gather_on_0(runtime, mine)
+    """Return a step's samples, by their row of `batch`, with their tokens, advantages and values. Every rank calls this
+    with its replica's share of the batch, `local`; rank 0 gets them complete."""
+    parts = gather_on_0(runtime, token_worth(local, batch, samples) if runtime.is_replica_leader else {})
     if parts is None:
         return list(samples.values())
     found = {row: columns for part in parts for row, columns in part.items()}
-    return [
-        _complete(sample, response_ids(batch, row), found.get(row, {}), tokenizer)
-        for row, sample in samples.items()
-    ]
+    complete = []
+    for row, sample in samples.items():
+        ids = batch.tokens[response_indices(batch, row)].tolist()
+        worth = {name: column.tolist() for name, column in found.get(row, {}).items()}
+        if advantages := worth.get("advantages"):
+            mean = math.fsum(advantages) / len(advantages)
+            sample = replace(
+                sample, advantage_mean=mean, advantage_min=min(advantages), advantage_max=max(advantages)
+            )
+        half, left_out = TOKENS_SHOWN // 2, len(ids) - TOKENS_SHOWN
+        shown: dict[str, Any]
+        if left_out <= 0:
+            texts = token_texts(tokenizer, ids)
+            shown = {name: _rounded(column) for name, column in worth.items()}
+        else:
+            gap = f"\n[... {left_out} tokens left out ...]\n"
+            texts = [*token_texts(tokenizer, ids[:half]), gap, *token_texts(tokenizer, ids[-half:])]
+            shown = {name: [*_rounded(c[:half]), None, *_rounded(c[-half:])] for name, c in worth.items()}
+        complete.append(replace(sample, tokens=texts, **shown))
+    return complete
 
 
-def token_worth(local: Experience, batch: Experience, rows: Sequence[int]) -> dict[int, dict[str, Tensor]]:
+def _rounded(column: list[float]) -> list[float | None]:
+    return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in column]
+
+
+def token_worth(local: Experience, batch: Experience, rows: Iterable[int]) -> dict[int, dict[str, Tensor]]:
     """Return row of `batch` -> {"advantages", "values"}, float32 [response tokens], for the rows and columns that are in
     `local`, a replica's share."""
     places = list(zip(local["group_ids"].tolist(), local["response_index"].tolist(), strict=True))
@@ -182,43 +201,15 @@ def token_worth(local: Experience, batch: Experience, rows: Sequence[int]) -> di
     for row in rows:
         place = (int(batch["group_ids"][row]), int(batch["response_index"][row]))
         if place in places:
-            tokens = _response(local, places.index(place))
+            tokens = response_indices(local, places.index(place))
             found[row] = {name: local[name][tokens].float() for name in names}
     return found
 
 
-def response_ids(batch: Experience, row: int) -> list[int]:
-    """Return the token ids of one response."""
-    ids: list[int] = batch.tokens[_response(batch, row)].tolist()
-    return ids
-
-
-def _response(experience: Experience, row: int) -> Tensor:
+def response_indices(experience: Experience, row: int) -> Tensor:
     """Return the indices of a response's tokens, int64."""
     start, end = experience.cu_seqlens[row : row + 2].tolist()
     return start + experience.response_mask[start:end].nonzero().squeeze(-1)
-
-
-def _complete(sample: Sample, ids: list[int], columns: dict[str, Tensor], tokenizer: Any) -> Sample:
-    worth = {name: column.tolist() for name, column in columns.items()}
-    if advantages := worth.get("advantages"):
-        mean = math.fsum(advantages) / len(advantages)
-        sample = replace(
-            sample, advantage_mean=mean, advantage_min=min(advantages), advantage_max=max(advantages)
-        )
-    half, left_out = TOKENS_SHOWN // 2, len(ids) - TOKENS_SHOWN
-    if left_out <= 0:
-        texts = token_texts(tokenizer, ids)
-        shown = {name: _rounded(column) for name, column in worth.items()}
-    else:
-        gap = f"\n[... {left_out} tokens left out ...]\n"
-        texts = [*token_texts(tokenizer, ids[:half]), gap, *token_texts(tokenizer, ids[-half:])]
-        shown = {name: [*_rounded(c[:half]), None, *_rounded(c[-half:])] for name, c in worth.items()}
-    return replace(sample, tokens=texts, advantages=shown.get("advantages"), values=shown.get("values"))
-
-
-def _rounded(column: list[float]) -> list[float | None]:
-    return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in column]
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:

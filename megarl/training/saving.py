@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, apply_factories, is_main_replica
@@ -39,7 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megarl.config.errors import CheckpointError
 from megarl.config.files import fsync
 from megarl.config.schema import Config
-from megarl.parallel.comm import any_rank, from_rank_0, gather_objects, gather_on_0
+from megarl.parallel.comm import any_rank, from_rank_0, gather_on_0
 from megarl.parallel.runtime import Runtime, generator_states
 from megarl.training.checkpoint import (
     FOLDER,
@@ -310,19 +309,15 @@ class HostCopier:
 
     def _agree(self, plan: SavePlan) -> Metadata | None:
         """Return the index of all ranks' parts, on rank 0; None on the others."""
-        is_first = self.runtime.rank == 0
-        plans: list[Any] = [plan] * self.runtime.world
-        if self.runtime.world > 1:
-            dist.gather_object(plan, plans if is_first else None, group=self.runtime.cpu_group)
-        index, failure = None, None
-        if is_first:
+        plans, index, failure = gather_on_0(self.runtime, plan), None, None
+        if plans is not None:
             try:
                 kept, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
                 if [len(theirs.items) for theirs in plans] != [len(those.items) for those in kept]:
                     failure = "two ranks would write the same part"
             except (ValueError, AssertionError) as error:  # parts overlap, or leave something out
                 failure = str(error)
-        failure = gather_objects(self.runtime, failure)[0]
+        failure = from_rank_0(self.runtime, failure)
         if failure is not None:
             raise RuntimeError(failure)
         return index
@@ -342,18 +337,20 @@ def _copied(part: Any) -> tuple[WriteItem, torch.Tensor | BytesIO]:
     return WriteItem(MetadataIndex(part.key, offsets), WriteItemType.SHARD, tensor_data=write), copy
 
 
+@dataclass
 class HostCopy:
     """One model's copies on this rank.
 
+    plan     what this rank writes, by torch's writer
     index    of all ranks' parts, on rank 0 alone
     common   Megatron's unsharded part, the same on every rank
     results  what torch's writer says of the written files"""
 
-    def __init__(
-        self, plan: SavePlan, copies: dict[MetadataIndex, Any], index: Metadata | None, common: dict[str, Any]
-    ) -> None:
-        self.plan, self.copies, self.index, self.common = plan, copies, index, common
-        self.results: list[WriteResult] = []
+    plan: SavePlan
+    copies: dict[MetadataIndex, Any]
+    index: Metadata | None
+    common: dict[str, Any]
+    results: list[WriteResult] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from megarl.data.experience import Experience
 from megarl.observe.run_log import Sample
 from megarl.schedule import rollouts
-from megarl.schedule.rollouts import has_tokens, response_ids, token_texts, token_worth, with_tokens
+from megarl.schedule.rollouts import has_tokens, response_indices, token_texts, token_worth, with_tokens
 from tests.tiny_models import make_tokenizer
 
 TEXTS = ("1+1=2", "Größe 👍!", "")
@@ -25,6 +25,10 @@ def make_batch(tokenizer: Any) -> Experience:
     batch["group_ids"] = torch.tensor([0, 0, 0, 1, 1, 1])
     batch["response_index"] = torch.tensor([0, 1, 2] * 2)
     return batch
+
+
+def response_ids(batch: Experience, row: int) -> list[int]:
+    return batch.tokens[response_indices(batch, row)].tolist()
 
 
 def test_texts_of_tokens_make_up_the_whole() -> None:
