@@ -17,7 +17,8 @@ from megarl.training.sharded import FAILURES, reason
 
 
 def save_model(model: TrainableModel, folder: Path) -> None:
-    """Write into the empty `folder`; every rank calls this. Raises CheckpointError on every rank where one cannot write."""
+    """Write into the empty `folder`; every rank calls this. Raises CheckpointError on every rank where one
+    cannot write."""
     copy = HostCopier(model.runtime).copy_model(model)
     failure = None
     try:
@@ -39,7 +40,8 @@ def save_checkpoint(
     state: Mapping[str, Any],
     versions: Mapping[str, str],
 ) -> Path:
-    """Write one checkpoint of the main stage and wait for it; every rank calls this. Raises as CheckpointWriter."""
+    """Write one checkpoint of the main stage and wait for it; every rank calls this. Raises as
+    CheckpointWriter."""
     writer = CheckpointWriter(runtime, config, models, versions, prepare=lambda name: None)
     writer.save("train", step, tuple(models), lambda: state, now=True)
     return config.run_dir / FOLDER / folder_name("train", step)

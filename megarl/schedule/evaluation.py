@@ -1,5 +1,5 @@
-"""An evaluation that stands alone, on one rank: the policy of a Hugging Face folder or of a checkpoint, in the engine, no
-optimizer.
+"""An evaluation that stands alone, on one rank: the policy of a Hugging Face folder or of a checkpoint, in
+the engine, no optimizer.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from megarl.weights.megatron import open_model
 
 
 def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None]:
-    """Resolve `--checkpoint`. Return the config, whose `model.path` is the folder with config.json and tokenizer, and the
-    actor's part of a run's checkpoint, which holds the weights; None where `model.path` holds them.
+    """Resolve `--checkpoint`. Return the config, whose `model.path` is the folder with config.json and
+    tokenizer, and the actor's part of a run's checkpoint, which holds the weights; None where `model.path`
+    holds them.
 
-    given: a Hugging Face folder, a checkpoint as `megarl convert` writes it, with config.json and tokenizer beside it, a
-    checkpoint of a run, the run's folder (its newest complete checkpoint), or None: `model.path`. Raises CheckpointError
-    for anything else, and where the checkpoint is of another model.
+    given: a Hugging Face folder, a checkpoint as `megarl convert` writes it, with config.json and tokenizer
+    beside it, a checkpoint of a run, the run's folder (its newest complete checkpoint), or None:
+    `model.path`. Raises CheckpointError for anything else, and where the checkpoint is of another model.
     """
     if given is None:
         return config, None
@@ -48,29 +49,30 @@ def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None
         checkpoint = open_checkpoint(given)
     else:
         raise CheckpointError(
-            f"--checkpoint: {given}: neither a Hugging Face folder (config.json) nor a checkpoint (manifest.json) "
-            "nor a run (checkpoints/)"
+            f"--checkpoint: {given}: neither a Hugging Face folder (config.json) nor a checkpoint "
+            "(manifest.json) nor a run (checkpoints/)"
         )
     description = config.model.path / "config.json"
     if not description.is_file():
         raise CheckpointError(
-            f"model.path: {description}: no such file (it describes the model whose weights are in {checkpoint.path})"
+            f"model.path: {description}: no such file "
+            f"(it describes the model whose weights are in {checkpoint.path})"
         )
     written = checkpoint.settings.get("model.path/config.json")
     if written is not None and written != sha256_of(description):
         raise CheckpointError(
-            f"--checkpoint: {checkpoint.path}: was written with another model than model.path describes, {description} "
-            "(give the run's own configuration)"
+            f"--checkpoint: {checkpoint.path}: was written with another model than model.path describes, "
+            f"{description} (give the run's own configuration)"
         )
     # In value pretraining the policy is still that of model.path.
     return config, None if checkpoint.pretraining else checkpoint.path / "actor"
 
 
 class Evaluation:
-    """The policy in the engine, and the problems; every rank has one, and they share the work as in training."""
+    """The policy in the engine, and the problems. The ranks share the work as in training."""
 
     def __init__(self, config: Config, weights: Path | None, runtime: Runtime) -> None:
-        # Scores are counts of right answers: what reward an answer would have had in training does not matter.
+        # Scores count right answers: the rewards of training do not matter.
         config = config.model_copy(
             update={"reward": config.reward.model_copy(update={"overlong": OverlongConfig()})}
         )
@@ -81,7 +83,8 @@ class Evaluation:
         problems, self.report = read_prompts(config.data.eval, config.data, self.tokenizer)
         self.problems = problems[: config.evaluation.max_problems or None]
         self.engine = make_engine(config, self.tokenizer, runtime)
-        # Load the weights into Megatron's actor at this job's layout, then sync them into the engine and drop the actor.
+        # Load the weights into Megatron's actor at this job's layout, sync them into the engine, drop the
+        # actor.
         path = config.model.path
         model = build_actor(config, read_hf_config(path), runtime).requires_grad_(False)
         if self.weights is None:

@@ -1,5 +1,5 @@
-"""What ends a run early: numbers that are not finite, a verifier that fails on every answer, a request to save and leave.
-Also alarms about metrics.
+"""What ends a run early: numbers that are not finite, a verifier that fails on every answer, a request to
+save and leave. Also alarms about metrics.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class Guards:
         self.unverified = state.get("unverified", 0)
 
     def failed(self, error: NumericalError) -> str:
-        """Count a step whose rest is skipped, and return the line about it. Raises `error` where no further one is
-        allowed."""
+        """Count a step whose rest is skipped; return the line about it. Raises `error` after too many."""
         self.skipped += 1
         if self.skipped > self.config.skipped_steps or error.fatal:
             raise error
@@ -50,8 +49,8 @@ class Guards:
         return f"{error}; the rest of the step is skipped ({count})"
 
     def judged(self, metrics: Mapping[str, float], errors: Mapping[str, int]) -> list[str]:
-        """Count a step in which no answer got a verdict, and return the line about it. errors: the verifier's errors and
-        how often each occurred."""
+        """Count a step in which no answer got a verdict, and return the line about it. errors: the verifier's
+        errors and how often each occurred."""
         share = metrics.get("reward/unverified")
         if share is not None:  # recipe sft has no answers
             self.unverified = self.unverified + 1 if share == 1 else 0
@@ -71,7 +70,7 @@ class Guards:
             )
 
     def passed(self, metrics: Mapping[str, float]) -> list[str]:
-        """Count a step that was not skipped, and return a line for each threshold that its metrics have crossed."""
+        """Count a step that was not skipped; return a line for each threshold that it has crossed."""
         self.skipped = 0
         limits, growth, lines = self.config, self.config.length_growth, []
         entropy, length = metrics.get("policy/entropy"), metrics.get("response/length_mean")
@@ -90,9 +89,10 @@ class Guards:
 
 
 class PreemptionHandler:
-    """Saves checkpoints when they are due, and saves and leaves when the run is pre-empted. Every rank calls it alike.
+    """Saves checkpoints when they are due, and saves and leaves when the run is pre-empted. Every rank calls
+    it alike.
 
-    A run leaves after a step, or within one before any weight has changed; what that step has sampled is dropped then."""
+    A run leaves after a step, or within one before any weight has changed: its samples are dropped."""
 
     def __init__(self, run: Run, writer: CheckpointWriter, stop: StopRequest) -> None:
         self.run, self.writer, self.stop = run, writer, stop
@@ -114,10 +114,11 @@ class PreemptionHandler:
         return spent
 
     def after_step(self, stage: str, step: int, state: State, *, due: bool, last: bool) -> None:
-        """Save the step where that is `due`, and leave where the run was told to; nothing is put off after the `last` step.
+        """Save the step where that is `due`, and leave where the run was told to; nothing is put off after
+        the `last` step.
 
-        state: gives what a checkpoint of the step needs besides the models; called at any later time. Raises Interrupted
-        on every rank where the run leaves, CheckpointError as CheckpointWriter."""
+        state: gives what a checkpoint of the step needs besides the models; called at any later time. Raises
+        Interrupted on every rank where the run leaves, CheckpointError as CheckpointWriter."""
         self.longest_step = max(self.longest_step, time.monotonic() - self._since)
         self._since = time.monotonic()
         self._last_step = stage, step, state
@@ -127,9 +128,9 @@ class PreemptionHandler:
             self.check(self.longest_step + self.writer.seconds)
 
     def check(self, seconds: float = 0.0, *, changed: bool = False) -> None:
-        """Move the checkpoint that is being written forward. Unless a weight has `changed` since the last step, leave where
-        the run was told to, or has less than `seconds` left: nothing is lost but this step's work so far. Raises as
-        `after_step`."""
+        """Move the checkpoint that is being written forward. Unless a weight has `changed` since the last
+        step, leave where the run was told to, or has less than `seconds` left: nothing is lost but this
+        step's work so far. Raises as `after_step`."""
         if not (self.writer.unfinished if changed else self.enabled):
             return
         should_stop = not changed and self.stop.should_stop(seconds)

@@ -1,5 +1,5 @@
-"""Which tensor groups are on the device in which phase. Before a phase, everything that it does not need is offloaded to
-host memory; then what it needs is loaded. `residency.keep` names groups that never leave.
+"""Which tensor groups are on the device in which phase. Before a phase, everything that it does not need is
+offloaded to host memory; then what it needs is loaded. `residency.keep` names groups that never leave.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ADVICE = {
 
 
 class EngineMemory:
-    """The weights or the KV cache of this rank's share of the engines. `nbytes` is given where it is known beforehand; on
-    a GPU it is measured, as what becomes free when the engine goes to sleep."""
+    """The weights or the KV cache of this rank's share of the engines. `nbytes` is given where it is known
+    beforehand; on a GPU it is measured, as what becomes free when the engine goes to sleep."""
 
     def __init__(self, weight_sync: WeightSync, tag: str, device: torch.device, nbytes: int) -> None:
         self.weight_sync, self.tag, self.device, self.nbytes = weight_sync, tag, device, nbytes
@@ -48,8 +48,8 @@ class EngineMemory:
 
 
 class OffloadManager:
-    """Knows which tensor groups of this rank are on the device, and moves them. Every rank makes the same moves in
-    the same order: those of engines are collective."""
+    """Knows which tensor groups of this rank are on the device, and moves them. Every rank makes the same
+    moves in the same order: those of engines are collective."""
 
     def __init__(self, device: torch.device, keep: Collection[str]) -> None:
         self.device, self.keep = device, frozenset(keep)
@@ -72,7 +72,7 @@ class OffloadManager:
         self.present |= set(groups)
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
-        """Offload every other group, then load `groups`. Raises DeviceMemoryError where the device is full."""
+        """Offload every other group, then load `groups`. Raises DeviceMemoryError if there is no room."""
         self._move(phase, self.present - frozenset(groups) - self.keep, onload=False)
         self._move(phase, frozenset(groups) - self.present, onload=True)
 
@@ -95,7 +95,8 @@ class OffloadManager:
 
     @contextmanager
     def explained(self, phase: str) -> Iterator[None]:
-        """Turn torch's out-of-memory error into a DeviceMemoryError that lists what is on the device and what to change."""
+        """Turn torch's out-of-memory error into a DeviceMemoryError: what is on the device, what to
+        change."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -115,8 +116,8 @@ class OffloadManager:
 
     @contextmanager
     def measured(self, phase: str, metrics: dict[str, float]) -> Iterator[None]:
-        """Add memory/<phase>, in bytes: on a GPU the peak of this process (also memory_reserved/ and memory_device/, see
-        parallel/offload.py), on a CPU the size of the groups that are there."""
+        """Add memory/<phase>, in bytes: on a GPU the peak of this process (also memory_reserved/ and
+        memory_device/, see parallel/offload.py), on a CPU the size of the groups that are there."""
         reset_device_peak(self.device)
         yield
         found = device_peak(self.device) or {"": float(self.nbytes)}

@@ -1,5 +1,5 @@
-"""The code of each phase: the function of the name under which config/phases.py declares it, called as phase(run, step);
-and `enforced`, which holds it to what it declares.
+"""The code of each phase: the function of the name under which config/phases.py declares it, called as
+phase(run, step); and `enforced`, which holds it to what it declares.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from megarl.training.losses import (
 
 
 def rollout(run: Run, step: Step) -> None:
-    """Sample groups of responses, verify them, and go on until the batch of effective prompts is full (DAPO eq. 11).
+    """Sample groups of responses, verify them, and go on until the batch of effective prompts is full (DAPO
+    eq. 11).
 
-    The policy stands still during value pretraining: its rollouts are kept on disk and read from there the next time."""
+    Value pretraining, where the policy stands still, keeps its rollouts on disk and reads them the next
+    time."""
     if step.stage == PRETRAINING:
         stored, step.events = run.pretraining_rollouts.read(step.number)
         step.metrics["rollout/reused"] = float(stored is not None)
@@ -74,7 +76,8 @@ def divide(run: Run, step: Step) -> None:
 
 
 def old_logprobs(run: Run, step: Step) -> None:
-    """Compute the trainer's log-probs before any update, for the ratio and for the mismatch with the engine's."""
+    """Compute the trainer's log-probs before any update: for the ratio, and the mismatch with the
+    engine's."""
     experience, version = step.local.experience, run.engine.weight_version
     columns = run.actor.logprob_columns(experience, step.local.micro_batches)
     experience["old_logprobs"], experience["entropy"] = columns["logprobs"], columns["entropy"]
@@ -160,7 +163,7 @@ FUNCTIONS: dict[str, Callable[[Run, Step], None]] = {
 
 
 def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return tokens per second of the whole job: response tokens generated, and tokens put through forward and update."""
+    """Return tokens per second of the whole job: generated, and put through forward and update."""
     rates = {}
     if metrics.get("time/rollout") and "rollout/tokens" in metrics and not metrics.get("rollout/reused"):
         rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / metrics["time/rollout"]
@@ -191,8 +194,8 @@ class DeclaredColumns(dict[str, Tensor]):
 
 @contextmanager
 def enforced(phase: Phase, step: Step) -> Iterator[None]:
-    """Hold a phase to its declaration: raise ValueError where it uses a column that it does not declare, or does not write
-    one that it declares."""
+    """Hold a phase to its declaration: raise ValueError where it uses a column that it does not declare, or
+    does not write one that it declares."""
 
     def experiences() -> dict[int, Experience]:
         local = getattr(step, "local", None)

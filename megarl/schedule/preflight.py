@@ -99,8 +99,7 @@ def preflight_evaluation(
 ) -> None:
     """Check what `megarl eval` needs: no training data, no critic. Raises as `preflight`.
 
-    key: the key or option that named the model's folder; weights: whether the weights are in it, and not in a
-    checkpoint."""
+    key: the key or option that named the model's folder; weights: whether the weights are in it."""
     if not config.data.eval:
         raise ConfigError(f"{where}: data.eval: must name at least one file to evaluate on")
     device = choose_device(config.parallel.device)
@@ -156,8 +155,8 @@ def _check_buildable(path: Path, key: str) -> None:
 
 
 def check_tokenizer(config: Config, folder: ModelFolder | Described, key: str = "model.path") -> Any:
-    """Return the tokenizer of the model's folder, after checking that it can encode prompts and responses. Raises
-    CheckpointError that names the file at fault, as far as that can be told."""
+    """Return the tokenizer of the model's folder, after checking that it can encode prompts and responses.
+    Raises CheckpointError that names the file at fault, as far as that can be told."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
@@ -277,8 +276,8 @@ def _check_engine_layout(
     fp8_block = config.rollout.weights_dtype == "fp8_block"
     if fp8_block and not cpu and torch.cuda.get_device_capability(device) >= (10, 0):
         raise ConfigError(
-            "rollout.weights_dtype: fp8_block: on Blackwell SGLang packs the blocks' scales in a way of its own, which "
-            "megarl does not write (set it to model)"
+            "rollout.weights_dtype: fp8_block: on Blackwell SGLang packs the blocks' scales in a way of its "
+            "own, which megarl does not write (set it to model)"
         )
     world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
     engine_targets(config, hf_config, world, cpu=cpu)

@@ -1,4 +1,4 @@
-"""One step of a finished run, done again from its checkpoint and its recorded rollout, and compared with what was recorded."""
+"""One step of a run, done again from its checkpoint and its rollout, and compared with what was recorded."""
 
 from __future__ import annotations
 
@@ -63,10 +63,12 @@ class Outcome:
 
 
 def replay(config: Config, number: int, runtime: Runtime, tolerance: float | None = None) -> Outcome:
-    """Do step `number` of the run in config.run_dir again; every rank calls this. The numbers must be the same to the last
-    recorded digit, and the weights to the bit, where layout and versions are those that wrote the checkpoint.
+    """Do step `number` of the run in config.run_dir again; every rank calls this. The numbers must be the
+    same to the last recorded digit, and the weights to the bit, where layout and versions are those that
+    wrote the checkpoint.
 
-    Raises CheckpointError or DataError where the step's checkpoint, its rollout or its record is not there or damaged."""
+    Raises CheckpointError or DataError where its checkpoint, its rollout or its record is missing or
+    damaged."""
     recorded = recorded_numbers(config, number)
     stage = main_stage(config)
     run = Run(config, runtime)
@@ -121,22 +123,20 @@ def recorded_numbers(config: Config, number: int) -> dict[str, float]:
     for record in read_metrics(config.run_dir).records:
         if record["stage"] == main_stage(config) and record["step"] == number:
             if record.get("guard/skipped"):
-                raise DataError(
-                    f"{config.run_dir}: step {number} was skipped, as a number was not finite (its batch is in failed/)"
-                )
+                skipped = f"step {number} was skipped, as a number was not finite"
+                raise DataError(f"{config.run_dir}: {skipped} (its batch is in failed/)")
             return {
                 name: value
                 for name, value in record.items()
                 if isinstance(value, int | float) and name != "step" and not name.startswith(LEFT_OUT)
             }
-    raise DataError(
-        f"{config.run_dir}/metrics.jsonl: no step {number} of stage {main_stage(config)} (choose another --step)"
-    )
+    missing = f"no step {number} of stage {main_stage(config)}"
+    raise DataError(f"{config.run_dir}/metrics.jsonl: {missing} (choose another --step)")
 
 
 def before(config: Config, number: int) -> Checkpoint | None:
-    """Return the checkpoint from which the step began, None where that was the models' folders. Raises CheckpointError where
-    it is gone."""
+    """Return the checkpoint from which the step began, None where that was the models' folders. Raises
+    CheckpointError where it is gone."""
     if number > 1:
         return open_checkpoint(config.run_dir / FOLDER / folder_name(main_stage(config), number - 1))
     if not (config.has_critic and config.value_pretraining.steps):
@@ -148,14 +148,13 @@ def before(config: Config, number: int) -> Checkpoint | None:
         or checkpoint.stage != PRETRAINING
         or not checkpoint.state()["value_pretraining"]["done"]
     ):
-        raise CheckpointError(
-            f"{config.run_dir / FOLDER}: no checkpoint of the end of value pretraining (keep more: checkpoint.keep)"
-        )
+        missing = "no checkpoint of the end of value pretraining"
+        raise CheckpointError(f"{config.run_dir / FOLDER}: {missing} (keep more: checkpoint.keep)")
     return checkpoint
 
 
 def _differ(run: Run, checkpoint: Checkpoint, runtime: Runtime) -> float:
-    """Return the largest difference of a weight of any model from the checkpoint's, which the models hold from then on."""
+    """Load the checkpoint into the models; return the largest difference of a weight from before."""
 
     def weights(name: str) -> list[torch.Tensor]:
         run.onload_for_checkpoint(name)

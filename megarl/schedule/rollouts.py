@@ -1,6 +1,7 @@
-"""What outlives a step of its rollout. Whole batches on disk, a safetensors file each: those of every step, for `megarl
-replay` (checkpoint.rollouts), and those of value pretraining, whose policy stands still, so that another critic can be fitted
-to the same ones (VAPO section 4.1). And a few responses for people, with each token's advantage and value.
+"""What outlives a step of its rollout. Whole batches on disk, a safetensors file each: those of every step,
+for `megarl replay` (checkpoint.rollouts), and those of value pretraining, whose policy stands still, so that
+another critic can be fitted to the same ones (VAPO section 4.1). And a few responses for people, with each
+token's advantage and value.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from megarl.training.checkpoint import settings_of, sha256_of
 
 KEY = "value_pretraining.rollouts"
 NAME = "step-{:06d}.safetensors"
-# Keys, and sections, on which the frozen policy's samples and their rewards depend: nothing of the critic, and not the
-# number of rollouts.
+# Keys, and sections, on which the frozen policy's samples and their rewards depend: nothing of the critic,
+# and not the number of rollouts.
 DECIDING = (
     *("seed", "data.shuffle", "model.dtype", "rollout.engine", "rollout.weights_dtype", "rollout.prompts"),
     *("rollout.group_size", "rollout.max_response_tokens", "rollout.temperature", "rollout.top_p"),
@@ -45,8 +46,8 @@ WHOLE_CHARACTER = 4  # a character's UTF-8 has at most so many bytes, and so man
 
 
 class RolloutStore:
-    """A folder of rollouts. All ranks call the methods alike: rank 0 writes; a file that one rank cannot read is used by
-    none.
+    """A folder of rollouts. All ranks call the methods alike: rank 0 writes; a file that one rank cannot read
+    is used by none.
 
     key, remedy  the config key, and what helps where there is no room, for messages
     made_from    settings that are stored with each file, and that a file must have been made with to be read
@@ -59,7 +60,8 @@ class RolloutStore:
         self.made_from = made_from
 
     def read(self, number: int) -> tuple[tuple[Experience, dict[str, Any]] | None, list[str]]:
-        """Return ((experience, state), []); or (None, lines) where there is no file, or a damaged one, which a line names.
+        """Return ((experience, state), []); or (None, lines) where there is no file, or a damaged one, which
+        a line names.
 
         Raises ConfigError on every rank where the file was made with other settings."""
         path, found, problem = self.folder / NAME.format(number), None, ""
@@ -80,7 +82,7 @@ class RolloutStore:
         return found if everywhere else None, list(dict.fromkeys(line for _, line, _ in reports if line))
 
     def write(self, number: int, experience: Experience, state: Mapping[str, Any]) -> None:
-        """Write rollout `number` with `state`, which must hold JSON. Raises ConfigError on every rank where it cannot be
+        """Write a rollout with `state` (JSON). Raises ConfigError on every rank where it cannot be
         written."""
         path, failure = self.folder / NAME.format(number), None
         if self.runtime.rank == 0:
@@ -94,14 +96,14 @@ class RolloutStore:
 
 
 def read_step_rollout(run_dir: Path, number: int) -> tuple[Experience, dict[str, Any]]:
-    """Return the batch and the statistics of a step's rollout. Raises DataError where the file is missing or damaged."""
+    """Return batch and statistics of a step's rollout. Raises DataError if the file is missing or damaged."""
     batch, state = read_experience(run_dir / "rollouts" / NAME.format(number))
     return batch, state["stats"]
 
 
 def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], runtime: Runtime) -> RolloutStore:
-    """Return the store of value pretraining's rollouts, made from the settings that decide them, the model's files and the
-    prompts as they enter the model. Every rank calls this; rank 0 reads all of the model's files, several at a time."""
+    """Return the store of value pretraining's rollouts, made from the settings that decide them, the model's
+    files and the prompts. Every rank calls this; rank 0 reads all of the model's files."""
     made_from: dict[str, Any] = {}
     if runtime.rank == 0:
         files = sorted(path for path in config.model.path.iterdir() if path.suffix in MODEL_FILES)
@@ -121,8 +123,8 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], runtime: Run
 
 
 def check_pretraining_rollouts(config: Config) -> None:
-    """Check, before a rank is started, that the first stored rollout was made with this configuration. The model's files
-    and the prompts are compared later. A damaged file is no error: it is sampled again."""
+    """Check, before a rank is started, that the first stored rollout was made with this configuration. The
+    model's files and the prompts are compared later. A damaged file is no error: it is sampled again."""
     path = _folder(config) / NAME.format(1)
     if config.has_critic and config.value_pretraining.steps and path.exists():
         with suppress(DataError):
@@ -130,8 +132,9 @@ def check_pretraining_rollouts(config: Config) -> None:
 
 
 def check_made_from(path: Path, now: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first setting in `now` that the file was made with another value of, DataError where the
-    file is damaged. Keys that only one of the two has (from another version of megarl) are not compared."""
+    """Raise ConfigError for the first setting in `now` that the file was made with another value of,
+    DataError where the file is damaged. Keys that only one of the two has (from another version of megarl)
+    are not compared."""
     then = read_made_from(path)
     for key, value in now.items():
         if key in then and then[key] != value:
@@ -160,8 +163,8 @@ def has_tokens(number: int, steps: int) -> bool:
 def with_tokens(
     samples: Mapping[int, Sample], batch: Experience, local: Experience, tokenizer: Any, runtime: Runtime
 ) -> list[Sample]:
-    """Return a step's samples, by their row of `batch`, with their tokens, advantages and values. Every rank calls this
-    with its replica's share of the batch, `local`; rank 0 gets them complete."""
+    """Return a step's samples, by their row of `batch`, with their tokens, advantages and values. Every rank
+    calls this with its replica's share of the batch, `local`; rank 0 gets them complete."""
     parts = gather_on_0(runtime, token_worth(local, batch, samples) if runtime.is_replica_leader else {})
     if parts is None:
         return list(samples.values())
@@ -193,8 +196,8 @@ def _rounded(column: list[float]) -> list[float | None]:
 
 
 def token_worth(local: Experience, batch: Experience, rows: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """Return row of `batch` -> {"advantages", "values"}, float32 [response tokens], for the rows and columns that are in
-    `local`, a replica's share."""
+    """Return row of `batch` -> {"advantages", "values"}, float32 [response tokens], for the rows and columns
+    that are in `local`, a replica's share."""
     places = list(zip(local["group_ids"].tolist(), local["response_index"].tolist(), strict=True))
     names = [name for name in ("advantages", "values") if name in local]
     found = {}
@@ -213,8 +216,7 @@ def response_indices(experience: Experience, row: int) -> Tensor:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token, special ones included. A character that several tokens make up stands at the first of
-    them."""
+    """Return the text of each token. A character that several tokens make up stands at the first of them."""
     texts: list[str] = tokenizer.batch_decode([[token] for token in ids], skip_special_tokens=False)
     at = 0
     while at < len(texts):

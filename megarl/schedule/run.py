@@ -48,8 +48,8 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
-    """Start the engine once all ranks have given back what they do not use of the device: SGLang refuses GPUs of which
-    unlike shares are free, and makes its KV cache as large as what is free."""
+    """Start the engine once all ranks have given back what they do not use of the device: SGLang refuses GPUs
+    of which unlike shares are free, and makes its KV cache as large as what is free."""
     empty_cache(runtime.device)
     barrier(runtime)
     engine.start()
@@ -58,8 +58,8 @@ def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
 def load_weights(
     model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False
 ) -> None:
-    """Load this rank's slices of a model's folder into its part of the model. Raises CheckpointError on every rank if one
-    cannot use its slices."""
+    """Load this rank's slices of a model's folder into its part of the model. Raises CheckpointError on every
+    rank if one cannot use its slices."""
     shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
     Processes(runtime.cpu_group).run(
         lambda: load_into(table_names(dict(model.named_parameters())), shards, folder)
@@ -73,7 +73,7 @@ def make_weight_sync(
     model: torch.nn.Module,
     engine: RolloutEngine,
 ) -> WeightSync:
-    """Make the weight sync from the actor `model` to the engine of every rank. `hf_config`: the model's config.json."""
+    """Make the weight sync from the actor `model` to every rank's engine. hf_config: its config.json."""
     plan = engine_plan(config, hf_config, runtime.layout, cpu=runtime.device.type == "cpu")
     sources = table_names(dict(model.named_parameters()))
     dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
@@ -89,7 +89,7 @@ def make_weight_sync(
 
 
 class Run:
-    """Everything that lives for the whole run on one rank: models with their optimizers, data, engine, verifiers."""
+    """What lives for the whole run on one rank: models with their optimizers, data, engine, verifiers."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         self.config, self.runtime = config, runtime
@@ -110,8 +110,31 @@ class Run:
             key = config.supervised.response_key
             self.pairs = read_pairs(config.data.train, config.data, key, self.tokenizer, report)
             self.pair_sampler = PromptSampler(len(self.pairs), config.seed, config.data.shuffle)
-        else:
-            self._prepare_rollout()
+            return
+        self.prompts, report = read_prompts(config.data.train, config.data, self.tokenizer)
+        self.data_reports, self.problems = {"train": report}, []
+        if config.data.eval:
+            problems, self.data_reports["eval"] = read_prompts(config.data.eval, config.data, self.tokenizer)
+            self.problems = problems[: config.evaluation.max_problems or None]
+        self.prompt_sampler = PromptSampler(len(self.prompts), config.seed, config.data.shuffle)
+        reward = config.reward
+        self.verifiers = VerifierPool(reward.verifier, reward.workers, reward.timeout, reward.memory)
+        self.engine = make_engine(config, self.tokenizer, runtime)
+        start_engine(self.engine, runtime)
+        self.weight_sync = make_weight_sync(
+            config, runtime, self.folder.config, self.actor.model, self.engine
+        )
+        for tag, size in (("weights", self.weight_sync.nbytes), ("kv_cache", 0)):
+            memory = EngineMemory(self.weight_sync, tag, runtime.device, size)
+            self.offload.register({f"engine.{tag}": memory})
+        worker = RolloutWorker(config, runtime, self.engine, self.verifiers, self.tokenizer, self._recover)
+        self.sampler = RolloutSampler(
+            worker, draw=lambda n: [self.prompts[i] for i in self.prompt_sampler.take(n)]
+        )
+        # Every step's rollout on disk.
+        self.rollouts = RolloutStore(
+            config.run_dir / "rollouts", runtime, "checkpoint.rollouts", "make room, or set it to false", {}
+        )
 
     def _settled(self, name: str) -> Any:
         """Build the actor, critic or reference model with its weights, and offload it."""
@@ -136,37 +159,6 @@ class Run:
         self.offload.onload("start", ())
         return model
 
-    def _prepare_rollout(self) -> None:
-        config, runtime = self.config, self.runtime
-        self.prompts, report = read_prompts(config.data.train, config.data, self.tokenizer)
-        self.data_reports, self.problems = {"train": report}, []
-        if config.data.eval:
-            problems, self.data_reports["eval"] = read_prompts(config.data.eval, config.data, self.tokenizer)
-            self.problems = problems[: config.evaluation.max_problems or None]
-        self.prompt_sampler = PromptSampler(len(self.prompts), config.seed, config.data.shuffle)
-        reward = config.reward
-        self.verifiers = VerifierPool(reward.verifier, reward.workers, reward.timeout, reward.memory)
-        self.engine = make_engine(config, self.tokenizer, runtime)
-        start_engine(self.engine, runtime)
-        self.weight_sync = make_weight_sync(
-            config, runtime, self.folder.config, self.actor.model, self.engine
-        )
-        sizes = {"weights": self.weight_sync.nbytes, "kv_cache": 0}
-        self.offload.register(
-            {
-                f"engine.{tag}": EngineMemory(self.weight_sync, tag, runtime.device, size)
-                for tag, size in sizes.items()
-            }
-        )
-        worker = RolloutWorker(config, runtime, self.engine, self.verifiers, self.tokenizer, self._recover)
-        self.sampler = RolloutSampler(
-            worker, draw=lambda n: [self.prompts[i] for i in self.prompt_sampler.take(n)]
-        )
-        # Every step's rollout on disk.
-        self.rollouts = RolloutStore(
-            config.run_dir / "rollouts", runtime, "checkpoint.rollouts", "make room, or set it to false", {}
-        )
-
     def _recover(self, failures: Failures) -> None:
         with self.offload.also("rollout", {"actor.weights"}):
             self.weight_sync.recover(failures)
@@ -177,8 +169,8 @@ class Run:
         return pretraining_rollouts(self.config, self.prompts, self.runtime)
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
-        """Have the tensor groups on the device, and nothing else. Engines whose weights were lost get the actor's again,
-        unless the phase has both on the device: then it syncs them itself."""
+        """Have the tensor groups on the device, and nothing else. Engines whose weights were lost get the
+        actor's again, unless the phase has both on the device: then it syncs them itself."""
         needs_engine = "engine.weights" in groups and "actor.weights" not in groups
         if needs_engine and not self.weight_sync.complete:
             self.offload.onload(phase, {"actor.weights", "engine.weights"})
@@ -198,12 +190,12 @@ class Run:
         return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next step needs besides the models, as JSON holds it: where the samplers stand. The same on
-        every rank."""
+        """Return where the samplers stand, which the next step needs besides the models: JSON, alike on every
+        rank."""
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that puts the present `state_dict` together, at any later time and in any thread."""
+        """Return a function that puts the present `state_dict` together, later and in any thread."""
         if self.config.recipe == "sft":
             pairs = self.pair_sampler.state()
             return lambda: {"pairs": pairs}

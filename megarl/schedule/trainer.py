@@ -1,4 +1,5 @@
-"""A run from its first step to its end. Read this file first: `Trainer.train` is the whole run, `Trainer.step` a step.
+"""A run from its first step to its end. Read this file first: `Trainer.train` is the whole run,
+`Trainer.step` a step.
 
 The phases and their order are declared in config/phases.py; what each does is in schedule/phases.py.
 """
@@ -79,7 +80,7 @@ class Trainer:
             self.log = RunLog(self.folder, append, log.samples, log.tensorboard, log.wandb)
 
     def train(self) -> None:
-        """Train to the last step, from the newest checkpoint where there is one. Errors are also written to events.jsonl."""
+        """Train to the last step, from the newest checkpoint. Errors are also written to events.jsonl."""
         config, run = self.config, self.run
         try:
             with self.view:
@@ -113,8 +114,8 @@ class Trainer:
             self.log.close()
 
     def resume(self) -> int:
-        """Go back to the newest complete checkpoint, where there is one, and drop what was recorded after it. Return the
-        steps of the main stage that are done."""
+        """Go back to the newest complete checkpoint, where there is one, and drop what was recorded after it.
+        Return the steps of the main stage that are done."""
         for line in self.skipped_checkpoints:
             self._event(line)
         checkpoint, critic, pretraining = self.checkpoint, self.run.critic, self.config.value_pretraining
@@ -143,13 +144,14 @@ class Trainer:
         self._event(f"continues from {checkpoint.path}")
         if checkpoint.manifest["versions"] != versions():
             self._event(
-                "versions have changed since (manifest.json, versions.json): what follows may differ in its last bits"
+                "versions have changed since (manifest.json, versions.json): "
+                "what follows may differ in its last bits"
             )
         return done
 
     def pretrain_values(self) -> None:
-        """Fit the critic to the frozen policy's returns (VAPO section 4.1): until the step limit, or until a fresh
-        rollout's explained variance is good enough."""
+        """Fit the critic to the frozen policy's returns (VAPO section 4.1): until the step limit, or until a
+        fresh rollout's explained variance is good enough."""
         config, critic = self.config.value_pretraining, self.run.critic
         if critic is None or not config.steps:
             return
@@ -167,7 +169,7 @@ class Trainer:
         self.export("critic", self.folder / "critic_pretrained", changed=True)
 
     def step(self, step: Step, phases: Sequence[Phase]) -> None:
-        """Run the phases of a step and record it. A step with a number that is not finite is skipped from there on."""
+        """Run the phases of a step and record it. After a number that is not finite the rest is skipped."""
         run, metrics = self.run, step.metrics
         megatron_seconds = run.megatron_seconds()
         try:
@@ -209,8 +211,8 @@ class Trainer:
         self.guards.check_judged()
 
     def run_phases(self, step: Step, phases: Sequence[Phase], *, changed: bool = False) -> None:
-        """Run phases in their order. Before each one: leave if the run was told to end (as long as no weight has
-        `changed`), then have its tensor groups on the device."""
+        """Run phases in their order. Before each one: leave if the run was told to end (as long as no weight
+        has `changed`), then have its tensor groups on the device."""
         offload = self.run.offload
         for phase in phases:
             self.preemption.check(changed=changed)
@@ -255,8 +257,8 @@ class Trainer:
         self.preemption.after_step(stage, number, state, due=due, last=last and stage == self.stage)
 
     def export(self, which: str, out: Path, *, changed: bool) -> None:
-        """Write a model as a Hugging Face folder. A run that was continued may have written it already; it is written
-        again only where the weights have `changed` since."""
+        """Write a model as a Hugging Face folder. A run that was continued may have written it already; it is
+        written again only where the weights have `changed` since."""
         if from_rank_0(self.runtime, out.exists()):
             if not changed:
                 return

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from megarl.config.schema import WatchdogConfig
@@ -45,14 +45,8 @@ class Watchdog:
         self.run_dir, self.folder = run_dir, run_dir / FOLDER
         self.rank, self.world, self.config = rank, world, config
         self.depths: dict[str, Callable[[], int]] = {}
-        self._where: dict[str, Any] = {
-            "rank": rank,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "stage": "start",
-            "step": 0,
-            "phase": "start",
-        }
+        process = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
+        self._where: dict[str, Any] = {**process, "stage": "start", "step": 0, "phase": "start"}
         self._entered, self._phases, self._beats = time.monotonic(), 0, 0
         self._collective: str | None = None
         self._reported = False
@@ -75,9 +69,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.phase("end" if error is None else "failed")
         self._end.set()
         self._thread.join()
@@ -171,8 +163,8 @@ class Watchdog:
             os._exit(HUNG)
 
     def _report_of_all(self, why: str) -> str | None:
-        """Write run_dir/hang-<time>.txt for all ranks and return the line about it; None where another rank has come
-        first. Raises OSError."""
+        """Write run_dir/hang-<time>.txt for all ranks; return the line about it, None if another rank does
+        it."""
         self._report()
         try:
             os.close(os.open(self.folder / REPORT_REQUESTED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -204,7 +196,8 @@ class Watchdog:
         for rank, report in reports.items():
             depths = ", ".join(f"{depth} {name}" for name, depth in report.depths.items()) or "nothing known"
             parts.append(
-                f"rank {rank}: {report.stage} step {report.step}, phase {report.phase} for {report.seconds:.0f} s; "
+                f"rank {rank}: {report.stage} step {report.step}, "
+                f"phase {report.phase} for {report.seconds:.0f} s; "
                 f"waits in: {report.waits_in or 'no collective'}; "
                 f"last collective seen: {report.last_collective or 'none'}; waiting: {depths}"
             )
@@ -264,12 +257,9 @@ class Report:
     @property
     def innermost(self) -> str:
         """Return the line at which the main thread stands."""
-        lines = [
-            line.strip()
-            for line in self.stack.split("\n\n")[0].splitlines()
-            if line.lstrip().startswith("File ")
-        ]
-        return lines[-1] if lines else "nobody knows where"
+        lines = [line.strip() for line in self.stack.split("\n\n")[0].splitlines()]
+        places = [line for line in lines if line.startswith("File ")]
+        return places[-1] if places else "nobody knows where"
 
 
 def collective_of(frame: FrameType | None) -> str | None:

@@ -1,4 +1,4 @@
-"""From a step's whole batch to this replica's share: mini-batches, global denominators, balanced sequences, micro-batches."""
+"""From a step's batch to this replica's share: mini-batches, denominators, balance, micro-batches."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megarl.parallel.runtime import Runtime
 class MicroBatch:
     """One pack of t tokens, r of them response tokens.
 
-    tokens, positions  int64 [1, t] on the device; t is a multiple of what sequence parallelism and FP8 ask for
+    tokens, positions  int64 [1, t] on the device; t: a multiple of what sequence parallelism and FP8 ask for
     packed             what attention needs to know of the sequences
-    logit_indices      int64 [r], the positions in the pack that predict the response tokens (the ones before them)
+    logit_indices      int64 [r], the positions in the pack that predict the response tokens: one before each
     labels             int64 [r], the response tokens
-    token_indices      int64 [r] on the host, where these tokens stand in the Experience, whose columns are [T]
+    token_indices      int64 [r] on the host, where these tokens stand in the Experience's columns [T]
     """
 
     tokens: Tensor
@@ -44,8 +44,9 @@ class MicroBatch:
 
 @dataclass
 class LocalBatch:
-    """The sequences that this data-parallel replica trains on, and its micro-batches of each mini-batch of the actor and of
-    the critic, in update order. Both cover all of the sequences; they are the same lists unless `critic.mini_batch` is set."""
+    """The sequences that this data-parallel replica trains on, and its micro-batches of each mini-batch of
+    the actor and of the critic, in update order. Both cover all of the sequences; they are the same lists
+    unless `critic.mini_batch` is set."""
 
     experience: Experience
     mini_batches: list[list[MicroBatch]]
@@ -65,7 +66,8 @@ def distribute(
     models: Sequence[Actor | Critic],
     runtime: Runtime,
 ) -> LocalBatch:
-    """Return this replica's share of `batch`, which every rank holds whole; every rank computes the same assignment.
+    """Return this replica's share of `batch`, which every rank holds whole; every rank computes the same
+    assignment.
 
     models: those that the share goes through, by whose shapes its cost is estimated."""
     critic_mini_batch = config.critic.mini_batch or mini_batch
@@ -107,8 +109,8 @@ def distribute(
 
 
 def mini_batch_ids(sequences: int, mini_batch: int, seed: int) -> Tensor:
-    """Return the mini-batch of each sequence, int64 [n]: a shuffle that depends on the seed alone, not on the layout. The
-    mini-batches of one size are unions of those of a size that divides it."""
+    """Return the mini-batch of each sequence, int64 [n]: a shuffle that depends on the seed alone, not on the
+    layout. The mini-batches of one size are unions of those of a size that divides it."""
     order = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))
     ids = torch.empty(sequences, dtype=torch.int64)
     ids[order] = torch.arange(sequences) // mini_batch
@@ -116,8 +118,9 @@ def mini_batch_ids(sequences: int, mini_batch: int, seed: int) -> Tensor:
 
 
 def add_weights(experience: Experience, ids: Tensor, critic_ids: Tensor, config: Config) -> None:
-    """Write policy_weights, nll_weights and value_weights, float32 [T]: the denominators of every loss term, global over
-    each mini-batch (docs/design.md, "Numbers that must hold everywhere"). Reads correct and truncated.
+    """Write policy_weights, nll_weights and value_weights, float32 [T]: the denominators of every loss term,
+    global over each mini-batch (docs/design.md, "Numbers that must hold everywhere"). Reads correct and
+    truncated.
 
     ids, critic_ids: int64 [n], the actor's and the critic's mini-batch of each sequence."""
     truncated = experience["truncated"]
@@ -134,8 +137,7 @@ def add_weights(experience: Experience, ids: Tensor, critic_ids: Tensor, config:
 
 
 def matrix_shape(model: Actor | Critic) -> tuple[int, int]:
-    """Return (matrix parameters that a token goes through, query width) of a model's layers on all ranks, as `even_length`
-    takes them."""
+    """Return (matrix parameters that a token goes through, query width) of all layers, for `even_length`."""
     c = model.config
     assert c.kv_channels is not None and c.num_query_groups is not None and c.ffn_hidden_size is not None
     queries, keys = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
@@ -149,8 +151,9 @@ def matrix_shape(model: Actor | Critic) -> tuple[int, int]:
 def make_micro_batches(
     experience: Experience, indices: Sequence[int], max_tokens: int, model: Actor | Critic, at_least: int = 1
 ) -> list[MicroBatch]:
-    """Pack the sequences `indices` by token budget. Returns at least so many micro-batches, if only of one token that counts
-    nowhere: every data-parallel replica must take part in an update, with or without sequences."""
+    """Pack the sequences `indices` by token budget. Returns at least so many micro-batches, if only of one
+    token that counts nowhere: every data-parallel replica must take part in an update, with or without
+    sequences."""
     device, multiple = model.rotary_pos_emb.inv_freq.device, pack_multiple(model.config)
     wanted = torch.as_tensor(indices, dtype=torch.int64)
     groups = pack(experience.lengths[wanted].tolist(), max_tokens)

@@ -1,9 +1,10 @@
 """Checkpoints on disk: which are complete, from which one a run continues, and whether it may.
 
-run_dir/checkpoints/step-000012/ holds actor/ and critic/ (training/sharded.py), state.json and state.safetensors (samplers,
-generators, counters) and manifest.json, which is written last: it lists every other file with its size and SHA-256. A
-checkpoint of value pretraining is pretraining-000012/ and has no actor, which stands still. training/saving.py writes them.
-The checks before a run need this file: it imports no Megatron.
+run_dir/checkpoints/step-000012/ holds actor/ and critic/ (training/sharded.py), state.json and
+state.safetensors (samplers, generators, counters) and manifest.json, which is written last: it lists every
+other file with its size and SHA-256. A checkpoint of value pretraining is pretraining-000012/ and has no
+actor, which stands still. training/saving.py writes them. The checks before a run need this file: it imports
+no Megatron.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ STATE, NUMBERS = "state.json", "state.safetensors"
 LONG = 32  # numbers, from which a list is stored as a tensor
 MARK = "$numbers"  # {MARK: name of the tensor}
 
-# Keys that may differ when a run continues: how far it goes, what is shown, how the work is laid out. All others decide
-# the result.
+# Keys that may differ when a run continues: how far it goes, what is shown, how the work is laid out. All
+# others decide the result.
 FREE = (
     *("run_dir", "steps", "parallel", "cluster", "residency", "log", "guard", "watchdog", "evaluation"),
     *("checkpoint", "data.eval", "model.layers", "model.recompute", "reward.workers"),
@@ -51,8 +52,8 @@ FREE = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint, by the sizes of its files. manifest: as it was written, with `settings`, `versions`, `layout` and
-    `files`."""
+    """A complete checkpoint, by the sizes of its files. manifest: as it was written, with `settings`,
+    `versions`, `layout` and `files`."""
 
     path: Path
     manifest: dict[str, Any]
@@ -84,7 +85,7 @@ class Checkpoint:
         return read_state(self.path)
 
     def damage(self, part: int = 0, parts: int = 1) -> list[str]:
-        """Return a line for each file, of this share of them, whose content is not what was written. Reads each file once."""
+        """Return a line for each file, of this share of them, whose content is not what was written."""
         lines = []
         for name in sorted(self.manifest["files"])[part::parts]:
             try:
@@ -119,8 +120,8 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return what a run must share with the one that it continues: every dotted key that is not FREE, and a hash of the
-    models' config.json."""
+    """Return what a run must share with the one that it continues: every dotted key that is not FREE, and a
+    hash of the models' config.json."""
     found = {
         key: value
         for key, value in _leaves(config.model_dump(), "")
@@ -148,17 +149,16 @@ def _plain(value: Any) -> Any:
 
 
 def check_continues(config: Config, checkpoint: Checkpoint) -> None:
-    """Raise ConfigError for the first key whose value is not the one that the checkpoint was written with. Keys that only one
-    of the two has (from another version of megarl) are not compared."""
+    """Raise ConfigError for the first key whose value is not the one that the checkpoint was written with.
+    Keys that only one of the two has (from another version of megarl) are not compared."""
     now = settings_of(config)
     for key, then in checkpoint.settings.items():
         if key in now and now[key] != then:
             what = f"is {now[key]!r}, the run there has {then!r}"
             if key.endswith("/config.json"):
                 what = "has changed since the run began"
-            raise ConfigError(
-                f"{key}: {what}, so it cannot continue from {checkpoint.path} (set it back, or choose another run_dir)"
-            )
+            remedy = "set it back, or choose another run_dir"
+            raise ConfigError(f"{key}: {what}, so it cannot continue from {checkpoint.path} ({remedy})")
     if config.steps < checkpoint.done:
         raise ConfigError(
             f"steps: {config.steps}, but {checkpoint.path} has done {checkpoint.done} already (raise it)"
@@ -166,8 +166,8 @@ def check_continues(config: Config, checkpoint: Checkpoint) -> None:
 
 
 def find_checkpoint(run_dir: Path, but: Collection[Path] = ()) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest complete checkpoint of a run's folder, those in `but` left out, and a line for each newer one that is
-    incomplete."""
+    """Return the newest complete checkpoint of a run's folder, those in `but` left out, and a line for each
+    newer one that is incomplete."""
     skipped: list[str] = []
     for _, path in sorted(_all(run_dir), reverse=True):
         if path in but:
@@ -216,14 +216,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def damage_of(checkpoint: Checkpoint, runtime: Runtime) -> list[str]:
-    """Return a line for each damaged file, the same on every rank: the ranks share the files, and read each once."""
+    """Return a line for each damaged file, on every rank: they share the files, and read each once."""
     reports = gather_objects(runtime, checkpoint.damage(runtime.rank, runtime.world))
     return [line for report in reports for line in report]
 
 
 def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return what `find_checkpoint` does, the same on every rank, with the content of every file compared with its
-    checksum."""
+    """Return what `find_checkpoint` does, on every rank, every file's content compared with its checksum."""
     damaged: list[Path] = []
     lines: list[str] = []
     while True:
@@ -242,8 +241,8 @@ def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | Non
 
 
 def prune(run_dir: Path, keep: CheckpointConfig) -> None:
-    """Remove checkpoints, finished or half-written, that are older than the `keep` newest complete ones (0: all are kept),
-    except those of every `keep_every`-th step."""
+    """Remove checkpoints, finished or half-written, that are older than the `keep` newest complete ones (0:
+    all are kept), except those of every `keep_every`-th step."""
     complete = []
     for order, path in sorted(_all(run_dir), reverse=True):
         try:
@@ -261,10 +260,10 @@ def prune(run_dir: Path, keep: CheckpointConfig) -> None:
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> list[Path]:
-    """Write dicts, lists, numbers and texts into `folder`, exactly: JSON, with long lists of numbers as safetensors beside
-    it. Returns the files. Raises OSError.
+    """Write dicts, lists, numbers and texts into `folder`, exactly: JSON, with long lists of numbers as
+    safetensors beside it. Returns the files. Raises OSError.
 
-    A prompt's extra columns may have types that JSON does not know; they become texts, nothing depends on them."""
+    A prompt's extra columns of types that JSON does not know become texts: nothing depends on them."""
     tensors: dict[str, Tensor] = {}
     tree = _split(state, tensors)
     (folder / STATE).write_text(json.dumps(tree, default=str), encoding="utf-8")

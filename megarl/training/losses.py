@@ -1,5 +1,6 @@
-"""What a step computes over its batch beside the models, from `megarl.algorithms`: advantages and returns, the mismatch
-with the engine and statistics (columns of an Experience, or metrics summed over all replicas), and the losses.
+"""What a step computes over its batch beside the models, from `megarl.algorithms`: advantages and returns,
+the mismatch with the engine and statistics (columns of an Experience, or metrics summed over all replicas),
+and the losses.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ Tables = dict[str, dict[str, list[float]]]  # of distributions.jsonl: table -> r
 
 
 def add_group_advantages(batch: Experience) -> None:
-    """Write advantages [T] from rewards and group_ids. `batch` must hold whole groups: before it is divided."""
+    """Write advantages [T] from rewards and group_ids. `batch` must hold whole groups."""
     batch["advantages"] = batch.spread(group_advantages(batch["rewards"], batch["group_ids"]))
 
 
 def add_gae(
     config: AlgorithmConfig, experience: Experience, longest: int, runtime: Runtime
 ) -> tuple[dict[str, float], Tables]:
-    """Write advantages and returns [T] from rewards and values, each with its own lambda (VAPO section 4.1). Return gae/*
-    and what `add_returns` does, with a table of lambda by response length (at most `longest` tokens)."""
+    """Write advantages and returns [T] from rewards and values, each with its own lambda (VAPO section 4.1).
+    Return gae/* and what `add_returns` does, with a table of lambda by response length (at most `longest`
+    tokens)."""
     mask, lengths = experience.response_mask, experience.response_lengths
     if config.lambda_policy == "length_adaptive":  # VAPO eq. 5
         lam = length_adaptive_lambda(lengths, config.alpha)
@@ -86,7 +88,7 @@ def _gae(experience: Experience, lam: float | Tensor, gamma: float) -> Tensor:
 
 
 def policy_statistics(experience: Experience, runtime: Runtime) -> dict[str, float]:
-    """Return the mean entropy and the mean probability of the sampled tokens, over all response tokens of the step."""
+    """Return the mean entropy and the mean probability of the step's response tokens."""
     mask = experience.response_mask
     probabilities = experience["old_logprobs"][mask].double().exp()
     sums = torch.stack([mask.sum().double(), experience["entropy"][mask].double().sum(), probabilities.sum()])
@@ -95,8 +97,9 @@ def policy_statistics(experience: Experience, runtime: Runtime) -> dict[str, flo
 
 
 def mismatch(experience: Experience, version: int, runtime: Runtime) -> tuple[dict[str, float], Tables]:
-    """Return mismatch/*: how far the engine's log-probs are from the trainer's, over responses that were drawn with the
-    present weights, `version`; and how many of these tokens are in each bin of `difference_histogram`.
+    """Return mismatch/*: how far the engine's log-probs are from the trainer's, over responses that were
+    drawn with the present weights, `version`; and how many of these tokens are in each bin of
+    `difference_histogram`.
 
     Dynamic sampling's surplus of the step before was drawn with older weights, and is left out."""
     trainer, engine = experience["old_logprobs"], experience["engine_logprobs"]
@@ -108,11 +111,12 @@ def mismatch(experience: Experience, version: int, runtime: Runtime) -> tuple[di
 
 
 def correct_mismatch(config: MismatchConfig, experience: Experience, runtime: Runtime) -> dict[str, float]:
-    """Multiply policy_weights [T] by `mismatch_factors`; return the shares of response tokens that were truncated and
-    masked. Does nothing where both options are off.
+    """Multiply policy_weights [T] by `mismatch_factors`; return the shares of response tokens that were
+    truncated and masked. Does nothing where both options are off.
 
-    So it reaches the policy loss and the KL term, which are means over what the trainer's policy would sample, and not the
-    positive-example loss, which imitates. Surplus of older weights is corrected too: its ratio holds their change."""
+    So it reaches the policy loss and the KL term, which are means over what the trainer's policy would
+    sample, and not the positive-example loss, which imitates. Surplus of older weights is corrected too: its
+    ratio holds their change."""
     if not config.enabled:
         return {}
     factors, counts = mismatch_factors(
@@ -131,8 +135,8 @@ def correct_mismatch(config: MismatchConfig, experience: Experience, runtime: Ru
 
 
 def actor_loss(config: AlgorithmConfig, experience: Experience) -> Loss:
-    """Return the policy loss + mu * positive-example NLL (VAPO eq. 10) + beta * KL. It reads policy_weights, old_logprobs,
-    advantages, and where their factor is not 0 nll_weights and ref_logprobs."""
+    """Return the policy loss + mu * positive-example NLL (VAPO eq. 10) + beta * KL. It reads policy_weights,
+    old_logprobs, advantages, and where their factor is not 0 nll_weights and ref_logprobs."""
 
     def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output
@@ -163,7 +167,7 @@ def critic_loss(config: AlgorithmConfig, experience: Experience) -> Loss:
 
 
 def supervised_loss(experience: Experience) -> Loss:
-    """Return the positive-example loss alone (VAPO eq. 9), every response taken as right. It reads nll_weights."""
+    """Return the positive-example loss alone (VAPO eq. 9), all responses right. It reads nll_weights."""
 
     def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output

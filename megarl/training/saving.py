@@ -1,10 +1,11 @@
-"""Writes the checkpoints of a run, beside its steps. Between two steps every rank copies its part to the host; then each
-rank writes its own file in a thread; rank 0 adds the index and the manifest, and gives the folder its name.
+"""Writes the checkpoints of a run, beside its steps. Between two steps every rank copies its part to the
+host; then each rank writes its own file in a thread; rank 0 adds the index and the manifest, and gives the
+folder its name.
 
-A run that dies meanwhile leaves a folder that is no checkpoint: the manifest, with the size and the SHA-256 of every file, is
-written last, and only then is the folder renamed. The files of a model are in Megatron's format torch_dist with a
-common.pt, which every version from 0.16 to 0.19 reads: Megatron says what the parts are, torch.distributed.checkpoint writes
-them.
+A run that dies meanwhile leaves a folder that is no checkpoint: the manifest, with the size and the SHA-256
+of every file, is written last, and only then is the folder renamed. The files of a model are in Megatron's
+format torch_dist with a common.pt, which every version from 0.16 to 0.19 reads: Megatron says what the parts
+are, torch.distributed.checkpoint writes them.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ from megarl.training.sharded import FAILURES, megatron_state, quiet_warnings, re
 from megarl.weights.megatron import COMMON, CONFIG
 from megarl.weights.megatron import FORMAT as MODEL_FORMAT
 
-# Seconds after which Python takes the interpreter from the step and gives it to the writing thread. With the default of
-# 5 ms the two starve each other: torch gives the interpreter up in every operation.
+# Seconds after which Python takes the interpreter from the step and gives it to the writing thread. With the
+# default of 5 ms the two starve each other: torch gives the interpreter up in every operation.
 SWITCH_INTERVAL = 2e-4
 PATIENCE = 0.8  # of parallel.timeout, for which the other ranks wait
 Entries = dict[str, tuple[int, str]]  # file -> (bytes, SHA-256)
@@ -91,12 +92,12 @@ class CheckpointWriter:
         *,
         now: bool = False,
     ) -> None:
-        """Begin the checkpoint of `step`, once the one before is whole; with `now`, or without `checkpoint.background`,
-        finish it.
+        """Begin the checkpoint of `step`, once the one before is whole; with `now`, or without
+        `checkpoint.background`, finish it.
 
-        parts: the models that belong to it; state: gives what the next step needs besides them, the same on every rank,
-        called at any time until the checkpoint is whole. Raises CheckpointError on every rank where this checkpoint, or
-        the one before, cannot be written."""
+        parts: the models that belong to it; state: gives what the next step needs besides them, the same on
+        every rank, called at any time until the checkpoint is whole. Raises CheckpointError on every rank
+        where this checkpoint, or the one before, cannot be written."""
         started = time.perf_counter()
         self.finish()
         final = self.config.run_dir / FOLDER / folder_name(stage, step)
@@ -152,8 +153,8 @@ class CheckpointWriter:
         return self._writing is not None
 
     def advance(self) -> None:
-        """Take the next step of the checkpoint, if there is one; to be called when no rank is busy. The first call has rank 0
-        complete what all ranks have written; after the second the checkpoint is whole.
+        """Take the next step of the checkpoint, if there is one; to be called when no rank is busy. The first
+        call has rank 0 complete what all ranks have written; after the second the checkpoint is whole.
 
         Raises CheckpointError on every rank where one could not write; what was written is removed."""
         writing = self._writing
@@ -260,8 +261,8 @@ class _Writing:
 
 
 class HostCopier:
-    """Copies what this rank writes of one model to the host. It keeps the index of who writes what, on which all ranks agree,
-    from save to save."""
+    """Copies what this rank writes of one model to the host. It keeps the index of who writes what, on which
+    all ranks agree, from save to save."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -269,10 +270,11 @@ class HostCopier:
         self._index: Metadata | None = None
 
     def copy_model(self, model: TrainableModel) -> HostCopy:
-        """Copy a model with its optimizer; every rank calls this. Raises CheckpointError on every rank where the ranks'
-        parts do not make a whole."""
-        # megatron-core collects garbage on the way, which takes seconds in a process with so many objects, unless they
-        # are frozen. A forked rank must not unfreeze what it was forked with: that would copy the memory that ranks share.
+        """Copy a model with its optimizer; every rank calls this. Raises CheckpointError on every rank where
+        the ranks' parts do not make a whole."""
+        # megatron-core collects garbage on the way, which takes seconds in a process with so many objects,
+        # unless they are frozen. A forked rank must not unfreeze what it was forked with: that would copy the
+        # memory that ranks share.
         freezes = gc.get_freeze_count() == 0
         if freezes:
             gc.freeze()
@@ -289,8 +291,8 @@ class HostCopier:
                 gc.unfreeze()
 
     def copy_state(self, state: dict[str, Any]) -> HostCopy:
-        """Copy this rank's parts of megatron-core's sharded `state`. Raises RuntimeError on every rank where the ranks'
-        parts do not make a whole."""
+        """Copy this rank's parts of megatron-core's sharded `state`. Raises RuntimeError on every rank where
+        the ranks' parts do not make a whole."""
         apply_factories(state)
         parts, common = extract_matching_values(
             state, lambda value: isinstance(value, (ShardedBase, LocalNonpersistentObject))
@@ -324,7 +326,7 @@ class HostCopier:
 
 
 def _copied(part: Any) -> tuple[WriteItem, torch.Tensor | BytesIO]:
-    """Describe one of Megatron's parts to torch's writer, and copy it: the next step changes the model's own."""
+    """Describe one of Megatron's parts to torch's writer, and copy it to the host."""
     if not isinstance(part, ShardedTensor):
         buffer = BytesIO()
         torch.save([part.data], buffer)
@@ -361,7 +363,7 @@ class HostCopy:
         )
 
     def write(self, folder: Path) -> list[Path]:
-        """Write this rank's file into `folder`, on disk when this returns, and let go of the copies. Raises OSError."""
+        """Write this rank's file into `folder`, to the disk, and let go of the copies. Raises OSError."""
         copies = self.copies
 
         class Planner(DefaultSavePlanner):
@@ -369,8 +371,8 @@ class HostCopy:
                 return copies[write_item.index]
 
         planner = Planner(flatten_state_dict=False)
-        # Copying ahead would take a CUDA stream in this thread, whose device is GPU 0 on every rank: a context there for
-        # each of them. The copies are on the host already.
+        # Copying ahead would take a CUDA stream in this thread, whose device is GPU 0 on every rank: a
+        # context there for each of them. The copies are on the host already.
         writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
         written = writer.write_data(self.plan, planner)
         written.wait()
@@ -378,8 +380,8 @@ class HostCopy:
         return sorted({folder / result.storage_data.relative_path for result in self.results})
 
     def write_index(self, folder: Path, results: list[list[WriteResult]]) -> list[Path]:
-        """On rank 0, with every rank's `results`: write the index of all files, which makes them readable, and return the
-        files that were added. Raises OSError."""
+        """On rank 0, with every rank's `results`: write the index of all files, which makes them readable,
+        and return the files that were added. Raises OSError."""
         assert self.index is not None
         torch.save(self.common, folder / COMMON)
         FileSystemWriter(folder, sync_files=True).finish(self.index, results)

@@ -1,6 +1,7 @@
 """Weights, optimizer and learning-rate schedule of a model in megatron-core's distributed checkpoint format.
 
-Each rank writes and reads its own part; a checkpoint can be read at another tensor-, pipeline- and data-parallel layout.
+Each rank writes and reads its own part; a checkpoint can be read at another tensor-, pipeline- and
+data-parallel layout.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from megarl.parallel.cpu_platform import on_cpu
 from megarl.training.checkpoint import Checkpoint
 from megarl.training.model import TrainableModel
 
-# Every state tensor has its parameter's shape in the file, so that any layout can read it, data parallelism included.
+# Every state tensor has its parameter's shape in the file, so that any layout can read it.
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 EXTRA = "_extra_state"
 FAILURES = (CheckpointException, CheckpointingException, OSError, RuntimeError)
 
 
 def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
-    """Return Megatron's sharded state of weights, optimizers and learning-rate schedule; every rank calls this."""
+    """Return Megatron's sharded state of weights, optimizers and schedule; every rank calls this."""
     with quiet_warnings(), on_cpu():
         weights = model_state(model.model)
         optimizers = {}
@@ -47,9 +48,9 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
 def load_checkpoint(
     checkpoint: Checkpoint, models: Mapping[str, TrainableModel], prepare: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Fill the models that the checkpoint holds, whatever layout wrote it, and return its `state`; every rank calls this.
-    `prepare` is called with a model's name before its weights and optimizer are needed. Raises CheckpointError where the
-    checkpoint is damaged."""
+    """Fill the models that the checkpoint holds, whatever layout wrote it, and return its `state`; every rank
+    calls this. `prepare` is called with a model's name before its weights and optimizer are needed. Raises
+    CheckpointError where the checkpoint is damaged."""
     for name, model in models.items():
         if not (checkpoint.pretraining and name == "actor"):
             prepare(name)
@@ -58,8 +59,8 @@ def load_checkpoint(
 
 
 def load_trainable(model: TrainableModel, folder: Path) -> None:
-    """Fill a model, its optimizer and its schedule with exactly the values of `folder`; every rank calls this. Raises
-    CheckpointError where they cannot be read."""
+    """Fill a model, its optimizer and its schedule with exactly the values of `folder`; every rank calls
+    this. Raises CheckpointError where they cannot be read."""
     for optimizer in model.optimizers:
         allocate_moments(optimizer.optimizer)
     wanted = megatron_state(model, is_loading=True)
@@ -71,8 +72,8 @@ def load_trainable(model: TrainableModel, folder: Path) -> None:
 
 
 def load_model(model: Actor | Critic, folder: Path) -> None:
-    """Fill a model alone with the weights of a checkpoint's folder; every rank calls this. Raises CheckpointError where they
-    cannot be read."""
+    """Fill a model alone with the weights of a checkpoint's folder; every rank calls this. Raises
+    CheckpointError where they cannot be read."""
     with quiet_warnings(), on_cpu():
         wanted = {"model": model_state(model)}
     _load(wanted, folder, model, "choose another checkpoint")
@@ -98,8 +99,9 @@ def _load(wanted: dict[str, Any], folder: Path, model: Actor | Critic, remedy: s
 
 @contextmanager
 def quiet_warnings() -> Iterator[None]:
-    """Silence megatron-core's checkpointing, which stands on deprecated parts of torch. From 0.19 on it also logs on each
-    rank, at each reading, that a later version will not read common.pt: megarl does not run with such a version."""
+    """Silence megatron-core's checkpointing, which stands on deprecated parts of torch. From 0.19 on it also
+    logs on each rank, at each reading, that a later version will not read common.pt: megarl does not run with
+    such a version."""
     common = logging.getLogger("megatron.core.dist_checkpointing.strategies.common")
     before = common.level
     common.setLevel(logging.ERROR)
@@ -112,9 +114,10 @@ def quiet_warnings() -> Iterator[None]:
 
 
 def model_state(model: Actor | Critic) -> dict[str, Any]:
-    """Return Megatron's sharded state of the weights. A critic has a value head in the place of the output layer, on which
-    GPTModel's own method insists. Names are the same for both kinds of layers, but for the extra state of FP8, which
-    matters with recipe delayed alone: there it is what the scales were made from."""
+    """Return Megatron's sharded state of the weights. A critic has a value head in the place of the output
+    layer, on which GPTModel's own method insists. Names are the same for both kinds of layers, but for the
+    extra state of FP8, which matters with recipe delayed alone: there it is what the scales were made
+    from."""
     state = (
         MegatronModule.sharded_state_dict(model) if isinstance(model, Critic) else model.sharded_state_dict()
     )
@@ -125,10 +128,11 @@ def model_state(model: Actor | Critic) -> dict[str, Any]:
 def _mend(optimizer: Any) -> None:
     """Correct two places where megatron-core 0.16 would save a parameter's state under another one's name.
 
-    Where it gathers the state it leaves out the padding between the buckets of a buffer, and where it cuts the state into
-    parameters it counts it (and warns of `data corruption`); there are several buckets where tied embeddings meet pipeline
-    stages. Told that padding is content, it is consistent. And it takes a group's parameters to stand in their own order,
-    but has put those in float32 before those in bfloat16; a bfloat16 critic has a float32 value head."""
+    Where it gathers the state it leaves out the padding between the buckets of a buffer, and where it cuts
+    the state into parameters it counts it (and warns of `data corruption`); there are several buckets where
+    tied embeddings meet pipeline stages. Told that padding is content, it is consistent. And it takes a
+    group's parameters to stand in their own order, but has put those in float32 before those in bfloat16; a
+    bfloat16 critic has a float32 value head."""
     for buffer in optimizer.buffers:
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
@@ -140,8 +144,8 @@ def _mend(optimizer: Any) -> None:
 
 
 def allocate_moments(adam: torch.optim.Optimizer) -> None:
-    """Give torch's Adam the state that it has after its first step, which Megatron's loading needs (Transformer Engine's
-    Adam is handled by Megatron)."""
+    """Give torch's Adam the state that it has after its first step, which Megatron's loading needs
+    (Transformer Engine's Adam is handled by Megatron)."""
     if not isinstance(adam, torch.optim.Adam) or adam.state:
         return
     for group in adam.param_groups:
@@ -154,9 +158,9 @@ def allocate_moments(adam: torch.optim.Optimizer) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Do what DistributedOptimizer.load_state_dict does, without two errors that it has with torch's Adam: it looks for a
-    `step` among the tensors of the file, where there is none, and gives all parameters one and the same `step` tensor, which
-    each of them would then count up."""
+    """Do what DistributedOptimizer.load_state_dict does, without two errors that it has with torch's Adam: it
+    looks for a `step` among the tensors of the file, where there is none, and gives all parameters one and
+    the same `step` tensor, which each of them would then count up."""
     tensors = state.pop("param_state")
     optimizer.load_state_dict(state)  # the groups' settings and their step
     inner = optimizer.optimizer.state

@@ -1,4 +1,5 @@
-"""Value-pretraining rollouts on disk: another critic is fitted to them without sampling, in the same bits; none is taken for another."""
+"""Value-pretraining rollouts on disk: another critic is fitted to them without sampling, in the same bits;
+none is taken for another."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, name: str, **keys: Any) -> Config:
-    """VAPO with dynamic sampling, whose surplus goes from value pretraining's last rollout into the first step."""
+    """VAPO with dynamic sampling, whose surplus goes from value pretraining's last rollout into the first
+    step."""
     base: dict[str, Any] = {
         "recipe": "vapo",
         "steps": 1,
@@ -122,7 +124,8 @@ def test_reused_rollouts_give_the_same_bits(folder: Path, first: Path, ranks: Ra
 
 @pytest.mark.slow
 def test_another_critic_takes_them(folder: Path, first: Path, ranks: Ranks) -> None:
-    """Another size, family, rate, number of passes, lambda and mini-batch, fewer rollouts: the same as without reuse."""
+    """Another size, family, rate, number of passes, lambda and mini-batch, fewer rollouts: the same as
+    without reuse."""
     other = {
         "critic": {"lr": 3e-3, "path": folder / "critic", "epochs": 2, "mini_batch": 6},
         "algorithm": {"lambda_critic": 0.9, "value_clip": 0.2},

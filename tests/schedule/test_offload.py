@@ -189,7 +189,8 @@ def test_contradictions(residency: dict, complaint: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)  # four runs, each with a limit of its own
 def test_a_run_that_offloads_ends_in_the_same_bits(tmp_path: Path) -> None:
-    """All tensor groups: actor, critic, reference, engine; value pretraining, whose engine must get its weights again; checkpoints."""
+    """All tensor groups: actor, critic, reference, engine; value pretraining, whose engine must get its
+    weights again; checkpoints."""
     warm = make_warm_model(tmp_path, 40)
     options = [
         "value_pretraining.steps=2",
@@ -228,7 +229,8 @@ def test_a_run_that_offloads_ends_in_the_same_bits(tmp_path: Path) -> None:
     assert len({before[name] for name in phases_there}) == 1, "everything stays"
     assert all(after[name] < before[name] for name in phases_there)
     assert before["memory/host"] == 0 < after["memory/host"]
-    # A checkpoint that was written between moves is the same too: the last step again from the one before it, without moves.
+    # A checkpoint that was written between moves is the same too: the last step again from the one before it,
+    # without moves.
     shutil.rmtree(tmp_path / "true" / "checkpoints" / "step-000002")
     again = train(warm, "vapo", tmp_path / "true", "residency.offload=false", *options)
     assert comparable(again)[-2:] == comparable(stays)[-2:]

@@ -1,4 +1,5 @@
-"""Every recipe on real ranks: what it records; a seed gives the same run again; the layout does not change what is sampled."""
+"""Every recipe on real ranks: what it records; a seed gives the same run again; the layout does not change
+what is sampled."""
 
 from __future__ import annotations
 

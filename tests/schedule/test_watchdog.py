@@ -1,4 +1,5 @@
-"""Hangs are reported by processes that share nothing but a folder: who keeps the others waiting, where everyone stands."""
+"""Hangs are reported by processes that share nothing but a folder: who keeps the others waiting, where
+everyone stands."""
 
 from __future__ import annotations
 
@@ -136,7 +137,8 @@ def test_the_culprit_is_the_one_that_the_others_wait_for() -> None:
     assert culprit({0: waiting[0], 2: waiting[2]}, {**beats, 1: None}).endswith("never said where it was")
     busy = {0: waiting[0], 1: made(1, 9, None), 2: waiting[2]}
     assert culprit(busy, beats) == (
-        'rank 1 is in phase actor_update, at File "x.py", line 1, in work, while 2 ranks wait in all_reduce, called in comm.py:1 any_of'
+        'rank 1 is in phase actor_update, at File "x.py", line 1, in work, '
+        "while 2 ranks wait in all_reduce, called in comm.py:1 any_of"
     )
     behind = {0: waiting[0], 1: waiting[1], 2: made(2, 8, "broadcast", "values")}
     assert culprit(behind, beats) == "rank 2 is behind the others, in phase values (broadcast)"
@@ -149,7 +151,8 @@ def test_reports_survive_json() -> None:
 
 
 def test_limits_can_be_set_for_all_that_a_run_does_and_for_nothing_else() -> None:
-    """The schema, which knows no phases, names them once more; here is what the trainer and its phases call themselves."""
+    """The schema, which knows no phases, names them once more; here is what the trainer and its phases call
+    themselves."""
     names = {phase.name for phase in vars(phases).values() if isinstance(phase, Phase)} | {"start"}
     calls = [
         node for node in ast.walk(ast.parse(Path(trainer.__file__).read_text())) if isinstance(node, ast.Call)

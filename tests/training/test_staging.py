@@ -1,4 +1,5 @@
-"""Ranks whose parts of a checkpoint do not make a whole are told so before anything is written; what is left on a GPU."""
+"""Ranks whose parts of a checkpoint do not make a whole are told so before anything is written; what is left
+on a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def test_parts_must_make_a_whole(
 
 
 def test_a_rank_writes_without_asking_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that writes has GPU 0 as its device on every rank: a stream of it would be a context there."""
+    """The thread that writes has GPU 0 as its device on every rank: a stream of it would be a context
+    there."""
     item, copy = _copied(ShardedTensor.from_rank_offsets("weights", torch.arange(4.0)))
     (plan,) = FileSystemWriter("").prepare_global_plan([SavePlan([item])])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
