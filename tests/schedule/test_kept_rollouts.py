@@ -3,7 +3,6 @@ none is taken for another."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -25,7 +24,13 @@ from megarl.parallel.runtime import Runtime
 from megarl.schedule.run import Run
 from megarl.schedule.trainer import Trainer
 from tests.ranks import RankPool
-from tests.schedule.test_resume import assert_same_export, assert_same_tensors, make_config, records
+from tests.schedule.test_resume import (
+    assert_same_export,
+    assert_same_tensors,
+    make_config,
+    records,
+    write_task,
+)
 from tests.tiny_models import make_tiny_model
 
 Ranks = Callable[[int, int, int], RankPool]
@@ -33,13 +38,10 @@ Ranks = Callable[[int, int, int], RankPool]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kept")
-    make_tiny_model(folder / "model", "qwen3", tied=True)
+    folder = write_task(tmp_path_factory.mktemp("kept"))
     make_tiny_model(
         folder / "critic", "llama", layers=1, hidden=48, heads=6, kv_heads=2, ffn=64, classification="token"
     )
-    rows = [{"question": f"{a}+{b}=?", "answer": str(a + b)} for a in range(5) for b in range(5)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 

@@ -78,13 +78,17 @@ def make_config(folder: Path, run_dir: Path, **keys: Any) -> Config:
     return Config.model_validate(settings)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resume")
+def write_task(folder: Path) -> Path:
+    """Write the model and the data of `make_config`."""
     make_tiny_model(folder / "model", "qwen3", tied=True)
     rows = [{"question": f"{a}+{b}=?", "answer": str(a + b)} for a in range(5) for b in range(5)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("resume"))
 
 
 def start(config: Config) -> subprocess.Popen[str]:
