@@ -54,7 +54,7 @@ class LocalBatch:
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """Those of all mini-batches: what a forward pass over the whole share takes."""
+        """Return those of all mini-batches: what a forward pass over the whole share takes."""
         return [batch for mini_batch in self.mini_batches for batch in mini_batch]
 
 
@@ -86,7 +86,7 @@ def distribute(
     local = batch.select([i for share in mine for i in share])
     stops = torch.tensor([0, *map(len, mine)]).cumsum(0).tolist()
 
-    def divided(size: int) -> list[list[MicroBatch]]:
+    def micro_batches_of(size: int) -> list[list[MicroBatch]]:
         parts = range(0, len(mine), size // finest)
         ranges = [range(stops[i], stops[min(i + size // finest, len(mine))]) for i in parts]
         budget, least = config.update.tokens_per_micro_batch, [1] * len(ranges)
@@ -103,9 +103,9 @@ def distribute(
             for own, n in zip(ranges, least, strict=True)
         ]
 
-    mini_batches = divided(mini_batch)
+    mini_batches = micro_batches_of(mini_batch)
     same = critic_mini_batch == mini_batch
-    return LocalBatch(local, mini_batches, mini_batches if same else divided(critic_mini_batch))
+    return LocalBatch(local, mini_batches, mini_batches if same else micro_batches_of(critic_mini_batch))
 
 
 def mini_batch_ids(sequences: int, mini_batch: int, seed: int) -> Tensor:

@@ -336,8 +336,8 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
     buffers: list[Any] = [*model.chunk.buffers, *model.chunk.expert_parallel_buffers]
 
     def optimizer() -> Iterator[Tensor]:
-        """This rank's share of the FP32 main parameters and of Adam's moments. FP32 parameters are their own
-        main parameters: views of the weights, which belong to another group."""
+        """List this rank's share of the FP32 main parameters and of Adam's moments. FP32 parameters are their
+        own main parameters: views of the weights, which belong to another group."""
         others = {
             t.untyped_storage()._cdata for buffer in buffers for t in (buffer.param_data, buffer.grad_data)
         }

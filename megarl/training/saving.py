@@ -236,7 +236,7 @@ class _Writing:
         reports: list[tuple[Entries, dict[str, Any]]],
         config: Config,
     ) -> None:
-        """On rank 0: add the index of each model and the manifest, then name the folder."""
+        """Add, on rank 0, the index of each model and the manifest, then name the folder."""
         partial, final = self.partial, self.final
         for name, copy in copies.items():
             self._add(copy.write_index(partial / name, [results[name] for _, results in reports]))
@@ -380,7 +380,7 @@ class HostCopy:
         return sorted({folder / result.storage_data.relative_path for result in self.results})
 
     def write_index(self, folder: Path, results: list[list[WriteResult]]) -> list[Path]:
-        """On rank 0, with every rank's `results`: write the index of all files, which makes them readable,
+        """Write, on rank 0 with every rank's `results`, the index of all files, which makes them readable,
         and return the files that were added. Raises OSError."""
         assert self.index is not None
         torch.save(self.common, folder / COMMON)
