@@ -76,7 +76,8 @@ def distribute(
     sizes = (mini_batch, critic_mini_batch, finest)
     ids, critic_ids, finest_ids = (mini_batch_ids(batch.num_sequences, size, seed) for size in sizes)
     add_weights(batch, ids, critic_ids, config)
-    costs = cost(batch.lengths.tolist(), even_length(*map(matrix_shape, models)))
+    lengths = batch.lengths.tolist()
+    costs = cost(lengths, even_length(*map(matrix_shape, models)))
     shares_of: list[list[list[int]]] = []  # by mini-batch and replica
     for number in range(int(finest_ids.max()) + 1):
         members = (finest_ids == number).nonzero().squeeze(-1).tolist()
@@ -87,21 +88,17 @@ def distribute(
     stops = torch.tensor([0, *map(len, mine)]).cumsum(0).tolist()
 
     def micro_batches_of(size: int) -> list[list[MicroBatch]]:
-        parts = range(0, len(mine), size // finest)
-        ranges = [range(stops[i], stops[min(i + size // finest, len(mine))]) for i in parts]
-        budget, least = config.update.tokens_per_micro_batch, [1] * len(ranges)
-        # Where experts lie on other replicas too, all replicas do as many passes.
-        if runtime.layout.tp % runtime.layout.ep:
-            lengths = batch.lengths.tolist()
-            for number, i in enumerate(parts):
+        budget, made = config.update.tokens_per_micro_batch, []
+        for first in range(0, len(mine), size // finest):
+            stop, at_least = min(first + size // finest, len(mine)), 1
+            # Where experts lie on other replicas too, all replicas do as many passes.
+            if runtime.layout.tp % runtime.layout.ep:
                 for replica in range(runtime.layout.dp):
-                    theirs = [shares[replica] for shares in shares_of[i : i + size // finest]]
-                    packs = pack([lengths[j] for share in theirs for j in share], budget)
-                    least[number] = max(least[number], len(packs))
-        return [
-            make_micro_batches(local, own, budget, models[0], at_least=n)
-            for own, n in zip(ranges, least, strict=True)
-        ]
+                    theirs = [lengths[i] for shares in shares_of[first:stop] for i in shares[replica]]
+                    at_least = max(at_least, len(pack(theirs, budget)))
+            own = range(stops[first], stops[stop])
+            made.append(make_micro_batches(local, own, budget, models[0], at_least))
+        return made
 
     mini_batches = micro_batches_of(mini_batch)
     same = critic_mini_batch == mini_batch
