@@ -44,7 +44,6 @@ def save_checkpoint(
 ) -> Path:
     """Write one checkpoint of the main stage and wait for it; every rank calls this. Raises as
     CheckpointWriter."""
-    CheckpointWriter(runtime, config, models, versions).save(
-        "train", step, tuple(models), lambda: state, now=True
-    )
+    writer = CheckpointWriter(runtime, config, models, versions, prepare=lambda name: None)
+    writer.save("train", step, tuple(models), lambda: state, now=True)
     return config.run_dir / FOLDER / folder_name("train", step)

@@ -70,7 +70,7 @@ def train(
                 times = f"{number} of at most {config.parallel.restarts} times"
                 print(f"megarl: the ranks are started anew ({times})", file=sys.stderr, flush=True)
             code = start_ranks(partial(_train_launched, config), config, config.run_dir, grace, stop)
-            if code not in LOST:
+            if code not in LOST or stop.reason is not None:  # told to stop: whatever became of a rank
                 break
         return code
 

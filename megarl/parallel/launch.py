@@ -71,10 +71,13 @@ def launch(rank_main: Callable[[], int], config: ParallelConfig, folder: Path, g
     store = None
     handlers = {number: signal.getsignal(number) for number in (_HANDLED if grace else _TERMINATING)}
 
-    def handle(number: int, _frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         if forwarded or number not in _FORWARDED or not grace:  # a second signal, or the grace period is over
             raise _Terminated(forwarded[0] if number == signal.SIGALRM else number)
         forwarded.append(number)
+        # The caller's own: whoever was told to stop starts no ranks anew.
+        if callable(before := handlers[signal.Signals(number)]):
+            before(number, frame)
         # Not print: the signal may have interrupted another print.
         line = f"megarl: {signal.Signals(number).name}: the ranks have {grace:g} s to save and leave\n"
         os.write(sys.stderr.fileno(), line.encode())

@@ -222,20 +222,20 @@ class Plan:
         config = self.config
         return (config.supervised.batch if config.recipe == "sft" else config.responses) * length
 
+    @property
+    def trained(self) -> tuple[str, ...]:
+        return ("actor", "critic") if self.config.has_critic else ("actor",)
+
     def gathered_optimizer(self) -> float:
-        """Bytes of a rank's host memory while a model is saved or loaded: each replica gathers the whole optimizer of its
-        shard, in float32."""
-        trained = [model for model in self.models if model != "reference"]
-        return max(
-            self.group(f"{model}.gradients", stage) * 3
-            for model in trained
-            for stage in range(self.layout.pp)
-        )
+        """Return the bytes of a rank's host memory while a model is saved or loaded: each replica gathers the whole
+        optimizer of its shard, three float32 numbers a parameter."""
+        held = [self.held(model, stage).all for model in self.trained for stage in range(self.layout.pp)]
+        return max(held) * 3 * SINGLE
 
     def checkpoint(self) -> float:
         """Return the bytes of one checkpoint, without padding."""
         total = 0.0  # of weights, the optimizer's own float32 weights, Adam's moments
-        for model in ("actor", "critic") if self.config.has_critic else ("actor",):
+        for model in self.trained:
             shape = self.shape(model)
             total += shape.held(Layout(), 0, critic=model == "critic").all * (shape.itemsize + 3 * SINGLE)
         return total

@@ -1,8 +1,9 @@
-"""An evaluation that stands alone, on one rank: the policy of a Hugging Face folder or of a checkpoint, in the engine, no optimizer."""
+"""An evaluation that stands alone, on one rank: the policy of a Hugging Face folder or of a checkpoint, in
+the engine, no optimizer.
+"""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from megarl.config.errors import CheckpointError
@@ -16,25 +17,20 @@ from megarl.rollout.batch import EvaluationResult
 from megarl.rollout.engine import make_engine
 from megarl.rollout.sampler import RolloutSampler, RolloutWorker
 from megarl.schedule.run import load_tokenizer, load_weights, make_weight_sync, start_engine
-from megarl.training.checkpoint import (
-    FOLDER,
-    MANIFEST,
-    Checkpoint,
-    find_checkpoint,
-    load_actor,
-    open_checkpoint,
-)
+from megarl.training.checkpoint import FOLDER, MANIFEST, find_checkpoint, open_checkpoint, sha256_of
+from megarl.training.sharded import load_model
 from megarl.weights.families import read_config
 from megarl.weights.megatron import open_model
 
 
 def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None]:
-    """Resolve `--checkpoint`. Return the config, whose `model.path` is the folder with config.json and tokenizer, and the
-    actor's part of a run's checkpoint, which holds the weights; None where `model.path` holds them.
+    """Resolve `--checkpoint`. Return the config, whose `model.path` is the folder with config.json and
+    tokenizer, and the actor's part of a run's checkpoint, which holds the weights; None where `model.path`
+    holds them.
 
-    given: a Hugging Face folder, a checkpoint as `megarl convert` writes it, with config.json and tokenizer beside it, a checkpoint of a
-    run, the run's folder (its newest complete checkpoint), or None: `model.path`. Raises CheckpointError for anything else, and where
-    the checkpoint is of another model.
+    given: a Hugging Face folder, a checkpoint as `megarl convert` writes it, with config.json and tokenizer
+    beside it, a checkpoint of a run, the run's folder (its newest complete checkpoint), or None:
+    `model.path`. Raises CheckpointError for anything else, and where the checkpoint is of another model.
     """
     if given is None:
         return config, None
@@ -42,80 +38,74 @@ def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None
         raise CheckpointError(f"--checkpoint: {given}: {'not a' if given.exists() else 'no such'} folder")
     if (given / "config.json").is_file():
         return config.model_copy(update={"model": config.model.model_copy(update={"path": given})}), None
-    checkpoint = _open(given)
+    if (given / FOLDER).is_dir():
+        found, skipped = find_checkpoint(given)
+        if found is None:
+            hint = f" (its exported model is in {given / 'hf'})" if (given / "hf").is_dir() else ""
+            none = f"--checkpoint: {given}: the run has no complete checkpoint{hint}"
+            raise CheckpointError("; ".join([none, *skipped]))
+        checkpoint = found
+    elif (given / MANIFEST).exists() or given.name.startswith("."):
+        checkpoint = open_checkpoint(given)
+    else:
+        raise CheckpointError(
+            f"--checkpoint: {given}: neither a Hugging Face folder (config.json) nor a checkpoint "
+            "(manifest.json) nor a run (checkpoints/)"
+        )
     description = config.model.path / "config.json"
     if not description.is_file():
         raise CheckpointError(
-            f"model.path: {description}: no such file (it describes the model whose weights are in {checkpoint.path})"
+            f"model.path: {description}: no such file "
+            f"(it describes the model whose weights are in {checkpoint.path})"
         )
     written = checkpoint.settings.get("model.path/config.json")
-    if written is not None and written != hashlib.sha256(description.read_bytes()).hexdigest():
+    if written is not None and written != sha256_of(description):
         raise CheckpointError(
-            f"--checkpoint: {checkpoint.path}: was written with another model than model.path describes, {description} "
-            "(give the run's own configuration)"
+            f"--checkpoint: {checkpoint.path}: was written with another model than model.path describes, "
+            f"{description} (give the run's own configuration)"
         )
-    return (
-        config,
-        None if checkpoint.pretraining else checkpoint.path / "actor",
-    )  # whose policy is still that of model.path
-
-
-def _open(given: Path) -> Checkpoint:
-    if (given / FOLDER).is_dir():
-        checkpoint, skipped = find_checkpoint(given)
-        if checkpoint is not None:
-            return checkpoint
-        hint = f" (its exported model is in {given / 'hf'})" if (given / "hf").is_dir() else ""
-        raise CheckpointError(
-            "; ".join([f"--checkpoint: {given}: the run has no complete checkpoint{hint}", *skipped])
-        )
-    if (given / MANIFEST).exists() or given.name.startswith("."):
-        return open_checkpoint(given)
-    raise CheckpointError(
-        f"--checkpoint: {given}: neither a Hugging Face folder (config.json) nor a checkpoint (manifest.json) nor a run (checkpoints/)"
-    )
+    # In value pretraining the policy is still that of model.path.
+    return config, None if checkpoint.pretraining else checkpoint.path / "actor"
 
 
 class Evaluation:
-    """The policy in the engine, and the problems; every rank has one, and they share the work as in training."""
+    """The policy in the engine, and the problems. The ranks share the work as in training."""
 
     def __init__(self, config: Config, weights: Path | None, runtime: Runtime) -> None:
-        # Scores are counts of right answers: what reward an answer would have had in training is of no account.
+        # Scores count right answers: the rewards of training do not matter.
         config = config.model_copy(
             update={"reward": config.reward.model_copy(update={"overlong": OverlongConfig()})}
         )
         self.config, self.runtime = config, runtime
-        # A run may be writing there: what rank 0 has found is what all of them read.
+        # A run may be writing there: all ranks read what rank 0 has found.
         self.weights = from_rank_0(runtime, weights)
         self.tokenizer = load_tokenizer(config.model.path)
         problems, self.report = read_prompts(config.data.eval, config.data, self.tokenizer)
         self.problems = problems[: config.evaluation.max_problems or None]
         self.engine = make_engine(config, self.tokenizer, runtime)
-        self._load()
-
-    def _load(self) -> None:
-        """Load the weights into Megatron's actor at this job's layout, then sync them into the engine and drop the actor."""
-        config, runtime, path = self.config, self.runtime, self.config.model.path
+        # Load the weights into Megatron's actor at this job's layout, sync them into the engine, drop the
+        # actor.
+        path = config.model.path
         model = build_actor(config, read_hf_config(path), runtime).requires_grad_(False)
         if self.weights is None:
             load_weights(model, open_model(path), runtime)
         else:
-            load_actor(self.weights, model)
+            load_model(model, self.weights)
         start_engine(self.engine, runtime)  # beside the actor, which must have room at the weight sync
         make_weight_sync(config, runtime, read_config(path), model, self.engine).sync(version=0)
 
     @property
     def policy(self) -> Path:
-        """Where the weights came from."""
+        """Return where the weights came from."""
         return self.weights or self.config.model.path
 
     def answer(self) -> EvaluationResult:
-        """`evaluation.samples` answers to every problem, judged; the same on every rank."""
+        """Return `evaluation.samples` answers to every problem, judged; the same on every rank."""
         reward = self.config.reward
         with VerifierPool(reward.verifier, reward.workers, reward.timeout, reward.memory) as verifiers:
             worker = RolloutWorker(self.config, self.runtime, self.engine, verifiers, self.tokenizer)
             return RolloutSampler(worker).evaluate(self.problems)
 
     def close(self) -> None:
-        """Ends the engine."""
+        """End the engine."""
         self.engine.stop()

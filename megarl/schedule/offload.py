@@ -1,19 +1,17 @@
-"""Which tensor groups are on the device in which phase. Before a phase, everything that it does not need is offloaded to
-host memory; then what it needs is loaded. `residency.keep` names groups that never leave.
+"""Which tensor groups are on the device in which phase. Before a phase, everything that it does not need is
+offloaded to host memory; then what it needs is loaded. `residency.keep` names groups that never leave.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
 
 import torch
 
 from megarl.config.errors import DeviceMemoryError
 from megarl.config.phases import GROUPS
-from megarl.parallel.offload import device_peak, empty_cache, free_memory, reset_device_peak
+from megarl.parallel.offload import Movable, device_peak, empty_cache, free_memory, reset_device_peak
 from megarl.rollout.weight_sync import WeightSync
 
 GIB = 2**30
@@ -33,23 +31,9 @@ ADVICE = {
 }
 
 
-class TensorGroup(Protocol):
-    """Memory of the device that can be offloaded as a whole."""
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes that it takes, or would take, on the device."""
-
-    def offload(self) -> None:
-        """Free its device memory."""
-
-    def onload(self) -> None:
-        """Bring it back."""
-
-
 class EngineMemory:
-    """The weights or the KV cache of this rank's share of the engines. `nbytes` is given where it is known beforehand; on
-    a GPU it is measured, as what becomes free when the engine goes to sleep."""
+    """The weights or the KV cache of this rank's share of the engines. `nbytes` is given where it is known
+    beforehand; on a GPU it is measured, as what becomes free when the engine goes to sleep."""
 
     def __init__(self, weight_sync: WeightSync, tag: str, device: torch.device, nbytes: int) -> None:
         self.weight_sync, self.tag, self.device, self.nbytes = weight_sync, tag, device, nbytes
@@ -63,41 +47,32 @@ class EngineMemory:
         self.weight_sync.wake((self.tag,))
 
 
-class Move(NamedTuple):
-    """One tensor group that was loaded or offloaded for a phase."""
-
-    phase: str
-    group: str
-    onload: bool
-
-
 class OffloadManager:
-    """Knows where the tensor groups of this rank are. Every rank makes the same moves in the same order: those of engines
-    are collective."""
+    """Knows which tensor groups of this rank are on the device, and moves them. Every rank makes the same
+    moves in the same order: those of engines are collective."""
 
     def __init__(self, device: torch.device, keep: Collection[str]) -> None:
         self.device, self.keep = device, frozenset(keep)
         self.present: set[str] = set()
-        self.moves: deque[Move] = deque(maxlen=1000)  # the latest ones
-        self._groups: dict[str, TensorGroup] = {}
+        self._groups: dict[str, Movable | EngineMemory] = {}
 
     @property
     def enabled(self) -> bool:
-        """Whether any group ever leaves the device."""
+        """Return whether any group ever leaves the device."""
         return not self.keep >= frozenset(GROUPS)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the groups that are on the device."""
+        """Return the bytes of the groups that are on the device."""
         return sum(self._groups[name].nbytes for name in self.present)
 
-    def register(self, groups: Mapping[str, TensorGroup]) -> None:
+    def register(self, groups: Mapping[str, Movable | EngineMemory]) -> None:
         """Add groups, which are on the device."""
         self._groups |= groups
         self.present |= set(groups)
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
-        """Offload every other group, then load `groups`. Raises DeviceMemoryError where the device is full."""
+        """Offload every other group, then load `groups`. Raises DeviceMemoryError if there is no room."""
         self._move(phase, self.present - frozenset(groups) - self.keep, onload=False)
         self._move(phase, frozenset(groups) - self.present, onload=True)
 
@@ -115,13 +90,13 @@ class OffloadManager:
             with self.explained(phase):
                 (group.onload if onload else group.offload)()
             (self.present.add if onload else self.present.remove)(name)
-            self.moves.append(Move(phase, name, onload))
         if names and not onload:
             empty_cache(self.device)
 
     @contextmanager
     def explained(self, phase: str) -> Iterator[None]:
-        """Turn torch's out-of-memory error into a DeviceMemoryError that lists what is on the device and what to change."""
+        """Turn torch's out-of-memory error into a DeviceMemoryError: what is on the device, what to
+        change."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -133,17 +108,16 @@ class OffloadManager:
                 advice += ", or set residency.offload=true"
             elif self.keep:
                 advice += f", or take {', '.join(sorted(self.keep))} out of residency.keep"
-            what = ", ".join(
-                str(error).strip().rstrip(".").split(". ")[:2]
-            )  # out of memory, and the size asked for
+            # Out of memory, and the size asked for.
+            what = ", ".join(str(error).strip().rstrip(".").split(". ")[:2])
             raise DeviceMemoryError(
                 f"phase {phase}: {what}; on the device are {there or 'no tensor groups'} ({advice})"
             ) from error
 
     @contextmanager
     def measured(self, phase: str, metrics: dict[str, float]) -> Iterator[None]:
-        """Add memory/<phase>, in bytes: on a GPU the peak of this process (also memory_reserved/ and memory_device/, see
-        parallel/offload.py), on a CPU the size of the groups that are there."""
+        """Add memory/<phase>, in bytes: on a GPU the peak of this process (also memory_reserved/ and
+        memory_device/, see parallel/offload.py), on a CPU the size of the groups that are there."""
         reset_device_peak(self.device)
         yield
         found = device_peak(self.device) or {"": float(self.nbytes)}

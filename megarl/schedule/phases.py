@@ -1,45 +1,49 @@
-"""The code of each phase: the function of the name under which config/phases.py declares it, called as phase(run, step)."""
+"""The code of each phase: the function of the name under which config/phases.py declares it, called as
+phase(run, step); and `enforced`, which holds it to what it declares.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
+from torch import Tensor
 
+from megarl.config.phases import Phase
 from megarl.data.experience import Experience
 from megarl.observe.run_log import Sample
+from megarl.rollout.sampling import shuffle_seed
 from megarl.schedule.run import Run, Step
 from megarl.training.batch import distribute
 from megarl.training.checkpoint import PRETRAINING
-from megarl.training.columns import (
+from megarl.training.losses import (
+    actor_loss,
     add_gae,
     add_group_advantages,
     add_returns,
     correct_mismatch,
-    lambda_table,
+    critic_loss,
     mismatch,
-    mismatch_histogram,
     policy_statistics,
-    value_error_table,
+    supervised_loss,
 )
-from megarl.training.losses import actor_loss, critic_loss, supervised_loss
-
-PhaseFunction = Callable[[Run, Step], None]
 
 
 def rollout(run: Run, step: Step) -> None:
-    """Sample groups of responses, verify them, and go on until the batch of effective prompts is full (DAPO eq. 11).
+    """Sample groups of responses, verify them, and go on until the batch of effective prompts is full (DAPO
+    eq. 11).
 
-    The policy stands still during value pretraining: its rollouts are kept on disk and read from there the next time."""
+    Value pretraining, where the policy stands still, keeps its rollouts on disk and reads them the next
+    time."""
     if step.stage == PRETRAINING:
         stored, step.events = run.pretraining_rollouts.read(step.number)
         step.metrics["rollout/reused"] = float(stored is not None)
         if stored is not None:
             step.batch, state = stored
-            run.load_state_dict(
-                state["samplers"]
-            )  # as if it had been sampled now: the next draw does not change
+            # As if it had been sampled now: the next draw does not change.
+            run.load_state_dict(state["samplers"])
             step.metrics |= state["stats"]
             step.samples = {int(row): Sample(**sample) for row, sample in state.get("samples", {}).items()}
             return
@@ -63,19 +67,23 @@ def group_advantages(run: Run, step: Step) -> None:
 
 def divide(run: Run, step: Step) -> None:
     """Divide the batch into mini-batches with their global denominators, and take this replica's share."""
+    config = run.config
     models = [run.critic] if step.stage == PRETRAINING else [run.actor, run.critic]
     shapes = [model.model for model in models if model is not None]
-    step.local = distribute(step.batch, run.config, step.mini_batch, step.seed, shapes, run.runtime)
+    mini_batch = config.supervised.batch if step.stage == "sft" else config.update.mini_batch
+    seed = shuffle_seed(config.seed, step.index)
+    step.local = distribute(step.batch, config, mini_batch, seed, shapes, run.runtime)
 
 
 def old_logprobs(run: Run, step: Step) -> None:
-    """Compute the trainer's log-probs before any update, for the ratio and for the mismatch with the engine's."""
+    """Compute the trainer's log-probs before any update: for the ratio, and the mismatch with the
+    engine's."""
     experience, version = step.local.experience, run.engine.weight_version
     columns = run.actor.logprob_columns(experience, step.local.micro_batches)
     experience["old_logprobs"], experience["entropy"] = columns["logprobs"], columns["entropy"]
     step.count_tokens(passes=1)
-    step.metrics |= policy_statistics(experience, run.runtime) | mismatch(experience, version, run.runtime)
-    step.distributions["mismatch"] = mismatch_histogram(experience, version, run.runtime)
+    step.metrics |= policy_statistics(experience, run.runtime)
+    step.add(*mismatch(experience, version, run.runtime))
     step.metrics |= correct_mismatch(run.config.algorithm.mismatch, experience, run.runtime)
 
 
@@ -98,27 +106,23 @@ def values(run: Run, step: Step) -> None:
 
 def gae_advantages(run: Run, step: Step) -> None:
     """Compute decoupled and length-adaptive GAE (VAPO eq. 3 and 5)."""
-    algorithm, experience = run.config.algorithm, step.local.experience
-    step.metrics |= add_gae(algorithm, experience, run.runtime)
     longest = run.config.rollout.max_response_tokens
-    step.distributions["lambda"] = lambda_table(algorithm, experience, longest, run.runtime)
-    step.distributions["value_error"] = value_error_table(experience, run.runtime)
+    step.add(*add_gae(run.config.algorithm, step.local.experience, longest, run.runtime))
 
 
 def monte_carlo_returns(run: Run, step: Step) -> None:
     """Compute the critic's targets alone, for value pretraining."""
-    experience = step.local.experience
-    step.metrics |= add_returns(run.config.algorithm, experience, run.runtime)
-    step.distributions["value_error"] = value_error_table(experience, run.runtime)
+    step.add(*add_returns(run.config.algorithm, step.local.experience, run.runtime))
 
 
 def critic_update(run: Run, step: Step) -> None:
     """Update the critic over its mini-batches."""
     assert run.critic is not None
-    loss = critic_loss(run.config.algorithm, step.local.experience)
-    step.count_tokens(step.critic_epochs)
-    mini_batches = step.local.critic_mini_batches
-    step.metrics |= run.critic.update_mini_batches(mini_batches, loss, step.critic_epochs, "value")
+    config, mini_batches = run.config, step.local.critic_mini_batches
+    epochs = config.value_pretraining.epochs if step.stage == PRETRAINING else config.critic.epochs
+    loss = critic_loss(config.algorithm, step.local.experience)
+    step.count_tokens(epochs)
+    step.metrics |= run.critic.update_mini_batches(mini_batches, loss, epochs, "value")
 
 
 def actor_update(run: Run, step: Step) -> None:
@@ -130,7 +134,7 @@ def actor_update(run: Run, step: Step) -> None:
 
 def weight_transfer(run: Run, step: Step) -> None:
     """Write the actor's shards into the engine's, in place."""
-    step.metrics |= run.sync_weights(step.number)
+    step.metrics |= run.weight_sync.sync(step.number).metrics()
     step.events += run.weight_sync.take_events()
 
 
@@ -149,21 +153,70 @@ def supervised_update(run: Run, step: Step) -> None:
     step.metrics |= run.actor.update_mini_batches(step.local.mini_batches, loss, 1, "policy")
 
 
-FUNCTIONS: dict[str, PhaseFunction] = {
+FUNCTIONS: dict[str, Callable[[Run, Step], None]] = {
     function.__name__: function
     for function in (
-        rollout,
-        group_advantages,
-        divide,
-        old_logprobs,
-        reference_logprobs,
-        values,
-        gae_advantages,
-        monte_carlo_returns,
-        critic_update,
-        actor_update,
-        weight_transfer,
-        read_pairs,
-        supervised_update,
+        *(rollout, group_advantages, divide, old_logprobs, reference_logprobs, values, gae_advantages),
+        *(monte_carlo_returns, critic_update, actor_update, weight_transfer, read_pairs, supervised_update),
     )
 }
+
+
+def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return tokens per second of the whole job: generated, and put through forward and update."""
+    rates = {}
+    if metrics.get("time/rollout") and "rollout/tokens" in metrics and not metrics.get("rollout/reused"):
+        rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / metrics["time/rollout"]
+    of_models = (old_logprobs, reference_logprobs, values, critic_update, actor_update, supervised_update)
+    seconds = sum(metrics.get(f"time/{phase.__name__}", 0.0) for phase in of_models)
+    if seconds and "train/tokens" in metrics:
+        rates["throughput/train_tokens"] = metrics["train/tokens"] / seconds
+    return rates
+
+
+class DeclaredColumns(dict[str, Tensor]):
+    """The columns of a batch while a phase runs, which may only use those that it declares."""
+
+    def __init__(self, columns: Mapping[str, Tensor], phase: Phase) -> None:
+        super().__init__(columns)
+        self.phase = phase
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.phase.reads | self.phase.writes:
+            raise ValueError(f"phase {self.phase.name} reads column {name}, which it does not declare")
+        return super().__getitem__(name)
+
+    def __setitem__(self, name: str, column: Tensor) -> None:
+        if name not in self.phase.writes | self.phase.may_write:
+            raise ValueError(f"phase {self.phase.name} writes column {name}, which it does not declare")
+        super().__setitem__(name, column)
+
+
+@contextmanager
+def enforced(phase: Phase, step: Step) -> Iterator[None]:
+    """Hold a phase to its declaration: raise ValueError where it uses a column that it does not declare, or
+    does not write one that it declares."""
+
+    def experiences() -> dict[int, Experience]:
+        local = getattr(step, "local", None)
+        found = (getattr(step, "batch", None), local and local.experience)
+        return {id(experience): experience for experience in found if experience is not None}
+
+    before = experiences()
+    known = {name for experience in before.values() for name in experience.columns}
+    for experience in before.values():
+        experience.columns = DeclaredColumns(experience.columns, phase)
+    try:
+        yield
+    finally:
+        for experience in (before | experiences()).values():
+            experience.columns = dict(experience.columns)
+    written = {name for experience in experiences().values() for name in experience.columns}
+    if missing := phase.writes - written - {"tokens"}:
+        raise ValueError(
+            f"phase {phase.name} has not written {', '.join(sorted(missing))}, which it declares"
+        )
+    if undeclared := written - known - phase.writes - phase.may_write:
+        raise ValueError(
+            f"phase {phase.name} writes {', '.join(sorted(undeclared))}, which it does not declare"
+        )

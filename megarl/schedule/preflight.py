@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from megarl.parallel.runtime import choose_device, is_launched, launched_world, 
 from megarl.plan.memory import check_fits
 from megarl.rewards import VerifierPool
 from megarl.rewards.verdict import get_verifier
-from megarl.schedule.rollout_store import check_pretraining_rollouts
+from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.families import read_config
 from megarl.weights.hf import ModelFolder
@@ -42,8 +43,12 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     "generation_config.json",
 )
-SETTINGS = (
-    "settings.json"  # in run_dir: the settings that decide the result, written before the first checkpoint
+# In run_dir: the settings that decide the result, written before the first checkpoint.
+SETTINGS = "settings.json"
+# The packages that the result depends on.
+PACKAGES = (
+    *("megarl", "torch", "megatron-core", "transformers", "transformer-engine", "sglang"),
+    *("numpy", "math-verify"),
 )
 
 
@@ -63,6 +68,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     check_config(config, where)
     device = choose_device(config.parallel.device)
     _check_machine(config, device.type, world)
+    world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
     folder = check_model(config.model.path, "model.path", config)
     tokenizer = check_tokenizer(config, folder)
     critic = None
@@ -75,13 +81,11 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         _check_engine_layout(config, folder.config, device, world)
         get_verifier(config.reward.verifier)
     if device.type == "cuda":
-        there = world or (launched_world() if is_launched() else ranks_here(config.parallel))
         memory = torch.cuda.get_device_properties(device).total_memory
-        check_fits(config, where, folder.config, critic.config if critic else None, there, memory)
+        check_fits(config, where, folder.config, critic.config if critic else None, world, memory)
+    response_key = config.supervised.response_key if config.recipe == "sft" else None
     with without_tokenizer_threads():
-        answer = validate_files(
-            config.data, config.supervised.response_key if config.recipe == "sft" else None, tokenizer
-        )
+        answer = validate_files(config.data, response_key, tokenizer)
     if config.recipe != "sft":
         check_verifier(config.reward, answer)
     check_pretraining_rollouts(config)
@@ -95,21 +99,21 @@ def preflight_evaluation(
 ) -> None:
     """Check what `megarl eval` needs: no training data, no critic. Raises as `preflight`.
 
-    key: the key or option that named the model's folder; weights: whether the weights are in it, and not in a
-    checkpoint."""
+    key: the key or option that named the model's folder; weights: whether the weights are in it."""
     if not config.data.eval:
         raise ConfigError(f"{where}: data.eval: must name at least one file to evaluate on")
-    _check_machine(config, choose_device(config.parallel.device).type)
-    folder = (
-        _open_folder(config.model.path, key)
-        if weights
-        else Described(config.model.path, read_config(config.model.path))
-    )
+    device = choose_device(config.parallel.device)
+    _check_machine(config, device.type)
+    folder: ModelFolder | Described
+    if weights:
+        folder = _open_folder(config.model.path, key)
+    else:
+        folder = Described(config.model.path, read_config(config.model.path))
     check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
-    _check_buildable(folder, key)
+    _check_buildable(folder.path, key)
     tokenizer = check_tokenizer(config, folder, key)
     _check_positions(config, where, folder)
-    _check_engine_layout(config, folder.config, choose_device(config.parallel.device))
+    _check_engine_layout(config, folder.config, device)
     get_verifier(config.reward.verifier)
     with without_tokenizer_threads():
         answer = validate_files(config.data.model_copy(update={"train": ()}), tokenizer=tokenizer)
@@ -121,31 +125,65 @@ def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -
     folder = _open_folder(path, key, critic=critic)
     check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
     check_sizes(config, folder.config, key)
-    _check_buildable(folder, key)
+    _check_buildable(folder.path, key)
     return folder
 
 
-def _check_buildable(folder: ModelFolder | Described, key: str) -> None:
-    from megarl.model.hf_config import check_buildable  # transformers, which takes seconds to import
-
+@contextmanager
+def _named(key: str) -> Iterator[None]:
+    """Put the key in front of what is wrong with its folder."""
     try:
-        check_buildable(folder.path)
+        yield
     except CheckpointError as error:
         raise CheckpointError(f"{key}: {error}") from None
 
 
+def _open_folder(path: Path, key: str, *, critic: bool = False) -> ModelFolder:
+    if not path.is_dir():
+        what = "not a folder" if path.exists() else "no such folder"
+        wanted = "it must be a Hugging Face folder: config.json, *.safetensors, tokenizer.json"
+        raise CheckpointError(f"{key}: {path}: {what} ({wanted})")
+    with _named(key):
+        return open_model(path, critic=critic)
+
+
+def _check_buildable(path: Path, key: str) -> None:
+    from megarl.model.hf_config import check_buildable  # transformers, which takes seconds to import
+
+    with _named(key):
+        check_buildable(path)
+
+
 def check_tokenizer(config: Config, folder: ModelFolder | Described, key: str = "model.path") -> Any:
-    """Return the tokenizer of the model's folder, after checking that it can encode prompts and responses."""
-    if not any(
-        (folder.path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
-    ):
+    """Return the tokenizer of the model's folder, after checking that it can encode prompts and responses.
+    Raises CheckpointError that names the file at fault, as far as that can be told."""
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    path = folder.path
+    file, template = path / "tokenizer.json", path / "chat_template.jinja"
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise CheckpointError(
-            f"{key}: {folder.path}: no tokenizer.json (the model's folder must hold its tokenizer)"
+            f"{key}: {path}: no tokenizer.json (the model's folder must hold its tokenizer)"
         )
-    tokenizer = _load_tokenizer(folder.path, key)
+    for name in TOKENIZER_FILES:
+        with _named(key):
+            auto_map = (path / name).is_file() and read_json(path / name).get("auto_map")
+        if auto_map:
+            what = "auto_map: asks for code that lies in the folder, which is never run (remove the key)"
+            raise CheckpointError(f"{key}: {path / name}: {what}")
+    tokenizer, problem = _tried(
+        lambda: AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    )
+    if problem:
+        of_file = _tried(lambda: Tokenizer.from_file(str(file)))[1] if file.is_file() else ""
+        of_template = _tried(lambda: template.read_text(encoding="utf-8"))[1] if template.is_file() else ""
+        blamed = file if of_file else template if of_template else path / "tokenizer_config.json"
+        blamed = blamed if blamed.is_file() else path
+        raise CheckpointError(f"{key}: {blamed}: its tokenizer cannot be loaded: {of_file or problem}")
     if not isinstance(tokenizer.eos_token_id, int):
         lacks = "its tokenizer has no end-of-sequence token (set eos_token in tokenizer_config.json)"
-        raise CheckpointError(f"{key}: {folder.path}: {lacks}")
+        raise CheckpointError(f"{key}: {path}: {lacks}")
     if config.data.template == "chat":
         if not tokenizer.chat_template:
             none = "the tokenizer has no chat template"
@@ -160,6 +198,16 @@ def check_tokenizer(config: Config, folder: ModelFolder | Described, key: str = 
             raise ConfigError(f"data.template: {fails} (mend it, or set data.template=raw)") from None
     _check_vocabulary(folder, key, tokenizer)
     return tokenizer
+
+
+def _tried(load: Callable[[], Any]) -> tuple[Any, str]:
+    """Return (what `load` returns, first line of the error if it fails)."""
+    try:
+        return load(), ""
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 (tokenizers raises bare Exceptions, and panics)
+        return None, (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def check_verifier(reward: RewardConfig, answer: str) -> None:
@@ -183,43 +231,6 @@ def check_verifier(reward: RewardConfig, answer: str) -> None:
         )
 
 
-def _load_tokenizer(path: Path, key: str) -> Any:
-    """Return a folder's tokenizer. Raises CheckpointError that names the file at fault, as far as that can be
-    told."""
-    from tokenizers import Tokenizer
-    from transformers import AutoTokenizer
-
-    for name in TOKENIZER_FILES:
-        try:
-            auto_map = (path / name).is_file() and read_json(path / name).get("auto_map")
-        except CheckpointError as error:
-            raise CheckpointError(f"{key}: {error}") from None
-        if auto_map:
-            what = "auto_map: asks for code that lies in the folder, which is never run (remove the key)"
-            raise CheckpointError(f"{key}: {path / name}: {what}")
-    tokenizer, problem = _tried(
-        lambda: AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    )
-    if problem:
-        file, template = path / "tokenizer.json", path / "chat_template.jinja"
-        of_file = _tried(lambda: Tokenizer.from_file(str(file)))[1] if file.is_file() else ""
-        of_template = _tried(lambda: template.read_text(encoding="utf-8"))[1] if template.is_file() else ""
-        blamed = file if of_file else template if of_template else path / "tokenizer_config.json"
-        blamed = blamed if blamed.is_file() else path
-        raise CheckpointError(f"{key}: {blamed}: its tokenizer cannot be loaded: {of_file or problem}")
-    return tokenizer
-
-
-def _tried(load: Callable[[], Any]) -> tuple[Any, str]:
-    """Return (what `load` returns, first line of the error if it fails)."""
-    try:
-        return load(), ""
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # noqa: BLE001 (tokenizers raises bare Exceptions, and panics)
-        return None, (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def _check_machine(config: Config, device: str, world: int | None = None) -> None:
     """Check that what the configuration asks for is installed and plugged in."""
     if config.rollout.engine == "sglang":
@@ -227,10 +238,9 @@ def _check_machine(config: Config, device: str, world: int | None = None) -> Non
             raise ConfigError(
                 "rollout.engine: sglang is not installed (make install-gpu, or use transformers)"
             )
-        for line in (
-            unmet("sglang") if device == "cuda" else ()
-        ):  # on a CPU it does without most of what it asks for
-            raise ConfigError(f"rollout.engine: {line}")
+        # On a CPU it does without most of what it asks for.
+        if device == "cuda" and (lines := list(unmet("sglang"))):
+            raise ConfigError(f"rollout.engine: {lines[0]}")
     if world or is_launched():
         layout_for(config.parallel, world or launched_world())
     if broken := broken_transformer_engine():
@@ -263,28 +273,14 @@ def _check_engine_layout(
         raise ConfigError(
             f"rollout.engine_tp: {tp} does not divide {devices} (an engine lies within one node)"
         )
-    if (
-        config.rollout.weights_dtype == "fp8_block"
-        and not cpu
-        and torch.cuda.get_device_capability(device) >= (10, 0)
-    ):
+    fp8_block = config.rollout.weights_dtype == "fp8_block"
+    if fp8_block and not cpu and torch.cuda.get_device_capability(device) >= (10, 0):
         raise ConfigError(
-            "rollout.weights_dtype: fp8_block: on Blackwell SGLang packs the blocks' scales in a way of its own, which "
-            "megarl does not write (set it to model)"
+            "rollout.weights_dtype: fp8_block: on Blackwell SGLang packs the blocks' scales in a way of its "
+            "own, which megarl does not write (set it to model)"
         )
     world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
     engine_targets(config, hf_config, world, cpu=cpu)
-
-
-def _open_folder(path: Path, key: str, *, critic: bool = False) -> ModelFolder:
-    if not path.is_dir():
-        what = "not a folder" if path.exists() else "no such folder"
-        wanted = "it must be a Hugging Face folder: config.json, *.safetensors, tokenizer.json"
-        raise CheckpointError(f"{key}: {path}: {what} ({wanted})")
-    try:
-        return open_model(path, critic=critic)
-    except CheckpointError as error:
-        raise CheckpointError(f"{key}: {error}") from None
 
 
 def _check_vocabulary(folder: ModelFolder | Described, key: str, tokenizer: Any) -> None:
@@ -337,8 +333,7 @@ def claim_run_dir(config: Config, *, fresh: bool = False) -> None:
     if checkpoint is not None:
         check_continues(config, checkpoint)
     elif begun:
-        # What was recorded is written again: it would be the same, and no more than what lies between two
-        # checkpoints.
+        # What was recorded is written again, the same, and no more than what lies between two checkpoints.
         if has_finished(run_dir) or not config.checkpoint.every or not (run_dir / SETTINGS).is_file():
             holds = "already holds a run, and no complete checkpoint to continue it from"
             details = "".join(f"; {line}" for line in skipped)
@@ -355,17 +350,7 @@ def claim_run_dir(config: Config, *, fresh: bool = False) -> None:
 
 def versions() -> dict[str, str]:
     """Return name and version of the packages that the result depends on."""
-    names = (
-        "megarl",
-        "torch",
-        "megatron-core",
-        "transformers",
-        "transformer-engine",
-        "sglang",
-        "numpy",
-        "math-verify",
-    )
-    return {name: version for name in names if (version := version_of(name))}
+    return {name: version for name in PACKAGES if (version := version_of(name))}
 
 
 def write_versions(path: Path) -> None:

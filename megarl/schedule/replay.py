@@ -1,10 +1,10 @@
-"""One step of a finished run, done again from its checkpoint and its recorded rollout, and compared with what was recorded."""
+"""One step of a run, done again from its checkpoint and its rollout, and compared with what was recorded."""
 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -13,34 +13,36 @@ from megarl.config.phases import ROLLOUT, WEIGHT_TRANSFER, training_phases
 from megarl.config.schema import Config
 from megarl.observe.run_log import plain
 from megarl.observe.runs import read_metrics
-from megarl.parallel.comm import gather_objects
+from megarl.parallel.comm import max_over_ranks
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.phases import FUNCTIONS
 from megarl.schedule.preflight import versions
-from megarl.schedule.rollout_store import read_step_rollout
+from megarl.schedule.rollouts import read_step_rollout
 from megarl.schedule.run import Run, Step
 from megarl.training.checkpoint import (
     FOLDER,
     PRETRAINING,
     Checkpoint,
+    damage_of,
     find_checkpoint,
     folder_name,
-    load_checkpoint,
     open_checkpoint,
 )
+from megarl.training.sharded import load_checkpoint
 
 # Of the clock, of the engine, and of the run as a whole: no part of the step's arithmetic.
 LEFT_OUT = ("time/", "inside/", "throughput/", "transfer/", "guard/", "memory")
-TOLERANCE = {
-    "fp32": 1e-3,
-    "bf16": 5e-2,
-}  # relative, and absolute as most metrics are about 1, where the layout is another
+# Where the layout is another: relative, and absolute as most metrics are about 1.
+TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """exact: every number must be the same; else within `tolerance`. numbers: name -> (recorded, replayed); weights: largest difference of
-    any from those of the step's own checkpoint, None where there is none."""
+    """What a replay found.
+
+    exact    every number must be the same; else within `tolerance`
+    numbers  name -> (recorded, replayed)
+    weights  largest difference of any from those of the step's own checkpoint, None where there is none"""
 
     exact: bool
     tolerance: float
@@ -50,7 +52,7 @@ class Outcome:
 
     @property
     def different(self) -> list[str]:
-        """Names of the numbers that differ, and `weights`."""
+        """Return the names of the numbers that differ, and `weights`."""
         limit = 0.0 if self.exact else self.tolerance
         names = [
             name
@@ -61,32 +63,35 @@ class Outcome:
 
 
 def replay(config: Config, number: int, runtime: Runtime, tolerance: float | None = None) -> Outcome:
-    """Step `number` of the run in config.run_dir; every rank calls this. The numbers must be the same to the last recorded digit, and the
-    weights to the bit, where layout and versions are those that wrote the checkpoint.
+    """Do step `number` of the run in config.run_dir again; every rank calls this. The numbers must be the
+    same to the last recorded digit, and the weights to the bit, where layout and versions are those that
+    wrote the checkpoint.
 
-    Raises CheckpointError or DataError where the step's checkpoint, its rollout or its record is not there or damaged."""
+    Raises CheckpointError or DataError where its checkpoint, its rollout or its record is missing or
+    damaged."""
     recorded = recorded_numbers(config, number)
     stage = main_stage(config)
     run = Run(config, runtime)
     try:
         checkpoint = before(config, number)
-        layout = {key: getattr(runtime.layout, key) for key in ("tp", "pp", "dp", "ep")}
-        remarks = []
+        remarks, exact = [], True
         if checkpoint is not None:
-            _check_content(checkpoint, runtime)
-            run.load_state_dict(
-                load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)["samplers"]
-            )
+            if damaged := damage_of(checkpoint, runtime):
+                raise CheckpointError(damaged[0])
+            state = load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)
+            run.load_state_dict(state["samplers"])
+            layout = {key: getattr(runtime.layout, key) for key in ("tp", "pp", "dp", "ep")}
             if checkpoint.manifest["layout"] != layout:
                 remarks.append(f"the layout is another: {layout}, not {checkpoint.manifest['layout']}")
             if checkpoint.manifest["versions"] != versions():
                 remarks.append("versions have changed since (manifest.json)")
+            exact = not remarks
         if run.critic is not None and number == 1:
             run.critic.start_schedule(config.steps)
-        step = Step(config, stage, number)
+        step = Step(stage, number)
         if stage == "train":
             run.onload("weight_transfer", {"actor.weights", "engine.weights"})
-            run.sync_weights(number - 1)
+            run.weight_sync.sync(number - 1)
         for phase in training_phases(config):
             if phase.name == ROLLOUT.name:
                 step.batch, statistics = read_step_rollout(config.run_dir, number)
@@ -96,19 +101,20 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
                     run.onload(phase.name, phase.on_gpu)
                 FUNCTIONS[phase.name](run, step)
         found = {name: plain(value, name, []) for name, value in step.metrics.items()}
-        missing = sorted(recorded.keys() - found.keys())
-        if missing:
+        if missing := sorted(recorded.keys() - found.keys()):
             remarks.append(f"recorded but not replayed: {', '.join(missing)}")
         numbers = {name: (recorded[name], found[name]) for name in sorted(recorded.keys() & found.keys())}
-        weights = _differ(run, own, runtime) if (own := _own(config, number)) is not None else None
-        exact = not any("layout" in text or "versions" in text for text in remarks)
+        own = None
+        with suppress(CheckpointError):  # the checkpoint that was written after the step may be gone
+            own = open_checkpoint(config.run_dir / FOLDER / folder_name(stage, number))
+        weights = None if own is None else _differ(run, own, runtime)
         return Outcome(exact, tolerance or TOLERANCE[config.model.dtype], numbers, weights, tuple(remarks))
     finally:
         run.close()
 
 
 def main_stage(config: Config) -> str:
-    """The stage whose steps can be replayed."""
+    """Return the stage whose steps can be replayed."""
     return "sft" if config.recipe == "sft" else "train"
 
 
@@ -116,23 +122,21 @@ def recorded_numbers(config: Config, number: int) -> dict[str, float]:
     """Return what metrics.jsonl holds of the step. Raises DataError where it holds nothing."""
     for record in read_metrics(config.run_dir).records:
         if record["stage"] == main_stage(config) and record["step"] == number:
-            kept = {
-                k: v
-                for k, v in record.items()
-                if isinstance(v, int | float) and k != "step" and not k.startswith(LEFT_OUT)
-            }
             if record.get("guard/skipped"):
-                raise DataError(
-                    f"{config.run_dir}: step {number} was skipped, as a number was not finite (its batch is in failed/)"
-                )
-            return kept
-    raise DataError(
-        f"{config.run_dir}/metrics.jsonl: no step {number} of stage {main_stage(config)} (choose another --step)"
-    )
+                skipped = f"step {number} was skipped, as a number was not finite"
+                raise DataError(f"{config.run_dir}: {skipped} (its batch is in failed/)")
+            return {
+                name: value
+                for name, value in record.items()
+                if isinstance(value, int | float) and name != "step" and not name.startswith(LEFT_OUT)
+            }
+    missing = f"no step {number} of stage {main_stage(config)}"
+    raise DataError(f"{config.run_dir}/metrics.jsonl: {missing} (choose another --step)")
 
 
 def before(config: Config, number: int) -> Checkpoint | None:
-    """The checkpoint from which the step began; None: from the models' folders. CheckpointError where it is gone."""
+    """Return the checkpoint from which the step began, None where that was the models' folders. Raises
+    CheckpointError where it is gone."""
     if number > 1:
         return open_checkpoint(config.run_dir / FOLDER / folder_name(main_stage(config), number - 1))
     if not (config.has_critic and config.value_pretraining.steps):
@@ -144,47 +148,26 @@ def before(config: Config, number: int) -> Checkpoint | None:
         or checkpoint.stage != PRETRAINING
         or not checkpoint.state()["value_pretraining"]["done"]
     ):
-        raise CheckpointError(
-            f"{config.run_dir / FOLDER}: no checkpoint of the end of value pretraining (keep more: checkpoint.keep)"
-        )
+        missing = "no checkpoint of the end of value pretraining"
+        raise CheckpointError(f"{config.run_dir / FOLDER}: {missing} (keep more: checkpoint.keep)")
     return checkpoint
 
 
-def _check_content(checkpoint: Checkpoint, runtime: Runtime) -> None:
-    wrong = [
-        line
-        for theirs in gather_objects(runtime, checkpoint.damage(runtime.rank, runtime.world))
-        for line in theirs
-    ]
-    if wrong:
-        raise CheckpointError(wrong[0])
-
-
-def _own(config: Config, number: int) -> Checkpoint | None:
-    """The checkpoint that was written after the step, if it is still there."""
-    path: Path = config.run_dir / FOLDER / folder_name(main_stage(config), number)
-    try:
-        return open_checkpoint(path)
-    except CheckpointError:
-        return None
-
-
-def _weights(run: Run, name: str) -> list[torch.Tensor]:
-    """Copies on the host."""
-    run.onload_for_checkpoint(name)
-    return [parameter.detach().to("cpu", copy=True) for parameter in run.models[name].model.parameters()]
-
-
 def _differ(run: Run, checkpoint: Checkpoint, runtime: Runtime) -> float:
-    """The largest difference of a weight of any model from the checkpoint's, which the models hold from then on."""
-    ours = {name: _weights(run, name) for name in run.models}
+    """Load the checkpoint into the models; return the largest difference of a weight from before."""
+
+    def weights(name: str) -> list[torch.Tensor]:
+        run.onload_for_checkpoint(name)
+        return [parameter.detach().to("cpu", copy=True) for parameter in run.models[name].model.parameters()]
+
+    ours = {name: weights(name) for name in run.models}
     load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)
     largest = 0.0
     for name in run.models:
-        for mine, theirs in zip(ours[name], _weights(run, name), strict=True):
+        for mine, theirs in zip(ours[name], weights(name), strict=True):
             if not torch.equal(mine, theirs):
                 largest = max(largest, float((mine.float() - theirs.float()).abs().max()))
-    return max(gather_objects(runtime, largest))
+    return max_over_ranks(runtime, largest)
 
 
 def check_replay(config: Config, number: int) -> None:
@@ -198,18 +181,17 @@ def check_replay(config: Config, number: int) -> None:
 
 
 def lines(outcome: Outcome) -> list[str]:
-    """For people: what differs, and the verdict."""
-    chosen = {name: outcome.numbers[name] for name in outcome.different if name in outcome.numbers}
+    """Return lines for people: what differs, and the verdict."""
+    different = outcome.different
+    chosen = {name: outcome.numbers[name] for name in different if name in outcome.numbers}
     shown = [f"{name}: recorded {a:.9g}, replayed {b:.9g}" for name, (a, b) in chosen.items()]
     rule = "to the last recorded digit" if outcome.exact else f"within {outcome.tolerance:g}"
-    weights = (
-        ""
-        if outcome.weights is None
-        else f"; largest difference of a weight after the step: {outcome.weights:.3g}"
-    )
-    different = len(outcome.different)
+    verdict = f"{len(outcome.numbers) - len(shown)} of {len(outcome.numbers)} numbers equal {rule}"
+    if outcome.weights is not None:
+        verdict += f"; largest difference of a weight after the step: {outcome.weights:.3g}"
     return [
         *outcome.remarks,
         *shown,
-        f"{len(outcome.numbers) - len(shown)} of {len(outcome.numbers)} numbers equal {rule}{weights}",
-    ] + ([f"{different} differ"] if different else [])
+        verdict,
+        *([f"{len(different)} differ"] if different else []),
+    ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -25,14 +25,13 @@ from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engine import RolloutEngine, make_engine
 from megarl.rollout.sampler import RolloutSampler, RolloutWorker
-from megarl.rollout.sampling import shuffle_seed
 from megarl.rollout.weight_sync import Failures, WeightSync
 from megarl.schedule.offload import EngineMemory, OffloadManager
-from megarl.schedule.rollout_store import RolloutStore, pretraining_rollouts, step_rollouts
+from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts
 from megarl.training.batch import LocalBatch
 from megarl.training.checkpoint import PRETRAINING
-from megarl.training.model import InferenceModel, TrainableModel
-from megarl.training.tensor_groups import tensor_groups
+from megarl.training.losses import Tables
+from megarl.training.model import InferenceModel, TrainableModel, tensor_groups
 from megarl.weights.families import table_names
 from megarl.weights.files import Processes
 from megarl.weights.hf import ModelFolder, export_hf, load_into
@@ -41,8 +40,6 @@ from megarl.weights.megatron import open_model
 from megarl.weights.plan import engine_plan
 from megarl.weights.transfer import Staging, Transfer
 
-Model = TypeVar("Model", bound=InferenceModel)
-
 
 def load_tokenizer(folder: Path) -> Any:
     """Load the model's tokenizer; its end-of-sequence token ends responses."""
@@ -50,8 +47,8 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
-    """Begin the engine's start once all ranks have given back what they do not use of the device: SGLang refuses GPUs of
-    which unlike shares are free, and makes its KV cache as large as what is free."""
+    """Start the engine once all ranks have given back what they do not use of the device: SGLang refuses GPUs
+    of which unlike shares are free, and makes its KV cache as large as what is free."""
     empty_cache(runtime.device)
     barrier(runtime)
     engine.start()
@@ -60,8 +57,8 @@ def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
 def load_weights(
     model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False
 ) -> None:
-    """Load this rank's slices of a model's folder into its part of the model. Raises CheckpointError on every rank if one
-    cannot use its slices."""
+    """Load this rank's slices of a model's folder into its part of the model. Raises CheckpointError on every
+    rank if one cannot use its slices."""
     shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
     Processes(runtime.cpu_group).run(
         lambda: load_into(table_names(dict(model.named_parameters())), shards, folder)
@@ -75,7 +72,7 @@ def make_weight_sync(
     model: torch.nn.Module,
     engine: RolloutEngine,
 ) -> WeightSync:
-    """Make the weight sync from the actor `model` to the engine of every rank. `hf_config`: the model's config.json."""
+    """Make the weight sync from the actor `model` to every rank's engine. hf_config: its config.json."""
     plan = engine_plan(config, hf_config, runtime.layout, cpu=runtime.device.type == "cpu")
     sources = table_names(dict(model.named_parameters()))
     dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
@@ -85,71 +82,34 @@ def make_weight_sync(
         for part, targets in engine.buckets(plan, memory)
     ]
     weight_sync = WeightSync(config.rollout, runtime, engine, transfers, (staging, memory))
-    # The engine is starting, and is to find free what the buckets were laid out in.
+    # The engine, which is starting, needs the memory in which the buckets were laid out.
     empty_cache(runtime.device)
     return weight_sync
 
 
 class Run:
-    """Everything that lives for the whole run on one rank: models with their optimizers, data, engine, verifiers."""
+    """What lives for the whole run on one rank: models with their optimizers, data, engine, verifiers."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         self.config, self.runtime = config, runtime
         self.tokenizer = load_tokenizer(config.model.path)
         self.folder = open_model(config.model.path)
         self.hf = read_hf_config(config.model.path)
-        self.offload = OffloadManager(
-            runtime.device, never_offloaded(config, gpu=runtime.device.type == "cuda")
-        )
-        self.host = HostPool(runtime.device)
+        stays = never_offloaded(config, gpu=runtime.device.type == "cuda")
+        self.offload, self.host = OffloadManager(runtime.device, stays), HostPool(runtime.device)
         # One after the other, each offloaded before the next is made.
-        self.actor = self._settled(self._actor)
-        self.critic = self._settled(self._critic) if config.has_critic else None
-        self.reference = self._settled(self._reference) if config.algorithm.kl_weight else None
+        self.actor: TrainableModel = self._settled("actor")
+        self.critic: TrainableModel | None = self._settled("critic") if config.has_critic else None
+        self.reference: InferenceModel | None = (
+            self._settled("reference") if config.algorithm.kl_weight else None
+        )
         if config.recipe == "sft":
             report = ReadReport()
             self.data_reports = {"train": report}
             key = config.supervised.response_key
             self.pairs = read_pairs(config.data.train, config.data, key, self.tokenizer, report)
             self.pair_sampler = PromptSampler(len(self.pairs), config.seed, config.data.shuffle)
-        else:
-            self._prepare_rollout()
-
-    def _settled(self, make: Callable[[], Model]) -> Model:
-        with self.offload.explained("start"):
-            model = make()
-        self.offload.register(tensor_groups(model, self.host))
-        self.offload.onload("start", ())
-        return model
-
-    def _actor(self) -> TrainableModel:
-        model = build_actor(self.config, self.hf, self.runtime)
-        load_weights(model, self.folder, self.runtime)
-        return TrainableModel(
-            "actor", model, self.config.actor, self.config.steps, self.runtime, self.config.parallel
-        )
-
-    def _critic(self) -> TrainableModel:
-        folder = open_model(self.config.critic.path or self.config.model.path, critic=True)
-        hf = read_hf_config(folder.path)
-        if hf.vocab_size < len(self.tokenizer):
-            raise ConfigError(
-                f"critic.path: {folder.path}: its vocabulary of {hf.vocab_size} does not hold the {len(self.tokenizer)} "
-                "tokens of the actor"
-            )
-        model = build_critic(self.config, hf, self.runtime)
-        load_weights(model, folder, self.runtime, critic=True)
-        return TrainableModel(
-            "critic", model, self.config.critic, self.config.steps, self.runtime, self.config.parallel
-        )
-
-    def _reference(self) -> InferenceModel:
-        model = build_actor(self.config, self.hf, self.runtime)
-        load_weights(model, self.folder, self.runtime)
-        return InferenceModel("reference", model.requires_grad_(False), self.runtime)
-
-    def _prepare_rollout(self) -> None:
-        config, runtime = self.config, self.runtime
+            return
         self.prompts, report = read_prompts(config.data.train, config.data, self.tokenizer)
         self.data_reports, self.problems = {"train": report}, []
         if config.data.eval:
@@ -163,35 +123,53 @@ class Run:
         self.weight_sync = make_weight_sync(
             config, runtime, self.folder.config, self.actor.model, self.engine
         )
-        sizes = {"weights": self.weight_sync.nbytes, "kv_cache": 0}
-        self.offload.register(
-            {
-                f"engine.{tag}": EngineMemory(self.weight_sync, tag, runtime.device, size)
-                for tag, size in sizes.items()
-            }
-        )
+        for tag, size in (("weights", self.weight_sync.nbytes), ("kv_cache", 0)):
+            memory = EngineMemory(self.weight_sync, tag, runtime.device, size)
+            self.offload.register({f"engine.{tag}": memory})
         worker = RolloutWorker(config, runtime, self.engine, self.verifiers, self.tokenizer, self._recover)
         self.sampler = RolloutSampler(
             worker, draw=lambda n: [self.prompts[i] for i in self.prompt_sampler.take(n)]
         )
+        # Every step's rollout on disk.
+        self.rollouts = RolloutStore(
+            config.run_dir / "rollouts", runtime, "checkpoint.rollouts", "make room, or set it to false", {}
+        )
+
+    def _settled(self, name: str) -> Any:
+        """Build the actor, critic or reference model with its weights, and offload it."""
+        config, runtime, folder, hf = self.config, self.runtime, self.folder, self.hf
+        with self.offload.explained("start"):
+            if name == "critic":
+                folder = open_model(config.critic.path or config.model.path, critic=True)
+                hf = read_hf_config(folder.path)
+                if hf.vocab_size < len(self.tokenizer):
+                    raise ConfigError(
+                        f"critic.path: {folder.path}: its vocabulary of {hf.vocab_size} does not hold the "
+                        f"{len(self.tokenizer)} tokens of the actor"
+                    )
+            built = (build_critic if name == "critic" else build_actor)(config, hf, runtime)
+            load_weights(built, folder, runtime, critic=name == "critic")
+            if name == "reference":
+                model = InferenceModel(name, built.requires_grad_(False), runtime)
+            else:
+                settings = config.critic if name == "critic" else config.actor
+                model = TrainableModel(name, built, settings, config.steps, runtime, config.parallel)
+        self.offload.register(tensor_groups(model, self.host))
+        self.offload.onload("start", ())
+        return model
 
     def _recover(self, failures: Failures) -> None:
         with self.offload.also("rollout", {"actor.weights"}):
             self.weight_sync.recover(failures)
 
     @cached_property
-    def rollouts(self) -> RolloutStore:
-        """Every step's rollout on disk (checkpoint.rollouts)."""
-        return step_rollouts(self.config, self.runtime)
-
-    @cached_property
     def pretraining_rollouts(self) -> RolloutStore:
-        """Value pretraining's rollouts on disk. The first access is collective."""
+        """Return value pretraining's rollouts on disk. The first access is collective."""
         return pretraining_rollouts(self.config, self.prompts, self.runtime)
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
-        """Have the tensor groups on the device, and nothing else. Engines whose weights were lost get the actor's again,
-        unless the phase has both on the device: then it syncs them itself."""
+        """Have the tensor groups on the device, and nothing else. Engines whose weights were lost get the
+        actor's again, unless the phase has both on the device: then it syncs them itself."""
         needs_engine = "engine.weights" in groups and "actor.weights" not in groups
         if needs_engine and not self.weight_sync.complete:
             self.offload.onload(phase, {"actor.weights", "engine.weights"})
@@ -205,22 +183,18 @@ class Run:
         """Have a model and its optimizer on the device, to be saved or loaded."""
         self.onload("checkpoint", {f"{name}.weights", f"{name}.optimizer"})
 
-    def sync_weights(self, version: int) -> dict[str, float]:
-        """Write the actor's present weights into the engine, which then carries `version`; return transfer/*."""
-        return self.weight_sync.sync(version).metrics()
-
     @property
     def models(self) -> dict[str, TrainableModel]:
-        """The models whose weights and optimizers a checkpoint holds."""
+        """Return the models whose weights and optimizers a checkpoint holds."""
         return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next step needs besides the models, as JSON holds it: where the samplers stand. The same on
-        every rank."""
+        """Return where the samplers stand, which the next step needs besides the models: JSON, alike on every
+        rank."""
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that puts the present `state_dict` together, at any later time and in any thread."""
+        """Return a function that puts the present `state_dict` together, later and in any thread."""
         if self.config.recipe == "sft":
             pairs = self.pair_sampler.state()
             return lambda: {"pairs": pairs}
@@ -234,15 +208,6 @@ class Run:
         else:
             self.prompt_sampler.load_state(state["prompts"])
             self.sampler.load_state_dict(state["rollout"])
-
-    def depths(self) -> dict[str, Callable[[], int]]:
-        """Return what waits in this rank's queues, for the report of a hang."""
-        if self.config.recipe == "sft":
-            return {}
-        return {
-            "responses in the engine": lambda: self.engine.running,
-            "answers at the verifiers": lambda: self.verifiers.waiting,
-        }
 
     def megatron_seconds(self) -> float:
         """Return this rank's seconds in Megatron's forward and backward passes and optimizers so far."""
@@ -282,38 +247,26 @@ class Step:
     local            this replica's share of it
     """
 
-    config: Config
     stage: str
     number: int
     metrics: dict[str, float] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
     verifier_errors: dict[str, int] = field(default_factory=dict)
     samples: dict[int, Sample] = field(default_factory=dict)
-    distributions: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    distributions: Tables = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
     batch: Experience = field(init=False, repr=False)
     local: LocalBatch = field(init=False, repr=False)
 
     @property
     def index(self) -> int:
-        """What seeds derive from: 1, 2, ... in the main stage, -1, -2, ... in value pretraining."""
+        """Return what seeds derive from: 1, 2, ... in the main stage, -1, -2, ... in value pretraining."""
         return -self.number if self.stage == PRETRAINING else self.number
 
-    @property
-    def seed(self) -> int:
-        """The seed of everything random in this step outside sampling."""
-        return shuffle_seed(self.config.seed, self.index)
-
-    @property
-    def mini_batch(self) -> int:
-        """Sequences per optimizer step."""
-        return self.config.supervised.batch if self.stage == "sft" else self.config.update.mini_batch
-
-    @property
-    def critic_epochs(self) -> int:
-        """Passes of the critic over its mini-batches."""
-        pretraining = self.stage == PRETRAINING
-        return self.config.value_pretraining.epochs if pretraining else self.config.critic.epochs
+    def add(self, metrics: Mapping[str, float], distributions: Tables) -> None:
+        """Record what a phase has measured."""
+        self.metrics |= metrics
+        self.distributions |= distributions
 
     def count_tokens(self, passes: int) -> None:
         """Add a phase's tokens to train/tokens: those of the batch as often as they go through a model."""

@@ -1,4 +1,5 @@
-"""A run from its first step to its end. Read this file first: `Trainer.train` is the whole run, `Trainer.run_phases` a step.
+"""A run from its first step to its end. Read this file first: `Trainer.train` is the whole run,
+`Trainer.step` a step.
 
 The phases and their order are declared in config/phases.py; what each does is in schedule/phases.py.
 """
@@ -15,25 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megarl.config.errors import DeviceMemoryError, MegarlError, NumericalError
 from megarl.config.phases import VALUE_PRETRAINING, WEIGHT_TRANSFER, Phase, check_phases, training_phases
-from megarl.observe.run_log import RunLog, Sample
+from megarl.observe.run_log import RunLog
 from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.parallel.comm import barrier, from_rank_0, gather_objects
 from megarl.parallel.runtime import set_generator_states
 from megarl.parallel.signals import StopRequest
-from megarl.schedule.guards import Guards
-from megarl.schedule.phases import FUNCTIONS
-from megarl.schedule.preemption import PreemptionHandler
+from megarl.schedule.guards import Guards, PreemptionHandler
+from megarl.schedule.phases import FUNCTIONS, enforced, throughput
 from megarl.schedule.preflight import versions
+from megarl.schedule.rollouts import has_tokens, with_tokens
 from megarl.schedule.run import Run, Step
-from megarl.schedule.sampled import has_tokens, with_tokens
 from megarl.schedule.watchdog import Watchdog
-from megarl.training.checkpoint import PRETRAINING, choose_checkpoint, load_checkpoint
-from megarl.training.columns import throughput
+from megarl.training.checkpoint import PRETRAINING, choose_checkpoint
 from megarl.training.saving import CheckpointWriter
+from megarl.training.sharded import load_checkpoint
 
 PLAIN_LINES = 100  # a log file gets about so many lines of steps
 
@@ -43,34 +42,67 @@ class Trainer:
 
     def __init__(self, run: Run, stop: StopRequest | None = None, watchdog: Watchdog | None = None) -> None:
         self.run, self.config, self.runtime, self.watchdog = run, run.config, run.runtime, watchdog
-        self.folder, log = run.config.run_dir, run.config.log
-        self.stage = "sft" if self.config.recipe == "sft" else "train"
-        self.phases = training_phases(self.config)
+        config, layout, log = self.config, self.runtime.layout, self.config.log
+        self.folder, self.is_rank_0 = config.run_dir, self.runtime.rank == 0
+        self.stage = "sft" if config.recipe == "sft" else "train"
+        self.phases = training_phases(config)
         check_phases(self.phases)
         check_phases(VALUE_PRETRAINING)
-        self.guards = Guards(self.config.guard)
+        self.guards = Guards(config.guard)
         self.pretraining: dict[str, Any] = {"steps": 0, "done": False}
-        self.is_rank_0 = self.runtime.rank == 0
-        every = -(-self.config.steps // PLAIN_LINES)
-        self.view = TerminalView(log.terminal if self.is_rank_0 else "quiet", self._facts(), every=every)
+        self.facts = RunFacts(
+            name=self.folder.name,
+            recipe=config.recipe,
+            model=f"{run.hf.model_type} {run.hf.num_hidden_layers} layers x {run.hf.hidden_size}",
+            layout=f"TP {layout.tp} x PP {layout.pp} x DP {layout.dp}",
+            device=str(self.runtime.device.type),
+            steps=config.steps,
+            value_pretraining_steps=config.value_pretraining.steps if config.has_critic else 0,
+        )
+        every = -(-config.steps // PLAIN_LINES)
+        self.view = TerminalView(log.terminal if self.is_rank_0 else "quiet", self.facts, every=every)
         self._enter("choose a checkpoint")
         self.checkpoint, self.skipped_checkpoints = choose_checkpoint(self.runtime, self.folder)
         self.writer = CheckpointWriter(
-            self.runtime, self.config, run.models, versions(), run.onload_for_checkpoint
+            self.runtime, config, run.models, versions(), run.onload_for_checkpoint
         )
         self.preemption = PreemptionHandler(run, self.writer, stop or StopRequest(()))
         if watchdog is not None:
-            watchdog.depths |= {**run.depths(), "bytes of a checkpoint": lambda: self.writer.pending}
+            if config.recipe != "sft":
+                watchdog.depths["responses in the engine"] = lambda: run.engine.running
+                watchdog.depths["answers at the verifiers"] = lambda: run.verifiers.waiting
+            watchdog.depths["bytes of a checkpoint"] = lambda: self.writer.pending
         append = self.checkpoint is not None
         self.log = None  # of rank 0
         if self.is_rank_0:
             self.log = RunLog(self.folder, append, log.samples, log.tensorboard, log.wandb)
 
     def train(self) -> None:
-        """Train to the last step, from the newest checkpoint where there is one. Errors are also written to events.jsonl."""
+        """Train to the last step, from the newest checkpoint. Errors are also written to events.jsonl."""
+        config, run = self.config, self.run
         try:
             with self.view:
-                self._train()
+                for name, report in run.data_reports.items():
+                    for line in report.lines():
+                        self.view.event(f"{name} {line}")
+                done = self.resume()
+                if config.recipe != "sft":
+                    run.onload("weight_transfer", {"actor.weights", "engine.weights"})
+                    run.weight_sync.sync(done)
+                    if self.checkpoint is None:
+                        self.evaluate(0)
+                    if self.checkpoint is None or self.checkpoint.pretraining:
+                        self.pretrain_values()
+                for number in range(done + 1, config.steps + 1):
+                    last = number == config.steps
+                    self.step(Step(self.stage, number), self.phases)
+                    if last or (config.evaluation.every and number % config.evaluation.every == 0):
+                        self.evaluate(number)
+                    self.save(self.stage, number, last=last)
+                self._enter("checkpoint")
+                self.writer.finish()
+                if config.checkpoint.export_hf:
+                    self.export("actor", self.folder / "hf", changed=done < config.steps)
         except MegarlError as error:
             if self.log is not None:
                 with suppress(OSError):  # a full disk may be the error itself, which must reach the user
@@ -79,71 +111,104 @@ class Trainer:
         if self.log is not None:
             self.log.close()
 
-    def _train(self) -> None:
-        config, run = self.config, self.run
-        for name, report in run.data_reports.items():
-            for line in report.lines():
-                self.view.event(f"{name} {line}")
-        done = self.resume()
-        if config.recipe != "sft":
-            run.onload("weight_transfer", {"actor.weights", "engine.weights"})
-            run.sync_weights(done)
-            if self.checkpoint is None:
-                self.evaluate(0)
-            if self.checkpoint is None or self.checkpoint.pretraining:
-                self.pretrain_values()
-        for number in range(done + 1, config.steps + 1):
-            self.step(Step(config, self.stage, number), self.phases)
-            every = config.evaluation.every
-            if number == config.steps or (every and number % every == 0):
-                self.evaluate(number)
-            self.save(self.stage, number, last=number == config.steps)
-        self._enter("checkpoint")
-        self.writer.finish()
-        if config.checkpoint.export_hf:
-            self.export("actor", self.folder / "hf", changed=done < config.steps)
+    def resume(self) -> int:
+        """Go back to the newest complete checkpoint, where there is one, and drop what was recorded after it.
+        Return the steps of the main stage that are done."""
+        for line in self.skipped_checkpoints:
+            self._event(line)
+        checkpoint, critic, pretraining = self.checkpoint, self.run.critic, self.config.value_pretraining
+        if critic is not None and pretraining.steps and (checkpoint is None or checkpoint.pretraining):
+            constant_lr = pretraining.lr or self.config.critic.lr
+            critic.start_schedule(pretraining.steps, constant_lr=constant_lr)
+        if checkpoint is None:
+            self.preemption.start(self.stage, 0)
+            return 0
+        step, stage, done = checkpoint.step, checkpoint.stage, checkpoint.done
+        self._enter("resume", stage, step)
+        state = load_checkpoint(checkpoint, self.run.models, self.run.onload_for_checkpoint)
+        self.run.load_state_dict(state["samplers"])
+        self.guards.load_state_dict(state["guards"])
+        self.pretraining = state["value_pretraining"]
+        if len(state["generators"]) == self.runtime.world:
+            set_generator_states(state["generators"][self.runtime.rank])
+        self.preemption.start(stage, step)
+        if self.log is not None:
+            self.log.truncate_after(step, stage)
+        self._event(f"continues from {checkpoint.path}")
+        if checkpoint.manifest["versions"] != versions():
+            self._event(
+                "versions have changed since (manifest.json, versions.json): "
+                "what follows may differ in its last bits"
+            )
+        return done
+
+    def pretrain_values(self) -> None:
+        """Fit the critic to the frozen policy's returns (VAPO section 4.1): until the step limit, or until a
+        fresh rollout's explained variance is good enough."""
+        config, critic = self.config.value_pretraining, self.run.critic
+        if critic is None or not config.steps:
+            return
+        while not self.pretraining["done"]:
+            number = self.pretraining["steps"] + 1
+            step = Step(PRETRAINING, number)
+            self.step(step, VALUE_PRETRAINING)
+            explained = step.metrics.get("value/explained_variance", -math.inf)  # a skipped step has none
+            enough = explained >= config.explained_variance
+            self.pretraining = {"steps": number, "done": enough or number == config.steps}
+            if enough:
+                self._event(f"value pretraining ends at step {number}: explained variance {explained:.3f}")
+            self.save(PRETRAINING, number, last=self.pretraining["done"])
+        critic.start_schedule(self.config.steps)
+        self.export("critic", self.folder / "critic_pretrained", changed=True)
 
     def step(self, step: Step, phases: Sequence[Phase]) -> None:
-        """Run the phases of a step and record it. A step with a number that is not finite is skipped from there on."""
-        megatron_seconds = self.run.megatron_seconds()
+        """Run the phases of a step and record it. After a number that is not finite the rest is skipped."""
+        run, metrics = self.run, step.metrics
+        megatron_seconds = run.megatron_seconds()
         try:
             self.run_phases(step, phases)
         except NumericalError as error:
             step.events.append(self.guards.failed(error))
-            step.metrics["guard/skipped"] = 1.0
-            if (
-                step.stage == "train"
-            ):  # the engine must have the weights of this step's number, changed or not
+            metrics["guard/skipped"] = 1.0
+            if step.stage == "train":
+                # The engine must have the weights of this step's number, changed or not.
                 self.run_phases(step, (WEIGHT_TRANSFER,), changed=True)
         else:
-            alarms = self.guards.passed(step.metrics)
+            alarms = self.guards.passed(metrics)
             step.events += alarms
-            step.metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
-        step.events += self.guards.judged(step.metrics, step.verifier_errors)
-        samples = self._samples(step)
-        self._gather_memory(step.metrics)
-        step.metrics["time/checkpoint"] = self.preemption.take_seconds()  # mostly of the steps before
-        step.metrics["time/step"] = time.perf_counter() - step.started
-        step.metrics["inside/megatron"] = self.run.megatron_seconds() - megatron_seconds
-        step.metrics |= throughput(step.metrics)
+            metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
+        step.events += self.guards.judged(metrics, step.verifier_errors)
+        samples = list(step.samples.values())
+        if samples and has_tokens(step.number, self.facts.total(step.stage)):
+            samples = with_tokens(
+                step.samples, step.batch, step.local.experience, run.tokenizer, self.runtime
+            )
+        # Of each memory figure the largest of all ranks: the device that is the first to be full.
+        memory = {name: size for name, size in metrics.items() if name.startswith("memory")}
+        memory["memory/host"] = float(run.host.nbytes)
+        all_ranks = gather_objects(self.runtime, memory)
+        metrics |= {name: max(theirs[name] for theirs in all_ranks) for name in memory}
+        metrics["time/checkpoint"] = self.preemption.take_seconds()  # mostly of the steps before
+        metrics["time/step"] = time.perf_counter() - step.started
+        metrics["inside/megatron"] = run.megatron_seconds() - megatron_seconds
+        metrics |= throughput(metrics)
         for line in step.events:
             self.view.event(line)
-        self._record(step.stage, step.number, step.metrics | ({"events": step.events} if step.events else {}))
+        self._record(step.stage, step.number, metrics | ({"events": step.events} if step.events else {}))
         if self.log is not None:
-            self.log.write_samples(samples)
+            self.log.write_samples(
+                [replace(sample, step=step.number, stage=step.stage) for sample in samples]
+            )
             if step.distributions:
                 self.log.write_distributions(step.number, step.stage, step.distributions)
         self.guards.check_judged()
 
     def run_phases(self, step: Step, phases: Sequence[Phase], *, changed: bool = False) -> None:
-        """Run phases in their order. Before each one: leave if the run was told to end (as long as no weight has
-        `changed`), then have its tensor groups on the device."""
+        """Run phases in their order. Before each one: leave if the run was told to end (as long as no weight
+        has `changed`), then have its tensor groups on the device."""
         offload = self.run.offload
         for phase in phases:
-            if changed:
-                self.preemption.during_updates()
-            else:
-                self.preemption.check()
+            self.preemption.check(changed=changed)
             changed |= any(group.endswith(".gradients") for group in phase.on_gpu)
             try:
                 with offload.explained(phase.name):
@@ -157,27 +222,6 @@ class Trainer:
                 raise self._with_batch_on_disk(step, phase.name, error) from None
             except DeviceMemoryError as error:
                 raise DeviceMemoryError(f"step {step.number}, {error}") from error
-
-    def pretrain_values(self) -> None:
-        """Fit the critic to the frozen policy's returns (VAPO section 4.1): until the step limit, or until a fresh
-        rollout's explained variance is good enough."""
-        config, critic = self.config.value_pretraining, self.run.critic
-        if critic is None or not config.steps:
-            return
-        if self.checkpoint is None:
-            critic.start_schedule(config.steps, constant_lr=config.lr or self.config.critic.lr)
-        while not self.pretraining["done"]:
-            number = self.pretraining["steps"] + 1
-            step = Step(self.config, PRETRAINING, number)
-            self.step(step, VALUE_PRETRAINING)
-            explained = step.metrics.get("value/explained_variance", -math.inf)  # a skipped step has none
-            enough = explained >= config.explained_variance
-            self.pretraining = {"steps": number, "done": enough or number == config.steps}
-            if enough:
-                self._event(f"value pretraining ends at step {number}: explained variance {explained:.3f}")
-            self.save(PRETRAINING, number, last=self.pretraining["done"])
-        critic.start_schedule(self.config.steps)
-        self.export("critic", self.folder / "critic_pretrained", changed=True)
 
     def evaluate(self, number: int) -> None:
         """Answer the held-out problems with the engine, and record the scores."""
@@ -203,39 +247,9 @@ class Trainer:
         due = bool(every) and (number % every == 0 or last)
         self.preemption.after_step(stage, number, state, due=due, last=last and stage == self.stage)
 
-    def resume(self) -> int:
-        """Go back to the newest complete checkpoint, where there is one, and drop what was recorded after it. Return the
-        steps of the main stage that are done."""
-        for line in self.skipped_checkpoints:
-            self._event(line)
-        if self.checkpoint is None:
-            self.preemption.start(self.stage, 0)
-            return 0
-        step, stage, done = self.checkpoint.step, self.checkpoint.stage, self.checkpoint.done
-        self._enter("resume", stage, step)
-        if self.checkpoint.pretraining:
-            assert self.run.critic is not None
-            config = self.config.value_pretraining
-            self.run.critic.start_schedule(config.steps, constant_lr=config.lr or self.config.critic.lr)
-        state = load_checkpoint(self.checkpoint, self.run.models, self.run.onload_for_checkpoint)
-        self.run.load_state_dict(state["samplers"])
-        self.guards.load_state_dict(state["guards"])
-        self.pretraining = state["value_pretraining"]
-        if len(state["generators"]) == self.runtime.world:
-            set_generator_states(state["generators"][self.runtime.rank])
-        self.preemption.start(stage, step)
-        if self.log is not None:
-            self.log.truncate_after(step, stage)
-        self._event(f"continues from {self.checkpoint.path}")
-        if self.checkpoint.manifest["versions"] != versions():
-            self._event(
-                "versions have changed since (manifest.json, versions.json): what follows may differ in its last bits"
-            )
-        return done
-
     def export(self, which: str, out: Path, *, changed: bool) -> None:
-        """Write a model as a Hugging Face folder. A run that was continued may have written it already; it is written
-        again only where the weights have `changed` since."""
+        """Write a model as a Hugging Face folder. A run that was continued may have written it already; it is
+        written again only where the weights have `changed` since."""
         if from_rank_0(self.runtime, out.exists()):
             if not changed:
                 return
@@ -271,24 +285,10 @@ class Trainer:
         if self.log is not None:
             self.view.step(self.log.write_metrics({"step": number, "stage": stage, **metrics}))
 
-    def _samples(self, step: Step) -> list[Sample]:
-        steps = self.config.value_pretraining.steps if step.stage == PRETRAINING else self.config.steps
-        wanted = step.samples and has_tokens(step.number, steps)
-        found = with_tokens(self.run, step) if wanted else step.samples.values()
-        return [replace(sample, step=step.number, stage=step.stage) for sample in found]
-
-    def _gather_memory(self, metrics: dict[str, float]) -> None:
-        """Replace each memory figure by the largest of all ranks: the device that is the first to be full."""
-        mine = {name: size for name, size in metrics.items() if name.startswith("memory")}
-        mine["memory/host"] = float(self.run.host.nbytes)
-        all_ranks = gather_objects(self.runtime, mine)
-        metrics |= {name: max(theirs[name] for theirs in all_ranks) for name in mine}
-
     def _with_batch_on_disk(self, step: Step, phase: str, error: NumericalError) -> NumericalError:
         """Write the batch to disk, one file a rank, and return the error with where it is."""
-        folder = self.folder / "failed"
+        folder, experience = self.folder / "failed", step.local.experience
         folder.mkdir(exist_ok=True)
-        experience = step.local.experience
         parts = {name: getattr(experience, name) for name in ("tokens", "cu_seqlens", "response_mask")}
         path = folder / f"{step.stage}-{step.number:06d}-rank{self.runtime.rank}.pt"
         torch.save({**parts, **experience.columns}, path)
@@ -296,62 +296,3 @@ class Trainer:
         located = NumericalError(f"step {step.number}, phase {phase}: {error}; the batch is in {folder}")
         located.fatal = error.fatal
         return located
-
-    def _facts(self) -> RunFacts:
-        config, layout, hf = self.config, self.runtime.layout, self.run.hf
-        return RunFacts(
-            name=self.folder.name,
-            recipe=config.recipe,
-            model=f"{hf.model_type} {hf.num_hidden_layers} layers x {hf.hidden_size}",
-            layout=f"TP {layout.tp} x PP {layout.pp} x DP {layout.dp}",
-            device=str(self.runtime.device.type),
-            steps=config.steps,
-            value_pretraining_steps=config.value_pretraining.steps if config.has_critic else 0,
-        )
-
-
-class DeclaredColumns(dict[str, Tensor]):
-    """The columns of a batch while a phase runs, which may only use those that it declares."""
-
-    def __init__(self, columns: Mapping[str, Tensor], phase: Phase) -> None:
-        super().__init__(columns)
-        self.phase = phase
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.phase.reads | self.phase.writes:
-            raise ValueError(f"phase {self.phase.name} reads column {name}, which it does not declare")
-        return super().__getitem__(name)
-
-    def __setitem__(self, name: str, column: Tensor) -> None:
-        if name not in self.phase.writes | self.phase.may_write:
-            raise ValueError(f"phase {self.phase.name} writes column {name}, which it does not declare")
-        super().__setitem__(name, column)
-
-
-@contextmanager
-def enforced(phase: Phase, step: Step) -> Iterator[None]:
-    """Hold a phase to its declaration: raise ValueError where it uses a column that it does not declare, or does not write
-    one that it declares."""
-
-    def experiences() -> list[Any]:
-        local = getattr(step, "local", None)
-        return [e for e in (getattr(step, "batch", None), local and local.experience) if e is not None]
-
-    before = experiences()
-    known = {name for experience in before for name in experience.columns}
-    for experience in before:
-        experience.columns = DeclaredColumns(experience.columns, phase)
-    try:
-        yield
-    finally:
-        for experience in {id(e): e for e in (*before, *experiences())}.values():
-            experience.columns = dict(experience.columns)
-    written = {name for experience in experiences() for name in experience.columns}
-    if missing := phase.writes - written - {"tokens"}:
-        raise ValueError(
-            f"phase {phase.name} has not written {', '.join(sorted(missing))}, which it declares"
-        )
-    if undeclared := written - known - phase.writes - phase.may_write:
-        raise ValueError(
-            f"phase {phase.name} writes {', '.join(sorted(undeclared))}, which it does not declare"
-        )

@@ -20,13 +20,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from megarl.config.schema import WatchdogConfig
 from megarl.parallel.launch import HUNG, write_error_file
 
 FOLDER = "heartbeat"
+# Of each rank: where it is, its part of a report, and the stack that faulthandler writes.
+BEAT, REPORT, STACK = "rank-{:05d}.json", "report-{:05d}.json", "stack-{:05d}.txt"
 WIDTH = 512  # bytes of a heartbeat, which is overwritten in place: a reader sees the old one or the new one
 REPORT_REQUESTED = "report-asked"  # a file that makes every rank report
 PATIENCE = 3  # periods that ranks get to report
@@ -43,14 +45,8 @@ class Watchdog:
         self.run_dir, self.folder = run_dir, run_dir / FOLDER
         self.rank, self.world, self.config = rank, world, config
         self.depths: dict[str, Callable[[], int]] = {}
-        self._where: dict[str, Any] = {
-            "rank": rank,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "stage": "start",
-            "step": 0,
-            "phase": "start",
-        }
+        process = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
+        self._where: dict[str, Any] = {**process, "stage": "start", "step": 0, "phase": "start"}
         self._entered, self._phases, self._beats = time.monotonic(), 0, 0
         self._collective: str | None = None
         self._reported = False
@@ -63,19 +59,17 @@ class Watchdog:
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         requested = [REPORT_REQUESTED] if self.rank == 0 else []
-        for name in (report_name(self.rank), stack_name(self.rank), *requested):
+        for name in (REPORT.format(self.rank), STACK.format(self.rank), *requested):
             (self.folder / name).unlink(missing_ok=True)
-        self._file = os.open(self.folder / beat_name(self.rank), os.O_WRONLY | os.O_CREAT, 0o600)
+        self._file = os.open(self.folder / BEAT.format(self.rank), os.O_WRONLY | os.O_CREAT, 0o600)
         # In C, without the interpreter's lock, for a rank that holds it and so cannot run this thread.
-        self._stack = open(self.folder / stack_name(self.rank), "w", encoding="utf-8")
+        self._stack = open(self.folder / STACK.format(self.rank), "w", encoding="utf-8")
         faulthandler.register(signal.SIGUSR2, file=self._stack, all_threads=True)
         self._beat()
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.phase("end" if error is None else "failed")
         self._end.set()
         self._thread.join()
@@ -119,38 +113,42 @@ class Watchdog:
 
     def _next_is_silent(self) -> bool:
         """Return whether the next rank has had no heartbeat for too long, by this machine's clock alone."""
-        beat = (read_beat(self.folder, self._next_rank) or {}).get("beat", -1)
-        now = time.monotonic()
-        if beat != self._next_beat:
-            self._next_beat, self._next_seen = beat, now
+        beat = read_beat(self.folder, self._next_rank) or {}
+        now, number = time.monotonic(), beat.get("beat", -1)
+        if number != self._next_beat:
+            self._next_beat, self._next_seen = number, now
         if now - self._next_seen <= self.config.silence:
             return False
-        if beat == -1 and self._phases == 0:
+        if number == -1 and self._phases == 0:
             return False  # it may not have started yet
-        return bool((read_beat(self.folder, self._next_rank) or {}).get("phase") not in ("end", "failed"))
+        return beat.get("phase") not in ("end", "failed")
 
     def _report(self) -> None:
         """Write this rank's part of a report."""
         frames = sys._current_frames()
-        main = frames.get(self._main)
+        waits_in = collective_of(frames.get(self._main))
         depths = {name: depth() for name, depth in list(self.depths.items())}
+        stacks = []
+        for thread in threading.enumerate():
+            frame = frames.get(thread.ident or 0)
+            if frame is None:
+                stacks.append(f"thread {thread.name}: has just ended\n")
+            elif thread.name != "watchdog":
+                stacks.append(f"thread {thread.name}:\n{''.join(traceback.format_stack(frame))}")
         with self._lock:
             here = Report(
                 **{key: self._where[key] for key in ("rank", "host", "pid", "stage", "step", "phase")},
                 phases=self._phases,
                 seconds=round(time.monotonic() - self._entered, 1),
-                waits_in=collective_of(main),
+                waits_in=waits_in,
                 last_collective=self._collective,
                 depths=depths,
-                stack="\n".join(
-                    format_stack(thread.name, frames.get(thread.ident or 0))
-                    for thread in threading.enumerate()
-                    if thread.name != "watchdog"
-                ),
+                stack="\n".join(stacks),
             )
-        aside = self.folder / f".{report_name(self.rank)}"
-        aside.write_text(here.to_json(), encoding="utf-8")
-        os.replace(aside, self.folder / report_name(self.rank))
+        path = self.folder / REPORT.format(self.rank)
+        aside = path.with_name(f".{path.name}")
+        aside.write_text(json.dumps(asdict(here)), encoding="utf-8")
+        os.replace(aside, path)
 
     def _fire(self, why: str) -> None:
         """Report the hang and end this process, whatever becomes of the report."""
@@ -165,8 +163,8 @@ class Watchdog:
             os._exit(HUNG)
 
     def _report_of_all(self, why: str) -> str | None:
-        """Write the report for all ranks and return the line about it; None where another rank has come
-        first. Raises OSError."""
+        """Write run_dir/hang-<time>.txt for all ranks; return the line about it, None if another rank does
+        it."""
         self._report()
         try:
             os.close(os.open(self.folder / REPORT_REQUESTED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -174,51 +172,52 @@ class Watchdog:
             self._end.wait(2 * (PATIENCE + 1) * self.config.period)
             return None
         self._reported = True
+        paths = {rank: self.folder / REPORT.format(rank) for rank in range(self.world)}
         end = time.monotonic() + PATIENCE * self.config.period
-        while time.monotonic() < end and not all(
-            (self.folder / report_name(rank)).exists() for rank in range(self.world)
-        ):
+        while time.monotonic() < end and not all(path.exists() for path in paths.values()):
             time.sleep(0.05)
-        reports = {
-            rank: Report.from_json(text)
-            for rank in range(self.world)
-            if (text := _text(self.folder / report_name(rank)))
-        }
+        texts = {rank: _text(path) for rank, path in paths.items()}
+        reports = {rank: Report(**json.loads(text)) for rank, text in texts.items() if text}
         beats = {rank: read_beat(self.folder, rank) for rank in range(self.world)}
+        silent = [rank for rank in beats if rank not in reports]
         # Ranks on this machine whose watchdog is silent may still write their stack in a signal's handler.
         signalled = False
-        for rank, beat in beats.items():
-            if rank in reports or beat is None or beat["host"] != self._where["host"]:
+        for rank in silent:
+            beat = beats[rank]
+            if beat is None or beat["host"] != self._where["host"]:
                 continue
             if Path(f"/proc/{beat['pid']}").exists():
                 os.kill(beat["pid"], signal.SIGUSR2)
                 signalled = True
         if signalled:
             time.sleep(1.0)
-        stacks = {rank: _text(self.folder / stack_name(rank)) for rank in beats if rank not in reports}
-        path, culprit = write_report(self.run_dir, why, reports, beats, stacks)
-        return f"the run hangs: {culprit}; {why}; every rank's place is in {path}"
-
-
-def beat_name(rank: int) -> str:
-    """Return the file name of a rank's heartbeat."""
-    return f"rank-{rank:05d}.json"
-
-
-def report_name(rank: int) -> str:
-    """Return the file name of a rank's part of a report."""
-    return f"report-{rank:05d}.json"
-
-
-def stack_name(rank: int) -> str:
-    """Return the name of the file that faulthandler writes a rank's stack to."""
-    return f"stack-{rank:05d}.txt"
+        line = culprit(reports, beats)
+        parts = [f"culprit: {line}", f"why now: {why}", ""]
+        for rank, report in reports.items():
+            depths = ", ".join(f"{depth} {name}" for name, depth in report.depths.items()) or "nothing known"
+            parts.append(
+                f"rank {rank}: {report.stage} step {report.step}, "
+                f"phase {report.phase} for {report.seconds:.0f} s; "
+                f"waits in: {report.waits_in or 'no collective'}; "
+                f"last collective seen: {report.last_collective or 'none'}; waiting: {depths}"
+            )
+        parts += [f"rank {rank}: no answer; last heartbeat: {beats[rank]}" for rank in silent]
+        for rank, report in reports.items():
+            parts.append(f"\n==== rank {rank}, {report.host}, pid {report.pid}\n{report.stack}")
+        for rank in silent:
+            stack = _text(self.folder / STACK.format(rank))
+            parts.append(
+                f"\n==== rank {rank}\n{stack or 'no stack: the process did not answer a signal either'}"
+            )
+        path = self.run_dir / time.strftime("hang-%Y%m%d-%H%M%S.txt")
+        path.write_text("\n".join(parts) + "\n", encoding="utf-8")
+        return f"the run hangs: {line}; {why}; every rank's place is in {path}"
 
 
 def read_beat(folder: Path, rank: int) -> dict[str, Any] | None:
     """Return a rank's heartbeat; None where there is none that can be read."""
     try:
-        beat = json.loads((folder / beat_name(rank)).read_bytes())
+        beat = json.loads((folder / BEAT.format(rank)).read_bytes())
     except (OSError, ValueError):
         return None
     return beat if isinstance(beat, dict) else None
@@ -255,24 +254,12 @@ class Report:
     depths: dict[str, int]
     stack: str
 
-    def to_json(self) -> str:
-        """Return what `from_json` reads."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Report:
-        """Return the report that `to_json` wrote."""
-        return Report(**json.loads(text))
-
     @property
     def innermost(self) -> str:
         """Return the line at which the main thread stands."""
-        lines = [
-            line.strip()
-            for line in self.stack.split("\n\n")[0].splitlines()
-            if line.lstrip().startswith("File ")
-        ]
-        return lines[-1] if lines else "nobody knows where"
+        lines = [line.strip() for line in self.stack.split("\n\n")[0].splitlines()]
+        places = [line for line in lines if line.startswith("File ")]
+        return places[-1] if places else "nobody knows where"
 
 
 def collective_of(frame: FrameType | None) -> str | None:
@@ -288,13 +275,6 @@ def collective_of(frame: FrameType | None) -> str | None:
             return f"{name}, called in {Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
         frame = frame.f_back
     return name
-
-
-def format_stack(name: str, frame: FrameType | None) -> str:
-    """Return the stack of a thread, outermost frame first."""
-    if frame is None:
-        return f"thread {name}: has just ended\n"
-    return f"thread {name}:\n{''.join(traceback.format_stack(frame))}"
 
 
 def culprit(reports: Mapping[int, Report], beats: Mapping[int, Mapping[str, Any] | None]) -> str:
@@ -320,30 +300,3 @@ def culprit(reports: Mapping[int, Report], beats: Mapping[int, Mapping[str, Any]
     if not waiting:
         return f"rank {behind.rank} and all others are in phase {behind.phase}, at {behind.innermost}"
     return f"all ranks wait for each other in {behind.waits_in}: what connects them is at fault"
-
-
-def write_report(
-    run_dir: Path,
-    why: str,
-    reports: Mapping[int, Report],
-    beats: Mapping[int, Mapping[str, Any] | None],
-    stacks: Mapping[int, str],
-) -> tuple[Path, str]:
-    """Write run_dir/hang-<time>.txt; return its path and the line about the culprit. stacks: faulthandler's,
-    of ranks without a report."""
-    line = culprit(reports, beats)
-    parts = [f"culprit: {line}", f"why now: {why}", ""]
-    for rank, r in sorted(reports.items()):
-        depths = ", ".join(f"{depth} {name}" for name, depth in r.depths.items()) or "nothing known"
-        parts.append(
-            f"rank {rank}: {r.stage} step {r.step}, phase {r.phase} for {r.seconds:.0f} s; "
-            f"waits in: {r.waits_in or 'no collective'}; "
-            f"last collective seen: {r.last_collective or 'none'}; waiting: {depths}"
-        )
-    parts += [f"rank {rank}: no answer; last heartbeat: {beats.get(rank)}" for rank in sorted(stacks)]
-    parts += [f"\n==== rank {rank}, {r.host}, pid {r.pid}\n{r.stack}" for rank, r in sorted(reports.items())]
-    silent = "no stack: the process did not answer a signal either"
-    parts += [f"\n==== rank {rank}\n{text or silent}" for rank, text in sorted(stacks.items())]
-    path = run_dir / time.strftime("hang-%Y%m%d-%H%M%S.txt")
-    path.write_text("\n".join(parts) + "\n", encoding="utf-8")
-    return path, line

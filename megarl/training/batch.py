@@ -1,4 +1,4 @@
-"""From a step's whole batch to this replica's share: mini-batches, global denominators, balanced sequences, micro-batches."""
+"""From a step's batch to this replica's share: mini-batches, denominators, balance, micro-batches."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megarl.parallel.runtime import Runtime
 class MicroBatch:
     """One pack of t tokens, r of them response tokens.
 
-    tokens, positions  int64 [1, t] on the device; t is a multiple of what sequence parallelism and FP8 ask for
+    tokens, positions  int64 [1, t] on the device; t: a multiple of what sequence parallelism and FP8 ask for
     packed             what attention needs to know of the sequences
-    logit_indices      int64 [r], the positions in the pack that predict the response tokens (the ones before them)
+    logit_indices      int64 [r], the positions in the pack that predict the response tokens: one before each
     labels             int64 [r], the response tokens
-    token_indices      int64 [r] on the host, where these tokens stand in the Experience, whose columns are [T]
+    token_indices      int64 [r] on the host, where these tokens stand in the Experience's columns [T]
     """
 
     tokens: Tensor
@@ -43,8 +43,9 @@ class MicroBatch:
 
 @dataclass
 class LocalBatch:
-    """The sequences that this data-parallel replica trains on, and its micro-batches of each mini-batch of the actor and of
-    the critic, in update order. Both cover all of the sequences; they are the same lists unless `critic.mini_batch` is set."""
+    """The sequences that this data-parallel replica trains on, and its micro-batches of each mini-batch of
+    the actor and of the critic, in update order. Both cover all of the sequences; they are the same lists
+    unless `critic.mini_batch` is set."""
 
     experience: Experience
     mini_batches: list[list[MicroBatch]]
@@ -52,7 +53,7 @@ class LocalBatch:
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """Those of all mini-batches: what a forward pass over the whole share takes."""
+        """Return those of all mini-batches: what a forward pass over the whole share takes."""
         return [batch for mini_batch in self.mini_batches for batch in mini_batch]
 
 
@@ -64,17 +65,18 @@ def distribute(
     models: Sequence[Actor | Critic],
     runtime: Runtime,
 ) -> LocalBatch:
-    """Return this replica's share of `batch`, which every rank holds whole; every rank computes the same assignment.
+    """Return this replica's share of `batch`, which every rank holds whole; every rank computes the same
+    assignment.
 
     models: those that the share goes through, by whose shapes its cost is estimated."""
     critic_mini_batch = config.critic.mini_batch or mini_batch
-    finest = min(
-        mini_batch, critic_mini_batch
-    )  # one divides the other (config/check.py): balanced parts, balanced unions
+    # One divides the other (config/check.py): balanced parts give balanced unions.
+    finest = min(mini_batch, critic_mini_batch)
     sizes = (mini_batch, critic_mini_batch, finest)
     ids, critic_ids, finest_ids = (mini_batch_ids(batch.num_sequences, size, seed) for size in sizes)
     add_weights(batch, ids, critic_ids, config)
-    costs = cost(batch.lengths.tolist(), even_length(*map(matrix_shape, models)))
+    lengths = batch.lengths.tolist()
+    costs = cost(lengths, even_length(*map(matrix_shape, models)))
     shares_of: list[list[list[int]]] = []  # by mini-batch and replica
     for number in range(int(finest_ids.max()) + 1):
         members = (finest_ids == number).nonzero().squeeze(-1).tolist()
@@ -84,34 +86,27 @@ def distribute(
     local = batch.select([i for share in mine for i in share])
     stops = torch.tensor([0, *map(len, mine)]).cumsum(0).tolist()
 
-    def divided(size: int) -> list[list[MicroBatch]]:
-        parts = range(0, len(mine), size // finest)
-        ranges = [range(stops[i], stops[min(i + size // finest, len(mine))]) for i in parts]
-        budget, least = config.update.tokens_per_micro_batch, [1] * len(ranges)
-        if (
-            runtime.layout.tp % runtime.layout.ep
-        ):  # experts lie on other replicas too: all replicas do as many passes
-            lengths = batch.lengths.tolist()
-            for number, i in enumerate(parts):
-                parts_of = shares_of[i : i + size // finest]
-                theirs = [
-                    [lengths[j] for shares in parts_of for j in shares[replica]]
-                    for replica in range(runtime.layout.dp)
-                ]
-                least[number] = max(len(pack(share, budget)) for share in theirs)
-        return [
-            make_micro_batches(local, own, budget, models[0], at_least=n)
-            for own, n in zip(ranges, least, strict=True)
-        ]
+    def micro_batches_of(size: int) -> list[list[MicroBatch]]:
+        budget, made = config.update.tokens_per_micro_batch, []
+        for first in range(0, len(mine), size // finest):
+            stop, at_least = min(first + size // finest, len(mine)), 1
+            # Where experts lie on other replicas too, all replicas do as many passes.
+            if runtime.layout.tp % runtime.layout.ep:
+                for replica in range(runtime.layout.dp):
+                    theirs = [lengths[i] for shares in shares_of[first:stop] for i in shares[replica]]
+                    at_least = max(at_least, len(pack(theirs, budget)))
+            own = range(stops[first], stops[stop])
+            made.append(make_micro_batches(local, own, budget, models[0], at_least))
+        return made
 
-    mini_batches = divided(mini_batch)
+    mini_batches = micro_batches_of(mini_batch)
     same = critic_mini_batch == mini_batch
-    return LocalBatch(local, mini_batches, mini_batches if same else divided(critic_mini_batch))
+    return LocalBatch(local, mini_batches, mini_batches if same else micro_batches_of(critic_mini_batch))
 
 
 def mini_batch_ids(sequences: int, mini_batch: int, seed: int) -> Tensor:
-    """Return the mini-batch of each sequence, int64 [n]: a shuffle that depends on the seed alone, not on the layout. The
-    mini-batches of one size are unions of those of a size that divides it."""
+    """Return the mini-batch of each sequence, int64 [n]: a shuffle that depends on the seed alone, not on the
+    layout. The mini-batches of one size are unions of those of a size that divides it."""
     order = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))
     ids = torch.empty(sequences, dtype=torch.int64)
     ids[order] = torch.arange(sequences) // mini_batch
@@ -119,24 +114,26 @@ def mini_batch_ids(sequences: int, mini_batch: int, seed: int) -> Tensor:
 
 
 def add_weights(experience: Experience, ids: Tensor, critic_ids: Tensor, config: Config) -> None:
-    """Write policy_weights, nll_weights and value_weights, float32 [T]: the denominators of every loss term, global over
-    each mini-batch (docs/design.md, "Numbers that must hold everywhere"). Reads correct and truncated.
+    """Write policy_weights, nll_weights and value_weights, float32 [T]: the denominators of every loss term,
+    global over each mini-batch (docs/design.md, "Numbers that must hold everywhere"). Reads correct and
+    truncated.
 
     ids, critic_ids: int64 [n], the actor's and the critic's mini-batch of each sequence."""
     truncated = experience["truncated"]
     kept = ~truncated if config.reward.overlong.filter else torch.ones_like(truncated)
     lengths = response_lengths(experience.response_mask, experience.cu_seqlens)
     aggregation = config.algorithm.aggregation
-    experience["policy_weights"] = experience.spread(token_weights(lengths, aggregation, ids, kept))
-    experience["nll_weights"] = experience.spread(
-        token_weights(lengths, "token", ids, kept & experience["correct"])
-    )
-    experience["value_weights"] = experience.spread(token_weights(lengths, "token", critic_ids, kept))
+    weights = {
+        "policy_weights": token_weights(lengths, aggregation, ids, kept),
+        "nll_weights": token_weights(lengths, "token", ids, kept & experience["correct"]),
+        "value_weights": token_weights(lengths, "token", critic_ids, kept),
+    }
+    for name, of_responses in weights.items():
+        experience[name] = experience.spread(of_responses)
 
 
 def matrix_shape(model: Actor | Critic) -> tuple[int, int]:
-    """Return (matrix parameters that a token goes through, query width) of a model's layers on all ranks, as `even_length`
-    takes them."""
+    """Return (matrix parameters that a token goes through, query width) of all layers, for `even_length`."""
     c = model.config
     assert c.kv_channels is not None and c.num_query_groups is not None and c.ffn_hidden_size is not None
     queries, keys = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
@@ -150,36 +147,35 @@ def matrix_shape(model: Actor | Critic) -> tuple[int, int]:
 def make_micro_batches(
     experience: Experience, indices: Sequence[int], max_tokens: int, model: Actor | Critic, at_least: int = 1
 ) -> list[MicroBatch]:
-    """Pack the sequences `indices` by token budget. Returns at least so many micro-batches, if only of one token that counts
-    nowhere: every data-parallel replica must take part in an update, with or without sequences."""
-    lengths = experience.lengths[torch.as_tensor(indices, dtype=torch.int64)].tolist()
-    groups = [[indices[i] for i in group] for group in pack(lengths, max_tokens)]
-    groups += [[]] * (at_least - len(groups))
-    return [_micro_batch(experience, group, pack_multiple(model.config), model) for group in groups]
-
-
-def _micro_batch(
-    experience: Experience, group: Sequence[int], multiple: int, model: Actor | Critic
-) -> MicroBatch:
-    index = torch.as_tensor(group, dtype=torch.int64)
-    lengths = experience.lengths[index]
-    total = int(lengths.sum())
-    # One more sequence fills the pack up to a multiple; its tokens are nobody's response.
-    filler = -total % multiple or (multiple if total == 0 else 0)
-    sizes = torch.cat([lengths, lengths.new_tensor([filler])]) if filler else lengths
-    cu_seqlens = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    starts_in_experience = torch.repeat_interleave(experience.cu_seqlens[:-1][index], lengths)
-    positions = torch.arange(total + filler) - torch.repeat_interleave(cu_seqlens[:-1], sizes)
-    token_indices = starts_in_experience + positions[:total]
-    tokens = torch.cat([experience.tokens[token_indices], torch.zeros(filler, dtype=torch.int64)])
-    is_response = experience.response_mask[token_indices]
-    logit_indices = is_response.nonzero().squeeze(-1) - 1
-    device = model.rotary_pos_emb.inv_freq.device
-    return MicroBatch(
-        tokens=tokens[None].to(device),
-        positions=positions[None].to(device),
-        packed=model.pack(cu_seqlens),
-        logit_indices=logit_indices.to(device),
-        labels=tokens[logit_indices + 1].to(device),
-        token_indices=token_indices[is_response],
-    )
+    """Pack the sequences `indices` by token budget. Returns at least so many micro-batches, if only of one
+    token that counts nowhere: every data-parallel replica must take part in an update, with or without
+    sequences."""
+    device, multiple = model.rotary_pos_emb.inv_freq.device, pack_multiple(model.config)
+    wanted = torch.as_tensor(indices, dtype=torch.int64)
+    groups = pack(experience.lengths[wanted].tolist(), max_tokens)
+    micro_batches = []
+    for group in groups + [[]] * (at_least - len(groups)):
+        index = wanted[torch.as_tensor(group, dtype=torch.int64)]
+        lengths = experience.lengths[index]
+        total = int(lengths.sum())
+        # One more sequence fills the pack up to a multiple; its tokens are nobody's response.
+        filler = -total % multiple or (multiple if total == 0 else 0)
+        sizes = torch.cat([lengths, lengths.new_tensor([filler])]) if filler else lengths
+        cu_seqlens = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        starts_in_experience = torch.repeat_interleave(experience.cu_seqlens[:-1][index], lengths)
+        positions = torch.arange(total + filler) - torch.repeat_interleave(cu_seqlens[:-1], sizes)
+        token_indices = starts_in_experience + positions[:total]
+        tokens = torch.cat([experience.tokens[token_indices], torch.zeros(filler, dtype=torch.int64)])
+        is_response = experience.response_mask[token_indices]
+        logit_indices = is_response.nonzero().squeeze(-1) - 1
+        micro_batches.append(
+            MicroBatch(
+                tokens=tokens[None].to(device),
+                positions=positions[None].to(device),
+                packed=model.pack(cu_seqlens),
+                logit_indices=logit_indices.to(device),
+                labels=tokens[logit_indices + 1].to(device),
+                token_indices=token_indices[is_response],
+            )
+        )
+    return micro_batches

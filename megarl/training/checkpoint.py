@@ -1,8 +1,10 @@
 """Checkpoints on disk: which are complete, from which one a run continues, and whether it may.
 
-run_dir/checkpoints/step-000012/ holds actor/ and critic/ (training/sharded.py), state.json and state.safetensors (samplers,
-generators, counters) and manifest.json, which is written last: it lists every other file with its size and SHA-256. A
-checkpoint of value pretraining is pretraining-000012/ and has no actor, which stands still. training/saving.py writes them.
+run_dir/checkpoints/step-000012/ holds actor/ and critic/ (training/sharded.py), state.json and
+state.safetensors (samplers, generators, counters) and manifest.json, which is written last: it lists every
+other file with its size and SHA-256. A checkpoint of value pretraining is pretraining-000012/ and has no
+actor, which stands still. training/saving.py writes them. The checks before a run need this file: it imports
+no Megatron.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,56 +29,31 @@ from megarl.config.schema import CheckpointConfig, Config
 from megarl.parallel.comm import from_rank_0, gather_objects
 from megarl.parallel.runtime import Runtime
 
-if (
-    TYPE_CHECKING
-):  # these import Megatron: the checks before a run, which need this file, come before its import
-    from megarl.model.builder import Actor
-    from megarl.training.model import TrainableModel
-
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
 FORMAT = 2
-NAME = re.compile(
-    r"(\.?)(pretraining|step)-(\d{6,})(\.partial)?"
-)  # finished, and being written: .NAME.partial
+# A checkpoint that is finished, and one that is being written: .NAME.partial
+NAME = re.compile(r"(\.?)(pretraining|step)-(\d{6,})(\.partial)?")
 PRETRAINING = "value_pretraining"  # the stage; any other is the main one
 SEAL = "sha256"  # of the manifest without this key
 STATE, NUMBERS = "state.json", "state.safetensors"
 LONG = 32  # numbers, from which a list is stored as a tensor
 MARK = "$numbers"  # {MARK: name of the tensor}
 
-# Keys that may differ when a run continues: how far it goes, what is shown, how the work is laid out. All others decide
-# the result.
+# Keys that may differ when a run continues: how far it goes, what is shown, how the work is laid out. All
+# others decide the result.
 FREE = (
-    "run_dir",
-    "steps",
-    "parallel",
-    "cluster",
-    "residency",
-    "log",
-    "guard",
-    "watchdog",
-    "evaluation",
-    "checkpoint",
-    "data.eval",
-    "model.layers",
-    "model.recompute",
-    "reward.workers",
-    "rollout.max_batch",
-    "rollout.engine_memory",
-    "rollout.engine_timeout",
-    "rollout.engine_start_timeout",
-    "rollout.engine_failures",
-    "rollout.transfer_bucket",
-    "update.tokens_per_micro_batch",
-    "update.logprob_chunk",
-    "value_pretraining.rollouts",
+    *("run_dir", "steps", "parallel", "cluster", "residency", "log", "guard", "watchdog", "evaluation"),
+    *("checkpoint", "data.eval", "model.layers", "model.recompute", "reward.workers"),
+    *("rollout.max_batch", "rollout.engine_memory", "rollout.engine_timeout", "rollout.engine_start_timeout"),
+    *("rollout.engine_failures", "rollout.transfer_bucket"),
+    *("update.tokens_per_micro_batch", "update.logprob_chunk", "value_pretraining.rollouts"),
 )
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint, by the sizes of its files. manifest: as it was written, with `settings`, `versions`, `layout` and
-    `files`."""
+    """A complete checkpoint, by the sizes of its files. manifest: as it was written, with `settings`,
+    `versions`, `layout` and `files`."""
 
     path: Path
     manifest: dict[str, Any]
@@ -87,7 +64,7 @@ class Checkpoint:
 
     @property
     def pretraining(self) -> bool:
-        """Whether value pretraining wrote it."""
+        """Return whether value pretraining wrote it."""
         return self.stage == PRETRAINING
 
     @property
@@ -96,7 +73,7 @@ class Checkpoint:
 
     @property
     def done(self) -> int:
-        """Steps of the main stage that were done."""
+        """Return the steps of the main stage that were done."""
         return 0 if self.pretraining else self.step
 
     @property
@@ -108,18 +85,23 @@ class Checkpoint:
         return read_state(self.path)
 
     def damage(self, part: int = 0, parts: int = 1) -> list[str]:
-        """Return a line for each file, of this share of them, whose content is not what was written. Reads each file once."""
+        """Return a line for each file, of this share of them, whose content is not what was written."""
         lines = []
         for name in sorted(self.manifest["files"])[part::parts]:
             try:
-                with open(self.path / name, "rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                found = sha256_of(self.path / name)
             except OSError as error:
                 lines.append(f"{self.path / name}: cannot be read: {error.strerror}")
                 continue
             if found != self.manifest["files"][name][1]:
                 lines.append(f"{self.path / name}: its content is not what was written (SHA-256)")
         return lines
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def folder_name(stage: str, step: int) -> str:
@@ -138,8 +120,8 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return what a run must share with the one that it continues: every dotted key that is not FREE, and a hash of the
-    models' config.json."""
+    """Return what a run must share with the one that it continues: every dotted key that is not FREE, and a
+    hash of the models' config.json."""
     found = {
         key: value
         for key, value in _leaves(config.model_dump(), "")
@@ -147,7 +129,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     }
     for key, folder in (("model.path", config.model.path), ("critic.path", config.critic.path)):
         if folder is not None:
-            found[f"{key}/config.json"] = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+            found[f"{key}/config.json"] = sha256_of(folder / "config.json")
     return found
 
 
@@ -167,19 +149,16 @@ def _plain(value: Any) -> Any:
 
 
 def check_continues(config: Config, checkpoint: Checkpoint) -> None:
-    """Raise ConfigError for the first key whose value is not the one that the checkpoint was written with. Keys that only one
-    of the two has (from another version of megarl) are not compared."""
+    """Raise ConfigError for the first key whose value is not the one that the checkpoint was written with.
+    Keys that only one of the two has (from another version of megarl) are not compared."""
     now = settings_of(config)
     for key, then in checkpoint.settings.items():
         if key in now and now[key] != then:
-            what = (
-                "has changed since the run began"
-                if key.endswith("/config.json")
-                else f"is {now[key]!r}, the run there has {then!r}"
-            )
-            raise ConfigError(
-                f"{key}: {what}, so it cannot continue from {checkpoint.path} (set it back, or choose another run_dir)"
-            )
+            what = f"is {now[key]!r}, the run there has {then!r}"
+            if key.endswith("/config.json"):
+                what = "has changed since the run began"
+            remedy = "set it back, or choose another run_dir"
+            raise ConfigError(f"{key}: {what}, so it cannot continue from {checkpoint.path} ({remedy})")
     if config.steps < checkpoint.done:
         raise ConfigError(
             f"steps: {config.steps}, but {checkpoint.path} has done {checkpoint.done} already (raise it)"
@@ -187,8 +166,8 @@ def check_continues(config: Config, checkpoint: Checkpoint) -> None:
 
 
 def find_checkpoint(run_dir: Path, but: Collection[Path] = ()) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest complete checkpoint of a run's folder, those in `but` left out, and a line for each newer one that is
-    incomplete."""
+    """Return the newest complete checkpoint of a run's folder, those in `but` left out, and a line for each
+    newer one that is incomplete."""
     skipped: list[str] = []
     for _, path in sorted(_all(run_dir), reverse=True):
         if path in but:
@@ -212,7 +191,7 @@ def _all(run_dir: Path) -> list[tuple[tuple[bool, int], Path]]:
 
 
 def has_finished(run_dir: Path) -> bool:
-    """Whether a checkpoint was ever finished there, even if it is damaged by now."""
+    """Return whether a checkpoint was ever finished there, even if it is damaged by now."""
     return any(not path.name.startswith(".") for _, path in _all(run_dir))
 
 
@@ -236,9 +215,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
+def damage_of(checkpoint: Checkpoint, runtime: Runtime) -> list[str]:
+    """Return a line for each damaged file, on every rank: they share the files, and read each once."""
+    reports = gather_objects(runtime, checkpoint.damage(runtime.rank, runtime.world))
+    return [line for report in reports for line in report]
+
+
 def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return what `find_checkpoint` does, the same on every rank, with the content of every file compared with its checksum:
-    the ranks share the files, and read the checkpoint once together before it is loaded."""
+    """Return what `find_checkpoint` does, on every rank, every file's content compared with its checksum."""
     damaged: list[Path] = []
     lines: list[str] = []
     while True:
@@ -249,52 +233,16 @@ def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | Non
         lines += [line for line in skipped if line not in lines]
         if found is None:
             return None, lines
-        wrong = [
-            line
-            for theirs in gather_objects(runtime, found.damage(runtime.rank, runtime.world))
-            for line in theirs
-        ]
+        wrong = damage_of(found, runtime)
         if not wrong:
             return found, lines
         damaged.append(found.path)
         lines.append(f"{wrong[0]}{f', and {len(wrong) - 1} files more' if wrong[1:] else ''} (skipped)")
 
 
-def load_checkpoint(
-    checkpoint: Checkpoint,
-    models: Mapping[str, TrainableModel],
-    prepare: Callable[[str], None] = lambda name: None,
-) -> dict[str, Any]:
-    """Fill the models that the checkpoint holds, whatever layout wrote it, and return its `state`; every rank calls this.
-    `prepare` is called with a model's name before its weights and optimizer are needed. Raises CheckpointError where the
-    checkpoint is damaged."""
-    from megarl.training.sharded import load_trainable
-
-    for name, model in models.items():
-        if checkpoint.pretraining and name == "actor":
-            continue
-        prepare(name)
-        try:
-            load_trainable(model, checkpoint.path / name)
-        except CheckpointError as error:
-            raise CheckpointError(f"{checkpoint.path / name}: {error}") from None
-    return checkpoint.state()
-
-
-def load_actor(folder: Path, model: Actor) -> None:
-    """Fill an actor without an optimizer from a distributed checkpoint of it (a checkpoint's actor/), whatever layout wrote
-    it; every rank calls this. Raises CheckpointError where it is damaged."""
-    from megarl.training.sharded import load_model
-
-    try:
-        load_model(model, folder)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-
-
 def prune(run_dir: Path, keep: CheckpointConfig) -> None:
-    """Remove checkpoints, finished or half-written, that are older than the `keep` newest complete ones (0: all are kept),
-    except those of every `keep_every`-th step."""
+    """Remove checkpoints, finished or half-written, that are older than the `keep` newest complete ones (0:
+    all are kept), except those of every `keep_every`-th step."""
     complete = []
     for order, path in sorted(_all(run_dir), reverse=True):
         try:
@@ -306,17 +254,16 @@ def prune(run_dir: Path, keep: CheckpointConfig) -> None:
     for (main, step), path in _all(run_dir):
         kept = main and keep.keep_every and step % keep.keep_every == 0 and not path.name.startswith(".")
         if (main, step) < oldest and not kept:
-            (path / MANIFEST).unlink(
-                missing_ok=True
-            )  # first, so that a removal that is interrupted leaves nothing that looks complete
+            # First, so that a removal that is interrupted leaves nothing that looks complete.
+            (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path)
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> list[Path]:
-    """Write dicts, lists, numbers and texts into `folder`, exactly: JSON, with long lists of numbers as safetensors beside
-    it. Returns the files. Raises OSError.
+    """Write dicts, lists, numbers and texts into `folder`, exactly: JSON, with long lists of numbers as
+    safetensors beside it. Returns the files. Raises OSError.
 
-    A prompt's extra columns may have types that JSON does not know; they become texts, nothing depends on them."""
+    A prompt's extra columns of types that JSON does not know become texts: nothing depends on them."""
     tensors: dict[str, Tensor] = {}
     tree = _split(state, tensors)
     (folder / STATE).write_text(json.dumps(tree, default=str), encoding="utf-8")
@@ -344,21 +291,16 @@ def _split(value: Any, tensors: dict[str, Tensor]) -> Any:
     if kinds not in ({int}, {float}):
         return [_split(item, tensors) for item in value]
     name = str(len(tensors))
-    tensors[name] = _smallest(torch.tensor(value, dtype=torch.int64 if kinds == {int} else torch.float64))
+    wide, half = (torch.int64, torch.int32) if kinds == {int} else (torch.float64, torch.float32)
+    numbers = torch.tensor(value, dtype=wide)
+    narrow = numbers.to(half)  # stored where that loses nothing
+    tensors[name] = narrow if torch.equal(narrow.to(wide), numbers) else numbers
     return {MARK: name}
-
-
-def _smallest(numbers: Tensor) -> Tensor:
-    """Return the numbers in 32 bits where that loses nothing."""
-    narrow = numbers.to(torch.float32 if numbers.dtype == torch.float64 else torch.int32)
-    return narrow if torch.equal(narrow.to(numbers.dtype), numbers) else numbers
 
 
 def _join(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(tree, dict):
-        return (
-            tensors[tree[MARK]].tolist()
-            if MARK in tree
-            else {key: _join(item, tensors) for key, item in tree.items()}
-        )
+        if MARK in tree:
+            return tensors[tree[MARK]].tolist()
+        return {key: _join(item, tensors) for key, item in tree.items()}
     return [_join(item, tensors) for item in tree] if isinstance(tree, list) else tree

@@ -1,5 +1,6 @@
-"""Actor, critic and reference model in training: forward passes into columns of a batch, and the optimizer loop over
-mini-batches, on Megatron's DDP, distributed optimizer, learning-rate schedule and pipeline schedule.
+"""Actor, critic and reference model in training: forward passes into columns of a batch, the optimizer loop
+over mini-batches (on Megatron's DDP, distributed optimizer, learning-rate schedule and pipeline schedule),
+and which of their tensors can be offloaded.
 """
 
 from __future__ import annotations
@@ -7,8 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -26,20 +26,22 @@ from megarl.data.experience import Experience
 from megarl.model.builder import Actor, Critic
 from megarl.parallel.comm import any_rank, from_last_stage, gather_objects, sum_stats
 from megarl.parallel.cpu_platform import on_cpu
+from megarl.parallel.offload import HostPool, Movable
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import MicroBatch
 
 Stats = dict[str, Tensor]
 # loss(output of the head, micro-batch) -> (sum whose global denominators are inside, statistics as sums)
 Loss = Callable[[Any, MicroBatch], tuple[Tensor, Stats]]
-# Data-parallel size above which communication overlaps with computation unless the config decides: below it, there is
-# little to hide. (What was measured is only that overlap changes nothing but rounding.)
+# Data-parallel size above which communication overlaps with computation unless the config decides: below it,
+# there is little to hide. (What was measured is only that overlap changes nothing but rounding.)
 OVERLAP_ABOVE = 4
 
 
 def _finalize(model: Any, num_tokens: Any = None, **groups: Any) -> None:
-    # Our losses carry their global denominators already (algorithms/losses.py). With calculate_per_token_loss neither
-    # the schedule nor DDP divides; Megatron would divide the gradients by num_tokens here, so it is not passed on.
+    # Our losses carry their global denominators already (algorithms/losses.py). With
+    # calculate_per_token_loss neither the schedule nor DDP divides; Megatron would divide the gradients by
+    # num_tokens here, so it is not passed on.
     megatron_finalize(model, None, **groups)
 
 
@@ -49,15 +51,14 @@ class InferenceModel:
     def __init__(self, name: str, model: Actor | Critic, runtime: Runtime) -> None:
         self.name, self.model, self.runtime = name, model, runtime
         self.chunk: Any = model  # what Megatron's schedule calls: the model, or DDP around it
-        self.megatron_seconds = (
-            0.0  # in Megatron's schedules and optimizer so far, our loss functions excluded
-        )
+        # So far in Megatron's schedules and optimizer, our loss functions excluded.
+        self.megatron_seconds = 0.0
 
     def logprob_columns(
         self, experience: Experience, micro_batches: Sequence[MicroBatch]
     ) -> dict[str, Tensor]:
-        """Compute {"logprobs", "entropy"}: float32 [T], 0 outside the responses, on every rank of the replica. Raises
-        NumericalError on every rank of the job where a number is not finite."""
+        """Compute {"logprobs", "entropy"}: float32 [T], 0 outside the responses, on every rank of the
+        replica. Raises NumericalError on every rank of the job where a number is not finite."""
         return self._columns(("logprobs", "entropy"), experience, micro_batches)
 
     def value_columns(self, experience: Experience, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
@@ -67,14 +68,17 @@ class InferenceModel:
     def _columns(
         self, names: tuple[str, ...], experience: Experience, micro_batches: Sequence[MicroBatch]
     ) -> dict[str, Tensor]:
-        outputs = self.forward(micro_batches)
+        def collect(output: Any, _batch: MicroBatch) -> tuple[Tensor, Any]:
+            return torch.zeros(()), output
+
+        with torch.no_grad():
+            outputs = self._run(micro_batches, collect, forward_only=True)
         columns: dict[str, Tensor] | None = None
         if self.runtime.is_last_stage:
             columns = {name: torch.zeros(experience.num_tokens) for name in names}
             for batch, output in zip(micro_batches, outputs, strict=True):
-                for name, values in zip(
-                    names, output if isinstance(output, tuple) else (output,), strict=True
-                ):
+                heads = output if isinstance(output, tuple) else (output,)
+                for name, values in zip(names, heads, strict=True):
                     columns[name][batch.token_indices] = values.float().cpu()
         found = from_last_stage(columns, names, experience.num_tokens, self.runtime)
         bad = [
@@ -87,17 +91,9 @@ class InferenceModel:
             raise NumericalError(f"{self.name}: {first} are not finite; nothing was updated with them")
         return found
 
-    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Any]:
-        """Return the head's outputs, one entry per micro-batch, on the last pipeline stage; [] elsewhere."""
-
-        def collect(output: Any, _batch: MicroBatch) -> tuple[Tensor, Any]:
-            return torch.zeros(()), output
-
-        with torch.no_grad():
-            return self._run(micro_batches, collect, forward_only=True)
-
     def _run(self, micro_batches: Sequence[MicroBatch], loss: Loss, forward_only: bool) -> list[Any]:
-        """Run Megatron's pipeline schedule over the micro-batches."""
+        """Run Megatron's pipeline schedule over the micro-batches. Return what `loss` gives beside its value,
+        one entry per micro-batch, on the last pipeline stage; [] elsewhere."""
 
         def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
             batch = next(batches)
@@ -125,14 +121,12 @@ class InferenceModel:
         return outputs
 
 
-@dataclass
-class UpdateResult:
-    """One optimizer step: this rank's statistics as sums (empty but on the last pipeline stage), the global gradient norm
-    before clipping, the learning rate."""
+class UpdateResult(NamedTuple):
+    """One optimizer step: this rank's statistics as sums (empty but on the last pipeline stage), and the
+    global gradient norm before clipping."""
 
     sums: dict[str, float]
     grad_norm: float
-    lr: float
 
 
 class TrainableModel(InferenceModel):
@@ -183,8 +177,8 @@ class TrainableModel(InferenceModel):
                 ),
                 [self.chunk],
             )
-        # With overlapped gathers the next update's forward pass gathers the weights, and only that one: hooks are on
-        # from one update to the end of the decoder in the next.
+        # With overlapped gathers the next update's forward pass gathers the weights, and only that one: hooks
+        # are on from one update to the end of the decoder in the next.
         self._overlaps_gather, self._gather_due = gather, False
         if gather:
             self.chunk.disable_forward_pre_hook(param_sync=False)
@@ -195,8 +189,8 @@ class TrainableModel(InferenceModel):
         self.start_schedule(steps)
 
     def start_schedule(self, steps: int, constant_lr: float | None = None) -> None:
-        """Begin a learning-rate schedule: warm-up, then constant, linear or cosine over `steps` rollout steps; or one
-        constant rate."""
+        """Begin a schedule: warm-up, then constant, linear or cosine over `steps` rollout steps; or
+        constant_lr."""
         c = self.config
         peak = constant_lr or c.lr
         lowest = peak if constant_lr else c.lr * c.min_lr_ratio
@@ -219,19 +213,20 @@ class TrainableModel(InferenceModel):
 
     @property
     def lr(self) -> float:
-        """The present learning rate."""
+        """Return the present learning rate."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
 
     @property
     def optimizers(self) -> list[Any]:
-        """Megatron's distributed optimizers: one for dense models."""
+        """Return Megatron's distributed optimizers: one for dense models."""
         return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
 
     def update_mini_batches(
         self, mini_batches: Sequence[Sequence[MicroBatch]], loss: Loss, epochs: int, prefix: str
     ) -> dict[str, float]:
-        """Take `epochs` passes of optimizer steps over the mini-batches, one rollout step further in the learning-rate
-        schedule. Return the metrics of the loss, and grad_norm and lr under `prefix` ("policy" or "value")."""
+        """Take `epochs` passes of optimizer steps over the mini-batches, one rollout step further in the
+        learning-rate schedule. Return the metrics of the loss, and grad_norm and lr under `prefix` ("policy"
+        or "value")."""
         self.begin_step()
         sums: dict[str, float] = {}
         norms: list[float] = []
@@ -242,7 +237,7 @@ class TrainableModel(InferenceModel):
             for key, value in result.sums.items():
                 sums[key] = sums.get(key, 0.0) + value
         metrics = loss_metrics(sum_stats(self.runtime, sums), updates=len(norms))
-        # The metrics of entropy and mean probability are those of the rollout, before any update (policy_statistics).
+        # Entropy and mean probability are recorded before any update (policy_statistics).
         metrics = {k: v for k, v in metrics.items() if k not in ("policy/entropy", "policy/mean_prob")}
         return metrics | {f"{prefix}/grad_norm": sum(norms) / len(norms), f"{prefix}/lr": self.lr}
 
@@ -253,9 +248,10 @@ class TrainableModel(InferenceModel):
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, more: bool = False) -> UpdateResult:
         """Take one optimizer step over one mini-batch.
 
-        more: another update follows directly. With `parallel.overlap_param_gather` its forward pass then gathers the
-        weights; without `more` they are whole when this returns, to be transferred, saved or offloaded. Raises
-        NumericalError on every rank, and leaves the weights as they were, where a loss or gradient is not finite.
+        more: another update follows directly. With `parallel.overlap_param_gather` its forward pass then
+        gathers the weights; without `more` they are whole when this returns, to be transferred, saved or
+        offloaded. Raises NumericalError on every rank, and leaves the weights as they were, where a loss or
+        gradient is not finite.
         """
         if self._gather_due:
             self.chunk.enable_forward_pre_hook()
@@ -268,12 +264,25 @@ class TrainableModel(InferenceModel):
             elif self._overlaps_gather:
                 self.chunk.start_param_sync(force_sync=True)
         self.megatron_seconds += time.perf_counter() - started
-        self._require_finite_weights()
-        return UpdateResult(sums, float(grad_norm or 0.0), self.lr)
+        # This rank's share of the weights: the others' may still be on their way. The sums stay on the device
+        # until one number of them all is read.
+        shares = [
+            parameter.detach().float().sum()
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        if any_rank(self.runtime, bool(shares) and not bool(torch.isfinite(torch.stack(shares).sum()))):
+            error = NumericalError(
+                f"{self.name} update: its weights are not finite any more (continue from a checkpoint)"
+            )
+            error.fatal = True
+            raise error
+        return UpdateResult(sums, float(grad_norm or 0.0))
 
     def compute_gradients(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
-        """Run forward and backward of one mini-batch into Megatron's gradient buffers; return this rank's statistics as
-        sums. Raises as `update`."""
+        """Run forward and backward of one mini-batch into Megatron's gradient buffers; return this rank's
+        statistics as sums. Raises as `update`."""
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
@@ -304,27 +313,56 @@ class TrainableModel(InferenceModel):
         return sums
 
     def _finish_gather(self) -> None:
-        """Wait for the weights at the end of the decoder, in the first forward pass after an update: Megatron's hooks have
-        waited for every module's but the output layer's, whose weight the actor's head reads without calling the layer.
-        Left on, the hooks would begin gathers in any other pass."""
+        """Wait for the weights at the end of the decoder, in the first forward pass after an update:
+        Megatron's hooks have waited for every module's but the output layer's, whose weight the actor's head
+        reads without calling the layer. Left on, the hooks would begin gathers in any other pass."""
         if self._gather_due:
             for group in (*self.chunk.bucket_groups, *self.chunk.expert_parallel_bucket_groups):
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
             self.chunk.disable_forward_pre_hook(param_sync=False)
             self._gather_due = False
 
-    def _require_finite_weights(self) -> None:
-        # This rank's share of the weights: the others' may still be on their way. The sums stay on the device until one
-        # number of them all is read.
-        sums = [
-            parameter.detach().float().sum()
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
-        if any_rank(self.runtime, bool(sums) and not bool(torch.isfinite(torch.stack(sums).sum()))):
-            error = NumericalError(
-                f"{self.name} update: its weights are not finite any more (continue from a checkpoint)"
-            )
-            error.fatal = True
-            raise error
+
+def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
+    """Return {"actor.weights", "actor.gradients", "actor.optimizer"}; an inference model has weights
+    alone."""
+    device = model.runtime.device
+    if not isinstance(model, TrainableModel):
+        weights = _Weights(model.model.parameters, device, pool, "constant")
+        weights.model = model.model
+        return {f"{model.name}.weights": weights}
+    # Megatron's ParamAndGradBuffers, for each dtype and for experts: parameters are views of their
+    # param_data.
+    buffers: list[Any] = [*model.chunk.buffers, *model.chunk.expert_parallel_buffers]
+
+    def optimizer() -> Iterator[Tensor]:
+        """List this rank's share of the FP32 main parameters and of Adam's moments. FP32 parameters are their
+        own main parameters: views of the weights, which belong to another group."""
+        others = {
+            t.untyped_storage()._cdata for buffer in buffers for t in (buffer.param_data, buffer.grad_data)
+        }
+        for part in model.optimizers:
+            tensors = [p for group in part.param_groups for p in group["params"]]
+            tensors += [t for state in part.state.values() for t in state.values() if isinstance(t, Tensor)]
+            yield from (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in others)
+
+    weights = _Weights(lambda: (buffer.param_data for buffer in buffers), device, pool)
+    weights.model = model.model
+    gradients = Movable(lambda: (buffer.grad_data for buffer in buffers), device, pool, "zero")
+    return {
+        f"{model.name}.weights": weights,
+        f"{model.name}.gradients": gradients,
+        f"{model.name}.optimizer": Movable(optimizer, device, pool),
+    }
+
+
+class _Weights(Movable):
+    """A model's weights. The FP8 copies that Transformer Engine caches go too: the next forward makes them
+    again."""
+
+    model: torch.nn.Module
+
+    def offload(self) -> None:
+        super().offload()
+        for module in self.model.modules():
+            getattr(module, "_fp8_workspaces", {}).clear()

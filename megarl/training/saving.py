@@ -1,16 +1,16 @@
-"""Writes the checkpoints of a run, beside its steps. Between two steps every rank copies its part to the host; then each
-rank writes its own file in a thread; rank 0 adds the index and the manifest, and gives the folder its name.
+"""Writes the checkpoints of a run, beside its steps. Between two steps every rank copies its part to the
+host; then each rank writes its own file in a thread; rank 0 adds the index and the manifest, and gives the
+folder its name.
 
-A run that dies meanwhile leaves a folder that is no checkpoint: the manifest, with the size and the SHA-256 of every file, is
-written last, and only then is the folder renamed. The files of a model are in Megatron's format torch_dist with a
-common.pt, which every version from 0.16 to 0.19 reads: Megatron says what the parts are, torch.distributed.checkpoint writes
-them.
+A run that dies meanwhile leaves a folder that is no checkpoint: the manifest, with the size and the SHA-256
+of every file, is written last, and only then is the folder renamed. The files of a model are in Megatron's
+format torch_dist with a common.pt, which every version from 0.16 to 0.19 reads: Megatron says what the parts
+are, torch.distributed.checkpoint writes them.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import shutil
 import sys
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, apply_factories, is_main_replica
@@ -40,8 +39,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megarl.config.errors import CheckpointError
 from megarl.config.files import fsync
 from megarl.config.schema import Config
-from megarl.data.packing import balance
-from megarl.parallel.comm import any_rank, from_rank_0, gather_objects, gather_on_0
+from megarl.data.experience import balance
+from megarl.parallel.comm import any_rank, from_rank_0, gather_on_0
 from megarl.parallel.runtime import Runtime, generator_states
 from megarl.training.checkpoint import (
     FOLDER,
@@ -51,6 +50,7 @@ from megarl.training.checkpoint import (
     prune,
     seal,
     settings_of,
+    sha256_of,
     write_state,
 )
 from megarl.training.model import TrainableModel
@@ -58,8 +58,8 @@ from megarl.training.sharded import FAILURES, megatron_state, quiet_warnings, re
 from megarl.weights.megatron import COMMON, CONFIG
 from megarl.weights.megatron import FORMAT as MODEL_FORMAT
 
-# Seconds after which Python takes the interpreter from the step and gives it to the writing thread. With the default of
-# 5 ms the two starve each other: torch gives the interpreter up in every operation.
+# Seconds after which Python takes the interpreter from the step and gives it to the writing thread. With the
+# default of 5 ms the two starve each other: torch gives the interpreter up in every operation.
 SWITCH_INTERVAL = 2e-4
 PATIENCE = 0.8  # of parallel.timeout, for which the other ranks wait
 Entries = dict[str, tuple[int, str]]  # file -> (bytes, SHA-256)
@@ -68,8 +68,8 @@ Entries = dict[str, tuple[int, str]]  # file -> (bytes, SHA-256)
 class CheckpointWriter:
     """Writes the checkpoints of a run. Every rank has one and calls it alike.
 
-    prepare: called with a model's name before its weights and optimizer are read. `seconds`: the longest time that a save
-    has kept the run from its work so far."""
+    prepare  called with a model's name before its weights and optimizer are read
+    seconds  the longest time that a save has kept the run from its work so far"""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class CheckpointWriter:
         config: Config,
         models: Mapping[str, TrainableModel],
         versions: Mapping[str, str],
-        prepare: Callable[[str], None] = lambda name: None,
+        prepare: Callable[[str], None],
     ) -> None:
         self.runtime, self.config, self.models, self.versions = runtime, config, models, dict(versions)
         self.prepare, self.seconds = prepare, 0.0
@@ -93,12 +93,12 @@ class CheckpointWriter:
         *,
         now: bool = False,
     ) -> None:
-        """Begin the checkpoint of `step`, once the one before is whole; with `now`, or without `checkpoint.background`,
-        finish it.
+        """Begin the checkpoint of `step`, once the one before is whole; with `now`, or without
+        `checkpoint.background`, finish it.
 
-        parts: the models that belong to it; state: gives what the next step needs besides them, the same on every rank,
-        called at any time until the checkpoint is whole. Raises CheckpointError on every rank where this checkpoint, or
-        the one before, cannot be written."""
+        parts: the models that belong to it; state: gives what the next step needs besides them, the same on
+        every rank, called at any time until the checkpoint is whole. Raises CheckpointError on every rank
+        where this checkpoint, or the one before, cannot be written."""
         started = time.perf_counter()
         self.finish()
         final = self.config.run_dir / FOLDER / folder_name(stage, step)
@@ -112,18 +112,15 @@ class CheckpointWriter:
             "versions": self.versions,
         }
         generators = gather_on_0(self.runtime, generator_states())
-        is_first = self.runtime.rank == 0
-        writing = _Writing(
-            final, manifest, (lambda: {**state(), "generators": generators}) if is_first else None
-        )
-        failure = None
-        if is_first:
+        writing, failure = _Writing(final, manifest), None
+        if self.runtime.rank == 0:
+            writing.state = lambda: {**state(), "generators": generators}
             try:
                 shutil.rmtree(writing.partial, ignore_errors=True)  # of a save that was interrupted
                 for part in parts:
                     (writing.partial / part).mkdir(parents=True)
             except OSError as error:
-                failure = f"{final}: {cannot_be_written(_first_line(error))}"
+                failure = f"{final}: {cannot_be_written(reason(error))}"
                 shutil.rmtree(writing.partial, ignore_errors=True)
         failure = from_rank_0(self.runtime, failure)
         if failure is not None:
@@ -142,28 +139,28 @@ class CheckpointWriter:
 
     @property
     def pending(self) -> int:
-        """Bytes of copies that wait to be written."""
+        """Return the bytes of copies that wait to be written."""
         return sum(copy.nbytes for copy in self._writing.copies.values()) if self._writing is not None else 0
 
     @property
     def busy(self) -> bool:
-        """Whether this rank's thread still writes."""
-        writing = self._writing
-        return writing is not None and writing.thread is not None and writing.thread.is_alive()
+        """Return whether this rank's thread still writes."""
+        thread = self._writing.thread if self._writing is not None else None
+        return thread is not None and thread.is_alive()
 
     @property
     def unfinished(self) -> bool:
-        """Whether a checkpoint has been begun and is not whole; the same on every rank."""
+        """Return whether a checkpoint has been begun and is not whole; the same on every rank."""
         return self._writing is not None
 
-    def advance(self) -> Path | None:
-        """Take the next step of the checkpoint; to be called when no rank is busy. The first call has rank 0 complete what
-        all ranks have written; the second returns the checkpoint, which is then whole.
+    def advance(self) -> None:
+        """Take the next step of the checkpoint, if there is one; to be called when no rank is busy. The first
+        call has rank 0 complete what all ranks have written; after the second the checkpoint is whole.
 
         Raises CheckpointError on every rank where one could not write; what was written is removed."""
         writing = self._writing
         if writing is None:
-            return None
+            return
         results = {name: copy.results for name, copy in writing.copies.items()}
         ranks = gather_on_0(self.runtime, (writing.failure, writing.files, results))
         failures = [
@@ -175,45 +172,24 @@ class CheckpointWriter:
             if self.runtime.rank == 0:
                 shutil.rmtree(writing.partial, ignore_errors=True)
             raise CheckpointError(f"{writing.final}: {cannot_be_written(failures[0])}")
-        if writing.copies:
-            if ranks is not None:
-                copies, reports = writing.copies, [(files, results) for _, files, results in ranks]
-                writing.in_thread(lambda: self._complete(writing, copies, reports))
+        if not writing.copies:
+            self._writing = None
+        elif ranks is not None:
+            copies, writing.copies = writing.copies, {}
+            reports = [(files, results) for _, files, results in ranks]
+            writing.in_thread(lambda: writing.complete(copies, reports, self.config))
+        else:
             writing.copies = {}
-            return None
-        self._writing = None
-        return writing.final
 
-    def finish(self) -> Path | None:
-        """Advance to the end, waiting for each rank at most `checkpoint.timeout`; None where nothing is unfinished."""
-        final = None
+    def finish(self) -> None:
+        """Advance to the end, waiting for each rank at most `checkpoint.timeout`."""
         while self._writing is not None:
-            self._writing.join(min(self.config.checkpoint.timeout, PATIENCE * self.runtime.timeout))
-            final = self.advance()
-        return final
-
-    def _complete(
-        self, writing: _Writing, copies: Mapping[str, HostCopy], reports: list[tuple[Entries, dict[str, Any]]]
-    ) -> None:
-        """On rank 0: add the index of each model and the manifest, then name the folder."""
-        partial, final = writing.partial, writing.final
-        for name, copy in copies.items():
-            writing.add_files(copy.write_index(partial / name, [results[name] for _, results in reports]))
-        for files, _ in reports:
-            writing.files |= files
-        text = seal({**writing.manifest, "files": dict(sorted(writing.files.items()))})
-        (partial / MANIFEST).write_text(text, encoding="utf-8")
-        for path in (
-            partial / MANIFEST,
-            *(folder for folder in partial.iterdir() if folder.is_dir()),
-            partial,
-        ):
-            fsync(path)
-        if final.exists():  # damaged, or the run would have continued from it
-            shutil.rmtree(final)
-        partial.rename(final)
-        fsync(final.parent)
-        prune(self.config.run_dir, self.config.checkpoint)
+            limit = min(self.config.checkpoint.timeout, PATIENCE * self.runtime.timeout)
+            if self._writing.thread is not None:
+                self._writing.thread.join(limit)
+            if self.busy:
+                self._writing.failure = f"writing took longer than checkpoint.timeout, {limit:g} s"
+            self.advance()
 
 
 @dataclass
@@ -222,7 +198,7 @@ class _Writing:
 
     final: Path
     manifest: dict[str, Any]
-    state: Callable[[], Mapping[str, Any]] | None
+    state: Callable[[], Mapping[str, Any]] | None = None
     copies: dict[str, HostCopy] = field(default_factory=dict)
     files: Entries = field(default_factory=dict)
     failure: str | None = None
@@ -241,39 +217,53 @@ class _Writing:
             try:
                 work()
             except Exception as error:  # noqa: BLE001 (whatever it is, `advance` raises it on every rank)
-                self.failure = _first_line(error)
+                self.failure = reason(error)
             finally:
                 sys.setswitchinterval(default)
 
         self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self.thread.start()
 
-    def join(self, limit: float) -> None:
-        """Wait for the thread; one that takes longer has failed."""
-        if self.thread is not None:
-            self.thread.join(limit)
-            if self.thread.is_alive():
-                self.failure = f"writing took longer than checkpoint.timeout, {limit:g} s"
-
     def write_own(self) -> None:
         """Write this rank's files."""
         for name, copy in self.copies.items():
-            self.add_files(copy.write(self.partial / name))
+            self._add(copy.write(self.partial / name))
         if self.state is not None:
-            self.add_files(write_state(self.partial, self.state()))
+            self._add(write_state(self.partial, self.state()))
 
-    def add_files(self, paths: list[Path]) -> None:
+    def complete(
+        self,
+        copies: Mapping[str, HostCopy],
+        reports: list[tuple[Entries, dict[str, Any]]],
+        config: Config,
+    ) -> None:
+        """Add, on rank 0, the index of each model and the manifest, then name the folder."""
+        partial, final = self.partial, self.final
+        for name, copy in copies.items():
+            self._add(copy.write_index(partial / name, [results[name] for _, results in reports]))
+        for files, _ in reports:
+            self.files |= files
+        text = seal({**self.manifest, "files": dict(sorted(self.files.items()))})
+        (partial / MANIFEST).write_text(text, encoding="utf-8")
+        folders = [folder for folder in partial.iterdir() if folder.is_dir()]
+        for path in (partial / MANIFEST, *folders, partial):
+            fsync(path)
+        if final.exists():  # damaged, or the run would have continued from it
+            shutil.rmtree(final)
+        partial.rename(final)
+        fsync(final.parent)
+        prune(config.run_dir, config.checkpoint)
+
+    def _add(self, paths: list[Path]) -> None:
         """Enter files into the manifest, once they are on disk."""
         for path in paths:
             fsync(path)
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            self.files[str(path.relative_to(self.partial))] = path.stat().st_size, digest
+            self.files[str(path.relative_to(self.partial))] = path.stat().st_size, sha256_of(path)
 
 
 class HostCopier:
-    """Copies what this rank writes of one model to the host. It keeps the index of who writes what, on which all ranks agree,
-    from save to save."""
+    """Copies what this rank writes of one model to the host. It keeps the index of who writes what, on which
+    all ranks agree, from save to save."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -281,10 +271,11 @@ class HostCopier:
         self._index: Metadata | None = None
 
     def copy_model(self, model: TrainableModel) -> HostCopy:
-        """Copy a model with its optimizer; every rank calls this. Raises CheckpointError on every rank where the ranks'
-        parts do not make a whole."""
-        # megatron-core collects garbage on the way, which takes seconds in a process with so many objects, unless they
-        # are frozen. A forked rank must not unfreeze what it was forked with: that would copy the memory that ranks share.
+        """Copy a model with its optimizer; every rank calls this. Raises CheckpointError on every rank where
+        the ranks' parts do not make a whole."""
+        # megatron-core collects garbage on the way, which takes seconds in a process with so many objects,
+        # unless they are frozen. A forked rank must not unfreeze what it was forked with: that would copy the
+        # memory that ranks share.
         freezes = gc.get_freeze_count() == 0
         if freezes:
             gc.freeze()
@@ -301,21 +292,20 @@ class HostCopier:
                 gc.unfreeze()
 
     def copy_state(self, state: dict[str, Any]) -> HostCopy:
-        """Copy this rank's parts of megatron-core's sharded `state`. Raises RuntimeError on every rank where the ranks'
-        parts do not make a whole."""
+        """Copy this rank's parts of megatron-core's sharded `state`. Raises RuntimeError on every rank where
+        the ranks' parts do not make a whole."""
         apply_factories(state)
         parts, common = extract_matching_values(
             state, lambda value: isinstance(value, (ShardedBase, LocalNonpersistentObject))
         )
-        own = self._own([part for part in nested_values(parts) if isinstance(part, ShardedBase)])
-        items, copies = zip(*map(_copied, own), strict=True) if own else ((), ())
-        plan = SavePlan(list(items))
+        parts = [part for part in nested_values(parts) if isinstance(part, ShardedBase)]
+        own = [_copied(part) for part in self._own(parts)]
+        plan = SavePlan([item for item, _ in own])
         if any_rank(self.runtime, plan != self._plan):
             self._index, self._plan = self._agree(plan), plan
         # torch's writer names a rank's file by the rank's place in this list.
         named = FileSystemWriter("").prepare_global_plan([plan] * self.runtime.world)[self.runtime.rank]
-        by_index = {item.index: copy for item, copy in zip(items, copies, strict=True)}
-        return HostCopy(named, by_index, self._index, common)
+        return HostCopy(named, {item.index: copy for item, copy in own}, self._index, common)
 
     def _own(self, parts: list[ShardedBase]) -> list[ShardedBase]:
         """Choose the parts that this rank writes. Every data-parallel replica holds the same weights, and the same
@@ -335,28 +325,22 @@ class HostCopier:
 
     def _agree(self, plan: SavePlan) -> Metadata | None:
         """Return the index of all ranks' parts, on rank 0; None on the others."""
-        is_first = self.runtime.rank == 0
-        plans: list[Any] = [plan] * self.runtime.world
-        if self.runtime.world > 1:
-            dist.gather_object(plan, plans if is_first else None, group=self.runtime.cpu_group)
-        index, failure = None, None
-        if is_first:
+        plans, index, failure = gather_on_0(self.runtime, plan), None, None
+        if plans is not None:
             try:
                 kept, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
-                if any(
-                    len(theirs.items) != len(those.items) for theirs, those in zip(plans, kept, strict=True)
-                ):
+                if [len(theirs.items) for theirs in plans] != [len(those.items) for those in kept]:
                     failure = "two ranks would write the same part"
             except (ValueError, AssertionError) as error:  # parts overlap, or leave something out
                 failure = str(error)
-        failure = gather_objects(self.runtime, failure)[0]
+        failure = from_rank_0(self.runtime, failure)
         if failure is not None:
             raise RuntimeError(failure)
         return index
 
 
 def _copied(part: Any) -> tuple[WriteItem, torch.Tensor | BytesIO]:
-    """Describe one of Megatron's parts to torch's writer, and copy it: the next step changes the model's own."""
+    """Describe one of Megatron's parts to torch's writer, and copy it to the host."""
     if not isinstance(part, ShardedTensor):
         buffer = BytesIO()
         torch.save([part.data], buffer)
@@ -369,25 +353,31 @@ def _copied(part: Any) -> tuple[WriteItem, torch.Tensor | BytesIO]:
     return WriteItem(MetadataIndex(part.key, offsets), WriteItemType.SHARD, tensor_data=write), copy
 
 
+@dataclass
 class HostCopy:
-    """One model's copies on this rank. index: of all ranks' parts, on rank 0 alone; common: Megatron's unsharded part, the
-    same on every rank; results: what torch's writer says of the written files."""
+    """One model's copies on this rank.
 
-    def __init__(
-        self, plan: SavePlan, copies: dict[MetadataIndex, Any], index: Metadata | None, common: dict[str, Any]
-    ) -> None:
-        self.plan, self.copies, self.index, self.common = plan, copies, index, common
-        self.results: list[WriteResult] = []
+    plan     what this rank writes, by torch's writer
+    index    of all ranks' parts, on rank 0 alone
+    common   Megatron's unsharded part, the same on every rank
+    results  what torch's writer says of the written files"""
+
+    plan: SavePlan
+    copies: dict[MetadataIndex, Any]
+    index: Metadata | None
+    common: dict[str, Any]
+    results: list[WriteResult] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies."""
+        """Return the bytes of the copies."""
         return sum(
-            c.nbytes if isinstance(c, torch.Tensor) else c.getbuffer().nbytes for c in self.copies.values()
+            copy.nbytes if isinstance(copy, torch.Tensor) else copy.getbuffer().nbytes
+            for copy in self.copies.values()
         )
 
     def write(self, folder: Path) -> list[Path]:
-        """Write this rank's file into `folder`, on disk when this returns, and let go of the copies. Raises OSError."""
+        """Write this rank's file into `folder`, to the disk, and let go of the copies. Raises OSError."""
         copies = self.copies
 
         class Planner(DefaultSavePlanner):
@@ -395,8 +385,8 @@ class HostCopy:
                 return copies[write_item.index]
 
         planner = Planner(flatten_state_dict=False)
-        # Copying ahead would take a CUDA stream in this thread, whose device is GPU 0 on every rank: a context there for
-        # each of them. The copies are on the host already.
+        # Copying ahead would take a CUDA stream in this thread, whose device is GPU 0 on every rank: a
+        # context there for each of them. The copies are on the host already.
         writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
         written = writer.write_data(self.plan, planner)
         written.wait()
@@ -404,8 +394,8 @@ class HostCopy:
         return sorted({folder / result.storage_data.relative_path for result in self.results})
 
     def write_index(self, folder: Path, results: list[list[WriteResult]]) -> list[Path]:
-        """On rank 0, with every rank's `results`: write the index of all files, which makes them readable, and return the
-        files that were added. Raises OSError."""
+        """Write, on rank 0 with every rank's `results`, the index of all files, which makes them readable,
+        and return the files that were added. Raises OSError."""
         assert self.index is not None
         torch.save(self.common, folder / COMMON)
         FileSystemWriter(folder, sync_files=True).finish(self.index, results)
@@ -416,7 +406,3 @@ class HostCopy:
 def cannot_be_written(why: str) -> str:
     """Return the message for a disk that is full, or gone."""
     return f"cannot be written: {why} (make room, or set checkpoint.every to 0)"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,13 +1,14 @@
 """Weights, optimizer and learning-rate schedule of a model in megatron-core's distributed checkpoint format.
 
-Each rank writes and reads its own part; a checkpoint can be read at another tensor-, pipeline- and data-parallel layout.
+Each rank writes and reads its own part; a checkpoint can be read at another tensor-, pipeline- and
+data-parallel layout.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,18 @@ from megarl.config.errors import CheckpointError
 from megarl.config.files import check_index
 from megarl.model.builder import Actor, Critic
 from megarl.parallel.cpu_platform import on_cpu
+from megarl.training.checkpoint import Checkpoint
 from megarl.training.model import TrainableModel
 
-# Every state tensor has its parameter's shape in the file, so that any layout can read it, data parallelism included.
+# Every state tensor has its parameter's shape in the file, so that any layout can read it.
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 EXTRA = "_extra_state"
 FAILURES = (CheckpointException, CheckpointingException, OSError, RuntimeError)
 
 
 def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
-    """Return Megatron's sharded state of weights, optimizers and learning-rate schedule; every rank calls this."""
-    with _megatron():
+    """Return Megatron's sharded state of weights, optimizers and schedule; every rank calls this."""
+    with quiet_warnings(), on_cpu():
         weights = model_state(model.model)
         optimizers = {}
         for i, optimizer in enumerate(model.optimizers):
@@ -44,40 +46,61 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
     return {"model": weights, "optimizer": optimizers, "schedule_steps": model.schedule.num_steps}
 
 
+def load_checkpoint(
+    checkpoint: Checkpoint, models: Mapping[str, TrainableModel], prepare: Callable[[str], None]
+) -> dict[str, Any]:
+    """Fill the models that the checkpoint holds, whatever layout wrote it, and return its `state`; every rank
+    calls this. `prepare` is called with a model's name before its weights and optimizer are needed. Raises
+    CheckpointError where the checkpoint is damaged."""
+    for name, model in models.items():
+        if not (checkpoint.pretraining and name == "actor"):
+            prepare(name)
+            load_trainable(model, checkpoint.path / name)
+    return checkpoint.state()
+
+
 def load_trainable(model: TrainableModel, folder: Path) -> None:
-    """Fill a model, its optimizer and its schedule with exactly the values of `folder`; every rank calls this. Raises
-    CheckpointError where they cannot be read."""
-    check_index(folder / ".metadata")
+    """Fill a model, its optimizer and its schedule with exactly the values of `folder`; every rank calls
+    this. Raises CheckpointError where they cannot be read."""
     wanted = megatron_state(model, is_loading=True)
-    loaded = _load(wanted, folder, "remove it to continue from an older one")
-    _fill(model.model, loaded["model"])
-    with _megatron():
+    loaded = _load(wanted, folder, model.model, "remove it to continue from an older one")
+    with quiet_warnings(), on_cpu():
         for i, optimizer in enumerate(model.optimizers):
             _load_optimizer(optimizer, loaded["optimizer"][str(i)])
     model.schedule.num_steps = loaded["schedule_steps"]
 
 
 def load_model(model: Actor | Critic, folder: Path) -> None:
-    """Fill a model alone with the weights of a checkpoint's folder; every rank calls this. Raises CheckpointError where they
-    cannot be read."""
-    check_index(folder / ".metadata")
-    with _megatron():
+    """Fill a model alone with the weights of a checkpoint's folder; every rank calls this. Raises
+    CheckpointError where they cannot be read."""
+    with quiet_warnings(), on_cpu():
         wanted = {"model": model_state(model)}
-    _fill(model, _load(wanted, folder, "choose another checkpoint")["model"])
+    _load(wanted, folder, model, "choose another checkpoint")
 
 
-def _load(wanted: dict[str, Any], folder: Path, remedy: str) -> dict[str, Any]:
+def _load(wanted: dict[str, Any], folder: Path, model: Actor | Critic, remedy: str) -> dict[str, Any]:
+    """Read the state `wanted`, fill the model with its part of it, and return all of it."""
     try:
-        with _megatron():
-            return dist_checkpointing.load(wanted, str(folder))
+        check_index(folder / ".metadata")
+        with quiet_warnings(), on_cpu():
+            loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
     except FAILURES as error:
-        raise CheckpointError(f"cannot be read: {reason(error)} ({remedy})") from error
+        raise CheckpointError(f"{folder}: cannot be read: {reason(error)} ({remedy})") from error
+    keys = [name for names in model.load_state_dict(loaded["model"], strict=False) for name in names]
+    if wrong := [name for name in keys if not name.endswith(EXTRA)]:
+        raise CheckpointError(
+            f"{folder}: does not fit the model: {wrong[0]} (remove it to continue from an older one)"
+        )
+    return loaded
 
 
 @contextmanager
 def quiet_warnings() -> Iterator[None]:
-    """Silence megatron-core's checkpointing, which stands on deprecated parts of torch. From 0.19 on it also logs on each
-    rank, at each reading, that a later version will not read common.pt: megarl does not run with such a version."""
+    """Silence megatron-core's checkpointing, which stands on deprecated parts of torch. From 0.19 on it also
+    logs on each rank, at each reading, that a later version will not read common.pt: megarl does not run with
+    such a version."""
     common = logging.getLogger("megatron.core.dist_checkpointing.strategies.common")
     before = common.level
     common.setLevel(logging.ERROR)
@@ -89,17 +112,11 @@ def quiet_warnings() -> Iterator[None]:
         common.setLevel(before)
 
 
-@contextmanager
-def _megatron() -> Iterator[None]:
-    """`quiet_warnings`, for calls that also ask for the device."""
-    with quiet_warnings(), on_cpu():
-        yield
-
-
 def model_state(model: Actor | Critic) -> dict[str, Any]:
-    """Return Megatron's sharded state of the weights. A critic has a value head in the place of the output layer, on which
-    GPTModel's own method insists. Names are the same for both kinds of layers, but for the extra state of FP8, which
-    matters with recipe delayed alone: there it is what the scales were made from."""
+    """Return Megatron's sharded state of the weights. A critic has a value head in the place of the output
+    layer, on which GPTModel's own method insists. Names are the same for both kinds of layers, but for the
+    extra state of FP8, which matters with recipe delayed alone: there it is what the scales were made
+    from."""
     state = (
         MegatronModule.sharded_state_dict(model) if isinstance(model, Critic) else model.sharded_state_dict()
     )
@@ -107,20 +124,14 @@ def model_state(model: Actor | Critic) -> dict[str, Any]:
     return {name: value for name, value in state.items() if matters or not name.endswith(EXTRA)}
 
 
-def _fill(model: Actor | Critic, state: dict[str, Any]) -> None:
-    keys = [name for names in model.load_state_dict(state, strict=False) for name in names]
-    wrong = [name for name in keys if not name.endswith(EXTRA)]
-    if wrong:
-        raise CheckpointError(f"does not fit the model: {wrong[0]} (remove it to continue from an older one)")
-
-
 def _mend(optimizer: Any) -> None:
     """Correct two places where megatron-core 0.16 would save a parameter's state under another one's name.
 
-    Where it gathers the state it leaves out the padding between the buckets of a buffer, and where it cuts the state into
-    parameters it counts it (and warns of `data corruption`); there are several buckets where tied embeddings meet pipeline
-    stages. Told that padding is content, it is consistent. And it takes a group's parameters to stand in their own order,
-    but has put those in float32 before those in bfloat16; a bfloat16 critic has a float32 value head."""
+    Where it gathers the state it leaves out the padding between the buckets of a buffer, and where it cuts
+    the state into parameters it counts it (and warns of `data corruption`); there are several buckets where
+    tied embeddings meet pipeline stages. Told that padding is content, it is consistent. And it takes a
+    group's parameters to stand in their own order, but has put those in float32 before those in bfloat16; a
+    bfloat16 critic has a float32 value head."""
     for buffer in optimizer.buffers:
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
@@ -147,9 +158,9 @@ def allocate_moments(adam: Any) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Do what DistributedOptimizer.load_state_dict does, without two errors that it has with torch's Adam: it looks for a
-    `step` among the tensors of the file, where there is none, and gives all parameters one and the same `step` tensor, which
-    each of them would then count up."""
+    """Do what DistributedOptimizer.load_state_dict does, without two errors that it has with torch's Adam: it
+    looks for a `step` among the tensors of the file, where there is none, and gives all parameters one and
+    the same `step` tensor, which each of them would then count up."""
     tensors = state.pop("param_state")
     optimizer.load_state_dict(state)  # the groups' settings and their step
     inner = optimizer.optimizer.state

@@ -45,7 +45,7 @@ def start_training(runtime: Runtime, config: Config) -> list[torch.Tensor]:
     """The weights that a run on this rank begins with: actor's, critic's, and the engine's after a
     transfer."""
     run = Run(config, runtime)
-    run.sync_weights(0)
+    run.weight_sync.sync(0)
     assert run.critic is not None
     weights = [
         *run.actor.model.parameters(),

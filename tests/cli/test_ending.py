@@ -214,6 +214,18 @@ class TestRealJob:
             code, errors = job.end(signal.SIGTERM)
         assert (code, errors) == (143, "megarl: ended by SIGTERM, with all ranks\n")
 
+    def test_ranks_are_not_started_anew_after_the_job_was_told_to_end(self, job_scene: Scene) -> None:
+        """Though one of them cannot save, and is killed."""
+        with Job(job_scene.config, *ENDLESS, "checkpoint.every=1", "parallel.restarts=2") as job:
+            victim = job.ranks(2)[1]
+            job.wait_for_steps()
+            victim.suspend()
+            job.process.send_signal(signal.SIGTERM)
+            wait_for("the launcher's word", lambda: "to save and leave" in job.errors.read_text())
+            victim.kill()
+            code, errors = job.end()
+        assert code == 137 and "rank 1 was killed by signal 9" in errors and "started anew" not in errors
+
     @pytest.mark.parametrize("with_handlers", [False, True])
     def test_told_to_end_while_the_ranks_are_starting(
         self, job_scene: Scene, monkeypatch: pytest.MonkeyPatch, with_handlers: bool

@@ -25,8 +25,7 @@ from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.run import make_weight_sync, start_engine
 from megarl.training.batch import LocalBatch, distribute
 from megarl.training.losses import supervised_loss
-from megarl.training.model import TrainableModel, UpdateResult
-from megarl.training.tensor_groups import tensor_groups
+from megarl.training.model import TrainableModel, UpdateResult, tensor_groups
 from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.families import table_names
 

@@ -114,8 +114,7 @@ def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, opt
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.comm import sum_stats
     from megarl.training.batch import distribute
-    from megarl.training.columns import correct_mismatch
-    from megarl.training.losses import actor_loss, critic_loss
+    from megarl.training.losses import actor_loss, correct_mismatch, critic_loss
     from megarl.training.model import TrainableModel
 
     config = make_config(folder, mini_batch=batch.num_sequences, **options)
@@ -329,8 +328,7 @@ def updates_with_moves(
     from megarl.parallel.offload import HostPool
     from megarl.training.batch import distribute
     from megarl.training.losses import critic_loss, supervised_loss
-    from megarl.training.model import TrainableModel
-    from megarl.training.tensor_groups import tensor_groups
+    from megarl.training.model import TrainableModel, tensor_groups
 
     config = make_config(folder, mini_batch=6, dtype=dtype, model=model)
     built = (build_critic if which == "critic" else build_actor)(config, read_hf_config(folder), runtime)
@@ -426,9 +424,8 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
     from megarl.parallel.offload import HostPool
     from megarl.training.batch import distribute
     from megarl.training.losses import supervised_loss
-    from megarl.training.model import TrainableModel
+    from megarl.training.model import TrainableModel, tensor_groups
     from megarl.training.sharded import load_trainable
-    from megarl.training.tensor_groups import tensor_groups
     from tests.checkpoints import save_model
 
     config = make_config(folder, mini_batch=4, budget=16)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
+from megarl.config.schema import ParallelConfig
+from megarl.parallel.launch import LOST, launch
 from megarl.parallel.signals import END_TIME, StopRequest
+from tests.ranks import in_a_fork
 
 
 def test_signals_are_noted_and_given_back() -> None:
@@ -29,3 +33,25 @@ def test_time_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not StopRequest([], limit=5000).should_stop(1200)  # the configuration's comes first
     monkeypatch.setenv(END_TIME, "never")
     assert not StopRequest([]).should_stop(1e9)
+
+
+def tell_the_launcher_and_be_lost() -> int:
+    """As a rank: end with an exit code that counts as lost once the launcher has passed SIGTERM on."""
+    told: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: told.append(number))
+    os.kill(os.getppid(), signal.SIGTERM)
+    end = time.monotonic() + 60
+    while not told and time.monotonic() < end:
+        time.sleep(0.01)
+    return LOST[0] if told else 3
+
+
+def launch_and_be_told(folder: Path) -> tuple[int, str | None]:
+    with StopRequest([signal.SIGUSR1, signal.SIGTERM]) as stop:
+        code = launch(tell_the_launcher_and_be_lost, ParallelConfig(device="cpu"), folder, grace=60.0)
+        return code, stop.reason
+
+
+def test_who_launches_knows_that_it_was_told_to_stop_though_a_rank_was_lost(tmp_path: Path) -> None:
+    """A lost rank's exit code alone would have the ranks started anew."""
+    assert in_a_fork(launch_and_be_told, tmp_path) == (LOST[0], "stopped by SIGTERM")

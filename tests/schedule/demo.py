@@ -1,4 +1,5 @@
-"""The demo's task as other tests use it: a model that was warm-started for a moment, and runs of `megarl train` on it."""
+"""The demo's task as other tests use it: a model that was warm-started for a moment, and runs of `megarl
+train` on it."""
 
 from __future__ import annotations
 

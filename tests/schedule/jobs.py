@@ -17,18 +17,20 @@ from megarl.schedule.replay import Outcome, replay
 from megarl.schedule.run import Run
 from megarl.schedule.trainer import Trainer
 from megarl.training.batch import MicroBatch
-from megarl.training.checkpoint import find_checkpoint, load_checkpoint
+from megarl.training.checkpoint import find_checkpoint
 from megarl.training.model import Loss
+from megarl.training.sharded import load_checkpoint
 from tests.checkpoints import save_checkpoint, save_model
 
 
 def write_again(runtime: Runtime, config: Config, source: Path, full: Path) -> str:
-    """Loads the newest checkpoint of the run `source`, exports the actor to config.run_dir/hf, writes a checkpoint of its own there, and
-    then one into the folder `full`, which has no room for the first rank's part. Gives the message of the error that this ends with."""
+    """Loads the newest checkpoint of the run `source`, exports the actor to config.run_dir/hf, writes a
+    checkpoint of its own there, and then one into the folder `full`, which has no room for the first rank's
+    part. Gives the message of the error that this ends with."""
     run = Run(config, runtime)
     checkpoint, _ = find_checkpoint(source)
     assert checkpoint is not None
-    state = load_checkpoint(checkpoint, run.models)
+    state = load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)
     run.load_state_dict(state["samplers"])
     run.export("actor", config.run_dir / "hf")
     written = {**state, "samplers": run.state_dict()}
@@ -69,8 +71,9 @@ def train_and_replay(runtime: Runtime, config: Config, numbers: tuple[int, ...])
 
 
 def train_with_bad_losses(runtime: Runtime, config: Config, bad: tuple[int, ...]) -> tuple[str, list[bool]]:
-    """Runs `config`, in whose steps `bad` one rank's policy loss is not a number. Gives the message with which it ends, if any, and
-    whether the actor's weights have changed since the step before, at the beginning of each step's updates."""
+    """Runs `config`, in whose steps `bad` one rank's policy loss is not a number. Gives the message with
+    which it ends, if any, and whether the actor's weights have changed since the step before, at the
+    beginning of each step's updates."""
     run = Run(config, runtime)
     actor, weights, changed = run.actor, [], []
     begin, gradients = actor.begin_step, actor.compute_gradients

@@ -38,13 +38,14 @@ def test_a_bad_weight_stops_at_once() -> None:
 
 
 def test_the_run_stops_after_so_many_steps_without_a_verdict() -> None:
-    """In a row, over a resumption too; one verdict is enough to go on, and a step of recipe sft has no answers."""
+    """In a row, over a resumption too; one verdict is enough to go on, and a step of recipe sft has no
+    answers."""
     guards = Guards(GuardConfig(unverified_steps=2))
     errors = {"ValueError: odd": 2, "TypeError: getcwd() takes no arguments": 6}
     (line,) = guards.judged({"reward/unverified": 1.0}, errors)
     assert (
-        line
-        == "the verifier failed on every answer, most often: TypeError: getcwd() takes no arguments (1 of at most 2 steps in a row)"
+        line == "the verifier failed on every answer, most often: TypeError: getcwd() takes no arguments "
+        "(1 of at most 2 steps in a row)"
     )
     assert guards.judged({"reward/unverified": 7 / 8}, errors) == []
     assert len(guards.judged({"reward/unverified": 1.0}, {})) == 1 and guards.judged({}, {}) == []
@@ -97,7 +98,8 @@ def test_alarms(metrics: dict[str, float], words: str) -> None:
 def test_a_run_leaves_out_what_is_not_finite(
     tmp_path: Path, ranks: Callable[[int, int, int], RankPool]
 ) -> None:
-    """Step 2's loss is not a number on one rank: its update is left out on both and its batch kept, then the run goes on."""
+    """Step 2's loss is not a number on one rank: its update is left out on both and its batch kept, then the
+    run goes on."""
     prepare(tmp_path)
     keys = {"steps": 3, "evaluation": {"every": 0}, "value_pretraining": {"steps": 1}}
     config = make_config(tmp_path, "once", **keys)
@@ -106,8 +108,8 @@ def test_a_run_leaves_out_what_is_not_finite(
     steps = [record for record in read_metrics(config.run_dir).records if record["stage"] == "train"]
     assert [record["guard/skipped"] for record in steps] == [0.0, 1.0, 0.0]
     assert (
-        "step 2, phase actor_update: actor update, rank 1: loss of micro-batch 0 is nan; the update was not applied"
-        in steps[1]["events"][0]
+        "step 2, phase actor_update: actor update, rank 1: loss of micro-batch 0 is nan; "
+        "the update was not applied" in steps[1]["events"][0]
     )
     assert steps[1]["events"][0].endswith("the rest of the step is skipped (1 of at most 3 in a row)")
     for rank in range(2):

@@ -1,8 +1,8 @@
-"""Value-pretraining rollouts on disk: another critic is fitted to them without sampling, in the same bits; none is taken for another."""
+"""Value-pretraining rollouts on disk: another critic is fitted to them without sampling, in the same bits;
+none is taken for another."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -24,7 +24,13 @@ from megarl.parallel.runtime import Runtime
 from megarl.schedule.run import Run
 from megarl.schedule.trainer import Trainer
 from tests.ranks import RankPool
-from tests.schedule.test_resume import assert_same_export, assert_same_tensors, make_config, records
+from tests.schedule.test_resume import (
+    assert_same_export,
+    assert_same_tensors,
+    make_config,
+    records,
+    write_task,
+)
 from tests.tiny_models import make_tiny_model
 
 Ranks = Callable[[int, int, int], RankPool]
@@ -32,18 +38,16 @@ Ranks = Callable[[int, int, int], RankPool]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kept")
-    make_tiny_model(folder / "model", "qwen3", tied=True)
+    folder = write_task(tmp_path_factory.mktemp("kept"))
     make_tiny_model(
         folder / "critic", "llama", layers=1, hidden=48, heads=6, kv_heads=2, ffn=64, classification="token"
     )
-    rows = [{"question": f"{a}+{b}=?", "answer": str(a + b)} for a in range(5) for b in range(5)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
 def config_of(folder: Path, name: str, **keys: Any) -> Config:
-    """VAPO with dynamic sampling, whose surplus goes from value pretraining's last rollout into the first step."""
+    """VAPO with dynamic sampling, whose surplus goes from value pretraining's last rollout into the first
+    step."""
     base: dict[str, Any] = {
         "recipe": "vapo",
         "steps": 1,
@@ -122,7 +126,8 @@ def test_reused_rollouts_give_the_same_bits(folder: Path, first: Path, ranks: Ra
 
 @pytest.mark.slow
 def test_another_critic_takes_them(folder: Path, first: Path, ranks: Ranks) -> None:
-    """Another size, family, rate, number of passes, lambda and mini-batch, fewer rollouts: the same as without reuse."""
+    """Another size, family, rate, number of passes, lambda and mini-batch, fewer rollouts: the same as
+    without reuse."""
     other = {
         "critic": {"lr": 3e-3, "path": folder / "critic", "epochs": 2, "mini_batch": 6},
         "algorithm": {"lambda_critic": 0.9, "value_clip": 0.2},

@@ -75,29 +75,50 @@ def test_declarations_that_contradict_are_found() -> None:
         check_phases((replace(ROLLOUT, on_gpu=frozenset({"engine.cache"})),))
 
 
-def make_manager(keep: frozenset[str] = frozenset()) -> tuple[OffloadManager, dict[str, torch.Tensor]]:
+class Group(Movable):
+    """A tensor that notes its moves: (its group's name, whether it was loaded)."""
+
+    def __init__(
+        self, name: str, tensor: torch.Tensor, pool: HostPool, moves: list[tuple[str, bool]]
+    ) -> None:
+        super().__init__(lambda: [tensor], CPU, pool)
+        self.name, self.moves = name, moves
+
+    def offload(self) -> None:
+        self.moves.append((self.name, False))
+        super().offload()
+
+    def onload(self) -> None:
+        self.moves.append((self.name, True))
+        super().onload()
+
+
+def make_manager(
+    keep: frozenset[str] = frozenset(), moves: list[tuple[str, bool]] | None = None
+) -> tuple[OffloadManager, dict[str, torch.Tensor]]:
     tensors = {name: torch.full((64 * (i + 1),), float(i)) for i, name in enumerate(GROUPS)}
     offload, pool = OffloadManager(CPU, keep), HostPool(CPU, 1024)
-    offload.register(
-        {name: Movable(lambda tensor=tensor: [tensor], CPU, pool) for name, tensor in tensors.items()}
-    )
+    noted = [] if moves is None else moves
+    offload.register({name: Group(name, tensor, pool, noted) for name, tensor in tensors.items()})
     return offload, tensors
 
 
 @pytest.mark.parametrize("keep", [(), ("actor.optimizer",), ("engine.weights", "reference.weights")])
 def test_what_leaves_leaves_before_anything_comes(keep: tuple[str, ...]) -> None:
-    offload, tensors = make_manager(frozenset(keep))
+    moves: list[tuple[str, bool]] = []
+    offload, tensors = make_manager(frozenset(keep), moves)
     for _ in range(2):
         for phase in ORDERS["vapo with kl"]:
+            before = len(moves)
             if phase.on_gpu:
                 offload.onload(phase.name, phase.on_gpu)
+            directions = [onload for _, onload in moves[before:]]
+            assert directions == sorted(directions)
             there = {name for name, tensor in tensors.items() if tensor.untyped_storage().nbytes()}
             assert there == offload.present
             assert not phase.on_gpu or there == phase.on_gpu | set(keep)
             assert offload.nbytes == sum(tensors[name].nbytes for name in there)
-    directions = [move.onload for move in offload.moves if move.phase == "critic_update"]
-    assert directions == sorted(directions)
-    assert {move.group for move in offload.moves}.isdisjoint(keep)
+    assert {name for name, _ in moves}.isdisjoint(keep)
     for i, (name, tensor) in enumerate(tensors.items()):
         if name in offload.present:
             assert torch.equal(tensor, torch.full((64 * (i + 1),), float(i))), name
@@ -168,7 +189,8 @@ def test_contradictions(residency: dict, complaint: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)  # four runs, each with a limit of its own
 def test_a_run_that_offloads_ends_in_the_same_bits(tmp_path: Path) -> None:
-    """All tensor groups: actor, critic, reference, engine; value pretraining, whose engine must get its weights again; checkpoints."""
+    """All tensor groups: actor, critic, reference, engine; value pretraining, whose engine must get its
+    weights again; checkpoints."""
     warm = make_warm_model(tmp_path, 40)
     options = [
         "value_pretraining.steps=2",
@@ -207,7 +229,8 @@ def test_a_run_that_offloads_ends_in_the_same_bits(tmp_path: Path) -> None:
     assert len({before[name] for name in phases_there}) == 1, "everything stays"
     assert all(after[name] < before[name] for name in phases_there)
     assert before["memory/host"] == 0 < after["memory/host"]
-    # A checkpoint that was written between moves is the same too: the last step again from the one before it, without moves.
+    # A checkpoint that was written between moves is the same too: the last step again from the one before it,
+    # without moves.
     shutil.rmtree(tmp_path / "true" / "checkpoints" / "step-000002")
     again = train(warm, "vapo", tmp_path / "true", "residency.offload=false", *options)
     assert comparable(again)[-2:] == comparable(stays)[-2:]

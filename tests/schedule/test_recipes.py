@@ -1,4 +1,5 @@
-"""Every recipe on real ranks: what it records; a seed gives the same run again; the layout does not change what is sampled."""
+"""Every recipe on real ranks: what it records; a seed gives the same run again; the layout does not change
+what is sampled."""
 
 from __future__ import annotations
 
@@ -13,11 +14,10 @@ import megarl.config.phases as config_phases
 from megarl.config.phases import Phase, check_phases, declare
 from megarl.data.experience import Experience
 from megarl.observe.runs import load_run
-from megarl.schedule.phases import FUNCTIONS
+from megarl.schedule.phases import FUNCTIONS, enforced
 from megarl.schedule.run import Step
-from megarl.schedule.trainer import enforced
 from tests.schedule.demo import make_warm_model, train
-from tests.schedule.test_offload import ORDERS, make_config
+from tests.schedule.test_offload import ORDERS
 
 UNREPEATABLE = ("time/", "inside/", "throughput/")
 OF_A_RANK = ("mismatch/", "transfer/", "memory/")  # depends on how the work is laid out
@@ -45,7 +45,7 @@ def test_every_declared_phase_has_its_function() -> None:
 def test_a_phase_is_held_to_its_declaration() -> None:
     """What it reads and writes without saying so is refused, and what it says and does not write."""
     phase = declare("values", reads="tokens rewards", writes="values")
-    step = Step(make_config(), "train", 1)
+    step = Step("train", 1)
     step.batch = Experience.build([[1], [2]], [[3], [4]])
     step.batch["rewards"], step.batch["correct"] = torch.ones(2), torch.ones(2, dtype=torch.bool)
 

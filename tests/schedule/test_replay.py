@@ -1,4 +1,5 @@
-"""A step done again from what is on disk gives every recorded number to its last digit, and the same weights; elsewhere nearly so."""
+"""A step done again from what is on disk gives every recorded number to its last digit, and the same weights;
+elsewhere nearly so."""
 
 from __future__ import annotations
 

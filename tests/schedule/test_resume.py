@@ -1,4 +1,5 @@
-"""A killed run continues from its newest complete checkpoint and ends in the same bits; at another layout the values are the same."""
+"""A killed run continues from its newest complete checkpoint and ends in the same bits; at another layout the
+values are the same."""
 
 from __future__ import annotations
 
@@ -77,13 +78,17 @@ def make_config(folder: Path, run_dir: Path, **keys: Any) -> Config:
     return Config.model_validate(settings)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resume")
+def write_task(folder: Path) -> Path:
+    """Write the model and the data of `make_config`."""
     make_tiny_model(folder / "model", "qwen3", tied=True)
     rows = [{"question": f"{a}+{b}=?", "answer": str(a + b)} for a in range(5) for b in range(5)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("resume"))
 
 
 def start(config: Config) -> subprocess.Popen[str]:
@@ -210,7 +215,8 @@ def test_a_killed_run_ends_in_the_same_bits(folder: Path, undisturbed: Path) -> 
 def test_another_layout_gets_the_same_values(
     folder: Path, undisturbed: Path, ranks: Callable[[int, int, int], RankPool], pp: int, dp: int
 ) -> None:
-    """Saved at TP=2; weights and optimizer, and what is written again from there. A full disk is an error on every rank, at once."""
+    """Saved at TP=2; weights and optimizer, and what is written again from there. A full disk is an error on
+    every rank, at once."""
     out = folder / f"pp{pp}-dp{dp}"
     full = out / "full"
     full.mkdir(parents=True)
@@ -266,7 +272,8 @@ def vapo(folder: Path) -> Iterator[Callable[[str, int], Config]]:
 def test_a_run_that_was_done_goes_on_with_more_steps(
     folder: Path, vapo: Callable[[str, int], Config]
 ) -> None:
-    """The critic, its optimizer and schedule come back; value pretraining and the first evaluation are not repeated."""
+    """The critic, its optimizer and schedule come back; value pretraining and the first evaluation are not
+    repeated."""
     train(vapo("straight", 3))
     train(vapo("added", 1))
     train(vapo("added", 3))
@@ -344,7 +351,8 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
         os.truncate(file, length % size)
     found, skipped = find_checkpoint(run_dir)
     if name == "manifest.json" and not removed and length % size == size - 1:
-        # What a manifest says is sealed, not how it is laid out: one that lost nothing but its last newline says everything.
+        # What a manifest says is sealed, not how it is laid out: one that lost nothing but its last newline
+        # says everything.
         assert found is not None and (found.path, skipped, found.damage()) == (newer, [], [])
         return
     assert found is not None and found.path == older

@@ -10,8 +10,8 @@ import torch
 
 from megarl.data.experience import Experience
 from megarl.observe.run_log import Sample
-from megarl.schedule import sampled
-from megarl.schedule.sampled import has_tokens, response_ids, token_texts, token_worth, with_tokens
+from megarl.schedule import rollouts
+from megarl.schedule.rollouts import has_tokens, response_indices, token_texts, token_worth, with_tokens
 from tests.tiny_models import make_tokenizer
 
 TEXTS = ("1+1=2", "Größe 👍!", "")
@@ -25,6 +25,10 @@ def make_batch(tokenizer: Any) -> Experience:
     batch["group_ids"] = torch.tensor([0, 0, 0, 1, 1, 1])
     batch["response_index"] = torch.tensor([0, 1, 2] * 2)
     return batch
+
+
+def response_ids(batch: Experience, row: int) -> list[int]:
+    return batch.tokens[response_indices(batch, row)].tolist()
 
 
 def test_texts_of_tokens_make_up_the_whole() -> None:
@@ -41,7 +45,7 @@ def test_texts_of_tokens_make_up_the_whole() -> None:
 @pytest.mark.parametrize("shown", [512, 4])
 def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas hold every other sequence, in an order of their own."""
-    monkeypatch.setattr(sampled, "TOKENS_SHOWN", shown)
+    monkeypatch.setattr(rollouts, "TOKENS_SHOWN", shown)
     tokenizer = make_tokenizer(300)
     batch = make_batch(tokenizer)
     shares = [batch.select([4, 0, 2]), batch.select([5, 3, 1])]
@@ -52,13 +56,11 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
         ) * share.response_mask
     theirs = token_worth(shares[1], batch, [0, 1, 4])
     assert theirs.keys() == {1} and theirs[1].keys() == {"advantages"}
-    monkeypatch.setattr(sampled, "gather_on_0", lambda runtime, value: [value, theirs])
-    runtime = SimpleNamespace(rank=0, world=1, is_replica_leader=True)
+    monkeypatch.setattr(rollouts, "gather_on_0", lambda runtime, value: [value, theirs])
+    runtime: Any = SimpleNamespace(rank=0, world=1, is_replica_leader=True)
     samples = {row: Sample(1, "p", TEXTS[row % 3], 1.0, True, False, 1) for row in (0, 1, 4)}
-    run: Any = SimpleNamespace(runtime=runtime, tokenizer=tokenizer)
-    step: Any = SimpleNamespace(local=SimpleNamespace(experience=shares[0]))
-    step.batch, step.samples = batch, samples
-    for (row, sample), found in zip(samples.items(), with_tokens(run, step), strict=True):
+    complete = with_tokens(samples, batch, shares[0], tokenizer, runtime)
+    for (row, sample), found in zip(samples.items(), complete, strict=True):
         number = row // 3 * 100 + row % 3 * 10
         assert found.response == sample.response and found.values is None
         assert (

@@ -1,4 +1,5 @@
-"""Hangs are reported by processes that share nothing but a folder: who keeps the others waiting, where everyone stands."""
+"""Hangs are reported by processes that share nothing but a folder: who keeps the others waiting, where
+everyone stands."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
@@ -41,8 +45,9 @@ with Watchdog(Path(sys.argv[1]), rank, 2, config) as watchdog:
 """
 
 
-def ranks(folder: Path, limit: float, silence: float) -> list[subprocess.Popen[str]]:
-    """Two processes that stand still in phase `rollout`."""
+@contextmanager
+def two_ranks(folder: Path, limit: float, silence: float) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two processes that stand still in phase `rollout`, and are gone after the block."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", RANK, str(folder)]
     started = [
@@ -54,51 +59,39 @@ def ranks(folder: Path, limit: float, silence: float) -> list[subprocess.Popen[s
         )
         for rank in (0, 1)
     ]
-    end = time.monotonic() + 200
-    while any((read_beat(folder / "heartbeat", rank) or {}).get("phase") != "rollout" for rank in (0, 1)):
-        assert time.monotonic() < end and all(process.poll() is None for process in started)
-        time.sleep(0.05)
-    return started
-
-
-def destroy(processes: list[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate(timeout=30)
+    try:
+        end = time.monotonic() + 200
+        while any((read_beat(folder / "heartbeat", rank) or {}).get("phase") != "rollout" for rank in (0, 1)):
+            assert time.monotonic() < end and all(process.poll() is None for process in started)
+            time.sleep(0.05)
+        yield started
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate(timeout=30)
 
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_found_by_its_neighbour(tmp_path: Path) -> None:
-    processes = ranks(tmp_path, limit=600, silence=6)
-    try:
+    with two_ranks(tmp_path, limit=600, silence=6) as processes:
         os.kill(processes[1].pid, signal.SIGSTOP)
         _, said = processes[0].communicate(timeout=200)
         assert processes[0].returncode == HUNG
         assert psutil.Process(processes[1].pid).status() == psutil.STATUS_STOPPED
-    finally:
-        destroy(processes)
     (report,) = tmp_path.glob("hang-*.txt")
     assert "the run hangs: rank 1 does not answer" in said and str(report) in said and said.count("\n") == 1
     text = report.read_text()
-    assert (
-        text.startswith("culprit: rank 1 does not answer")
-        and "was last seen in phase rollout of train step 12" in text
-    )
-    assert (
-        "rank 0: train step 12, phase rollout for" in text
-        and "7 answers" in text
-        and "in stand_still" in text
-    )
+    assert text.startswith("culprit: rank 1 does not answer")
+    assert "was last seen in phase rollout of train step 12" in text
+    assert "rank 0: train step 12, phase rollout for" in text
+    assert "7 answers" in text and "in stand_still" in text
 
 
 @pytest.mark.slow
 def test_a_phase_over_its_limit_is_reported_with_every_stack(tmp_path: Path) -> None:
-    processes = ranks(tmp_path, limit=6, silence=600)
-    try:
+    with two_ranks(tmp_path, limit=6, silence=600) as processes:
         codes = [process.wait(200) for process in processes]
-    finally:
-        destroy(processes)
     assert codes == [HUNG, HUNG]
     (report,) = tmp_path.glob("hang-*.txt")  # one of the two has written it
     text = report.read_text()
@@ -108,14 +101,11 @@ def test_a_phase_over_its_limit_is_reported_with_every_stack(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_run_that_hangs_ends_though_its_folder_is_gone(tmp_path: Path) -> None:
-    processes = ranks(tmp_path, limit=6, silence=600)
-    try:
+    with two_ranks(tmp_path, limit=6, silence=600) as processes:
         (tmp_path / "heartbeat").rename(tmp_path / "away")
         (tmp_path / "heartbeat").write_text("")
         said = [process.communicate(timeout=200)[1] for process in processes]
         codes = [process.returncode for process in processes]
-    finally:
-        destroy(processes)
     assert codes == [HUNG, HUNG]
     assert all(
         "phase rollout has taken" in text and "no report could be written" in text and text.count("\n") == 1
@@ -135,7 +125,8 @@ def test_the_culprit_is_the_one_that_the_others_wait_for() -> None:
     assert culprit({0: waiting[0], 2: waiting[2]}, {**beats, 1: None}).endswith("never said where it was")
     busy = {0: waiting[0], 1: made(1, 9, None), 2: waiting[2]}
     assert culprit(busy, beats) == (
-        'rank 1 is in phase actor_update, at File "x.py", line 1, in work, while 2 ranks wait in all_reduce, called in comm.py:1 any_of'
+        'rank 1 is in phase actor_update, at File "x.py", line 1, in work, '
+        "while 2 ranks wait in all_reduce, called in comm.py:1 any_of"
     )
     behind = {0: waiting[0], 1: waiting[1], 2: made(2, 8, "broadcast", "values")}
     assert culprit(behind, beats) == "rank 2 is behind the others, in phase values (broadcast)"
@@ -144,12 +135,12 @@ def test_the_culprit_is_the_one_that_the_others_wait_for() -> None:
 
 def test_reports_survive_json() -> None:
     report = made(1, 9, None)
-    assert Report.from_json(report.to_json()) == report
-    assert json.loads(report.to_json())["rank"] == 1
+    assert Report(**json.loads(json.dumps(asdict(report)))) == report
 
 
 def test_limits_can_be_set_for_all_that_a_run_does_and_for_nothing_else() -> None:
-    """The schema, which knows no phases, names them once more; here is what the trainer and its phases call themselves."""
+    """The schema, which knows no phases, names them once more; here is what the trainer and its phases call
+    themselves."""
     names = {phase.name for phase in vars(phases).values() if isinstance(phase, Phase)} | {"start"}
     calls = [
         node for node in ast.walk(ast.parse(Path(trainer.__file__).read_text())) if isinstance(node, ast.Call)

@@ -1,6 +1,9 @@
-"""The actor's whole loss, its terms and their factors, against float64 loops; and what corrects for the engine inside it."""
+"""The actor's whole loss, its terms and their factors, against float64 loops; and what corrects for the
+engine inside it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +15,12 @@ from megarl.config.schema import AlgorithmConfig
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import MicroBatch
-from megarl.training.columns import correct_mismatch
-from megarl.training.losses import actor_loss
+from megarl.training.losses import actor_loss, correct_mismatch
 from tests.algorithms.loops import Batch, batches, loop_kl, loop_nll, loop_policy, loop_weights
 from tests.algorithms.test_mismatch import loop_factors
 
-ALONE = Runtime(Layout(), rank=0, device=torch.device("cpu"), timeout=60.0, cpu_group=None)  # type: ignore[arg-type]
+NO_GROUP: Any = None
+ALONE = Runtime(Layout(), rank=0, device=torch.device("cpu"), timeout=60.0, cpu_group=NO_GROUP)
 
 
 def whole(batch: Batch) -> MicroBatch:
@@ -72,7 +75,8 @@ def test_mismatch_reaches_policy_and_kl_and_leaves_the_nll(batch: Batch, weight:
     options = {"weight": weight, "mask": mask, "cap": 1.2, "mask_low": 0.8, "mask_high": 1.25}
     config = AlgorithmConfig(nll_weight=0.1, kl_weight=0.3, mismatch=options)
     metrics = correct_mismatch(config.mismatch, e, ALONE)
-    # loop_factors compares logprobs with old_logprobs: here these are the trainer's old ones and the engine's.
+    # loop_factors compares logprobs with old_logprobs: here these are the trainer's old ones and the
+    # engine's.
     compared = Batch(e.select(range(e.num_sequences)), batch.spans, batch.include)
     compared.experience["logprobs"], compared.experience["old_logprobs"] = (
         e["old_logprobs"],

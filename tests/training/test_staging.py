@@ -1,4 +1,5 @@
-"""Ranks whose parts of a checkpoint do not make a whole are told so before anything is written; what is left on a GPU."""
+"""Ranks whose parts of a checkpoint do not make a whole are told so before anything is written; what is left
+on a GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
 
 from megarl.parallel.offload import HostPool
+from megarl.training.model import tensor_groups
 from megarl.training.saving import HostCopy, _copied
-from megarl.training.tensor_groups import tensor_groups
 from tests.parallel.jobs import saved_before_a_step, stage_parts
 from tests.ranks import RankPool
 
@@ -45,7 +46,8 @@ def test_a_model_whose_first_step_was_skipped_is_saved_and_read(
 
 
 def test_a_rank_writes_without_asking_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that writes has GPU 0 as its device on every rank: a stream of it would be a context there."""
+    """The thread that writes has GPU 0 as its device on every rank: a stream of it would be a context
+    there."""
     item, copy = _copied(ShardedTensor.from_rank_offsets("weights", torch.arange(4.0)))
     (plan,) = FileSystemWriter("").prepare_global_plan([SavePlan([item])])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
