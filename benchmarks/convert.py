@@ -94,7 +94,8 @@ def measure(scratch: Path, given: argparse.Namespace) -> int:
     bare = converting("nothing", 0).peak
     where = "cold" if given.cold else "in the page cache"
     print(
-        f"{machine()}\n{size / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, tp {given.tp}, source {where}, {given.rounds} rounds"
+        f"{machine()}\n{size / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, tp {given.tp}, source "
+        f"{where}, {given.rounds} rounds"
     )
     print(f"{'':16s}{'GB/s median':>12s}{'worst':>8s}{'CPU s':>8s}")
     seconds = {name: statistics.median(run.seconds for run in done) for name, done in runs.items()}

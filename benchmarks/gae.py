@@ -107,7 +107,8 @@ def main() -> int:
     lam = length_adaptive_lambda(lengths, alpha=0.05)
     tokens = int(lengths.sum())
     print(
-        f"{args.responses} responses, {tokens / 1e6:.1f}M tokens, mean {tokens / args.responses:.0f}, longest {int(lengths.max())}"
+        f"{args.responses} responses, {tokens / 1e6:.1f}M tokens, mean {tokens / args.responses:.0f}, "
+        f"longest {int(lengths.max())}"
     )
 
     print(machine())
@@ -163,7 +164,8 @@ def main() -> int:
     error = float(((ours[:end] - reference).abs() / scale).max())
     theirs = (other[:sample][padded_mask[:sample]] - reference[mask[:end]]).abs() / scale[mask[:end]]
     print(
-        f"largest relative error against the float64 loop: megarl {error:.1e}, padded loop {theirs.max():.1e}\n"
+        f"largest relative error against the float64 loop: megarl {error:.1e}, padded loop "
+        f"{theirs.max():.1e}\n"
     )
     verdicts = Verdicts()
     verdicts.at_least(

@@ -3,10 +3,10 @@ has a process of its own.
 
 python benchmarks/gpu.py                     # all parts, about 8 minutes
 python benchmarks/gpu.py --only rates train  # some
-python benchmarks/gpu.py --tiny              # a tiny model on any device, to see that the parts run (no figure means anything)
+python benchmarks/gpu.py --tiny              # a tiny model on any device: do the parts run? (no real figures)
 
 rates     bf16 matrix products (TFLOP/s), copies within the device, to and from pinned host memory (GB/s)
-train     forward, backward and optimizer of a stack of 7B-shaped layers: portable, Transformer Engine in bf16, in FP8
+train     forward, backward and optimizer of 7B-shaped layers: portable, Transformer Engine in bf16, in FP8
 memory    peak of each phase beside the tensor groups that are there, and the GB/s of their moves
 transfer  the actor's weights into SGLang's layout on the same device
 rollout   SGLang inside megarl and alone, and what residency and transfers add to a step

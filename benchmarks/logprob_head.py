@@ -46,9 +46,8 @@ def measure(
     hidden, weight, labels, factors = inputs(tokens, words, hidden_size)
     hidden.requires_grad_(backward)
     weight.requires_grad_(backward)
-    (hidden[:8].detach() @ weight[:64].detach().T).log_softmax(
-        -1
-    )  # what the libraries set up at their first call
+    # what the libraries set up at their first call
+    (hidden[:8].detach() @ weight[:64].detach().T).log_softmax(-1)
     memory = PeakMemory()
     wall, cpu = time.perf_counter(), time.process_time()
     if way == "plain":
@@ -112,7 +111,8 @@ def main() -> int:
         return 0
 
     print(
-        f"{machine()}\n{args.tokens} tokens x {args.words} words, hidden {args.hidden}, chunks of {args.chunk} words, float32"
+        f"{machine()}\n{args.tokens} tokens x {args.words} words, hidden {args.hidden}, chunks of "
+        f"{args.chunk} words, float32"
     )
     sizes = [f"--{name}={getattr(args, name)}" for name in ("tokens", "words", "hidden", "chunk", "threads")]
     verdicts = Verdicts()
@@ -129,7 +129,8 @@ def main() -> int:
             title = "forward and backward" if backward else "forward only"
             for way, found in best.items():
                 print(
-                    f"{title}, {way}: {found['wall']:.1f} s ({found['cpu']:.1f} s of CPU time), {found['extra'] / 2**20:,.0f} MiB extra"
+                    f"{title}, {way}: {found['wall']:.1f} s ({found['cpu']:.1f} s of CPU time), "
+                    f"{found['extra'] / 2**20:,.0f} MiB extra"
                 )
             ratio = {key: best["megarl"][key] / best["plain"][key] for key in best["plain"]}
             verdicts.at_most(f"log-prob head, {title}, extra memory / plain", ratio["extra"], 1 / 8)

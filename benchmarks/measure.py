@@ -22,7 +22,8 @@ def machine() -> str:
     """Date, cores, load and versions, in one line."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     load = f"load {os.getloadavg()[0]:.1f}"
-    return f"{datetime.date.today()}, {os.cpu_count()} cores, {load}, {torch.get_num_threads()} torch thread(s), {versions}"
+    threads = f"{torch.get_num_threads()} torch thread(s)"
+    return f"{datetime.date.today()}, {os.cpu_count()} cores, {load}, {threads}, {versions}"
 
 
 class Verdicts:

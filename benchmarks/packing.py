@@ -98,13 +98,16 @@ def main() -> int:
     uneven = [imbalance(p, part) for p, part in zip(small, parts, strict=True)]
     longest = [max(map(len, p)) / statistics.mean(map(len, p)) for p in small]
     print(
-        f"\nIn mini-batches of {args.mini_batch} (no target): {100 * empty:.1f} % of the budget empty; slowest rank / mean by cost:"
+        f"\nIn mini-batches of {args.mini_batch} (no target): {100 * empty:.1f} % of the budget empty; "
+        "slowest rank / mean by cost:"
     )
     print(
-        f"mean {statistics.mean(uneven):.4f}, worst {max(uneven):.4f}; most micro-batches / mean: {statistics.mean(longest):.3f}."
+        f"mean {statistics.mean(uneven):.4f}, worst {max(uneven):.4f}; most micro-batches / mean: "
+        f"{statistics.mean(longest):.3f}."
     )
     print(
-        "What is left empty here costs no time: a micro-batch is as long as its samples, and is not padded to the budget."
+        "What is left empty here costs no time: a micro-batch is as long as its samples, and is not padded "
+        "to the budget."
     )
     return verdicts.exit_code
 

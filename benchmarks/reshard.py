@@ -194,7 +194,8 @@ def compare(tied: bool, verdicts: Verdicts) -> None:
     size = sum(map(prod, hf_shapes(model(tied)).values())) * 2
     kind = "tied" if tied else "untied"
     print(
-        f"{size / 1e6:.0f} MB ({kind}), actor tp 2 pp 2 on 4 CPU processes -> 2 engines of tp 2; median of {REPEATS} runs"
+        f"{size / 1e6:.0f} MB ({kind}), actor tp 2 pp 2 on 4 CPU processes -> 2 engines of tp 2; median of "
+        f"{REPEATS} runs"
     )
     data, seconds, cpu = {}, answers[0][2], {}
     for name, title in (("gather", "full gather"), ("plan", "the plan")):
@@ -222,7 +223,8 @@ def plan_times(verdicts: Verdicts) -> None:
         found = in_fresh_process(__file__, "--dp", str(dp))
         what = f"Qwen2.5-32B tp 8 pp 4 dp {dp}, {32 * dp:,} GPUs -> {4 * dp} engines of tp 8"
         print(
-            f"{what}: plan {found['plan']:.1f} s, proof {found['proof']:.1f} s ({found['cpu']:.1f} CPU s), {found['memory']:.2f} GB"
+            f"{what}: plan {found['plan']:.1f} s, proof {found['proof']:.1f} s ({found['cpu']:.1f} CPU s), "
+            f"{found['memory']:.2f} GB"
         )
         verdicts.at_most(f"{32 * dp:,} GPUs: plan and proof", found["plan"] + found["proof"], limit, " s")
         if memory:

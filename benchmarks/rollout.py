@@ -84,7 +84,8 @@ def main() -> None:
             tokens = sum(len(c.tokens) for c in completions)
             print(
                 f"{len(requests)} responses, mean length {tokens / len(requests):.1f}: "
-                f"{wall:.3f} s wall, {cpu:.3f} s CPU, {tokens / wall:,.0f} tokens/s, {tokens / cpu:,.0f} tokens/CPU s"
+                f"{wall:.3f} s wall, {cpu:.3f} s CPU, {tokens / wall:,.0f} tokens/s, {tokens / cpu:,.0f} "
+                "tokens/CPU s"
             )
         if args.profile:
             with torch.profiler.profile() as profile:

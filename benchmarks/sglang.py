@@ -129,7 +129,8 @@ def main() -> int:
                     made = sum(r.tokens.size for group in groups for r in group.responses)
                     assert made == straight["tokens"] == args.tokens * len(rows), (made, straight["tokens"])
                     print(
-                        f"straight {made / straight['seconds']:,.0f} tokens/s, megarl {made / seconds:,.0f} tokens/s ({worker.seconds})"
+                        f"straight {made / straight['seconds']:,.0f} tokens/s, megarl "
+                        f"{made / seconds:,.0f} tokens/s ({worker.seconds})"
                     )
                     if repeat:
                         speeds["straight"].append(made / straight["seconds"])

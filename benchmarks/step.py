@@ -3,7 +3,7 @@ generation nor Megatron's own forward, backward and optimizer. With `--vs trl` t
 GRPOTrainer in the same run, and the ratio.
 
     make bench BENCH=step                     # megarl alone, VAPO
-    make bench BENCH=step ARGS='--vs trl'     # 256 responses, 4 updates, no dynamic sampling; TRL in a venv of its own (make trl)
+    make bench BENCH=step ARGS='--vs trl'     # 256 responses, 4 updates, no dynamic sampling; TRL by make trl
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def call(*command: str | Path, env: dict[str, str] | None = None) -> str:
     )
     if done.returncode:
         raise SystemExit(
-            f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+            f"{' '.join(map(str, command))}: exit code "
+            f"{done.returncode}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
         )
     return done.stdout
 
@@ -96,9 +97,8 @@ def print_phases(title: str, records: list[dict[str, Any]], verdicts: Verdicts) 
     for key in [k for k in records[0] if k.startswith("time/") and k != "time/step"]:
         seconds = median(records, key)
         tokens = responses if key == "time/rollout" else median(records, "train/tokens")
-        speed = (
-            f"{tokens / seconds:10,.0f} tokens/s" if seconds else "did not run"
-        )  # checkpoints, where none are made
+        # checkpoints, where none are made
+        speed = f"{tokens / seconds:10,.0f} tokens/s" if seconds else "did not run"
         print(f"  {key[5:]:18s} {seconds:8.4f} s  {100 * seconds / step:5.1f} %  {speed}")
     print(f"  {'step':18s} {step:8.4f} s")
     inside = statistics.median(
@@ -131,7 +131,8 @@ def trl_seconds(rollouts: int) -> float:
         each = result["seconds_per_rollout"]
         seconds = statistics.median(each)
         print(
-            f"  TRL, {threads} thread(s): {seconds:.3f} s per rollout (each: {', '.join(f'{x:.2f}' for x in each)})"
+            f"  TRL, {threads} thread(s): {seconds:.3f} s per rollout (each: "
+            f"{', '.join(f'{x:.2f}' for x in each)})"
         )
         best.append(seconds)
     return min(best)

@@ -139,7 +139,8 @@ def main() -> None:
 
     if len(clock.wall) != rollouts or len(rule.tokens) != rollouts:
         raise SystemExit(
-            f"trl_reference: {len(clock.wall)} rollouts timed and {len(rule.tokens)} generated instead of {rollouts}"
+            f"trl_reference: {len(clock.wall)} rollouts timed and {len(rule.tokens)} generated instead of "
+            f"{rollouts}"
         )
     first = given.warmup - 1
     print(

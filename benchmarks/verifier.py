@@ -19,7 +19,10 @@ from megarl.rewards.pool import VerifierPool
 
 GROUP = 16
 Item = tuple[str, str, bool]  # response, reference answer, whether it is right
-REASONING = "We multiply both sides by 7 and collect what is left: $7x + 14 = 35$, hence $x = 3$. So far the answer is not complete. "
+REASONING = (
+    "We multiply both sides by 7 and collect what is left: $7x + 14 = 35$, hence $x = 3$. "
+    "So far the answer is not complete. "
+)
 
 
 def integer(rng: random.Random) -> list[Item]:
@@ -75,9 +78,8 @@ def per_second(verifier: str, calls: list[list[Item]], workers: int) -> tuple[fl
     be."""
     best, cpu, wrong = 0.0, 0.0, 0
     with VerifierPool(verifier, workers) as pool:
-        pool.verify(
-            [("Answer: $x^2$", "x^3")] * 64 * workers
-        )  # starts the workers and imports what they need
+        # starts the workers and imports what they need
+        pool.verify([("Answer: $x^2$", "x^3")] * 64 * workers)
         for items in calls:
             start, used = time.perf_counter(), cpu_seconds(pool.pids)
             verdicts = pool.verify([(response, reference) for response, reference, _ in items])

@@ -83,9 +83,8 @@ class RankPool:
             if not ok:
                 self.close()  # its peers may be left in the middle of a collective
                 raise RuntimeError(f"rank {rank}:\n{value}")
-        self._signal(
-            signal.SIGSTOP
-        )  # each of gloo's threads, of which a rank has dozens, wakes a hundred times a second
+        # each of gloo's threads, of which a rank has dozens, wakes a hundred times a second
+        self._signal(signal.SIGSTOP)
         return [value for _, value in answers]
 
     def _signal(self, number: signal.Signals) -> None:
@@ -113,15 +112,13 @@ def in_a_fork(job: Callable[..., Any], *arguments: Any) -> Any:
 def _serve(
     rank: int, world: int, port: int, config: ParallelConfig, pipe: Connection, path: list[str]
 ) -> None:
-    ctypes.CDLL(None).prctl(
-        PR_SET_PDEATHSIG, signal.SIGKILL
-    )  # a rank that is stopped cannot see that the tests have gone
+    # a rank that is stopped cannot see that the tests have gone
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     sys.path[:] = path
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    os.environ.update(
-        TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0"
-    )  # the store is there: join it, make none
+    # the store is there: join it, make none
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     import torch.distributed as dist
 
     from megarl.parallel import runtime as parallel

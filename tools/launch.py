@@ -1,6 +1,6 @@
 """Runs and sweeps by NeMo-Run (extra `launch`): configurations x seeds, on this machine or on Slurm.
 
-    python tools/launch.py configs/vapo_32b.yaml --executor slurm --nodes 16 --account A --partition P --dryrun
+    python tools/launch.py configs/vapo_32b.yaml --executor slurm --nodes 16 --account A --partition P
     python tools/launch.py configs/ablations/dapo_*.yaml --seeds 0 1 2 --executor slurm --nodes 16 steps=100
 
 A Slurm job does what slurm/*.sbatch do, by the same slurm/common.sh: preflight, logs per rank, requeue with

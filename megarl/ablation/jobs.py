@@ -22,7 +22,8 @@ GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 
 @dataclass(frozen=True)
 class Job:
-    """`megarl ARGUMENTS`, its output in a file. The command must know `--follow PID` (see `follow_launcher`)."""
+    """`megarl ARGUMENTS`, its output in a file. The command must know `--follow PID` (see
+    `follow_launcher`)."""
 
     name: str
     arguments: tuple[str, ...]

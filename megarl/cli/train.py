@@ -44,21 +44,9 @@ def train(
     if follow is not None:
         follow_launcher(follow)
     config = load_config(path, overrides)
-
-    def check() -> None:
-        from megarl.parallel.runtime import launched_rank
-        from megarl.schedule.preflight import claim_run_dir, preflight, write_versions
-
-        for line in preflight(config, str(path)):
-            print(f"megarl: {line}", file=sys.stderr, flush=True)
-        if launched_rank() == 0:
-            claim_run_dir(config, fresh=fresh)
-            (config.run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-            write_versions(config.run_dir / "versions.json")
-
     # From here on, as the imports take seconds. Ranks of ours are asked by SIGUSR1 alone: SIGTERM ends them.
     with _stop_request(config, signal.SIGUSR1, signal.SIGTERM) as stop:
-        if not passes_on_rank_0(check):
+        if not passes_on_rank_0(lambda: claim_run(config, str(path), fresh)):
             return 2
         if not starts_ranks(config):
             return _train(config, stop, launched=False)
@@ -69,10 +57,26 @@ def train(
             if number:
                 times = f"{number} of at most {config.parallel.restarts} times"
                 print(f"megarl: the ranks are started anew ({times})", file=sys.stderr, flush=True)
-            code = start_ranks(partial(_train_launched, config), config, config.run_dir, grace, stop)
+            code = start_ranks(
+                partial(_train_launched, config, stop.end), config, config.run_dir, grace, stop
+            )
             if code not in LOST or stop.reason is not None:  # told to stop: whatever became of a rank
                 break
         return code
+
+
+def claim_run(config: Config, where: str, fresh: bool) -> None:
+    """Check all that can be checked before ranks start, and take the run's folder. Raises ConfigError and the
+    like."""
+    from megarl.parallel.runtime import launched_rank
+    from megarl.schedule.preflight import claim_run_dir, preflight, write_versions
+
+    for line in preflight(config, where):
+        print(f"megarl: {line}", file=sys.stderr, flush=True)
+    if launched_rank() == 0:
+        claim_run_dir(config, fresh=fresh)
+        (config.run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        write_versions(config.run_dir / "versions.json")
 
 
 def _stop_request(config: Config, *signals: signal.Signals) -> StopRequest:
@@ -82,9 +86,10 @@ def _stop_request(config: Config, *signals: signal.Signals) -> StopRequest:
     return StopRequest(signals if checkpoint.every else (), checkpoint.time_limit, checkpoint.time_margin)
 
 
-def _train_launched(config: Config) -> int:
-    """Be a rank that `start_ranks` has started."""
+def _train_launched(config: Config, end: float | None) -> int:
+    """Be a rank that `start_ranks` has started. end: the job's time limit, the same after a restart."""
     with _stop_request(config, signal.SIGUSR1) as stop:
+        stop.end = end
         return _train(config, stop, launched=True)
 
 

@@ -227,8 +227,8 @@ class Plan:
         return ("actor", "critic") if self.config.has_critic else ("actor",)
 
     def gathered_optimizer(self) -> float:
-        """Return the bytes of a rank's host memory while a model is saved or loaded: each replica gathers the whole
-        optimizer of its shard, three float32 numbers a parameter."""
+        """Return the bytes of a rank's host memory while a model is saved or loaded: each replica gathers the
+        whole optimizer of its shard, three float32 numbers a parameter."""
         held = [self.held(model, stage).all for model in self.trained for stage in range(self.layout.pp)]
         return max(held) * 3 * SINGLE
 

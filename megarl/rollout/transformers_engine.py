@@ -24,7 +24,8 @@ from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
 
 ATTENTION = "megarl_rollout"  # the name under which `attention` is registered with transformers
-# Columns of the cache, by device: torch's memory-efficient kernel on CUDA refuses a bf16 mask that starts in between.
+# Columns of the cache, by device: torch's memory-efficient kernel on CUDA refuses a bf16 mask that starts in
+# between.
 ALIGNMENT = {"cpu": 1, "cuda": 8}
 PREFILL_TOKENS = 16384  # padded prompt tokens in one forward pass
 _NAN = 1 << 40  # added to the count of live rows where one holds NaN: one device-to-host copy carries both
@@ -435,7 +436,8 @@ class KVCache:
     start column, so that one step of all rows is written with one copy and a row's mask never changes while
     it lives.
 
-    What attention sees starts at a multiple of ALIGNMENT columns: those before the first row's start are masked.
+    What attention sees starts at a multiple of ALIGNMENT columns: those before the first row's start are
+    masked.
 
     Passed to transformers' forward as `past_key_values`, whose attention layers call only `update`. While
     `prefilling`, keys and values are set aside for `place`; otherwise the one new column is written at
@@ -507,7 +509,8 @@ class KVCache:
         self.rows = rows
 
     def relayout(self, column: int, columns: int) -> None:
-        """Move the live content so that the next token's column is `column`, in a cache of at least `columns`."""
+        """Move the live content so that the next token's column is `column`, in a cache of at least
+        `columns`."""
         used = self.column - self.first
         first = column - used
         columns = -(-columns // self.align) * self.align

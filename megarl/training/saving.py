@@ -308,11 +308,13 @@ class HostCopier:
         return HostCopy(named, {item.index: copy for item, copy in own}, self._index, common)
 
     def _own(self, parts: list[ShardedBase]) -> list[ShardedBase]:
-        """Choose the parts that this rank writes. Every data-parallel replica holds the same weights, and the same
-        gathered optimizer: each writes as many bytes as the others. Experts and small objects go by the first replica."""
+        """Choose the parts that this rank writes. Every data-parallel replica holds the same weights, and the
+        same gathered optimizer: each writes as many bytes as the others. Experts and small objects go by the
+        first replica."""
         shared, own = [], []
         for part in parts:
-            # Megatron numbers the holders of a part by (pipeline stage, tensor-parallel rank, data-parallel rank).
+            # Megatron numbers the holders of a part by (pipeline stage, tensor-parallel rank, data-parallel
+            # rank).
             number = part.replica_id
             if isinstance(part, ShardedTensor) and isinstance(number, tuple) and ".experts." not in part.key:
                 if not any(number[:-1]):

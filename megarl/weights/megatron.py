@@ -205,9 +205,8 @@ class MegatronFolder(ModelFolder):
         """Add the pieces of one key's chunks, layer by layer (and expert by expert)."""
         sizes = Sizes.of(self.config)
         lead = _lead(pair, sizes.layers, sizes.experts)
-        by_place: dict[Shape, list[Box]] = defaultdict(
-            list
-        )  # place: (layer, expert), as far as there are any
+        # place: (layer, expert), as far as there are any
+        by_place: dict[Shape, list[Box]] = defaultdict(list)
         for chunk in self._keys[key].chunks:
             box = tuple((at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
             for place in product(*(range(*ends) for ends in box[: len(lead)])):

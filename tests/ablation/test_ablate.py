@@ -187,9 +187,8 @@ class Command:
             assert self.process.poll() is None, self.text
             return found()
 
-        wait_for(
-            what, there, limit=600.0
-        )  # warm starts and first runs, of which each imports torch and Megatron
+        # warm starts and first runs, of which each imports torch and Megatron
+        wait_for(what, there, limit=600.0)
         return set(psutil.Process(self.process.pid).children(recursive=True))
 
     def end(self, sent: signal.Signals | None, started: set[psutil.Process]) -> int:

@@ -91,9 +91,8 @@ class TestComparison:
         rng = random.Random(0)
         alarms = single = 0
         for _ in range(300):
-            shared = {
-                seed: rng.gauss(0.8, 0.05) for seed in range(5)
-            }  # the warm start of a seed moves all its runs
+            # the warm start of a seed moves all its runs
+            shared = {seed: rng.gauss(0.8, 0.05) for seed in range(5)}
             reference, *rows = (
                 {seed: score + rng.gauss(0, 0.02) for seed, score in shared.items()} for _ in range(9)
             )

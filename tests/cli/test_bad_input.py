@@ -421,9 +421,8 @@ class TestModelFolder:
         assert HFFolder(folder).extra == ("lm_head.weight",), "the same bits twice are the same model"
 
     def test_tokenizer_without_an_end(self, scene: Scene, tmp_path: Path) -> None:
-        folder = make_tiny_model(
-            tmp_path / "m", "llama", max_positions=256
-        )  # for Qwen transformers would invent one
+        # for Qwen transformers would invent one
+        folder = make_tiny_model(tmp_path / "m", "llama", max_positions=256)
         edit_json(folder / "tokenizer_config.json", eos_token=None)
         assert self.damaged(scene, folder).startswith(
             ": its tokenizer has no end-of-sequence token (set eos_token"
@@ -533,9 +532,8 @@ class TestData:
         )
 
     def test_pairs_without_responses(self, scene: Scene) -> None:
-        line = scene.train_refused(
-            "recipe=sft", "reward.overlong.buffer=4096"
-        )  # the default: the scene's is for sampled responses
+        # the default: the scene's is for sampled responses
+        line = scene.train_refused("recipe=sft", "reward.overlong.buffer=4096")
         assert line.startswith(f"{scene.folder}/train.jsonl: no row can be used: 9 x no response in response")
 
 

@@ -61,15 +61,13 @@ def test_recipes_and_seeds_lie_side_by_side(tmp_path: Path) -> None:
     first = {part: kept(runs / part) for part in ("sft", "vapo")}
     bits = {part: weights(runs / part) for part in first}
 
-    said = demo(
-        tmp_path, "--recipe", "dapo", *SHORT
-    )  # after another recipe the first one's run and warm start are as they were
+    # after another recipe the first one's run and warm start are as they were
+    said = demo(tmp_path, "--recipe", "dapo", *SHORT)
     assert "warm start: that of runs/demo/sft is used again" in said
     assert {part: kept(runs / part) for part in first} == first and (runs / "dapo" / "report.html").is_file()
 
-    said = demo(
-        tmp_path, "--seed", "1", *VAPO, "run_dir=elsewhere"
-    )  # and after another seed, whose run is where the user wants it
+    # and after another seed, whose run is where the user wants it
+    said = demo(tmp_path, "--seed", "1", *VAPO, "run_dir=elsewhere")
     assert "warm start: supervised training" in said and "on 16 held-out problems: " in said
     assert "report:     elsewhere/report.html" in said and "HF model:   elsewhere/hf" in said
     assert {part: kept(runs / part) for part in first} == first
@@ -82,9 +80,8 @@ def test_recipes_and_seeds_lie_side_by_side(tmp_path: Path) -> None:
         and kept(runs / "sft") == first["sft"]
     )
 
-    (runs / "sft" / "hf" / "model.safetensors").write_bytes(
-        bits["sft"][:-1]
-    )  # what is not what was made, is made anew: the same bits
+    # what is not what was made, is made anew: the same bits
+    (runs / "sft" / "hf" / "model.safetensors").write_bytes(bits["sft"][:-1])
     assert "warm start: supervised training" in demo(
         tmp_path, *VAPO, "log.report=false", "checkpoint.export_hf=false"
     )

@@ -89,9 +89,8 @@ class TestExplainFailures:
             "runs/x"
         )
         assert explain_failures(ends, self.RUN, forwarded=signal.SIGTERM) == (75, told)
-        code, line = explain_failures(
-            ends, self.RUN
-        )  # nobody has asked: whoever sent that was not the launcher
+        # nobody has asked: whoever sent that was not the launcher
+        code, line = explain_failures(ends, self.RUN)
         assert code == 138 and line.startswith("rank 0 was killed by signal 10 (SIGUSR1)")
         code, line = explain_failures({**ends, 2: (-signal.SIGKILL, {})}, self.RUN, forwarded=signal.SIGTERM)
         assert code == 75 and "stopped by SIGTERM" in line

@@ -118,9 +118,8 @@ def test_jobs_on_gpus_are_measured_on_both_networks(job: Run, tmp_path: Path) ->
         ("gloo", 5.0)
     ]
     findings = job([NodeNeeds(tmp_path / "run")] * 2, [SAME] * 2, work=over_two_networks)
-    assert (
-        findings[0].problems == [] and len(findings[0].notes) == 2 and findings[1].problems == []
-    )  # each rank took its own times
+    # each rank took its own times
+    assert findings[0].problems == [] and len(findings[0].notes) == 2 and findings[1].problems == []
 
 
 def loopback(place: NodePlace, needs: NodeNeeds, versions: dict[str, str], clock_off: float) -> Findings:

@@ -99,11 +99,12 @@ def test_evaluation_on_aime(folder: Path) -> None:
     assert scores["answers"].pop("without_answer") <= 60
     assert scores["answers"].pop("truncated") <= 60
     assert scores["answers"] == {"all": 60, "right": 0, "unverified": 0}
+    # Wilson's interval of 0 of 30 with t = 2.045
     none = {
         "mean": 0.0,
         "low": 0.0,
         "high": pytest.approx(0.1224, abs=1e-4),
-    }  # Wilson's interval of 0 of 30 with t = 2.045
+    }
     assert scores["scores"] == dict.fromkeys(("avg@2", "pass@1", "pass@2", "majority@2"), none)
     table = lines(out / "problems.jsonl")
     assert {row["answer"] for row in table} == set(problems.values()) and len(table) == 30

@@ -359,10 +359,11 @@ def test_seeds_are_one_run_with_a_band(tmp_path: Path) -> None:
         ["seed0"],
     ]
     mean, band = mean_course([run.points("train", "reward/accuracy") for run in runs[:3]])
+    # as far as all of them have come
     assert mean == pytest.approx({1: 0.2, 2: 0.3}) and band == {
         1: (0.1, 0.3),
         2: (0.2, 0.4),
-    }  # as far as all of them have come
+    }
     html = render(runs)
     assert "seed0, seed1, seed2: 3 seeds, mean and range" in html
     shaded = [line for line in html.split("<path") if "fill-opacity: 0.18" in line or "opacity: 0.18" in line]

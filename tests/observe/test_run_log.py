@@ -147,9 +147,8 @@ def test_errors_name_file_and_remedy(tmp_path: Path) -> None:
 def test_a_missing_tracker_names_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, module: str
 ) -> None:
-    monkeypatch.setitem(
-        sys.modules, module, None
-    )  # what Python itself does for a module that must not be imported
+    # what Python itself does for a module that must not be imported
+    monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=rf"log\.{tracker}: .*megarl\[track\]"):
         RunLog(tmp_path, **{tracker: True})
     assert not (tmp_path / METRICS_FILE).exists()

@@ -271,9 +271,8 @@ def test_a_finished_run_is_shown_and_left(run_dir: Path) -> None:
     assert "vapo | tiny | TP 2 x PP 1 x DP 2 | cpu | 4 steps" in lines[0]
     assert [line.split()[1] for line in lines if line.startswith("train")] == ["1/4", "2/4", "3/4", "4/4"]
     assert any("event 2" in line for line in lines) and "0.750 avg" in lines[-1]
-    assert "left 2:00" in next(
-        line for line in lines if line.startswith("train 2/4")
-    )  # at the run's own pace, not that of reading
+    # at the run's own pace, not that of reading
+    assert "left 2:00" in next(line for line in lines if line.startswith("train 2/4"))
 
 
 def test_one_that_goes_on_is_followed(run_dir: Path) -> None:

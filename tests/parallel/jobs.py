@@ -211,9 +211,8 @@ def rollout_after_update(
     config = make_config(folder, dtype=dtype, nll_weight=1.0)
     model = build_actor(config, read_hf_config(folder), runtime)
     load(model, folder, runtime)
-    learner = TrainableModel(
-        "actor", model, config.critic, config.steps, runtime
-    )  # the critic's rate: large enough to be seen
+    # the critic's rate: large enough to be seen
+    learner = TrainableModel("actor", model, config.critic, config.steps, runtime)
     batch = Experience.build([[3, 4]] * 4, [[5, 6, 7], [8, 9], [10], [11, 12]])
     batch["correct"], batch["truncated"] = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)
     local = distribute(batch, config, 4, 0, [model], runtime)
@@ -496,7 +495,8 @@ def stage_parts(runtime: Runtime, length: int, offset: int) -> str:
 
 
 def saved_before_a_step(runtime: Runtime, folder: Path) -> bool:
-    """Save a model that has had no step, and fill another one with it: whether the two have the same weights and moments."""
+    """Save a model that has had no step, and fill another one with it: whether the two have the same weights
+    and moments."""
     from megarl.training.sharded import load_trainable
     from tests.checkpoints import save_model
     from tests.plan.jobs import learner_of

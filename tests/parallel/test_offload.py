@@ -20,9 +20,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return (
-        tensor.clone().flatten().view(torch.uint8).numpy().tobytes()
-    )  # numpy() would pin the storage to its size
+    # numpy() would pin the storage to its size
+    return tensor.clone().flatten().view(torch.uint8).numpy().tobytes()
 
 
 @given(

@@ -81,8 +81,8 @@ def learner_of(
 def group_sizes(
     runtime: Runtime, out: Path, family: str, dtype: str, critic: bool = False, **keys: Any
 ) -> dict[str, int]:
-    """Return the bytes of weights, gradients and optimizer on this rank after a step, by their storages, and of the
-    checkpoint that it writes."""
+    """Return the bytes of weights, gradients and optimizer on this rank after a step, by their storages, and
+    of the checkpoint that it writes."""
     _, learner = learner_of(runtime, family, dtype, critic, **keys)
     learner.update(
         batches(learner, 1, LENGTH), lambda output, _: ((output if critic else output[0]).sum(), {})

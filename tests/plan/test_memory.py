@@ -24,11 +24,12 @@ LAYOUTS = [
     (1, 1, 2, 1),
     pytest.param((2, 1, 2, 1), marks=pytest.mark.slow),
 ]
+# more layers on a GPU than the configuration has
 SMALL = [
     "parallel.tp=4",
     "parallel.pp=1",
     "parallel.dp=32",
-]  # more layers on a GPU than the configuration has
+]
 MODELS: list[dict[str, Any]] = [
     {"family": "qwen2", "dtype": "bf16"},
     {"family": "qwen3", "dtype": "fp32", "tie_word_embeddings": True, "vocab_size": 2047},
@@ -60,9 +61,8 @@ def test_tensor_groups_are_as_large_as_planned(
     on_disk = sum(file.stat().st_size for file in (tmp_path / "checkpoint").rglob("*.distcp"))
     assert all(max(shares) < 1.1 * min(shares) for shares in written.values()), "replicas write alike"
     planned = plan.checkpoint() - other_checkpoint(plan, model)
-    assert abs(planned / on_disk - 1) < 0.02, (
-        f"planned {planned:,.0f}, there are {on_disk:,.0f} bytes"
-    )  # 1 % of a file's own
+    # 1 % of a file's own
+    assert abs(planned / on_disk - 1) < 0.02, f"planned {planned:,.0f}, there are {on_disk:,.0f} bytes"
 
 
 def other_checkpoint(plan: Plan, model: str) -> float:

@@ -299,7 +299,8 @@ class TestPreflight:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         monkeypatch.setattr(node_preflight, "driver_version", lambda: "550.54.14")
         assert node_preflight._device_problems(NodeNeeds(Path("x"), devices=8)) == [
-            "0 GPUs, 8 were asked for (driver 550.54.14 is too old for CUDA 13.0, of which torch is: 580.65.06 or newer)"
+            "0 GPUs, 8 were asked for (driver 550.54.14 is too old for CUDA 13.0, of which torch is: "
+            "580.65.06 or newer)"
         ]
 
     def test_times_are_taken_when_the_device_has_finished(

@@ -181,7 +181,8 @@ def rehearse(ranks: int, folder: Path) -> dict[str, Any]:
     )
     figures["from_one_rank"] = off = float((big - small).norm() / (small - before).norm())
     print(
-        f"weights differ from those of one rank by {off:.1e} of the way that they have gone (at most {ROUNDING:.0e})",
+        f"weights differ from those of one rank by {off:.1e} of the way that they have gone (at most "
+        f"{ROUNDING:.0e})",
         flush=True,
     )
     if not off <= ROUNDING:

@@ -57,9 +57,8 @@ def test_the_run_stops_after_so_many_steps_without_a_verdict() -> None:
         ConfigError, match=r"^reward\.verifier: it failed on every answer of 2 steps in a row"
     ):
         resumed.check_judged()
-    resumed.load_state_dict(
-        {"skipped": 0, "length": None}
-    )  # of a checkpoint from before there was this count
+    # of a checkpoint from before there was this count
+    resumed.load_state_dict({"skipped": 0, "length": None})
     resumed.check_judged()
 
 

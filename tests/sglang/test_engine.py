@@ -118,9 +118,8 @@ def test_an_aborted_response_goes_on_as_if_nothing_had_happened(one: RankPool) -
 def test_a_reader_that_is_late_loses_nothing(one: RankPool) -> None:
     [completions] = one.run(jobs.read_late, name="one", params=SamplingParams(100))
     assert all(c.tokens and c.finish in ("stop", "length") for c in completions)
-    assert (
-        sum(len(c.tokens) for c in completions) * 12 > 212_992
-    )  # bytes as they are sent; Linux's default of a socket's buffer
+    # bytes as they are sent; Linux's default of a socket's buffer
+    assert sum(len(c.tokens) for c in completions) * 12 > 212_992
 
 
 def test_sleep_and_wake_by_tags(one: RankPool) -> None:

@@ -119,9 +119,8 @@ class Cluster:
         for process in alive:
             process.kill()
         lines = HOSTS.read_text().splitlines(keepends=True)
-        HOSTS.write_text(
-            "".join(line for line in lines if MARK not in line)
-        )  # in place: it is a mount in containers
+        # in place: it is a mount in containers
+        HOSTS.write_text("".join(line for line in lines if MARK not in line))
 
     def _start(self) -> None:
         folder = self.folder

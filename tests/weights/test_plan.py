@@ -95,9 +95,8 @@ def test_into_shards_and_back_is_bitwise(tmp_path_factory: pytest.TempPathFactor
     moved, expected = execute(reshard, held), loaded(targets, folder)
     for rank, tensors in expected.items():
         for name, tensor in tensors.items():
-            assert torch.equal(moved[rank][name].nan_to_num(0.0), tensor), (
-                name
-            )  # padding is not the plan's to write
+            # padding is not the plan's to write
+            assert torch.equal(moved[rank][name].nan_to_num(0.0), tensor), name
 
 
 @settings(max_examples=30, deadline=None)

@@ -39,9 +39,8 @@ def expected(
     kv_mine = sorted({head // group for head in mine})  # a key/value head is where its queries are
 
     def take(tensor: Tensor, wanted: Any, axis: int = 0) -> Tensor:
-        whole = pad(
-            tensor.movedim(axis, -1), (0, (max(wanted) + 1) * dim)
-        )  # zeros for heads that do not exist
+        # zeros for heads that do not exist
+        whole = pad(tensor.movedim(axis, -1), (0, (max(wanted) + 1) * dim))
         return torch.cat([whole[..., head * dim : (head + 1) * dim] for head in wanted], -1).movedim(-1, axis)
 
     def chunk(tensor: Tensor, axis: int, multiple: int) -> Tensor:

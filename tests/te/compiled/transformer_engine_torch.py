@@ -113,7 +113,8 @@ NVTE_Softmax_Type = _enum(
 )
 NVTE_QKV_Format = _enum(
     "NVTE_QKV_Format",
-    "NVTE_BSHD NVTE_SBHD NVTE_THD NVTE_SBHD_2BSHD NVTE_BSHD_2SBHD NVTE_THD_2BSHD NVTE_THD_2SBHD NVTE_BHSD NVTE_QKV_Format_NOT_SET",
+    "NVTE_BSHD NVTE_SBHD NVTE_THD NVTE_SBHD_2BSHD NVTE_BSHD_2SBHD NVTE_THD_2BSHD NVTE_THD_2SBHD NVTE_BHSD "
+    "NVTE_QKV_Format_NOT_SET",
 )
 NVTE_QKV_Layout = _enum(
     "NVTE_QKV_Layout",
@@ -121,7 +122,8 @@ NVTE_QKV_Layout = _enum(
     " NVTE_BSHD_BS2HD NVTE_BSHD_BSH2D NVTE_BSHD_BSHD_BSHD NVTE_T3HD NVTE_TH3D NVTE_THD_T2HD NVTE_THD_TH2D"
     " NVTE_THD_THD_THD NVTE_SBHD_BSHD_BSHD NVTE_BSHD_SBHD_SBHD NVTE_THD_BSHD_BSHD NVTE_THD_SBHD_SBHD"
     " NVTE_Paged_KV_BSHD_BSHD_BSHD NVTE_Paged_KV_BSHD_SBHD_SBHD NVTE_Paged_KV_SBHD_BSHD_BSHD"
-    " NVTE_Paged_KV_SBHD_SBHD_SBHD NVTE_Paged_KV_THD_BSHD_BSHD NVTE_Paged_KV_THD_SBHD_SBHD NVTE_BHSD_BHSD_BHSD"
+    " NVTE_Paged_KV_SBHD_SBHD_SBHD NVTE_Paged_KV_THD_BSHD_BSHD NVTE_Paged_KV_THD_SBHD_SBHD "
+    "NVTE_BHSD_BHSD_BHSD"
     " NVTE_QKV_Layout_NOT_SET",
 )
 NVTE_Fused_Attn_Backend = _enum(
@@ -143,7 +145,8 @@ NVTERoutingMapFormat = _enum("NVTERoutingMapFormat", "BYTEMAP BITMAP_U8")
 NVTEQBHistogramMode = _enum("NVTEQBHistogramMode", "TWO_KERNEL FUSED_ATOMIC")
 FP8FwdTensors = _enum(
     "FP8FwdTensors",
-    "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
+    "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT GEMM3_INPUT GEMM3_WEIGHT "
+    "GEMM3_OUTPUT",
 )
 FP8BwdTensors = _enum(
     "FP8BwdTensors", "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3"
@@ -491,7 +494,8 @@ def generic_gemm(
         return (made if quantizer is None else quantize(made, quantizer)), bias_grad, None, extra_output
     if _rows(D).shape != product.shape or D.dtype != dtype:
         raise RuntimeError(
-            f"GEMM output has invalid dims or dtype (expected {tuple(product.shape)} {dtype}, got {tuple(D.shape)} {D.dtype})"
+            f"GEMM output has invalid dims or dtype (expected {tuple(product.shape)} {dtype}, got "
+            f"{tuple(D.shape)} {D.dtype})"
         )
     added = D.detach().float() * (1.0 if beta is None else beta) if accumulate else 0.0
     D.detach().copy_(product.reshape(D.shape) + added)
@@ -499,7 +503,8 @@ def generic_gemm(
 
 
 @kernel(
-    "pytorch/csrc/extensions/normalization.cpp: rmsnorm_fwd; common/normalization/rmsnorm/rmsnorm_fwd_kernels.cuh"
+    "pytorch/csrc/extensions/normalization.cpp: rmsnorm_fwd; "
+    "common/normalization/rmsnorm/rmsnorm_fwd_kernels.cuh"
 )
 def rmsnorm_fwd(
     input: Tensor,
@@ -523,7 +528,8 @@ def rmsnorm_fwd(
 
 
 @kernel(
-    "pytorch/csrc/extensions/normalization.cpp: rmsnorm_bwd; common/normalization/rmsnorm/rmsnorm_bwd_kernels.cuh"
+    "pytorch/csrc/extensions/normalization.cpp: rmsnorm_bwd; "
+    "common/normalization/rmsnorm/rmsnorm_bwd_kernels.cuh"
 )
 def rmsnorm_bwd(
     dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
@@ -853,9 +859,8 @@ def emulated() -> Iterator[None]:
             f"{__file__}: written for Transformer Engine {VERSION}, this is {version('transformer_engine')}"
         )
     os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")  # no library of CUDA is looked for
-    os.environ.setdefault(
-        "TORCHDYNAMO_DISABLE", "1"
-    )  # fused activations would be compiled for the CPU, for minutes
+    # fused activations would be compiled for the CPU, for minutes
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     cuda: Any = torch.cuda
     cuda.get_device_capability = lambda device=None: CAPABILITY
     cuda.get_device_properties = _properties
