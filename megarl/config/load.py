@@ -11,6 +11,7 @@ import difflib
 import json
 import re
 import reprlib
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ COMMAND_LINE = "command line"
 PACKAGE = Path(__file__).resolve().parents[1]  # its configs/ is a link in a checkout, a folder in a wheel
 SHOWN = 60  # characters of a value in a message
 SUGGESTED = 3  # keys in a message
+RENAMED = {"watchdog.limits.divide": "watchdog.limits.distribute"}  # in 0.2; the old name goes in 0.3
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | None = None) -> Config:
@@ -129,6 +131,9 @@ def _merge(
         dotted = ".".join((*sections, str(key)))
         if not isinstance(key, str):
             raise ConfigError(f"{name}: {dotted}: a key must be a text, not {key!r}")
+        if dotted in RENAMED:
+            print(f"megarl: {name}: {dotted} is now {RENAMED[dotted]}", file=sys.stderr, flush=True)
+            *_, key = (dotted := RENAMED[dotted]).split(".")
         origins[dotted] = name
         if isinstance(value, dict):
             below = into.get(key)

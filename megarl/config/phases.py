@@ -83,8 +83,8 @@ ROLLOUT = declare(
     on_gpu="engine.weights engine.kv_cache",
 )
 GROUP_ADVANTAGES = declare("group_advantages", reads="rewards group_ids", writes="advantages")
-DIVIDE = declare(
-    "divide", reads="tokens correct truncated", writes="policy_weights nll_weights value_weights"
+DISTRIBUTE = declare(
+    "distribute", reads="tokens correct truncated", writes="policy_weights nll_weights value_weights"
 )
 OLD_LOGPROBS = declare(
     "old_logprobs",
@@ -115,22 +115,22 @@ SUPERVISED_UPDATE = declare(
 )
 
 # VAPO section 4.1: the policy stands still, the critic is fitted to Monte-Carlo returns.
-VALUE_PRETRAINING = (ROLLOUT, DIVIDE, VALUES, MONTE_CARLO_RETURNS, CRITIC_UPDATE)
+VALUE_PRETRAINING = (ROLLOUT, DISTRIBUTE, VALUES, MONTE_CARLO_RETURNS, CRITIC_UPDATE)
 
 
 def training_phases(config: Config) -> tuple[Phase, ...]:
     """Return the phases of one step of the run's main stage, in order."""
     if config.recipe == "sft":
-        return (READ_PAIRS, DIVIDE, SUPERVISED_UPDATE)
+        return (READ_PAIRS, DISTRIBUTE, SUPERVISED_UPDATE)
     reference: tuple[Phase, ...] = ()
     actor_update = ACTOR_UPDATE
     if config.algorithm.kl_weight:  # GRPO's KL to the initial policy
         reference = (REFERENCE_LOGPROBS,)
         actor_update = replace(ACTOR_UPDATE, reads=ACTOR_UPDATE.reads | {"ref_logprobs"})
     if config.has_critic:  # PPO and VAPO: advantages from a critic, which is updated first
-        before = (ROLLOUT, DIVIDE, OLD_LOGPROBS, *reference, VALUES, GAE_ADVANTAGES, CRITIC_UPDATE)
+        before = (ROLLOUT, DISTRIBUTE, OLD_LOGPROBS, *reference, VALUES, GAE_ADVANTAGES, CRITIC_UPDATE)
     else:  # GRPO and DAPO: advantages within the group, no critic
-        before = (ROLLOUT, GROUP_ADVANTAGES, DIVIDE, OLD_LOGPROBS, *reference)
+        before = (ROLLOUT, GROUP_ADVANTAGES, DISTRIBUTE, OLD_LOGPROBS, *reference)
     return (*before, actor_update, WEIGHT_TRANSFER)
 
 

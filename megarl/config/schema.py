@@ -463,7 +463,7 @@ class GuardConfig(Section):
 
 # The parts of a run by the names of its heartbeat: the phases, and what the trainer does beside them.
 WatchedPhase = Literal[
-    "start", "choose a checkpoint", "resume", "rollout", "group_advantages", "divide", "old_logprobs",
+    "start", "choose a checkpoint", "resume", "rollout", "group_advantages", "distribute", "old_logprobs",
     "reference_logprobs", "values", "gae_advantages", "monte_carlo_returns", "critic_update",
     "actor_update", "weight_transfer", "read_pairs", "supervised_update", "residency", "evaluation",
     "checkpoint", "export actor", "export critic",

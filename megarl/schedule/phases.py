@@ -16,7 +16,7 @@ from megarl.data.experience import Experience
 from megarl.observe.run_log import Sample
 from megarl.rollout.sampling import shuffle_seed
 from megarl.schedule.run import Run, Step
-from megarl.training.batch import distribute
+from megarl.training import batch
 from megarl.training.checkpoint import PRETRAINING
 from megarl.training.losses import (
     actor_loss,
@@ -65,14 +65,14 @@ def group_advantages(run: Run, step: Step) -> None:
     add_group_advantages(step.batch)
 
 
-def divide(run: Run, step: Step) -> None:
-    """Divide the batch into mini-batches with their global denominators, and take this replica's share."""
+def distribute(run: Run, step: Step) -> None:
+    """Distribute the batch over mini-batches with their global denominators, and take this replica's share."""
     config = run.config
     models = [run.critic] if step.stage == PRETRAINING else [run.actor, run.critic]
     shapes = [model.model for model in models if model is not None]
     mini_batch = config.supervised.batch if step.stage == "sft" else config.update.mini_batch
     seed = shuffle_seed(config.seed, step.index)
-    step.local = distribute(step.batch, config, mini_batch, seed, shapes, run.runtime)
+    step.local = batch.distribute(step.batch, config, mini_batch, seed, shapes, run.runtime)
 
 
 def old_logprobs(run: Run, step: Step) -> None:
@@ -156,7 +156,7 @@ def supervised_update(run: Run, step: Step) -> None:
 FUNCTIONS: dict[str, Callable[[Run, Step], None]] = {
     function.__name__: function
     for function in (
-        *(rollout, group_advantages, divide, old_logprobs, reference_logprobs, values, gae_advantages),
+        *(rollout, group_advantages, distribute, old_logprobs, reference_logprobs, values, gae_advantages),
         *(monte_carlo_returns, critic_update, actor_update, weight_transfer, read_pairs, supervised_update),
     )
 }

@@ -88,6 +88,14 @@ class TestLayers:
         config = load_config(minimum, ["rollout={prompts: 8, group_size: 4}", "rollout.prompts=16"])
         assert (config.rollout.prompts, config.rollout.group_size) == (16, 4)
 
+    def test_a_key_with_a_new_name_works_and_says_so(
+        self, minimum: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        config = load_config(minimum, ["watchdog.limits.divide=5"])
+        assert config.watchdog.limits == {"distribute": 5.0}
+        said = capsys.readouterr().err
+        assert said == "megarl: command line: watchdog.limits.divide is now watchdog.limits.distribute\n"
+
     def test_merge_keys_of_yaml_work(self, tmp_path: Path) -> None:
         path = tmp_path / "x.yaml"
         path.write_text(MINIMUM + "actor: &a {lr: 2.0e-6, eps: 1.0e-7}\ncritic: {<<: *a, lr: 3.0e-6}\n")
