@@ -66,7 +66,7 @@ def group_advantages(run: Run, step: Step) -> None:
 
 
 def distribute(run: Run, step: Step) -> None:
-    """Distribute the batch over mini-batches with their global denominators, and take this replica's share."""
+    """Distribute the batch over mini-batches with their global denominators, and take this replica's part."""
     config = run.config
     models = [run.critic] if step.stage == PRETRAINING else [run.actor, run.critic]
     shapes = [model.model for model in models if model is not None]

@@ -38,7 +38,11 @@ def run(shared_scene: Scene, ranks: Ranks, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [(1, 1, 1), *(pytest.param(other, marks=pytest.mark.slow) for other in ((1, 2, 1), (1, 1, 2)))],
+    ids=str,
+)
 def test_a_checkpoint_is_evaluated_at_any_layout(
     shared_scene: Scene, ranks: Ranks, run: Path, layout: tuple[int, int, int]
 ) -> None:

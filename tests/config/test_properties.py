@@ -143,6 +143,7 @@ def refused_or_loaded(path: Path, *overrides: str) -> None:
         str(error).encode("utf-8", "backslashreplace")
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(content=st.one_of(st.binary(max_size=200), TEXTS.map(str.encode)))
 @example(content=b"a: &x {b: *x}")

@@ -167,6 +167,7 @@ def test_model_folder_loads(demo: Path) -> None:
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
 
 
+@pytest.mark.slow
 def test_same_seed_same_bytes_and_evaluation_is_fixed(demo: Path, tmp_path: Path) -> None:
     """A file's bytes depend on its seed and on nothing else, torch's own generator included, which is left
     alone."""

@@ -99,6 +99,7 @@ def test_nothing_held_out_is_trained_on(task: Path) -> None:
     assert len(answers) == 10 and max(answers.values()) < 0.2 * 512, f"guessing would pay: {answers}"
 
 
+@pytest.mark.slow
 def test_same_seed_same_bytes_and_evaluation_is_fixed(task: Path, tmp_path: Path) -> None:
     delayed.write_task(tmp_path / "again", seed=0)
     delayed.write_task(tmp_path / "other", seed=1)

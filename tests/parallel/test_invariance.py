@@ -42,7 +42,7 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     "value": ("critic", {}),
     "value, clipped": ("critic", {"value_clip": 0.1}),
 }
-FAST = {"KL", "DAPO", "VAPO", "value"}
+FAST = {"DAPO", "VAPO", "value"}
 """The terms of both recipes; the others are two seconds each, of six layouts."""
 
 

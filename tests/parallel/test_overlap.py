@@ -16,13 +16,14 @@ from tests.tiny_models import make_tiny_model
 SMALL = 1000  # weights of a bucket, so that a tiny model has several
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "family", "tied"),
     [
         ((1, 1, 2), "qwen3", True),
-        pytest.param((1, 2, 2), "qwen2", True, marks=pytest.mark.slow),
-        pytest.param((1, 1, 4), "qwen3", False, marks=pytest.mark.slow),
-        pytest.param((1, 2, 2), "qwen3_moe", False, marks=pytest.mark.slow),
+        ((1, 2, 2), "qwen2", True),
+        ((1, 1, 4), "qwen3", False),
+        ((1, 2, 2), "qwen3_moe", False),
     ],
     ids=lambda value: "tp{}-pp{}-dp{}".format(*value) if isinstance(value, tuple) else None,
 )

@@ -18,6 +18,7 @@ from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)]
+FAST = ((1, 1, 1), (2, 2, 1))
 FAMILIES = [
     ("qwen2", {}),
     ("qwen2", {"tied": True}),
@@ -52,7 +53,11 @@ def hf_logprobs(
     return torch.cat(found), torch.cat(entropies)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=[] if layout in FAST else pytest.mark.slow) for layout in LAYOUTS],
+    ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format,
+)
 def test_logprobs_equal_hugging_face(
     layout: tuple[int, int, int], ranks: Callable[[int, int, int], RankPool], tmp_path: Path
 ) -> None:

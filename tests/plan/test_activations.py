@@ -15,7 +15,7 @@ CASES: list[Any] = [
     {},
     {"recompute": "full"},
     {"recompute": "selective"},
-    {"dtype": "bf16"},
+    pytest.param({"dtype": "bf16"}, marks=pytest.mark.slow),
     pytest.param({"dtype": "bf16", "recompute": "full"}, marks=pytest.mark.slow),
     {"critic": True},
     {"critic": True, "recompute": "full"},

@@ -410,6 +410,7 @@ def test_solutions(value: int, other: int, name: str, a: int, b: int) -> None:
         ).correct
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=8)
 @given(
     st.lists(coefficients.filter(bool), min_size=2, max_size=2),

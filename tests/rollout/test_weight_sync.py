@@ -83,7 +83,7 @@ def weight_sync_of(rank: int, *sizes: Any) -> WeightSync:
 @pytest.mark.parametrize(
     ("sizes", "weights"),
     [
-        ((2, 2, 2, 1), "model"),
+        pytest.param((2, 2, 2, 1), "model", marks=pytest.mark.slow),
         ((2, 1, 2, 2), "fp8_block"),
         pytest.param((8, 4, 4, 8), "model", marks=pytest.mark.slow),
         pytest.param((4, 2, 16, 4), "fp8_block", marks=pytest.mark.slow),

@@ -334,6 +334,7 @@ def test_a_critic_becomes_a_token_classifier_and_can_be_read_again(
     assert same(tmp_path / "again", tmp_path / "critic")
 
 
+@pytest.mark.slow
 def test_four_ranks_write_what_they_hold(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
     actor = make_tiny_model(
         tmp_path / "actor", "qwen3", tied=True, layers=4, heads=8, kv_heads=4, vocab=61, head_dim=6

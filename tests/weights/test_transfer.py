@@ -33,7 +33,10 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("bucket", "dtype"), [(4000, torch.bfloat16), (1 << 20, torch.float32)])
+@pytest.mark.parametrize(
+    ("bucket", "dtype"),
+    [(4000, torch.bfloat16), pytest.param(1 << 20, torch.float32, marks=pytest.mark.slow)],
+)
 def test_four_ranks(ranks: Callable[..., RankPool], tmp_path: Path, bucket: int, dtype: torch.dtype) -> None:
     folder = make_tiny_model(
         tmp_path / "model", "qwen2", tied=True, layers=4, heads=28, kv_heads=4, hidden=56, vocab=61
