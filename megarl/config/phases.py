@@ -70,10 +70,25 @@ class Phase:
     on_gpu: frozenset[str] = frozenset()  # tensor groups; others are offloaded before. Empty: nothing moves
     may_write: frozenset[str] = frozenset()  # columns that it adds in some runs
 
+    @property
+    def model(self) -> str | None:
+        """The model that runs in this phase (actor, critic or reference); None where none does."""
+        owners = {group.partition(".")[0] for group in self.on_gpu}
+        return None if "engine" in owners else next(iter(owners), None)
+
+    @property
+    def updates_weights(self) -> bool:
+        """Whether the model learns: a phase with a model is a forward pass or an update."""
+        return any(group.endswith(".gradients") for group in self.on_gpu)
+
+
+PHASES: dict[str, Phase] = {}
+
 
 def declare(name: str, *, reads: str = "", writes: str = "", on_gpu: str = "", may_write: str = "") -> Phase:
-    """Declare a phase; the names are separated by spaces."""
-    return Phase(name, *(frozenset(names.split()) for names in (reads, writes, on_gpu, may_write)))
+    """Declare a phase; the names are separated by spaces. Its function has the same name."""
+    PHASES[name] = Phase(name, *(frozenset(names.split()) for names in (reads, writes, on_gpu, may_write)))
+    return PHASES[name]
 
 
 ROLLOUT = declare(
@@ -136,8 +151,7 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
 
 def check_phases(phases: Sequence[Phase]) -> None:
     """Raise ValueError for an order that cannot work: a column read before it is written, an unknown tensor
-    group, or the KV cache and an optimizer on the GPU together (only `residency.keep` may have both
-    there)."""
+    group, or a phase that needs the KV cache and an optimizer on the GPU together."""
     written: set[str] = set()
     for phase in phases:
         if missing := phase.reads - written:

@@ -157,12 +157,14 @@ def broken_transformer_engine() -> str:
     for name in ("transformer-engine-torch", "transformer-engine-cu13", "transformer-engine-cu12"):
         if (found := version_of(name)) not in (None, version):
             return f"{folder}: transformer-engine {version} does not go with {name} {found} ({INSTALL})"
-    if find_spec("transformer_engine_torch") is None:
+    # Its compiled module lies in a folder of the package that only the package puts on the path.
+    if version_of("transformer-engine-torch") is None and find_spec("transformer_engine_torch") is None:
         lacks = f"transformer-engine {version} lacks its compiled half, transformer-engine-torch"
         return f"{folder}: {lacks} ({INSTALL}, or uninstall it)"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns of what it then raises
+            importlib.import_module("torch")  # first: it brings the libraries that the compiled half needs
             importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # noqa: BLE001 (what is missing decides about the kind of error)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.phases import Phase, never_offloaded, training_phases
+from megarl.config.phases import WEIGHT_TRANSFER, Phase, never_offloaded, training_phases
 from megarl.config.schema import Config
 from megarl.parallel.layout import Layout
 from megarl.plan.sizes import GIB, SINGLE, Activations, Device, Held, Shape, activations, device_of
@@ -155,22 +155,21 @@ class Plan:
             critic=model == "critic",
         )
 
-    def work(self, phase: str, stage: int, tokens: float) -> dict[str, float]:
+    def work(self, phase: Phase, stage: int, tokens: float) -> dict[str, float]:
         """Return the bytes that a phase allocates besides its tensor groups. tokens: of a micro-batch."""
-        if phase == "weight_transfer":
+        if phase.name == WEIGHT_TRANSFER.name:
             return {"transfer buckets": self.transfer_memory}
         pp = self.layout.pp
         last = stage == pp - 1
-        model = "critic" if phase in ("values", "critic_update") else "actor"
-        found = self.activations(model)
-        if phase in ("old_logprobs", "reference_logprobs", "values"):
+        if phase.model is None:
+            return {}
+        found = self.activations(phase.model)
+        if not phase.updates_weights:
             return {"activations": found.forward_only(tokens, last) * FRAGMENTATION}
-        if phase in ("actor_update", "critic_update", "supervised_update"):
-            layers = self.shape(model).sizes.layers // pp
-            whole, without_head = (found.training(tokens, layers, pp - stage, head) for head in (last, False))
-            head = (whole - without_head) * FRAGMENTATION
-            return {"activations": without_head * FRAGMENTATION, "head": head}
-        return {}
+        layers = self.shape(phase.model).sizes.layers // pp
+        whole, without_head = (found.training(tokens, layers, pp - stage, head) for head in (last, False))
+        head = (whole - without_head) * FRAGMENTATION
+        return {"activations": without_head * FRAGMENTATION, "head": head}
 
     def needs(self, tokens: float | None = None) -> Iterator[Need]:
         """Yield each phase's need on the fullest stage. tokens: of a micro-batch; None: `pack`."""
@@ -179,7 +178,7 @@ class Plan:
             needs = []
             for stage in range(self.layout.pp):
                 parts = {name: self.group(name, stage) for name in sorted(phase.on_gpu | self.keep)}
-                parts |= {**self.work(phase.name, stage, tokens), "contexts": OVERHEAD}
+                parts |= {**self.work(phase, stage, tokens), "contexts": OVERHEAD}
                 needs.append(Need(phase.name, parts, stage))
             yield max(needs, key=lambda need: need.total)
 

@@ -22,8 +22,6 @@ MESSAGE = 10e-6  # seconds of a small all-reduce within a node, of which a layer
 LINKS = 0.7  # of a link's speed
 GROUPS_KEPT = 0.5  # share of groups that dynamic sampling keeps
 QUANTILES = 64
-FORWARD_PASSES = ("old_logprobs", "reference_logprobs", "values")  # phases of one pass
-UPDATES = ("critic_update", "actor_update", "supervised_update")  # of three, and one more to recompute
 
 
 @dataclass(frozen=True)
@@ -87,12 +85,10 @@ def estimate(plan: Plan, lengths: Lengths) -> Estimate:
     # One update: float32 gradients between replicas, and weights back. Nothing of it is hidden.
     replicas = cluster.node_speed if layout.tp * layout.dp <= cluster.gpus_per_node else cluster.network_speed
     for phase in plan.phases:
-        if phase.name not in FORWARD_PASSES and phase.name not in UPDATES:
+        if phase.model is None:
             continue
-        update = phase.name in UPDATES
-        passes = 3 + (config.model.recompute == "full") if update else 1
-        name = "critic" if phase.name in ("values", "critic_update") else "actor"
-        model = plan.shape(name)
+        passes = 3 + (config.model.recompute == "full") if phase.updates_weights else 1
+        model = plan.shape(phase.model)
         # Two FLOPs a parameter and token in a forward pass, and causal attention over half of the square.
         flops = tokens * (2 * model.active + 2 * square * model.sizes.layers * model.sizes.q)
         talk = passes * tokens / layout.dp * talk_per_token
@@ -100,8 +96,8 @@ def estimate(plan: Plan, lengths: Lengths) -> Estimate:
             phase.name, 1
         )
         parts[phase.name] = epochs * (passes * flops / speed + talk) * bubble
-        if update:
-            held = max(plan.held(name, stage).all for stage in range(layout.pp))
+        if phase.updates_weights:
+            held = max(plan.held(phase.model, stage).all for stage in range(layout.pp))
             exchanged = held * (4 + itemsize) * (layout.dp - 1) / layout.dp
             parts[phase.name] += epochs * updates * (exchanged / (replicas * 1e9 * LINKS))
     if config.recipe != "sft":

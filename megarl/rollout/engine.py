@@ -2,7 +2,8 @@
 
 A new engine needs: a class with this protocol, in a file of its own; a case in `make_engine`; its name in
 `RolloutConfig.engine` (config/schema.py) and its limits in config/check.py; the layout of its weights in
-weights/plan.py; and its memory and speed in plan/memory.py and plan/times.py.
+weights/plan.py; its memory and speed in plan/memory.py and plan/times.py, which take every engine but
+transformers for SGLang; and what must be installed for it in schedule/preflight.py.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ TICK = 0.25  # seconds after which ranks exchange what has ended: none waits for
 
 @dataclass
 class GroupRequest:
-    """A prompt, a seed for each of its responses, and these as far as an earlier step made them."""
+    """A prompt, a seed for each of its responses, and the partial responses that an earlier step began."""
 
     prompt: Prompt
     seeds: Sequence[int]
@@ -80,12 +80,12 @@ class RolloutSampler:
         collector = GroupCollector(rollout.prompts, rollout.dynamic_sampling, self.surplus)
         drawn: Counter[int] = Counter()
 
-        def more() -> list[GroupRequest]:
+        def draw_next() -> list[GroupRequest]:
             n = collector.refill(worker.ahead, worker.running) if streams else collector.next_batch()
             return self._draw(n, step, drawn)
 
         worker.reset()
-        while requests := more():
+        while requests := draw_next():
             worker.submit(requests, params)
             while worker.running:
                 worker.tick()
@@ -94,8 +94,9 @@ class RolloutSampler:
                 if streams and not collector.missing:
                     self.returned = worker.abort(rollout.continue_partial) + self.returned
                 elif streams:
-                    worker.submit(more(), params)
+                    worker.submit(draw_next(), params)
         groups, self.surplus = collector.result()
+        # Nothing was offered where the surplus of the step before was enough.
         responses = [r for group in collector.offered or groups for r in group.responses]
         errors = Counter(r.error for r in responses if r.error is not None)
         stats = {**collector.stats(), **response_stats(responses)}
@@ -292,13 +293,16 @@ class GroupCollector:
 
 
 def raise_failure(failures: Failures) -> None:
-    """Raise the first failure: what `recover` is where engines cannot be started again."""
+    """Raise the first failure, as engines cannot be started again: the default of `recover`."""
     raise next(filter(None, failures))
 
 
 class RolloutWorker:
     """One rank's part in generating: splits requests over the engines, generates, verifies, and puts the
     groups of all ranks together on every rank.
+
+    A response is submitted and numbered (`_requests`), generated and verified by the rank that has its engine
+    (`_own`), exchanged (`_arrived`, the same on every rank), and taken once its group is whole.
 
     recover  brings engines that failed back, see WeightSync
     seconds  of this rank since `reset`: generate, verify, gather (waiting for slower ranks included)

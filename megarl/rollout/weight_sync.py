@@ -82,7 +82,8 @@ class WeightSync:
         which the actor must still have; their unfinished requests continue. Raises EngineError on every rank
         once there were too many failures."""
         while any(failures):
-            failures, _ = self._update(_Guard(self._restart(failures)))
+            started_again = self._restart(failures)
+            failures, _ = self._update(_Guard(active=started_again))
 
     def sleep(self, tags: Sequence[str]) -> None:
         """Free the device memory of the tags in all engines; without weights they need a sync."""
@@ -104,14 +105,15 @@ class WeightSync:
         guard = _Guard(True)
         self._await_ready(guard)
         guard(call, tags)
+        # An engine that failed is not asked again: once started anew it is put to sleep as `asleep` says.
         while any(failures := gather_objects(self.runtime, guard.failure)):
             self.complete = False
             guard = _Guard(self._restart(failures))
             self._await_ready(guard)
 
     def _restart(self, failures: Failures) -> bool:
-        """Return whether this rank's engine failed, and begin its start if so. Raises EngineError on every
-        rank once there were too many failures."""
+        """Start this rank's engine again where it failed, and return whether it did. Raises EngineError on
+        every rank once there were too many failures."""
         for rank, failure in enumerate(failures):
             if failure is not None:
                 self.failures += 1
@@ -135,7 +137,8 @@ class WeightSync:
 
     def _await_ready(self, guard: _Guard) -> None:
         """Wait until all guarded engines are ready; those started again sleep as far as the others do."""
-        # An engine may take longer to start than any rank may wait in a collective.
+        # An engine may take longer to start than any rank may wait in a collective. A guard that is not
+        # active, or whose engine has failed, answers None: nobody waits for that one.
         while not all(gather_objects(self.runtime, guard(self.engine.ready, READY_WAIT) is not False)):
             pass
         if self._restarted and self.asleep:
@@ -143,7 +146,8 @@ class WeightSync:
         self._restarted = False
 
     def _update(self, guard: _Guard) -> tuple[Failures, TransferStats]:
-        """Update the weights of the guarded engines once. The others' memory is written, and not read."""
+        """Transfer the weights once. All ranks take part in the transfer; only the engines whose guard is
+        active load what it brings."""
         self._await_ready(guard)
         total = TransferStats(0, 0, 0, 0.0)
         failures: Failures = []

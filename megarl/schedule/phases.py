@@ -11,24 +11,22 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from megarl.config.phases import Phase
+from megarl.config.phases import PHASES, Phase
 from megarl.data.experience import Experience
 from megarl.observe.run_log import Sample
 from megarl.rollout.sampling import shuffle_seed
 from megarl.schedule.run import Run, Step
 from megarl.training import batch
-from megarl.training.checkpoint import PRETRAINING
-from megarl.training.losses import (
-    actor_loss,
+from megarl.training.advantages import (
     add_gae,
     add_group_advantages,
     add_returns,
     correct_mismatch,
-    critic_loss,
     mismatch,
     policy_statistics,
-    supervised_loss,
 )
+from megarl.training.checkpoint import PRETRAINING
+from megarl.training.losses import actor_loss, critic_loss, supervised_loss
 
 
 def rollout(run: Run, step: Step) -> None:
@@ -69,15 +67,15 @@ def distribute(run: Run, step: Step) -> None:
     """Distribute the batch over mini-batches with their global denominators, and take this replica's part."""
     config = run.config
     models = [run.critic] if step.stage == PRETRAINING else [run.actor, run.critic]
-    shapes = [model.model for model in models if model is not None]
+    networks = [model.model for model in models if model is not None]
     mini_batch = config.supervised.batch if step.stage == "sft" else config.update.mini_batch
     seed = shuffle_seed(config.seed, step.index)
-    step.local = batch.distribute(step.batch, config, mini_batch, seed, shapes, run.runtime)
+    step.local = batch.distribute(step.batch, config, mini_batch, seed, networks, run.runtime)
 
 
 def old_logprobs(run: Run, step: Step) -> None:
-    """Compute the trainer's log-probs before any update: for the ratio, and the mismatch with the
-    engine's."""
+    """Compute the trainer's log-probs before any update, measure how far the engine's are from them, and
+    correct the policy loss's token weights for that where `algorithm.mismatch` says so."""
     experience, version = step.local.experience, run.engine.weight_version
     columns = run.actor.logprob_columns(experience, step.local.micro_batches)
     experience["old_logprobs"], experience["entropy"] = columns["logprobs"], columns["entropy"]
@@ -153,13 +151,7 @@ def supervised_update(run: Run, step: Step) -> None:
     step.metrics |= run.actor.update_mini_batches(step.local.mini_batches, loss, 1, "policy")
 
 
-FUNCTIONS: dict[str, Callable[[Run, Step], None]] = {
-    function.__name__: function
-    for function in (
-        *(rollout, group_advantages, distribute, old_logprobs, reference_logprobs, values, gae_advantages),
-        *(monte_carlo_returns, critic_update, actor_update, weight_transfer, read_pairs, supervised_update),
-    )
-}
+FUNCTIONS: dict[str, Callable[[Run, Step], None]] = {name: globals()[name] for name in PHASES}
 
 
 def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -167,8 +159,7 @@ def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
     rates = {}
     if metrics.get("time/rollout") and "rollout/tokens" in metrics and not metrics.get("rollout/reused"):
         rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / metrics["time/rollout"]
-    of_models = (old_logprobs, reference_logprobs, values, critic_update, actor_update, supervised_update)
-    seconds = sum(metrics.get(f"time/{phase.__name__}", 0.0) for phase in of_models)
+    seconds = sum(metrics.get(f"time/{phase.name}", 0.0) for phase in PHASES.values() if phase.model)
     if seconds and "train/tokens" in metrics:
         rates["throughput/train_tokens"] = metrics["train/tokens"] / seconds
     return rates

@@ -28,9 +28,9 @@ from megarl.rollout.sampler import RolloutSampler, RolloutWorker
 from megarl.rollout.weight_sync import Failures, WeightSync
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts
+from megarl.training.advantages import Tables
 from megarl.training.batch import LocalBatch
 from megarl.training.checkpoint import PRETRAINING
-from megarl.training.losses import Tables
 from megarl.training.model import InferenceModel, TrainableModel, tensor_groups
 from megarl.weights.families import table_names
 from megarl.weights.files import Processes

@@ -24,8 +24,9 @@ from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.parallel.comm import barrier, from_rank_0, gather_objects
 from megarl.parallel.runtime import set_generator_states
 from megarl.parallel.signals import StopRequest
-from megarl.schedule.guards import Guards, PreemptionHandler
+from megarl.schedule.guards import Guards
 from megarl.schedule.phases import FUNCTIONS, enforced, throughput
+from megarl.schedule.preemption import PreemptionHandler
 from megarl.schedule.preflight import versions
 from megarl.schedule.rollouts import has_tokens, with_tokens
 from megarl.schedule.run import Run, Step
@@ -49,7 +50,7 @@ class Trainer:
         check_phases(self.phases)
         check_phases(VALUE_PRETRAINING)
         self.guards = Guards(config.guard)
-        self.pretraining: dict[str, Any] = {"steps": 0, "done": False}
+        self.pretraining_progress: dict[str, Any] = {"steps": 0, "done": False}
         self.facts = RunFacts(
             name=self.folder.name,
             recipe=config.recipe,
@@ -116,10 +117,9 @@ class Trainer:
         Return the steps of the main stage that are done."""
         for line in self.skipped_checkpoints:
             self._event(line)
-        checkpoint, critic, pretraining = self.checkpoint, self.run.critic, self.config.value_pretraining
-        if critic is not None and pretraining.steps and (checkpoint is None or checkpoint.pretraining):
-            constant_lr = pretraining.lr or self.config.critic.lr
-            critic.start_schedule(pretraining.steps, constant_lr=constant_lr)
+        checkpoint, critic, config = self.checkpoint, self.run.critic, self.config.value_pretraining
+        if critic is not None and config.steps and (checkpoint is None or checkpoint.pretraining):
+            critic.start_schedule(config.steps, constant_lr=config.lr or self.config.critic.lr)
         if checkpoint is None:
             self.preemption.start(self.stage, 0)
             return 0
@@ -128,7 +128,7 @@ class Trainer:
         state = load_checkpoint(checkpoint, self.run.models, self.run.onload_for_checkpoint)
         self.run.load_state_dict(state["samplers"])
         self.guards.load_state_dict(state["guards"])
-        self.pretraining = state["value_pretraining"]
+        self.pretraining_progress = state["value_pretraining"]
         if len(state["generators"]) == self.runtime.world:
             set_generator_states(state["generators"][self.runtime.rank])
         self.preemption.start(stage, step)
@@ -148,16 +148,16 @@ class Trainer:
         config, critic = self.config.value_pretraining, self.run.critic
         if critic is None or not config.steps:
             return
-        while not self.pretraining["done"]:
-            number = self.pretraining["steps"] + 1
+        while not self.pretraining_progress["done"]:
+            number = self.pretraining_progress["steps"] + 1
             step = Step(PRETRAINING, number)
             self.step(step, VALUE_PRETRAINING)
             explained = step.metrics.get("value/explained_variance", -math.inf)  # a skipped step has none
             enough = explained >= config.explained_variance
-            self.pretraining = {"steps": number, "done": enough or number == config.steps}
+            self.pretraining_progress = {"steps": number, "done": enough or number == config.steps}
             if enough:
                 self._event(f"value pretraining ends at step {number}: explained variance {explained:.3f}")
-            self.save(PRETRAINING, number, last=self.pretraining["done"])
+            self.save(PRETRAINING, number, last=self.pretraining_progress["done"])
         critic.start_schedule(self.config.steps)
         self.export("critic", self.folder / "critic_pretrained", changed=True)
 
@@ -172,7 +172,7 @@ class Trainer:
             metrics["guard/skipped"] = 1.0
             if step.stage == "train":
                 # The engine must have the weights of this step's number, changed or not.
-                self.run_phases(step, (WEIGHT_TRANSFER,), changed=True)
+                self.run_phases(step, (WEIGHT_TRANSFER,), weights_changed=True)
         else:
             alarms = self.guards.passed(metrics)
             step.events += alarms
@@ -203,13 +203,13 @@ class Trainer:
                 self.log.write_distributions(step.number, step.stage, step.distributions)
         self.guards.check_judged()
 
-    def run_phases(self, step: Step, phases: Sequence[Phase], *, changed: bool = False) -> None:
+    def run_phases(self, step: Step, phases: Sequence[Phase], *, weights_changed: bool = False) -> None:
         """Run phases in their order. Before each one: leave if the run was told to end (as long as no weight
-        has `changed`), then have its tensor groups on the device."""
+        has changed in this step), then have its tensor groups on the device."""
         offload = self.run.offload
         for phase in phases:
-            self.preemption.check(changed=changed)
-            changed |= any(group.endswith(".gradients") for group in phase.on_gpu)
+            self.preemption.check(weights_changed=weights_changed)
+            weights_changed |= phase.updates_weights
             try:
                 with offload.explained(phase.name):
                     if phase.on_gpu and offload.enabled:
@@ -239,7 +239,11 @@ class Trainer:
         """Begin a checkpoint after a step where one is due; leave where the run was told to end."""
         self._enter("checkpoint")
         every = self.config.checkpoint.every
-        samplers, guards, pretraining = self.run.snapshot(), self.guards.state_dict(), dict(self.pretraining)
+        samplers, guards, pretraining = (
+            self.run.snapshot(),
+            self.guards.state_dict(),
+            dict(self.pretraining_progress),
+        )
 
         def state() -> dict[str, Any]:
             return {"samplers": samplers(), "guards": guards, "value_pretraining": pretraining}

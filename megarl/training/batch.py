@@ -68,7 +68,7 @@ def distribute(
     """Return this replica's share of `batch`, which every rank holds whole; every rank computes the same
     assignment.
 
-    models: those that the share goes through, by whose shapes its cost is estimated."""
+    models: the networks that the share goes through; their sizes say what a sequence of a length costs."""
     critic_mini_batch = config.critic.mini_batch or mini_batch
     # One divides the other (config/check.py): balanced parts give balanced unions.
     finest = min(mini_batch, critic_mini_batch)
@@ -133,7 +133,8 @@ def add_weights(experience: Experience, ids: Tensor, critic_ids: Tensor, config:
 
 
 def matrix_shape(model: Actor | Critic) -> tuple[int, int]:
-    """Return (matrix parameters that a token goes through, query width) of all layers, for `even_length`."""
+    """Return (matrix parameters that a token goes through, query width) of all layers, from which
+    `even_length` has the FLOPs of a sequence."""
     c = model.config
     assert c.kv_channels is not None and c.num_query_groups is not None and c.ffn_hidden_size is not None
     queries, keys = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels

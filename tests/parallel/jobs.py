@@ -113,8 +113,9 @@ def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, opt
     statistics' sums."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.comm import sum_stats
+    from megarl.training.advantages import correct_mismatch
     from megarl.training.batch import distribute
-    from megarl.training.losses import actor_loss, correct_mismatch, critic_loss
+    from megarl.training.losses import actor_loss, critic_loss
     from megarl.training.model import TrainableModel
 
     config = make_config(folder, mini_batch=batch.num_sequences, **options)

@@ -89,6 +89,23 @@ class TestTransformerEngine:
             "(make install-gpu, or uninstall it)"
         )
 
+    def test_a_compiled_half_that_only_the_package_itself_finds(self, site: Path) -> None:
+        """As transformer-engine-torch installs it: transformer_engine/wheel_lib, put on the path by the import."""
+        install(site, "transformer_engine", "2.20.2", module="transformer_engine")
+        install(site, "transformer_engine_torch", "2.20.2")
+        folder = site / "transformer_engine"
+        (folder / "wheel_lib").mkdir()
+        (folder / "wheel_lib" / "transformer_engine_torch.py").write_text("")
+        (folder / "__init__.py").write_text(
+            "import sys; assert 'torch' in sys.modules; sys.path.insert(0, __path__[0] + '/wheel_lib')"
+        )
+        (folder / "pytorch.py").write_text("import transformer_engine_torch")
+        found = broken_transformer_engine()
+        sys.path.remove(str(folder / "wheel_lib"))
+        for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+            del sys.modules[name]
+        assert found == ""
+
     def test_parts_of_different_versions(self, site: Path) -> None:
         install(site, "transformer_engine", "2.20.2", module="transformer_engine")
         install(site, "transformer_engine_torch", "2.19.0", module="transformer_engine_torch")
