@@ -90,7 +90,7 @@ class TestTransformerEngine:
         )
 
     def test_a_compiled_half_that_only_the_package_itself_finds(self, site: Path) -> None:
-        """As transformer-engine-torch is installed: in a folder that importing the package adds to the path."""
+        """As transformer-engine-torch is installed: in a folder that the package itself adds to the path."""
         install(site, "transformer_engine", "2.20.2", module="transformer_engine")
         install(site, "transformer_engine_torch", "2.20.2")
         folder = site / "transformer_engine"
