@@ -147,9 +147,9 @@ def allocate_moments(adam: Any) -> None:
     if adam.state:
         return
     for p in (p for group in adam.param_groups for p in group["params"]):
-        if not isinstance(adam, torch.optim.Adam):  # Transformer Engine's or apex's FusedAdam
+        if hasattr(adam, "initialize_state"):  # Transformer Engine's FusedAdam
             adam.initialize_state(p, False)
-        else:
+        elif isinstance(adam, torch.optim.Adam):  # apex's is left to Megatron
             adam.state[p] = {
                 "step": torch.zeros(()),
                 "exp_avg": torch.zeros_like(p),
