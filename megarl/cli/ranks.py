@@ -103,13 +103,15 @@ def run_rank(config: Config, job: Callable[[Runtime], int | None], *, launched: 
         code = job(runtime) or 0
         failed = False
     except MegarlError as error:
+        failed = not error.on_every_rank and not isinstance(error, Interrupted)  # the others leave as well
         line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
-        if not (launched and write_error_file(line)) and (runtime.rank == 0 or not error.on_every_rank):
+        reported = launched and write_error_file(line, error.code)
+        if not reported and (runtime.rank == 0 or not error.on_every_rank):
             print(f"megarl: {line}", file=sys.stderr, flush=True)
         return error.code
     except RuntimeError as error:
         line = f"rank {runtime.rank}: lost another rank: {error}"
-        if not (launched and lost_a_peer(error) and write_error_file(line, peer_lost=True)):
+        if not (launched and lost_a_peer(error) and write_error_file(line, 1, peer_lost=True)):
             raise
         return 1
     finally:

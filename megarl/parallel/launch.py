@@ -274,7 +274,7 @@ def explain_failures(
         stopped = f"stopped by {signal.Signals(forwarded).name}: rank {rank} had nothing to save"
         return Interrupted.code, f"{stopped}; the same command continues from what is in {folder}"
     if isinstance(error, dict) and "line" in error and not (code < 0 and error["peer_lost"]):
-        return (code if code > 0 else 1), str(error["line"])
+        return (code if code > 0 else error["code"]), str(error["line"])
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else "of unknown name"
         hint = "; the kernel does that when memory runs out: see dmesg" if -code == signal.SIGKILL else ""
@@ -284,13 +284,13 @@ def explain_failures(
     return code, f"{ended}: what it said is above, what the run wrote is in {folder}"
 
 
-def write_error_file(line: str, *, peer_lost: bool = False) -> bool:
+def write_error_file(line: str, code: int, *, peer_lost: bool = False) -> bool:
     """Write a rank's last line to the file that its launcher reads; return False where there is none."""
     path = os.environ.get(_ERROR_FILE)
     if not path:
         return False
     # torchrun reads `message` and `timestamp`, `launch` the rest
-    content = {"message": line, "timestamp": time.time(), "line": line, "peer_lost": peer_lost}
+    content = {"message": line, "timestamp": time.time(), "line": line, "code": code, "peer_lost": peer_lost}
     Path(path).write_text(json.dumps(content), encoding="utf-8")
     return True
 

@@ -227,9 +227,10 @@ class Plan:
 
     def gathered_optimizer(self) -> float:
         """Return the bytes of a rank's host memory while a model is saved or loaded: each replica gathers the
-        whole optimizer of its shard, three float32 numbers a parameter."""
+        whole optimizer of its shard, three float32 numbers a parameter. On the way Megatron has two more
+        copies of one of them, and the rank's own part of all three."""
         held = [self.held(model, stage).all for model in self.trained for stage in range(self.layout.pp)]
-        return max(held) * 3 * SINGLE
+        return max(held) * SINGLE * (3 + 2 + 3 / self.layout.dp)
 
     def checkpoint(self) -> float:
         """Return the bytes of one checkpoint, without padding."""

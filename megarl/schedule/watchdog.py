@@ -157,7 +157,7 @@ class Watchdog:
         except OSError as error:  # a disk that is full or gone may be why the run hangs
             line = f"the run hangs: {why}; no report could be written to {self.run_dir}: {error}"
         try:
-            if line is not None and not write_error_file(line):
+            if line is not None and not write_error_file(line, HUNG):
                 print(f"megarl: {line}", file=sys.stderr, flush=True)
         finally:
             os._exit(HUNG)

@@ -149,12 +149,10 @@ def allocate_moments(adam: Any) -> None:
     for p in (p for group in adam.param_groups for p in group["params"]):
         if hasattr(adam, "initialize_state"):  # Transformer Engine's FusedAdam
             adam.initialize_state(p, False)
-        elif isinstance(adam, torch.optim.Adam):  # apex's is left to Megatron
-            adam.state[p] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
-            }
+        else:  # torch's, or apex's, which counts steps elsewhere
+            step = {"step": torch.zeros(())} if isinstance(adam, torch.optim.Adam) else {}
+            moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            adam.state[p] = {**step, **moments}
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ class TestExplainFailures:
     RUN = Path("runs/x")
 
     def word(self, line: str, at: float, peer_lost: bool = False) -> dict[str, object]:
-        return {"message": line, "timestamp": at, "line": line, "peer_lost": peer_lost}
+        return {"message": line, "timestamp": at, "line": line, "code": 2, "peer_lost": peer_lost}
 
     def test_a_killed_rank_is_the_news_whatever_its_peers_say(self) -> None:
         lost = self.word("rank 0: lost another rank", 1.0, peer_lost=True)
@@ -62,7 +62,7 @@ class TestExplainFailures:
         full = self.word("step 3, phase actor_update needs more memory than there is", 4.0)
         for ended in (2, -signal.SIGTERM):  # the rank itself, or the launcher while that rank still leaves
             ends = {5: (ended, full), 3: (-signal.SIGABRT, None), 4: (-signal.SIGTERM, {})}
-            assert explain_failures(ends, self.RUN) == (max(ended, 1), full["line"])
+            assert explain_failures(ends, self.RUN) == (2, full["line"])
         code, line = explain_failures({3: (-signal.SIGABRT, {}), 4: (-signal.SIGTERM, {})}, self.RUN)
         assert code == 134 and line.startswith("rank 3 was killed by signal 6 (SIGABRT)")
 
