@@ -108,10 +108,10 @@ def install(folder: Path) -> None:
         count.started(runtime, time.perf_counter() - began)
         return runtime
 
-    def counted_stop() -> None:
+    def counted_stop(**given: bool) -> None:
         if count.found:
             count.write()
-        stop()
+        stop(**given)
 
     phase = Watchdog.phase
 
