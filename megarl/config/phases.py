@@ -78,7 +78,7 @@ class Phase:
 
     @property
     def updates_weights(self) -> bool:
-        """Whether the model learns: a phase with a model is a forward pass or an update."""
+        """True where the model learns; a phase with a model is a forward pass or an update."""
         return any(group.endswith(".gradients") for group in self.on_gpu)
 
 

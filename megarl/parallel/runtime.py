@@ -57,7 +57,7 @@ class Runtime:
 
     @property
     def is_replica_leader(self) -> bool:
-        """Whether this rank's numbers count for its replica: on the first TP rank of the last stage."""
+        """True on the rank whose numbers count for its replica: the first TP rank of the last stage."""
         return self.tp_rank == 0 and self.is_last_stage
 
 

@@ -6,10 +6,16 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megarl.cli import train
+from megarl.cli.ranks import run_rank
+from megarl.config.errors import DeviceMemoryError, Interrupted, MegarlError
 from megarl.config.schema import ParallelConfig
+from megarl.parallel import runtime
 from megarl.parallel.launch import LOST, launch
 from megarl.parallel.signals import END_TIME, StopRequest
 from tests.ranks import in_a_fork
@@ -55,3 +61,31 @@ def launch_and_be_told(folder: Path) -> tuple[int, str | None]:
 def test_who_launches_knows_that_it_was_told_to_stop_though_a_rank_was_lost(tmp_path: Path) -> None:
     """A lost rank's exit code alone would have the ranks started anew."""
     assert in_a_fork(launch_and_be_told, tmp_path) == (LOST[0], "stopped by SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"),
+    [(Interrupted("told to end"), False), (DeviceMemoryError("full"), True)],
+    ids=["every rank leaves", "one rank fails"],
+)
+def test_only_a_rank_that_fails_alone_leaves_without_the_others(
+    error: MegarlError, failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[bool] = []
+    monkeypatch.setattr(runtime, "start", lambda *_: SimpleNamespace(rank=0))
+    monkeypatch.setattr(runtime, "stop", lambda *, failed: left.append(failed))
+
+    def job(_: Any) -> None:
+        raise error
+
+    config: Any = SimpleNamespace(parallel=None, seed=0)
+    assert run_rank(config, job, launched=False) == error.code
+    assert left == [failed]
+
+
+def test_ranks_that_are_started_anew_keep_the_jobs_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float | None] = []
+    monkeypatch.setattr(train, "_train", lambda config, stop, *, launched: seen.append(stop.end) or 0)
+    checkpoint = SimpleNamespace(every=1, time_limit=1000.0, time_margin=0.0)
+    config: Any = SimpleNamespace(checkpoint=checkpoint)
+    assert train._train_launched(config, 123.0) == 0 and seen == [123.0]
