@@ -1,1 +1,1 @@
-"""The commands: they read arguments, call the packages below, and turn errors into one line and an exit code."""
+"""The commands: they read arguments, call the packages below, turn errors into one line and an exit code."""

@@ -3,6 +3,7 @@ exit code."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import warnings
@@ -98,22 +99,29 @@ def run_rank(config: Config, job: Callable[[Runtime], int | None], *, launched: 
     from megarl.parallel import runtime as parallel
     from megarl.parallel.launch import lost_a_peer, write_error_file
 
-    runtime, failed = parallel.start(config.parallel, config.seed), True
+    runtime, failed, code = parallel.start(config.parallel, config.seed), True, 1
     try:
         code = job(runtime) or 0
         failed = False
     except MegarlError as error:
-        failed = not error.on_every_rank and not isinstance(error, Interrupted)  # the others leave as well
+        failed, code = not error.on_every_rank and not isinstance(error, Interrupted), error.code
         line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
         reported = launched and write_error_file(line, error.code)
         if not reported and (runtime.rank == 0 or not error.on_every_rank):
             print(f"megarl: {line}", file=sys.stderr, flush=True)
-        return error.code
     except RuntimeError as error:
         line = f"rank {runtime.rank}: lost another rank: {error}"
         if not (launched and lost_a_peer(error) and write_error_file(line, 1, peer_lost=True)):
             raise
-        return 1
     finally:
-        parallel.stop(failed=failed)
+        if not parallel.stop(failed=failed):
+            atexit.register(_leave, code)
     return code
+
+
+def _leave(code: int) -> None:
+    """End this process without what Python does at its end: there torch would abort NCCL's groups, which may
+    wait for their other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -214,13 +214,16 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
 
 
-def stop(*, failed: bool = False) -> None:
-    """Leave the job; safe to call when `start` has failed.
+def stop(*, failed: bool = False) -> bool:
+    """Leave the job; safe to call when `start` has failed. Return whether no process group is left.
 
     failed: this rank leaves with an error that the others may not have. To destroy a group of NCCL waits for
-    its other ranks, so such a rank only ends: its end aborts what it has under way."""
-    if dist.is_initialized() and not (failed and dist.get_backend() == "nccl"):
+    its other ranks, so such a rank keeps them and ends."""
+    if dist.is_initialized():
+        if failed and dist.get_backend() == "nccl":
+            return False
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+    return True

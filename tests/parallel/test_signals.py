@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cli import train
+from megarl.cli import ranks, train
 from megarl.cli.ranks import run_rank
 from megarl.config.errors import DeviceMemoryError, Interrupted, MegarlError
 from megarl.config.schema import ParallelConfig
@@ -72,8 +73,15 @@ def test_only_a_rank_that_fails_alone_leaves_without_the_others(
     error: MegarlError, failed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[bool] = []
+    at_exit: list[int] = []
+
+    def stop(*, failed: bool) -> bool:  # as on NCCL
+        left.append(failed)
+        return not failed
+
     monkeypatch.setattr(runtime, "start", lambda *_: SimpleNamespace(rank=0))
-    monkeypatch.setattr(runtime, "stop", lambda *, failed: left.append(failed))
+    monkeypatch.setattr(runtime, "stop", stop)
+    monkeypatch.setattr(atexit, "register", lambda _, code: at_exit.append(code))
 
     def job(_: Any) -> None:
         raise error
@@ -81,6 +89,16 @@ def test_only_a_rank_that_fails_alone_leaves_without_the_others(
     config: Any = SimpleNamespace(parallel=None, seed=0)
     assert run_rank(config, job, launched=False) == error.code
     assert left == [failed]
+    assert at_exit == [error.code] * failed
+
+
+def test_a_rank_that_kept_its_groups_ends_with_its_code_before_pythons_end() -> None:
+    if (child := os.fork()) == 0:
+        atexit.register(os._exit, 3)  # as torch's end, which might wait
+        atexit.register(ranks._leave, 7)
+        atexit._run_exitfuncs()
+        os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_ranks_that_are_started_anew_keep_the_jobs_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,10 +108,10 @@ def install(folder: Path) -> None:
         count.started(runtime, time.perf_counter() - began)
         return runtime
 
-    def counted_stop(**given: bool) -> None:
+    def counted_stop(**given: bool) -> bool:
         if count.found:
             count.write()
-        stop(**given)
+        return stop(**given)
 
     phase = Watchdog.phase
 
