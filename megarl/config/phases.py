@@ -99,12 +99,14 @@ ROLLOUT = declare(
 )
 GROUP_ADVANTAGES = declare("group_advantages", reads="rewards group_ids", writes="advantages")
 DISTRIBUTE = declare(
-    "distribute", reads="tokens correct truncated", writes="policy_weights nll_weights value_weights"
+    "distribute",
+    reads="tokens correct truncated",
+    writes="policy_loss_weights nll_loss_weights value_loss_weights",
 )
 OLD_LOGPROBS = declare(
     "old_logprobs",
-    reads="tokens engine_logprobs policy_version policy_weights",
-    writes="old_logprobs entropy policy_weights",
+    reads="tokens engine_logprobs policy_version policy_loss_weights",
+    writes="old_logprobs entropy policy_loss_weights",
     on_gpu="actor.weights",
 )
 REFERENCE_LOGPROBS = declare(
@@ -115,18 +117,20 @@ GAE_ADVANTAGES = declare("gae_advantages", reads="rewards values", writes="advan
 MONTE_CARLO_RETURNS = declare("monte_carlo_returns", reads="rewards values", writes="returns")
 CRITIC_UPDATE = declare(
     "critic_update",
-    reads="tokens values returns value_weights",
+    reads="tokens values returns value_loss_weights",
     on_gpu="critic.weights critic.gradients critic.optimizer",
 )
 ACTOR_UPDATE = declare(
     "actor_update",
-    reads="tokens old_logprobs advantages policy_weights nll_weights",
+    reads="tokens old_logprobs advantages policy_loss_weights nll_loss_weights",
     on_gpu="actor.weights actor.gradients actor.optimizer",
 )
 WEIGHT_TRANSFER = declare("weight_transfer", on_gpu="actor.weights engine.weights")
 READ_PAIRS = declare("read_pairs", writes="tokens correct truncated")
 SUPERVISED_UPDATE = declare(
-    "supervised_update", reads="tokens nll_weights", on_gpu="actor.weights actor.gradients actor.optimizer"
+    "supervised_update",
+    reads="tokens nll_loss_weights",
+    on_gpu="actor.weights actor.gradients actor.optimizer",
 )
 
 # VAPO section 4.1: the policy stands still, the critic is fitted to Monte-Carlo returns.

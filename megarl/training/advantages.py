@@ -107,7 +107,7 @@ def mismatch(experience: Experience, version: int, runtime: Runtime) -> tuple[di
 
 
 def correct_mismatch(config: MismatchConfig, experience: Experience, runtime: Runtime) -> dict[str, float]:
-    """Multiply policy_weights [T] by `mismatch_factors`; return the shares of response tokens that were
+    """Multiply policy_loss_weights [T] by `mismatch_factors`; return the shares of response tokens that were
     truncated and masked. Does nothing where both options are off.
 
     So it reaches the policy loss and the KL term, which are means over what the trainer's policy would
@@ -125,6 +125,6 @@ def correct_mismatch(config: MismatchConfig, experience: Experience, runtime: Ru
         keep=config.mask,
         bounds=(config.mask_low, config.mask_high),
     )
-    experience["policy_weights"] = experience["policy_weights"] * factors
+    experience["policy_loss_weights"] = experience["policy_loss_weights"] * factors
     tokens, truncated, masked = sum_over_replicas(runtime, counts).tolist()
     return {"mismatch/truncated": truncated / max(tokens, 1.0), "mismatch/masked": masked / max(tokens, 1.0)}

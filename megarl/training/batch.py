@@ -114,9 +114,9 @@ def mini_batch_ids(sequences: int, mini_batch: int, seed: int) -> Tensor:
 
 
 def add_weights(experience: Experience, ids: Tensor, critic_ids: Tensor, config: Config) -> None:
-    """Write policy_weights, nll_weights and value_weights, float32 [T]: the denominators of every loss term,
-    global over each mini-batch (docs/design.md, "Numbers that must hold everywhere"). Reads correct and
-    truncated.
+    """Write policy_loss_weights, nll_loss_weights and value_loss_weights, float32 [T]: the denominators of
+    every loss term, global over each mini-batch (docs/design.md, "Numbers that must hold everywhere"). Reads
+    correct and truncated.
 
     ids, critic_ids: int64 [n], the actor's and the critic's mini-batch of each sequence."""
     truncated = experience["truncated"]
@@ -124,9 +124,9 @@ def add_weights(experience: Experience, ids: Tensor, critic_ids: Tensor, config:
     lengths = response_lengths(experience.response_mask, experience.cu_seqlens)
     aggregation = config.algorithm.aggregation
     weights = {
-        "policy_weights": token_weights(lengths, aggregation, ids, kept),
-        "nll_weights": token_weights(lengths, "token", ids, kept & experience["correct"]),
-        "value_weights": token_weights(lengths, "token", critic_ids, kept),
+        "policy_loss_weights": token_weights(lengths, aggregation, ids, kept),
+        "nll_loss_weights": token_weights(lengths, "token", ids, kept & experience["correct"]),
+        "value_loss_weights": token_weights(lengths, "token", critic_ids, kept),
     }
     for name, of_responses in weights.items():
         experience[name] = experience.spread(of_responses)

@@ -17,18 +17,19 @@ from megarl.training.model import Loss, Stats
 
 
 def actor_loss(config: AlgorithmConfig, experience: Experience) -> Loss:
-    """Return the policy loss + mu * positive-example NLL (VAPO eq. 10) + beta * KL. It reads policy_weights,
-    old_logprobs, advantages, and where their factor is not 0 nll_weights and ref_logprobs."""
+    """Return the policy loss + mu * positive-example NLL (VAPO eq. 10) + beta * KL. It reads
+    policy_loss_weights, old_logprobs, advantages, and where their factor is not 0 nll_loss_weights and
+    ref_logprobs."""
 
     def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output
         old, advantages = batch.column(experience, "old_logprobs"), batch.column(experience, "advantages")
-        weights = batch.column(experience, "policy_weights")
+        weights = batch.column(experience, "policy_loss_weights")
         total, stats = policy_loss(
             logprobs, old, advantages, weights, config.clip_low, config.clip_high, entropy
         )
         if config.nll_weight:
-            nll, nll_stats = nll_loss(logprobs, batch.column(experience, "nll_weights"))
+            nll, nll_stats = nll_loss(logprobs, batch.column(experience, "nll_loss_weights"))
             total, stats = total + config.nll_weight * nll, stats | nll_stats
         if config.kl_weight:
             kl, kl_stats = kl_loss(logprobs, batch.column(experience, "ref_logprobs"), weights)
@@ -39,21 +40,23 @@ def actor_loss(config: AlgorithmConfig, experience: Experience) -> Loss:
 
 
 def critic_loss(config: AlgorithmConfig, experience: Experience) -> Loss:
-    """Return the squared error to the returns. It reads value_weights, values, returns."""
+    """Return the squared error to the returns. It reads value_loss_weights, values, returns."""
 
     def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
         old, target = batch.column(experience, "values"), batch.column(experience, "returns")
-        return value_loss(output, old, target, batch.column(experience, "value_weights"), config.value_clip)
+        return value_loss(
+            output, old, target, batch.column(experience, "value_loss_weights"), config.value_clip
+        )
 
     return loss
 
 
 def supervised_loss(experience: Experience) -> Loss:
-    """Return the positive-example loss alone (VAPO eq. 9), all responses right. It reads nll_weights."""
+    """Return the positive-example loss alone (VAPO eq. 9), all responses right. It reads nll_loss_weights."""
 
     def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output
-        value, stats = nll_loss(logprobs, batch.column(experience, "nll_weights"))
+        value, stats = nll_loss(logprobs, batch.column(experience, "nll_loss_weights"))
         count = torch.tensor(float(logprobs.numel()), dtype=torch.float64)
         return value, {**stats, "policy/tokens": count, "policy/entropy": entropy.detach().double().sum()}
 

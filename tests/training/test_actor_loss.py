@@ -40,10 +40,10 @@ def loss_of(config: AlgorithmConfig, batch: Batch) -> float:
 
 
 def add_columns(batch: Batch) -> tuple[list[float], list[float]]:
-    """policy_weights and nll_weights as the step has them; gives them as the loops have them."""
+    """policy_loss_weights and nll_loss_weights as the step has them; gives them as the loops have them."""
     e = batch.experience
-    e["policy_weights"] = e.spread(token_weights(e.response_lengths, "token"))
-    e["nll_weights"] = e.spread(token_weights(e.response_lengths, "token", include=batch.include))
+    e["policy_loss_weights"] = e.spread(token_weights(e.response_lengths, "token"))
+    e["nll_loss_weights"] = e.spread(token_weights(e.response_lengths, "token", include=batch.include))
     everything = [True] * e.num_sequences
     return loop_weights(batch, "token", everything), loop_weights(batch, "token", batch.include.tolist())
 
@@ -52,12 +52,12 @@ def add_columns(batch: Batch) -> tuple[list[float], list[float]]:
 @given(batches(), st.sampled_from([0.0, 0.1, 2.0]), st.sampled_from([0.0, 0.3]))
 def test_is_the_weighted_sum_of_its_terms(batch: Batch, mu: float, beta: float) -> None:
     """VAPO eq. 10: L_PPO + mu L_NLL, and GRPO's beta KL; the NLL over the correct responses alone."""
-    policy_weights, nll_weights = add_columns(batch)
+    policy_loss_weights, nll_loss_weights = add_columns(batch)
     config = AlgorithmConfig(clip_low=0.2, clip_high=0.28, nll_weight=mu, kl_weight=beta)
     policy, nll, kl = (
-        loop_policy(batch, policy_weights, 0.2, 0.28)[0],
-        loop_nll(batch, nll_weights),
-        loop_kl(batch, policy_weights),
+        loop_policy(batch, policy_loss_weights, 0.2, 0.28)[0],
+        loop_nll(batch, nll_loss_weights),
+        loop_kl(batch, policy_loss_weights),
     )
     size = policy.size + mu * nll.size + beta * kl.size
     assert loss_of(config, batch) == pytest.approx(
@@ -70,7 +70,7 @@ def test_is_the_weighted_sum_of_its_terms(batch: Batch, mu: float, beta: float) 
     batches(), st.sampled_from(["none", "token", "sequence"]), st.sampled_from(["none", "token", "sequence"])
 )
 def test_mismatch_reaches_policy_and_kl_and_leaves_the_nll(batch: Batch, weight: str, mask: str) -> None:
-    policy_weights, nll_weights = add_columns(batch)
+    policy_loss_weights, nll_loss_weights = add_columns(batch)
     e = batch.experience
     e["engine_logprobs"] = torch.where(e.response_mask, e["old_logprobs"] + 0.3 * e["values"], 0.0)
     options = {"weight": weight, "mask": mask, "cap": 1.2, "mask_low": 0.8, "mask_high": 1.25}
@@ -84,10 +84,10 @@ def test_mismatch_reaches_policy_and_kl_and_leaves_the_nll(batch: Batch, weight:
         e["engine_logprobs"],
     )
     factors, (tokens, truncated, masked) = loop_factors(compared, weight, 1.2, mask, (0.8, 1.25))
-    weights = [w * factor for w, factor in zip(policy_weights, factors, strict=True)]
+    weights = [w * factor for w, factor in zip(policy_loss_weights, factors, strict=True)]
     policy, nll, kl = (
         loop_policy(batch, weights, 0.2, 0.2)[0],
-        loop_nll(batch, nll_weights),
+        loop_nll(batch, nll_loss_weights),
         loop_kl(batch, weights),
     )
     size = policy.size + 0.1 * nll.size + 0.3 * kl.size
