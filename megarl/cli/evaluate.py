@@ -82,7 +82,7 @@ def _evaluate(config: Config, weights: Path | None, out: Path, *, launched: bool
 
 def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> None:
     """Write the result to `out`, and print the hardest problems and the scores."""
-    scores, counts = result.scores(), result.counts()
+    scores, counts, stats = result.scores(), result.counts(), result.stats()
     summary = {
         "policy": str(evaluation.policy),
         "problems": len(result.groups),
@@ -90,7 +90,8 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
         "confidence": 0.95,
         "scores": scores,
         "answers": counts,
-        "length_mean": result.stats()["eval/length_mean"],
+        "length_mean": stats["eval/length_mean"],
+        "score_mean": stats.get("eval/score"),  # None where the verifier says right or wrong only
     }
     for name, objects, indent in (
         ("data.json", [asdict(evaluation.report)], 1),
@@ -115,6 +116,8 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
     measures = Table("measure", "value", "95 % confidence", title=f"{total:,} problems")
     for name, score in scores.items():
         measures.add_row(name, f"{score['mean']:.4f}", f"{score['low']:.4f} to {score['high']:.4f}")
+    if summary["score_mean"] is not None:
+        measures.add_row("verifier's score", f"{summary['score_mean']:.4f}", "")
     for name, count in counts.items():
         measures.add_row(f"answers, {name.replace('_', ' ')}", f"{count:,}", "")
     console.print(measures)

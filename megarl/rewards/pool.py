@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import resource
 import signal
@@ -20,6 +21,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from numbers import Real
 from typing import IO, Any, cast
 
 from megarl.config.errors import ConfigError, WaitTimeout
@@ -265,18 +268,36 @@ class _Worker:
 
 
 def judge(verifier: Verifier, response: str, answer: str) -> Verdict:
-    """Return the verifier's verdict; whatever it raises or returns wrongly is a verdict with an error."""
+    """Return the verifier's verdict; whatever it raises or returns wrongly is a verdict with an error. A bare
+    number is a score, and right from 1 on."""
     try:
         result: object = verifier(response, answer)
+        if isinstance(result, bool):
+            return Verdict(result)
+        if not isinstance(result, Verdict):
+            score = _finite(result, "verifier returned", "not bool, number or Verdict")
+            return Verdict(score >= 1, score=score)
+        if result.score is None:
+            return result
+        return replace(result, score=_finite(result.score, "verifier returned a score:", "not a number"))
     except MemoryError:
         return Verdict(False, error="verifier ran out of memory")
+    except _UnusableError as problem:
+        return Verdict(False, error=str(problem))
     except Exception as error:  # noqa: BLE001 (a verifier's bug must not end the run: it is recorded)
         return Verdict(False, error=f"{type(error).__name__}: {error}".split("\n")[0])
-    if isinstance(result, Verdict):
-        return result
-    if isinstance(result, bool):
-        return Verdict(result)
-    return Verdict(False, error=f"verifier returned {type(result).__name__}, not bool or Verdict")
+
+
+class _UnusableError(Exception):
+    """What a function of the user has returned is no use."""
+
+
+def _finite(value: object, what: str, wanted: str) -> float:
+    if not isinstance(value, Real):  # numpy's numbers are
+        raise _UnusableError(f"{what} {type(value).__name__}, {wanted}")
+    if not math.isfinite(number := float(value)):
+        raise _UnusableError(f"{what} {number}, which is not finite")
+    return number
 
 
 def work() -> None:
@@ -314,7 +335,7 @@ def work() -> None:
             texts = (
                 None if text is None else str(text)[:_MAX_TEXT] for text in (verdict.extracted, verdict.error)
             )
-            _write(sink, [bool(verdict.correct), *texts])
+            _write(sink, [bool(verdict.correct), *texts, verdict.score])
 
 
 def _write(sink: IO[bytes], message: Any) -> None:

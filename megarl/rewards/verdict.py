@@ -14,25 +14,35 @@ from megarl.config.errors import ConfigError
 class Verdict:
     """The judgement of one response.
 
-    correct    whether the response answers the problem
+    correct    whether the response answers the problem: what accuracy, pass@k, group filtering and the
+               positive-example loss count
     extracted  the normalised final answer, for majority voting; None where the response gives none
-    error      why no judgement was reached (the answer then counts as wrong), else None"""
+    error      why no judgement was reached (the answer then counts as wrong), else None
+    score      of a verifier that grades, any finite number: 1 earns what a right answer earns, 0 what a wrong
+               one does; None: what `correct` says"""
 
     correct: bool
     extracted: str | None = None
     error: str | None = None
+    score: float | None = None
+
+    def reward(self, correct: float, incorrect: float) -> float:
+        """Return (1 - score) incorrect + score correct: exactly one of the two at 0 and at 1, which
+        `incorrect + score (correct - incorrect)` is not in floating point."""
+        score = float(self.correct) if self.score is None else self.score
+        return (1.0 - score) * incorrect + score * correct
 
 
-# (response, reference answer) -> judgement. A plain bool will do; a Verdict can carry the extracted answer as
-# well.
-Verifier = Callable[[str, str], bool | Verdict]
+# (response, reference answer) -> judgement. A plain bool will do; a number is a score, and right from 1 on; a
+# Verdict can carry the extracted answer, and a score of which it says itself whether it is right.
+Verifier = Callable[[str, str], bool | float | Verdict]
 
 _BUILT_IN = {"dapo": "megarl.rewards.answer:verify_dapo", "math": "megarl.rewards.symbolic:verify_math"}
 
 
 def get_verifier(name: str) -> Verifier:
     """Return the function that `reward.verifier` names, `dapo`, `math` or `module:function` of the user:
-    `f(response, reference answer) -> bool | Verdict`.
+    `f(response, reference answer) -> bool | float | Verdict`.
 
     Raises ConfigError if it cannot be imported or is not callable."""
     module_name, colon, function = _BUILT_IN.get(name, name).partition(":")

@@ -27,6 +27,7 @@ class Response:
     reward     as it enters the advantages, penalty included
     penalty    soft overlong punishment, <= 0
     versions   int32 [l], of the weights that each token was sampled from; None where all are the group's
+    score      as in Verdict
     """
 
     tokens: np.ndarray
@@ -38,6 +39,7 @@ class Response:
     reward: float
     penalty: float
     versions: np.ndarray | None = None
+    score: float | None = None
 
     @property
     def truncated(self) -> bool:
@@ -98,9 +100,11 @@ def prompt_from_state(state: Mapping[str, Any]) -> Prompt:
 
 
 def response_stats(responses: Sequence[Response]) -> dict[str, float]:
-    """Return reward/* and response/* over `responses` (at least one)."""
+    """Return reward/* and response/* over `responses` (at least one); reward/score where the verifier has
+    graded one of them."""
     lengths = [r.tokens.size for r in responses]
     count = len(responses)
+    graded = any(r.score is not None for r in responses)
     return {
         "reward/mean": sum(r.reward for r in responses) / count,
         "reward/accuracy": sum(r.correct for r in responses) / count,
@@ -110,7 +114,13 @@ def response_stats(responses: Sequence[Response]) -> dict[str, float]:
         "response/length_mean": sum(lengths) / count,
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),
+        **({"reward/score": mean_score(responses)} if graded else {}),
     }
+
+
+def mean_score(responses: Sequence[Response]) -> float:
+    """Return the mean of the verifier's scores; where it gave none, 1 is right and 0 wrong."""
+    return math.fsum(r.correct if r.score is None else r.score for r in responses) / len(responses)
 
 
 @dataclass
@@ -228,12 +238,14 @@ class EvaluationResult:
         return rows
 
     def stats(self) -> dict[str, float]:
-        """Return eval/*: means over the problems."""
-        table = self.table()
+        """Return eval/*: means over the problems; eval/score where the verifier grades."""
+        table, answers = self.table(), [answer for group in self.groups for answer in group.responses]
         means = {
             f"eval/{name}": sum(row[name] for row in table) / len(table)
             for name in ("avg", "pass", "majority", "length_mean", "truncated")
         }
+        if any(answer.score is not None for answer in answers):
+            means["eval/score"] = mean_score(answers)
         return {**means, "eval/k": self.k, "eval/problems": len(table)}
 
     def scores(self) -> dict[str, dict[str, float]]:
@@ -274,6 +286,7 @@ class EvaluationResult:
                     "response": text,
                     "extracted": r.extracted,
                     "correct": r.correct,
+                    "score": r.score,
                     "truncated": r.truncated,
                     "error": r.error,
                     "length": int(r.tokens.size),

@@ -463,8 +463,9 @@ class RolloutWorker:
                 correct=verdict.correct,
                 extracted=verdict.extracted,
                 error=verdict.error,
-                reward=(reward.correct if verdict.correct else reward.incorrect) + penalty,
+                reward=verdict.reward(reward.correct, reward.incorrect) + penalty,
                 penalty=penalty,
+                score=verdict.score,
                 versions=versions if (versions != version).any() else None,
             )
         return responses

@@ -227,7 +227,8 @@ def check_verifier(reward: RewardConfig, answer: str) -> None:
         made_up = f"a made-up response that gives the reference answer {answer[:60]!r}"
         raise ConfigError(
             f"reward.verifier: {reward.verifier} fails on {made_up}: {problem} "
-            "(it is called with the response and the reference answer, and must return a bool or a Verdict)"
+            "(it is called with the response and the reference answer, "
+            "and must return a bool, a number or a Verdict)"
         )
 
 

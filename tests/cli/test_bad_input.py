@@ -66,10 +66,10 @@ class TestKeys:
             "reward.verifier: os:getcwd fails on a made-up response that gives the reference answer '0': "
             "TypeError: "
         ),
-        "reward.verifier=tests.cli.verifiers:a_number": (
-            "reward.verifier: tests.cli.verifiers:a_number fails on a made-up response that gives the "
+        "reward.verifier=tests.cli.verifiers:a_text": (
+            "reward.verifier: tests.cli.verifiers:a_text fails on a made-up response that gives the "
             "reference answer '0': "
-            "verifier returned float, not bool or Verdict (it is called with "
+            "verifier returned str, not bool, number or Verdict (it is called with "
         ),
         "reward.verifier=tests.cli.verifiers:endless reward.timeout=0.5": (
             "reward.verifier: tests.cli.verifiers:endless fails on a made-up response that gives the "

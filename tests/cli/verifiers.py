@@ -18,8 +18,8 @@ def only_labelled(response: str, answer: str) -> bool:
     return True
 
 
-def a_number(response: str, answer: str) -> float:
-    return 0.5
+def a_text(response: str, answer: str) -> str:
+    return "yes"
 
 
 def endless(response: str, answer: str) -> bool:

@@ -3,18 +3,25 @@ and no other."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError
 from megarl.rewards import Verdict, VerifierPool, get_verifier
+from megarl.rewards.pool import judge
 
 VERIFIERS = '''
 import os, signal, sys, threading, time
@@ -30,7 +37,10 @@ def acts(response, answer):
     if response == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
     if response == "exit": sys.exit(3)
     if response == "raise": raise KeyError("no such\\nthing")
-    if response == "float": return 0.5
+    if response == "text": return "yes"
+    if response == "score": return Verdict(True, score="0.5")
+    if response.startswith("number "): return float(response[7:])
+    if response == "graded": return Verdict(True, "a", score=0.5)
     if response == "memory": return len(bytearray(4 << 30)) > 0
     if response == "environment": return Verdict(True, ",".join(sorted(os.environ)))
     if response == "modules": return Verdict(True, ",".join(sorted(sys.modules)))
@@ -95,7 +105,10 @@ def test_each_failure_costs_its_own_answer(user_module: str) -> None:
         "segfault": "verifier died (signal 11)",
         "exit": "verifier died (exit code 3)",
         "raise": "KeyError: 'no such\\nthing'",
-        "float": "verifier returned float, not bool or Verdict",
+        "text": "verifier returned str, not bool, number or Verdict",
+        "score": "verifier returned a score: str, not a number",
+        "number nan": "verifier returned nan, which is not finite",
+        "number -inf": "verifier returned -inf, which is not finite",
         "memory": "verifier ran out of memory",
     }
     items, expected = [], []
@@ -108,6 +121,54 @@ def test_each_failure_costs_its_own_answer(user_module: str) -> None:
     with VerifierPool(user_module, workers=2, timeout=1.5, memory_mib=512) as pool:
         assert pool.verify(items) == expected
         assert pool.verify(items[:5]) == expected[:5]
+
+
+def test_scores(user_module: str) -> None:
+    numbers = (0.0, 0.1, -2.5, 0.9999999999999999, 1.0, 7.25)
+    with VerifierPool(user_module, timeout=30) as pool:
+        found = pool.verify([*((f"number {number!r}", "") for number in numbers), ("graded", ""), ("a", "a")])
+    scores = [Verdict(number >= 1, score=number) for number in numbers]
+    assert found == [*scores, Verdict(True, "a", score=0.5), Verdict(True)]
+
+
+class Half:
+    """No number, though it can be made one."""
+
+    def __float__(self) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        (1, Verdict(True, score=1.0)),
+        (np.float32(0.25), Verdict(False, score=0.25)),
+        (Fraction(1, 4), Verdict(False, score=0.25)),
+        (Verdict(False, score=True), Verdict(False, score=1.0)),
+        (Verdict(False, "4", score=3), Verdict(False, "4", score=3.0)),
+        (Half(), Verdict(False, error="verifier returned Half, not bool, number or Verdict")),
+        (None, Verdict(False, error="verifier returned NoneType, not bool, number or Verdict")),
+        (
+            Verdict(True, score=math.inf),
+            Verdict(False, error="verifier returned a score: inf, which is not finite"),
+        ),
+        (10**400, Verdict(False, error="OverflowError: int too large to convert to float")),
+    ],
+)
+def test_what_a_verifier_may_return(returned: Any, expected: Verdict) -> None:
+    verdict = judge(lambda response, answer: returned, "", "")
+    assert verdict == expected and (verdict.score is None or type(verdict.score) is float)
+
+
+@given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6), st.floats(-4, 4))
+def test_the_reward_of_a_score(correct: float, incorrect: float, score: float) -> None:
+    assert Verdict(True).reward(correct, incorrect) == correct  # to the bit, as before there were scores
+    assert Verdict(False).reward(correct, incorrect) == incorrect
+    exact = Fraction(incorrect) + Fraction(score) * (Fraction(correct) - Fraction(incorrect))
+    found = Verdict(False, score=score).reward(correct, incorrect)
+    assert abs(Fraction(found) - exact) <= Fraction(2e-14) * Fraction(
+        max(abs(correct), abs(incorrect), 1e-300)
+    )
 
 
 def test_a_worker_killed_from_outside_while_it_works(user_module: str) -> None:

@@ -188,8 +188,38 @@ def test_rewards_flags_and_statistics(world):
         "response/length_max": max(lengths),
     }
     assert {k: batch.stats[k] for k in expected} == pytest.approx(expected)
+    assert "reward/score" not in batch.stats  # the verifier gives none
     died = sum(v.error is not None for v in verdicts)
     assert batch.errors == ({"died": died} if died else {})
+
+
+class Graded(OddText):
+    """A score in hundredths for each text, which is right from 1/2 on; none where it failed."""
+
+    def verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
+        scores = [zlib.crc32((text + answer).encode()) % 101 / 100 for text, answer in items]
+        return [
+            Verdict(False, error="died") if score == 0.5 else Verdict(score > 0.5, score=score)
+            for score in scores
+        ]
+
+
+def test_scores_are_rewards(world):
+    settings_ = config(reward={"correct": 3.0, "incorrect": -2.0, "overlong": {"soft_punishment": False}})
+    batch = run_ranks(world, settings_, 1, steps=1, verifiers=[Graded()])[0][0]
+    scores = [0.0 if r.score is None else r.score for r in batch.responses]
+    assert len(set(scores)) > 5
+    assert [r.reward for r in batch.responses] == pytest.approx([5 * score - 2 for score in scores])
+    assert [r.correct for r in batch.responses] == [score > 0.5 for score in scores]
+    assert batch.stats["reward/score"] == pytest.approx(np.mean(scores))
+    assert batch.stats["reward/mean"] == pytest.approx(5 * np.mean(scores) - 2)
+    result = run_ranks(
+        world, settings_, 1, 0, act=lambda s: s.evaluate(world[2][:2], k=2), verifiers=[Graded()]
+    )[0]
+    answers = list(result.answers(world[1]))
+    assert result.stats()["eval/score"] == pytest.approx(np.mean([a["score"] or 0.0 for a in answers]))
+    plain = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(world[2][:2], k=2))[0]
+    assert "eval/score" not in plain.stats() and {a["score"] for a in plain.answers(world[1])} == {None}
 
 
 def test_to_experience_is_build_with_the_columns(world):
