@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ SAMPLED = (
     *CRITICS,
     "rollout.dynamic_sampling",
     "reward.overlong",
+    "reward.terms",
+    "reward.weight",
     "algorithm.kl_weight",
     "algorithm.mismatch",
     "evaluation.every",
@@ -151,6 +154,13 @@ def _rollout_problems(c: Config) -> Iterator[str]:
     if reward.correct <= reward.incorrect:
         what = f"must be greater than reward.incorrect {reward.incorrect}"
         yield f"reward.correct: {what} (got {reward.correct})"
+    if not reward.weight and not any(term.weight for term in reward.terms.values()):
+        nothing = "0, and no term of reward.terms has a weight: nothing would be rewarded"
+        yield f"reward.weight: {nothing} (give one of them a weight)"
+    for name in reward.terms:
+        if not re.fullmatch("[A-Za-z0-9_]+", name):
+            what = "a name must be of letters, digits and _, as its metric is reward/term_<name>"
+            yield f"reward.terms: {what} (got {name!r})"
     if c.evaluation.every and not c.data.eval:
         yield "evaluation.every: needs data.eval files"
     prompt, positions = c.data.max_prompt_tokens, c.model.max_positions

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from megarl.config.errors import ConfigError
 from megarl.config.phases import PRESETS
-from megarl.config.schema import Config, fields, section_of
+from megarl.config.schema import Config, RewardTerm, fields, named_sections_of, section_of
 
 Settings = dict[str, Any]
 MAX_DEPTH = 8  # sections within sections; the schema has 3, and an alias that holds itself has no end
@@ -190,13 +190,18 @@ def _key(location: Sequence[str | int]) -> str:
     """Return the dotted key of a place in the input, without what follows a leaf (a member of a union, a
     position in a list)."""
     section: type[BaseModel] | None = Config
+    named: type[BaseModel] | None = None  # what the user's next name is a section of
     parts = []
     for part in location:
-        if section is None:
+        if section is None and named is None:
             break
         parts.append(str(part))
-        field = section.model_fields.get(str(part))
-        section = section_of(field) if field is not None else None
+        if named is not None:
+            section, named = named, None
+        elif section is not None:
+            field = section.model_fields.get(str(part))
+            section = section_of(field) if field is not None else None
+            named = named_sections_of(field) if field is not None else None
     return ".".join(parts)
 
 
@@ -205,6 +210,8 @@ def _suggestion(key: str) -> str:
     known = [name for name, _ in fields(Config)]
     known += dict.fromkeys(name[:i] for name in known for i, c in enumerate(name) if c == ".")  # sections
     parent, _, last = key.rpartition(".")
+    if parent.startswith("reward.terms."):
+        known += [f"{parent}.{name}" for name in RewardTerm.model_fields]
     beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
     found = [beside[name] for name in difflib.get_close_matches(last, beside, SUGGESTED, 0.7)]
     found = found or [name for name in known if name.rpartition(".")[2] == last][:SUGGESTED]

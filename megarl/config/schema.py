@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -28,6 +28,16 @@ def section(kind: type[Section]) -> Any:
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """Return the model of a section, None for any other field."""
+    return None if get_origin(field.annotation) is dict else _model_in(field)
+
+
+def named_sections_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the model of the sections that a field holds by names of the user's (`reward.terms`), None for
+    any other field."""
+    return _model_in(field) if get_origin(field.annotation) is dict else None
+
+
+def _model_in(field: FieldInfo) -> type[BaseModel] | None:
     kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
     return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
 
@@ -289,8 +299,21 @@ class OverlongConfig(Section):
     buffer: int = field(4096, "L_cache: width of the punished interval", "tokens", "DAPO section 4.1", ge=1)
 
 
+class RewardTerm(Section):
+    """A function of a response whose value is added to the reward."""
+
+    function: str = field(
+        ...,
+        "`module:function`, called as f(response, **arguments) with a `megarl.rewards.Judged`; "
+        "returns a finite number (megarl/rewards/shaping.py has some)",
+    )
+    weight: float = field(1.0, "factor of its value; 0: only measured")
+    arguments: dict[str, bool | int | float | str] = field({}, "further arguments, by name")
+
+
 class RewardConfig(Section):
-    """The rule that judges final answers."""
+    """What a response is worth: weight * (the verifier's reward) + the terms, each by its weight + the
+    penalty of `overlong`."""
 
     verifier: str = field(
         "dapo",
@@ -300,6 +323,10 @@ class RewardConfig(Section):
     )
     correct: float = field(1.0, "reward of a right answer", source="DAPO eq. 7")
     incorrect: float = field(-1.0, "reward of a wrong answer", source="DAPO eq. 7; VAPO speaks of 0 and 1")
+    weight: float = field(1.0, "factor of the verifier's reward; 0: it only says right or wrong", ge=0)
+    terms: dict[str, RewardTerm] = field(
+        {}, "name -> {function, weight, arguments}: added to the reward; reward/term_<name> is its mean"
+    )
     timeout: float = field(
         10.0, "longest time for one answer, which is then wrong and recorded", "seconds", gt=0
     )

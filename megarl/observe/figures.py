@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import yaml
@@ -73,6 +74,15 @@ def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
     if len({c for _, c in found}) == 1:
         lines = [replace(line, label="", style=0) for line in lines]
     return Drawing(plots.draw_lines(lines, spec.xlabel, spec.limits, spec.log)) if lines else None
+
+
+def draw_rewards(runs: Runs) -> Drawing | None:
+    """Draw the means of the verifier's score and of the terms of the reward, those that the runs have."""
+    records = [record for run in runs for record in run.by_stage.get("train", {}).values()]
+    keys = {key for record in records for key in record if key.startswith(("reward/score", "reward/term_"))}
+    names = {key: _words(key.removeprefix("reward/").removeprefix("term_")) for key in sorted(keys)}
+    curves = dict(zip(names, zip(names.values(), cycle(COLOUR), strict=False), strict=False))
+    return draw_curves(Spec("", "", curves), runs) if curves else None
 
 
 def draw_groups(runs: Runs) -> Drawing | None:
@@ -269,6 +279,7 @@ def draw_mismatch(runs: Runs) -> Drawing | None:
 
 
 DRAW = {
+    "rewards": draw_rewards,
     "groups": draw_groups,
     "times": draw_times,
     "memory": draw_memory,

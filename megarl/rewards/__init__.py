@@ -1,7 +1,7 @@
-"""Rewards: verifiers of final answers, the processes that run them, and the length penalty. Nothing here
-imports torch."""
+"""Rewards: verifiers of final answers, terms for length and format, and the processes that run them. Nothing
+here imports torch."""
 
 from megarl.rewards.pool import VerifierPool
-from megarl.rewards.verdict import Verdict, Verifier, get_verifier, soft_overlong_punishment
+from megarl.rewards.verdict import Judged, Verdict, Verifier, get_verifier
 
-__all__ = ["Verdict", "Verifier", "VerifierPool", "get_verifier", "soft_overlong_punishment"]
+__all__ = ["Judged", "Verdict", "Verifier", "VerifierPool", "get_verifier"]

@@ -20,13 +20,17 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import IO, Any, cast
+from types import MappingProxyType
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from megarl.config.errors import ConfigError, WaitTimeout
-from megarl.rewards.verdict import Verdict, Verifier, get_verifier
+from megarl.rewards.verdict import Judged, Term, Verdict, Verifier, get_term, get_verifier
+
+if TYPE_CHECKING:  # a worker needs no pydantic
+    from megarl.config.schema import RewardTerm
 
 _START_LIMIT = 60.0  # seconds; importing sympy from a busy network file system is slow
 _MAX_BATCH = 64
@@ -49,24 +53,40 @@ _PARENT_CHECK = 5.0  # seconds
 _MAPPED = 1 << 30
 
 
-class VerifierPool:
-    """`workers` processes that judge answers with the verifier `verifier_name` (see get_verifier).
+# Response text and reference answer; where the terms of the reward are wanted too, then `length`, `longest`
+# and `truncated` of `Judged`.
+Item = tuple[str, str] | tuple[str, str, int, int, bool]
 
-    timeout     seconds that one answer may take
+
+class VerifierPool:
+    """`workers` processes that judge answers with the verifier `verifier_name` (see get_verifier), and then
+    compute the terms of the reward.
+
+    timeout     seconds that one answer may take, its terms included
     memory_mib  data memory of one worker, MiB; a verifier that needs more gets a MemoryError (recorded)
 
     The processes are started by the first `verify` and end with `close`, with the `with` block, or when this
-    process dies. Not thread-safe. Raises ConfigError at once if the verifier does not exist."""
+    process dies. Not thread-safe. Raises ConfigError at once if the verifier or a term does not exist."""
 
     def __init__(
-        self, verifier_name: str, workers: int = 1, timeout: float = 10.0, memory_mib: int = 2048
+        self,
+        verifier_name: str,
+        workers: int = 1,
+        timeout: float = 10.0,
+        memory_mib: int = 2048,
+        terms: Mapping[str, RewardTerm] = MappingProxyType({}),
     ) -> None:
         if workers < 1 or timeout <= 0 or memory_mib < 64:
             given = f"{workers}, {timeout}, {memory_mib}"
             raise ValueError(f"workers >= 1, timeout > 0 and memory_mib >= 64 expected (got {given})")
-        get_verifier(verifier_name)
         self.timeout = timeout
-        self._settings = {"verifier": verifier_name, "timeout": timeout, "memory_mib": memory_mib}
+        self._settings = {
+            "verifier": verifier_name,
+            "terms": {name: (term.function, term.arguments) for name, term in terms.items()},
+            "timeout": timeout,
+            "memory_mib": memory_mib,
+        }
+        _functions(self._settings)
         self._workers: list[_Worker | None] = [None] * workers
         self._failed_starts = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -107,8 +127,8 @@ class VerifierPool:
         """Answers that workers have and have not judged yet; may be asked from another thread."""
         return sum(len(worker.batch) for worker in list(self._workers) if worker is not None)
 
-    def verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Return one verdict per (response text, reference answer), in their order.
+    def verify(self, items: Sequence[Item]) -> list[Verdict]:
+        """Return one verdict per item, in their order.
 
         An answer that takes longer than the limit has Verdict.error "timeout after 10 s", one whose worker
         died "verifier died (signal 9)"; both count as wrong and leave the other answers alone. Either must
@@ -124,7 +144,7 @@ class VerifierPool:
             self.close()
             raise
 
-    async def _verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
+    async def _verify(self, items: Sequence[Item]) -> list[Verdict]:
         verdicts: list[Verdict | None] = [None] * len(items)
         todo = deque(range(len(items)))
         lost: set[int] = set()  # answers that have cost a worker
@@ -218,7 +238,7 @@ class _Worker:
         self._ready = True
         return cast(str | None, problem)
 
-    def give(self, batch: Iterable[int], items: Sequence[tuple[str, str]]) -> None:
+    def give(self, batch: Iterable[int], items: Sequence[Item]) -> None:
         """Put the items `batch` on their way; never waits for the process to read."""
         self.batch.extend(batch)
         self._send([items[i] for i in self.batch])
@@ -267,25 +287,37 @@ class _Worker:
             return  # killed next, or stuck in the kernel after SIGKILL: the run goes on without it
 
 
-def judge(verifier: Verifier, response: str, answer: str) -> Verdict:
-    """Return the verifier's verdict; whatever it raises or returns wrongly is a verdict with an error. A bare
-    number is a score, and right from 1 on."""
+def judge(verifier: Verifier, terms: Mapping[str, Term], response: str, answer: str, *size: Any) -> Verdict:
+    """Return the verifier's verdict, with the values of the terms where `size` (length, longest, truncated)
+    is given. Whatever one of them raises or returns wrongly is a verdict with an error, and without terms. A
+    bare number is a score, and right from 1 on."""
+    at = ""
     try:
         result: object = verifier(response, answer)
         if isinstance(result, bool):
-            return Verdict(result)
-        if not isinstance(result, Verdict):
+            verdict = Verdict(result)
+        elif not isinstance(result, Verdict):
             score = _finite(result, "verifier returned", "not bool, number or Verdict")
-            return Verdict(score >= 1, score=score)
-        if result.score is None:
-            return result
-        return replace(result, score=_finite(result.score, "verifier returned a score:", "not a number"))
+            verdict = Verdict(score >= 1, score=score)
+        else:
+            verdict = Verdict(bool(result.correct), result.extracted, result.error)
+            if result.score is not None:
+                score = _finite(result.score, "verifier returned a score:", "not a number")
+                verdict = replace(verdict, score=score)
+        if not size or verdict.error is not None:
+            return verdict
+        length, longest, truncated = size
+        judged, values = Judged(response, answer, length, longest, truncated, verdict), {}
+        for name, term in terms.items():
+            at = f"reward.terms.{name}: "
+            values[name] = _finite(term(judged), "it returned", "not a number")
+        return replace(verdict, terms=values)
     except MemoryError:
-        return Verdict(False, error="verifier ran out of memory")
+        return Verdict(False, error=f"{at}{'it' if at else 'verifier'} ran out of memory")
     except _UnusableError as problem:
-        return Verdict(False, error=str(problem))
+        return Verdict(False, error=f"{at}{problem}")
     except Exception as error:  # noqa: BLE001 (a verifier's bug must not end the run: it is recorded)
-        return Verdict(False, error=f"{type(error).__name__}: {error}".split("\n")[0])
+        return Verdict(False, error=f"{at}{type(error).__name__}: {error}".split("\n")[0])
 
 
 class _UnusableError(Exception):
@@ -298,6 +330,11 @@ def _finite(value: object, what: str, wanted: str) -> float:
     if not math.isfinite(number := float(value)):
         raise _UnusableError(f"{what} {number}, which is not finite")
     return number
+
+
+def _functions(settings: Mapping[str, Any]) -> tuple[Verifier, dict[str, Term]]:
+    terms = {name: get_term(name, *term) for name, term in settings["terms"].items()}
+    return get_verifier(settings["verifier"]), terms
 
 
 def work() -> None:
@@ -319,23 +356,23 @@ def work() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit + _MAPPED, limit + _MAPPED))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        verifier = get_verifier(settings["verifier"])
+        verifier, terms = _functions(settings)
     except ConfigError as error:  # goes to the parent, which raises it
         _write(sink, str(error))
         return
     os.dup2(nowhere, 2)
     _write(sink, None)
     for batch in source:
-        for response, answer in json.loads(batch):
+        for response, answer, *size in json.loads(batch):
             # The parent kills a worker that overruns. If the parent is dead nobody does: SIGALRM's default
             # action ends it.
             signal.setitimer(signal.ITIMER_REAL, settings["timeout"] + _GRACE)
-            verdict = judge(verifier, response, answer)
+            verdict = judge(verifier, terms, response, answer, *size)
             signal.setitimer(signal.ITIMER_REAL, 0)
             texts = (
                 None if text is None else str(text)[:_MAX_TEXT] for text in (verdict.extracted, verdict.error)
             )
-            _write(sink, [bool(verdict.correct), *texts, verdict.score])
+            _write(sink, [verdict.correct, *texts, verdict.score, verdict.terms])
 
 
 def _write(sink: IO[bytes], message: Any) -> None:

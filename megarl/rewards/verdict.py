@@ -1,11 +1,12 @@
-"""What a verifier says about one response, verifiers by name, and the length penalty that is added to their
-reward."""
+"""What a verifier says about one response, what the terms of `reward.terms` see of it, and both by name."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from megarl.config.errors import ConfigError
 
@@ -19,12 +20,14 @@ class Verdict:
     extracted  the normalised final answer, for majority voting; None where the response gives none
     error      why no judgement was reached (the answer then counts as wrong), else None
     score      of a verifier that grades, any finite number: 1 earns what a right answer earns, 0 what a wrong
-               one does; None: what `correct` says"""
+               one does; None: what `correct` says
+    terms      name -> value of each of `reward.terms`, which the pool fills in"""
 
     correct: bool
     extracted: str | None = None
     error: str | None = None
     score: float | None = None
+    terms: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def reward(self, correct: float, incorrect: float) -> float:
         """Return (1 - score) incorrect + score correct: exactly one of the two at 0 and at 1, which
@@ -37,6 +40,26 @@ class Verdict:
 # Verdict can carry the extracted answer, and a score of which it says itself whether it is right.
 Verifier = Callable[[str, str], bool | float | Verdict]
 
+
+@dataclass(frozen=True)
+class Judged:
+    """A response that a verifier has judged, as a term of the reward sees it.
+
+    answer     the reference answer
+    length     tokens of the response, the end-of-sequence token included
+    longest    rollout.max_response_tokens
+    truncated  whether it was cut there"""
+
+    text: str
+    answer: str
+    length: int
+    longest: int
+    truncated: bool
+    verdict: Verdict
+
+
+Term = Callable[[Judged], float]  # with its arguments already bound
+
 _BUILT_IN = {"dapo": "megarl.rewards.answer:verify_dapo", "math": "megarl.rewards.symbolic:verify_math"}
 
 
@@ -45,31 +68,35 @@ def get_verifier(name: str) -> Verifier:
     `f(response, reference answer) -> bool | float | Verdict`.
 
     Raises ConfigError if it cannot be imported or is not callable."""
-    module_name, colon, function = _BUILT_IN.get(name, name).partition(":")
-    if not colon or not module_name or not function:
+    path = _BUILT_IN.get(name, name)
+    if not all(path.partition(":")):
         raise ConfigError(
             f"reward.verifier: unknown verifier {name!r} "
             f"(use {', '.join(_BUILT_IN)} or package.module:function)"
         )
+    return _function("reward.verifier", path)
+
+
+def get_term(name: str, path: str, arguments: Mapping[str, Any]) -> Term:
+    """Return the function `module:function` that the term `name` of `reward.terms` names, with its arguments.
+    Raises as `get_verifier`."""
+    key = f"reward.terms.{name}.function"
+    if not all(path.partition(":")):
+        raise ConfigError(f"{key}: {path!r} names no function (write package.module:function)")
+    return partial(_function(key, path), **arguments)
+
+
+def _function(key: str, path: str) -> Callable[..., Any]:
+    module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a module of the user may raise anything while it is imported
         first_line = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"reward.verifier: {module_name} cannot be imported: {type(error).__name__}: {first_line} "
+            f"{key}: {module_name} cannot be imported: {type(error).__name__}: {first_line} "
             f"(it must lie on PYTHONPATH or in the current folder)"
         ) from error
-    verifier = getattr(module, function, None)
-    if not callable(verifier):
-        raise ConfigError(f"reward.verifier: {module_name} has no function {function}")
-    return verifier
-
-
-def soft_overlong_punishment(length: int, max_tokens: int, buffer: int) -> float:
-    """Return DAPO eq. 13, in [-1, 0], for a response of `length` tokens, with L_max = `max_tokens` and
-    L_cache = `buffer` (0 < buffer <= max_tokens, else ValueError).
-
-    0 for |y| <= L_max - L_cache; ((L_max - L_cache) - |y|) / L_cache up to L_max; -1 beyond."""
-    if not 0 < buffer <= max_tokens:
-        raise ValueError(f"buffer must be in (0, max_tokens = {max_tokens}] (got {buffer})")
-    return max(-1.0, min(0.0, (max_tokens - buffer - length) / buffer))
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{key}: {module_name} has no function {name}")
+    return function

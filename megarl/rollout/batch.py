@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -24,10 +24,10 @@ class Response:
     tokens     int32 [l]
     logprobs   float32 [l], as the engine gave them
     extracted  as in Verdict, and error
-    reward     as it enters the advantages, penalty included
+    reward     as it enters the advantages, terms and penalty included
     penalty    soft overlong punishment, <= 0
     versions   int32 [l], of the weights that each token was sampled from; None where all are the group's
-    score      as in Verdict
+    score      as in Verdict, and terms
     """
 
     tokens: np.ndarray
@@ -40,6 +40,7 @@ class Response:
     penalty: float
     versions: np.ndarray | None = None
     score: float | None = None
+    terms: dict[str, float] = field(default_factory=dict)
 
     @property
     def truncated(self) -> bool:
@@ -100,11 +101,12 @@ def prompt_from_state(state: Mapping[str, Any]) -> Prompt:
 
 
 def response_stats(responses: Sequence[Response]) -> dict[str, float]:
-    """Return reward/* and response/* over `responses` (at least one); reward/score where the verifier has
-    graded one of them."""
+    """Return reward/* and response/* over `responses` (at least one). reward/score where the verifier has
+    graded one of them; reward/term_<name> without weights, and 0 where the answer has an error."""
     lengths = [r.tokens.size for r in responses]
     count = len(responses)
     graded = any(r.score is not None for r in responses)
+    terms = dict.fromkeys(name for r in responses for name in r.terms)
     return {
         "reward/mean": sum(r.reward for r in responses) / count,
         "reward/accuracy": sum(r.correct for r in responses) / count,
@@ -115,6 +117,7 @@ def response_stats(responses: Sequence[Response]) -> dict[str, float]:
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),
         **({"reward/score": mean_score(responses)} if graded else {}),
+        **{f"reward/term_{name}": sum(r.terms.get(name, 0.0) for r in responses) / count for name in terms},
     }
 
 

@@ -21,7 +21,7 @@ from megarl.config.schema import Config, DynamicSamplingConfig
 from megarl.data.prompts import Prompt
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Runtime
-from megarl.rewards.verdict import soft_overlong_punishment
+from megarl.rewards.shaping import soft_overlong_punishment
 from megarl.rollout.batch import (
     EvaluationResult,
     Group,
@@ -36,7 +36,7 @@ from megarl.rollout.sampling import Completion, Request, SamplingParams, evaluat
 from megarl.rollout.weight_sync import Failures
 
 if TYPE_CHECKING:
-    from megarl.rewards.pool import VerifierPool
+    from megarl.rewards.pool import Item, VerifierPool
 
 TICK = 0.25  # seconds after which ranks exchange what has ended: none waits for a whole response
 
@@ -324,7 +324,7 @@ class RolloutWorker:
     def reset(self) -> None:
         """Forget all requests, and begin to count seconds."""
         self.seconds = dict.fromkeys(("generate", "verify", "gather"), 0.0)
-        self._params = SamplingParams(0)
+        self._params, self._terms = SamplingParams(0), True
         self._version = -1
         self._error: MegarlError | None = None
         self._clear()
@@ -339,16 +339,18 @@ class RolloutWorker:
         self._finished: list[tuple[int, Completion]] = []  # by an earlier step, and yet to be verified
 
     def generate(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[Group]:
-        """Return one group per request, in their order; the same on every rank."""
-        self.submit(requests, params)
+        """Return one group per request, in their order, without the terms of the reward; the same on every
+        rank."""
+        self.submit(requests, params, terms=False)
         while self.running:
             self.tick()
         return self.take()
 
-    def submit(self, requests: Sequence[GroupRequest], params: SamplingParams) -> None:
+    def submit(self, requests: Sequence[GroupRequest], params: SamplingParams, *, terms: bool = True) -> None:
         """Begin the responses. Ordered by prompt, they are cut into equal stretches, one for each engine, so
-        that a prompt is prefilled on one engine or on neighbours."""
-        self._params = params
+        that a prompt is prefilled on one engine or on neighbours. terms: whether the terms of the reward are
+        wanted, or only what the verifier says."""
+        self._params, self._terms = params, terms
         first, rows = self._count, [(request, i) for request in requests for i in range(len(request.seeds))]
         for request in requests:
             self._requests[self._count] = request
@@ -447,14 +449,18 @@ class RolloutWorker:
         if not ended:
             return {}
         texts = self.tokenizer.batch_decode([c.tokens for _, c in ended], skip_special_tokens=True)
-        answers = [self._own.pop(number)[0].answer for number, _ in ended]
-        verdicts = self.verifier.verify(list(zip(texts, answers, strict=True)))
-        reward, overlong = self.config.reward, self.config.reward.overlong
+        reward, overlong, longest = self.config.reward, self.config.reward.overlong, self._params.max_tokens
+        items: list[Item] = []
+        for (number, c), text in zip(ended, texts, strict=True):
+            judged = text, self._own.pop(number)[0].answer
+            with_terms = self._terms and bool(reward.terms)
+            items.append((*judged, len(c.tokens), longest, c.finish == "length") if with_terms else judged)
         responses = {}
-        for (number, completion), verdict in zip(ended, verdicts, strict=True):
+        for (number, completion), verdict in zip(ended, self.verifier.verify(items), strict=True):
             length, penalty = len(completion.tokens), 0.0
             if overlong.soft_punishment:
-                penalty = soft_overlong_punishment(length, self._params.max_tokens, overlong.buffer)
+                penalty = soft_overlong_punishment(length, longest, overlong.buffer)
+            terms = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
             versions = np.array(completion.versions, dtype=np.int32)
             responses[number] = Response(
                 tokens=np.array(completion.tokens, dtype=np.int32),
@@ -463,9 +469,10 @@ class RolloutWorker:
                 correct=verdict.correct,
                 extracted=verdict.extracted,
                 error=verdict.error,
-                reward=verdict.reward(reward.correct, reward.incorrect) + penalty,
+                reward=reward.weight * verdict.reward(reward.correct, reward.incorrect) + terms + penalty,
                 penalty=penalty,
                 score=verdict.score,
+                terms=dict(verdict.terms),
                 versions=versions if (versions != version).any() else None,
             )
         return responses

@@ -74,7 +74,7 @@ class Evaluation:
     def __init__(self, config: Config, weights: Path | None, runtime: Runtime) -> None:
         # Scores count right answers: the rewards of training do not matter.
         config = config.model_copy(
-            update={"reward": config.reward.model_copy(update={"overlong": OverlongConfig()})}
+            update={"reward": config.reward.model_copy(update={"overlong": OverlongConfig(), "terms": {}})}
         )
         self.config, self.runtime = config, runtime
         # A run may be writing there: all ranks read what rank 0 has found.

@@ -29,7 +29,7 @@ from megarl.parallel.machine import (
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.plan.memory import check_fits
 from megarl.rewards import VerifierPool
-from megarl.rewards.verdict import get_verifier
+from megarl.rewards.verdict import get_term, get_verifier
 from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.families import read_config
@@ -80,6 +80,8 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         _check_positions(config, where, folder)
         _check_engine_layout(config, folder.config, device, world)
         get_verifier(config.reward.verifier)
+        for name, term in config.reward.terms.items():
+            get_term(name, term.function, term.arguments)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         check_fits(config, where, folder.config, critic.config if critic else None, world, memory)
@@ -117,7 +119,7 @@ def preflight_evaluation(
     get_verifier(config.reward.verifier)
     with without_tokenizer_threads():
         answer = validate_files(config.data.model_copy(update={"train": ()}), tokenizer=tokenizer)
-    check_verifier(config.reward, answer)
+    check_verifier(config.reward.model_copy(update={"terms": {}}), answer)
 
 
 def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> ModelFolder:
@@ -211,20 +213,25 @@ def _tried(load: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def check_verifier(reward: RewardConfig, answer: str) -> None:
-    """Have the verifier judge one made-up response to a reference answer of the data, in a process with the
-    run's limits.
+    """Have the verifier judge one made-up response to a reference answer of the data, and the terms of the
+    reward look at it, in a process with the run's limits.
 
-    What it raises or returns wrongly would otherwise be recorded with every answer of the run. For `math` it
+    What they raise or return wrongly would otherwise be recorded with every answer of the run. For `math` it
     also shows that its libraries fit together; `dapo` needs none. Raises ConfigError."""
-    if reward.verifier == "dapo":
+    if reward.verifier == "dapo" and not reward.terms:
         return
-    with VerifierPool(reward.verifier, 1, reward.timeout, reward.memory) as pool:
-        [verdict] = pool.verify([(f"It is \\boxed{{{answer}}}.\n\nAnswer: {answer}", answer)])
+    text = f"It is \\boxed{{{answer}}}.\n\nAnswer: {answer}"
+    with VerifierPool(reward.verifier, 1, reward.timeout, reward.memory, reward.terms) as pool:
+        [verdict] = pool.verify([(text, answer, len(text), 2 * len(text), False)])
     problem = verdict.error or (
         "it is found wrong" if reward.verifier == "math" and not verdict.correct else None
     )
     if problem:
         made_up = f"a made-up response that gives the reference answer {answer[:60]!r}"
+        if problem.startswith("reward.terms."):
+            key, _, what = problem.partition(": ")
+            called = "it is called with a megarl.rewards.Judged and its arguments, and must return a number"
+            raise ConfigError(f"{key}: fails on {made_up}: {what} ({called})")
         raise ConfigError(
             f"reward.verifier: {reward.verifier} fails on {made_up}: {problem} "
             "(it is called with the response and the reference answer, "

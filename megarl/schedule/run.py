@@ -117,7 +117,9 @@ class Run:
             self.problems = problems[: config.evaluation.max_problems or None]
         self.prompt_sampler = PromptSampler(len(self.prompts), config.seed, config.data.shuffle)
         reward = config.reward
-        self.verifiers = VerifierPool(reward.verifier, reward.workers, reward.timeout, reward.memory)
+        self.verifiers = VerifierPool(
+            reward.verifier, reward.workers, reward.timeout, reward.memory, reward.terms
+        )
         self.engine = make_engine(config, self.tokenizer, runtime)
         start_engine(self.engine, runtime)
         self.weight_sync = make_weight_sync(

@@ -13,8 +13,9 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import read_json
-from megarl.config.schema import CheckpointConfig, Config
+from megarl.config.schema import CheckpointConfig, Config, Section, fields
 from megarl.parallel.comm import from_rank_0, gather_objects
 from megarl.parallel.runtime import Runtime
 
@@ -121,10 +122,11 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 def settings_of(config: Config) -> dict[str, Any]:
     """Return what a run must share with the one that it continues: every dotted key that is not FREE, and a
-    hash of the models' config.json."""
+    hash of the models' config.json. A section of the user's own keys (reward.terms) is one setting, so that
+    one more or less in it is another value."""
     found = {
-        key: value
-        for key, value in _leaves(config.model_dump(), "")
+        key: _plain(attrgetter(key)(config))
+        for key, _ in fields(Config)
         if not any(f"{key}.".startswith(f"{free}.") for free in FREE)
     }
     for key, folder in (("model.path", config.model.path), ("critic.path", config.critic.path)):
@@ -133,18 +135,14 @@ def settings_of(config: Config) -> dict[str, Any]:
     return found
 
 
-def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", _plain(value)
-
-
 def _plain(value: Any) -> Any:
     """Return a value as JSON gives it back, and a path as it is from any folder."""
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
+    if isinstance(value, Section):
+        value = value.model_dump()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
     return str(value.absolute()) if isinstance(value, Path) else value
 
 

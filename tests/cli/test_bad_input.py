@@ -71,6 +71,12 @@ class TestKeys:
             "reference answer '0': "
             "verifier returned str, not bool, number or Verdict (it is called with "
         ),
+        "reward.terms.x.function=no_such_module:f": (
+            "reward.terms.x.function: no_such_module cannot be imported: ModuleNotFoundError"
+        ),
+        "reward.terms.x.function=os:getcwd": (
+            "reward.terms.x: fails on a made-up response that gives the reference answer '0': TypeError: "
+        ),
         "reward.verifier=tests.cli.verifiers:endless reward.timeout=0.5": (
             "reward.verifier: tests.cli.verifiers:endless fails on a made-up response that gives the "
             "reference answer '0': "

@@ -266,6 +266,15 @@ class TestRefusals:
             "command line: data.prompt_format: must be a text (quotes make one of anything) (got "
             "{'prompt': None})"
         ),
+        "reward.terms.a.weight=1": "reward.terms.a.function: must be given",
+        "reward.terms.a={function: m:f, wieght: 1}": (
+            "command line: reward.terms.a.wieght: unknown key (did you mean reward.terms.a.weight?)"
+        ),
+        "reward.terms.a={function: m:f, weight: x}": (
+            "command line: reward.terms.a.weight: must be a number (got 'x')"
+        ),
+        "reward.terms.a=m:f": "command line: reward.terms.a: must be a section of `key: value` lines",
+        "reward.terms.a={function: m:f, arguments: [1]}": "command line: reward.terms.a.arguments: must be a",
         "recipe=dappo": "command line: recipe: must be 'sft', 'grpo', 'dapo', 'ppo' or 'vapo' (got 'dappo')",
         "rollout=": "command line: rollout: is an empty section: give it keys, or leave it out (got None)",
         "rollout=3": "command line: rollout: must be a section of `key: value` lines (got 3)",
@@ -394,6 +403,13 @@ class TestContradictions:
         "recipe=sft reward.overlong.soft_punishment=true": "reward.overlong.soft_punishment: recipe sft",
         "recipe=sft value_pretraining.steps=3": "value_pretraining.steps: recipe sft",
         "recipe=sft algorithm.kl_weight=0.1": "algorithm.kl_weight: recipe sft",
+        "recipe=sft reward.terms.a.function=m:f": "reward.terms: recipe sft learns from given responses",
+        "reward.weight=0": "reward.weight: 0, and no term of reward.terms has a weight: nothing would be",
+        "reward.weight=0 reward.terms.a.function=m:f reward.terms.a.weight=0": "reward.weight: 0, and no ",
+        "reward.terms.a/b.function=m:f": (
+            "reward.terms: a name must be of letters, digits and _, as its metric is reward/term_<name> "
+            "(got 'a/b')"
+        ),
     }
 
     @pytest.mark.parametrize("overrides", CASES)

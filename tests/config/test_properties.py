@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from megarl.config import Config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_yaml, parse_yaml
-from megarl.config.schema import fields
+from megarl.config.schema import Section, fields
 
 MINIMUM = "recipe: grpo\nrun_dir: runs/x\nsteps: 3\nmodel: {path: m}\n"
 KNOBS = dict(fields(Config))
@@ -51,6 +51,8 @@ def one(kind: Any, bounds: dict[str, Any]) -> st.SearchStrategy[Any]:
         return st.floats(low, high, **options)
     if kind is Path:
         return TEXTS.filter(bool).map(lambda text: str(Path(text)))
+    if issubclass(kind, Section):  # of the user's own keys
+        return st.fixed_dictionaries({name: values(field) for name, field in kind.model_fields.items()})
     assert kind is str, kind
     return TEXTS
 
@@ -128,6 +130,8 @@ def test_what_is_dumped_is_read_back(folder: Path, chosen: dict[str, Any]) -> No
 
 def plain(value: Any) -> Any:
     """As YAML has it."""
+    if isinstance(value, Section):
+        value = value.model_dump()
     if isinstance(value, dict):
         return {key: plain(v) for key, v in value.items()}
     if isinstance(value, tuple):

@@ -18,12 +18,14 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config import Config, check_config, load_config
+from megarl.config.load import parse_yaml
 from megarl.config.phases import PRESETS
-from megarl.config.schema import fields
+from megarl.config.schema import RewardConfig, fields
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 KNOBS = dict(fields(Config))
+OWN_TASK = ROOT / "docs" / "your_own_task.md"
 OURS = ("sums.yaml", "configs/x.yaml")  # files that a reader makes
 
 
@@ -299,8 +301,8 @@ def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.fixture
 def own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what your_own_task.md has its reader write."""
-    files = written("your_own_task.md")
-    assert set(files) == {"make_sums.py", "tolerance.py", "sums.yaml"}
+    files = written(OWN_TASK.name)
+    assert set(files) == {"make_sums.py", "tolerance.py", "brevity.py", "sums.yaml"}
     for name, body in files.items():
         (tmp_path / name).write_text(body)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -329,6 +331,13 @@ def test_own_task(own_task: Path, capsys: pytest.CaptureFixture[str]) -> None:
         )
     assert [verdict.correct for verdict in verdicts] == [True, False, False, False]
     assert verdicts[0].extracted == "23"
+    reward = parse_yaml(next(block for block in blocks(OWN_TASK, "yaml") if "terms:" in block), "")["reward"]
+    with VerifierPool("dapo", terms=RewardConfig(**reward).terms) as pool:
+        right, wrong = pool.verify(
+            [("Answer: 3", "3", 20, 80, False), ("<think></think>\\boxed{4}", "3", 20, 80, False)]
+        )
+    assert right.terms == {"format": 1.0, "tags": 0.0, "brevity": 0.75}
+    assert wrong.terms == {"format": 1.0, "tags": 1.0, "brevity": 0.0}
 
 
 @pytest.mark.slow

@@ -15,12 +15,14 @@ from megarl.observe.figures import (
     draw,
     draw_lambda,
     draw_mismatch,
+    draw_rewards,
     draw_value_error,
     parts,
     thirds,
 )
 from megarl.observe.plots import Drawing
-from megarl.observe.runs import load_run
+from megarl.observe.run_log import Record
+from megarl.observe.runs import Run, load_run
 
 from .synthetic_run import write_run
 
@@ -55,6 +57,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def colours(drawing: Drawing | None) -> set[str]:
     assert drawing is not None
     return set(re.findall(r"var\((--s\d)\)", drawing.svg))
+
+
+def test_parts_of_the_reward_have_a_curve_each() -> None:
+    parts_of = {"reward/term_a_b": 0.25, "reward/term_c": 0.75, "reward/mean": 1.0}
+    records: list[Record] = [{"step": n, "stage": "train", **parts_of} for n in range(1, 15)]
+    drawn = draw_rewards([Run("x", records)])
+    assert drawn is not None and len(colours(drawn)) == 2
+    assert ">a b 0.25<" in drawn.svg and ">c 0.75<" in drawn.svg and ">mean" not in drawn.svg
+    graded = draw_rewards([Run("x", [record | {"reward/score": 0.5} for record in records])])
+    assert graded is not None and len(colours(graded)) == 3 and ">score 0.5<" in graded.svg
+    assert draw_rewards([Run("x", [{"step": 1, "stage": "train", "reward/mean": 1.0}])]) is None
 
 
 def test_one_run_shows_early_beside_late(runs: dict[str, Path]) -> None:

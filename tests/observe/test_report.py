@@ -99,13 +99,14 @@ def test_report_of_a_vapo_run(vapo: Path, tmp_path: Path) -> None:
     )
     assert left_out(parsed) == {
         "Filter waste",
+        "Parts of the reward",
         "Peak memory per phase",
         "Supervised loss",
         "Supervised learning rate",
         "Supervised gradient norm",
     }
     assert set(TITLES) - set(parsed.headings) == left_out(parsed)
-    assert html.count("<svg") == len(TITLES) - 5
+    assert html.count("<svg") == len(TITLES) - 6
     text = " ".join(parsed.text)
     run = load_run(vapo)
     first, last = (

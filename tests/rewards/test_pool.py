@@ -20,7 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError
-from megarl.rewards import Verdict, VerifierPool, get_verifier
+from megarl.config.schema import RewardTerm
+from megarl.rewards import Judged, Verdict, VerifierPool, get_verifier
 from megarl.rewards.pool import judge
 
 VERIFIERS = '''
@@ -48,6 +49,10 @@ def acts(response, answer):
     if response == "long": return Verdict(True, "x" * 10**6)
     if response.startswith("both"): return Verdict(True, response[4:])
     return response == answer
+
+def term(response):
+    if response.text == "slow term": time.sleep(60)
+    return response.length / response.longest
 
 not_callable = 5
 '''
@@ -156,7 +161,7 @@ class Half:
     ],
 )
 def test_what_a_verifier_may_return(returned: Any, expected: Verdict) -> None:
-    verdict = judge(lambda response, answer: returned, "", "")
+    verdict = judge(lambda response, answer: returned, {}, "", "")
     assert verdict == expected and (verdict.score is None or type(verdict.score) is float)
 
 
@@ -169,6 +174,63 @@ def test_the_reward_of_a_score(correct: float, incorrect: float, score: float) -
     assert abs(Fraction(found) - exact) <= Fraction(2e-14) * Fraction(
         max(abs(correct), abs(incorrect), 1e-300)
     )
+
+
+def test_terms_see_what_was_judged() -> None:
+    seen = []
+
+    def term(response: Judged) -> int:
+        seen.append(response)
+        return 3
+
+    verdict = judge(lambda *_: 0.25, {"a": term, "b": lambda response: 0.5}, "text", "7", 12, 20, True)
+    assert verdict == Verdict(False, score=0.25, terms={"a": 3.0, "b": 0.5})
+    assert seen == [Judged("text", "7", 12, 20, True, Verdict(False, score=0.25))]
+    # Neither without a size, as in an evaluation, nor of an answer on which the verifier has failed.
+    assert judge(lambda *_: True, {"a": term}, "text", "7") == Verdict(True)
+    assert judge(lambda *_: 1 / 0, {"a": term}, "text", "7", 1, 2, False).terms == {} and len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("returned", "error"),
+    [
+        (math.nan, "reward.terms.a: it returned nan, which is not finite"),
+        (None, "reward.terms.a: it returned NoneType, not a number"),
+        (KeyError("no\nsuch"), "reward.terms.a: KeyError: 'no\\nsuch'"),
+        (MemoryError(), "reward.terms.a: it ran out of memory"),
+    ],
+)
+def test_a_term_that_fails_makes_the_answer_wrong(returned: Any, error: str) -> None:
+    def term(response: Judged) -> Any:
+        if isinstance(returned, BaseException):
+            raise returned
+        return returned
+
+    terms = {"b": lambda response: 1.0, "a": term}
+    assert judge(lambda *_: True, terms, "x", "7", 1, 2, False) == Verdict(False, error=error)
+
+
+def test_terms_in_a_worker(user_module: str) -> None:
+    terms = {
+        "format": RewardTerm(function="megarl.rewards.shaping:matches", arguments={"pattern": "^a.b$"}),
+        "acts": RewardTerm(function="pool_test_verifiers:term"),
+    }
+    with VerifierPool(user_module, workers=1, timeout=2.0, terms=terms) as pool:
+        found = pool.verify([("a\nb", "a\nb", 3, 8, False), ("ab", "c", 2, 8, True), ("a", "a")])
+        assert found == [
+            Verdict(True, terms={"format": 1.0, "acts": 3 / 8}),
+            Verdict(False, terms={"format": 0.0, "acts": 2 / 8}),
+            Verdict(True),
+        ]
+        late = pool.verify([("slow term", "", 1, 8, False), ("a", "a", 8, 8, False)])
+        assert late == [
+            Verdict(False, error="timeout after 2 s"),
+            Verdict(True, terms={"format": 0.0, "acts": 1.0}),
+        ]
+    with pytest.raises(ConfigError, match=r"^reward.terms.x.function: pool_test_verifiers has no function"):
+        VerifierPool("dapo", terms={"x": RewardTerm(function="pool_test_verifiers:no")})
+    with pytest.raises(ConfigError, match=r"^reward.terms.x.function: 'dapo' names no function"):
+        VerifierPool("dapo", terms={"x": RewardTerm(function="dapo")})
 
 
 def test_a_worker_killed_from_outside_while_it_works(user_module: str) -> None:

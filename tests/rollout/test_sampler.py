@@ -8,6 +8,7 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from megarl.data.experience import Experience
 from megarl.data.prompts import Prompt
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.batch import RolloutBatch
+from megarl.rollout.batch import Group, RolloutBatch
 from megarl.rollout.sampler import RolloutSampler, RolloutWorker
 from megarl.rollout.sampling import SamplingParams
 from megarl.rollout.transformers_engine import TransformersEngine
@@ -220,6 +221,46 @@ def test_scores_are_rewards(world):
     assert result.stats()["eval/score"] == pytest.approx(np.mean([a["score"] or 0.0 for a in answers]))
     plain = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(world[2][:2], k=2))[0]
     assert "eval/score" not in plain.stats() and {a["score"] for a in plain.answers(world[1])} == {None}
+
+
+class WithTerms(OddText):
+    """What the pool gives where a configuration has terms, from the sizes that it is given."""
+
+    def verify(self, items: Sequence[tuple[Any, ...]]) -> list[Verdict]:
+        verdicts = super().verify([item[:2] for item in items])
+        return [
+            replace(v, terms={"brevity": 1 - item[2] / item[3], "cut": float(item[4])})
+            if item[2:] and v.error is None
+            else v
+            for v, item in zip(verdicts, items, strict=True)
+        ]
+
+
+def test_terms_are_added_by_their_weights(world):
+    terms = {
+        "brevity": {"function": "m:f", "weight": 0.5},
+        "cut": {"function": "m:g", "weight": -2.0},
+    }
+    settings_ = config(reward={"weight": 3.0, "terms": terms, "overlong": {"soft_punishment": False}})
+    batches = run_ranks(world, settings_, 1, steps=3, verifiers=[WithTerms()])[0]
+    responses, failed = [r for batch in batches for r in batch.responses], 0
+    for r in responses:
+        value = 3.0 if r.correct else -3.0
+        if r.error is None:
+            value += 0.5 * (1 - r.tokens.size / 12) - 2.0 * r.truncated
+            assert r.terms == {"brevity": 1 - r.tokens.size / 12, "cut": float(r.truncated)}
+        failed += r.error is not None
+        assert r.reward == pytest.approx(value)
+    assert failed and {r.truncated for r in responses} == {True, False}
+    rows = batches[0].responses  # of the first step none was sampled before
+    means = {f"reward/term_{name}": np.mean([r.terms.get(name, 0.0) for r in rows]) for name in terms}
+    assert {name: batches[0].stats[name] for name in means} == pytest.approx(means)
+    again = [Group.from_state(json.loads(json.dumps(g.state_dict()))) for g in batches[0].groups]
+    assert [r.terms for g in again for r in g.responses] == [r.terms for r in rows]
+    evaluated = run_ranks(
+        world, settings_, 1, 0, act=lambda s: s.evaluate(world[2][:2], k=2), verifiers=[WithTerms()]
+    )[0]
+    assert all(r.terms == {} for g in evaluated.groups for r in g.responses)
 
 
 def test_to_experience_is_build_with_the_columns(world):

@@ -1,0 +1,55 @@
+"""What is added to the verifier's reward: the soft overlong punishment, and terms of `reward.terms` for
+length and format."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from megarl.rewards.answer import find_answer, last_boxed
+from megarl.rewards.verdict import Judged
+
+THINK_ANSWER = r"\A\s*<think>.*?</think>\s*<answer>.*?</answer>\s*\Z"
+
+
+def soft_overlong_punishment(length: int, max_tokens: int, buffer: int) -> float:
+    """Return DAPO eq. 13, in [-1, 0], for a response of `length` tokens, with L_max = `max_tokens` and
+    L_cache = `buffer` (0 < buffer <= max_tokens, else ValueError).
+
+    0 for |y| <= L_max - L_cache; ((L_max - L_cache) - |y|) / L_cache up to L_max; -1 beyond."""
+    if not 0 < buffer <= max_tokens:
+        raise ValueError(f"buffer must be in (0, max_tokens = {max_tokens}] (got {buffer})")
+    return max(-1.0, min(0.0, (max_tokens - buffer - length) / buffer))
+
+
+def cosine_length(
+    response: Judged,
+    correct_short: float = 2.0,
+    correct_long: float = 1.0,
+    wrong_short: float = -10.0,
+    wrong_long: float = 0.0,
+    truncated: float = -10.0,
+) -> float:
+    """Return the cosine reward (Yeo et al. 2025, arXiv 2502.03373): r_L + (r_0 - r_L) (1 + cos(pi l / L)) / 2
+    for l of at most L tokens, from r_0 for none to r_L for L; `truncated` for a response that was cut.
+
+    r_0 and r_L are `*_short` and `*_long` of right and of wrong answers; the defaults are the paper's: right
+    answers had better be short, wrong ones had better have thought longer. It is a whole reward: the paper
+    has no other, which is `reward.weight` 0."""
+    if response.truncated:
+        return truncated
+    short, long = (correct_short, correct_long) if response.verdict.correct else (wrong_short, wrong_long)
+    return long + (short - long) * (1 + math.cos(math.pi * response.length / response.longest)) / 2
+
+
+def matches(response: Judged, pattern: str = THINK_ANSWER) -> float:
+    """Return 1 where the regular expression is found in the response (`.` matches ends of lines, too), else
+    0. By default the format reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2): thoughts and answer in
+    their tags, and nothing else."""
+    return float(re.search(pattern, response.text, re.DOTALL) is not None)
+
+
+def boxed_or_answer_line(response: Judged) -> float:
+    """Return 1 where the response gives its answer where verifiers look for it, in a line `Answer: ...` or in
+    `\\boxed{...}`, right or wrong; else 0."""
+    return float(find_answer(response.text) is not None or last_boxed(response.text) is not None)

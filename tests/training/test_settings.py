@@ -1,0 +1,35 @@
+"""What a run must share with the one that it continues."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import Config
+from megarl.training.checkpoint import Checkpoint, check_continues, settings_of
+
+
+def test_one_term_more_or_less_is_another_reward(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    def config(**terms: Any) -> Config:
+        named = {name: {"function": "m:f", "weight": weight} for name, weight in terms.items()}
+        run: dict[str, Any] = {"recipe": "grpo", "run_dir": "runs/x", "steps": 3}
+        return Config(**run, model={"path": tmp_path}, reward={"terms": named, "workers": len(terms) + 1})
+
+    def checkpoint(settings: dict[str, Any]) -> Checkpoint:
+        manifest = {"settings": settings, "step": 1, "stage": "train"}
+        return Checkpoint(tmp_path, json.loads(json.dumps(manifest)))  # as it comes back from a file
+
+    one, two = config(a=0.5), config(a=0.5, b=1.0)
+    check_continues(one, checkpoint(settings_of(one)))
+    for now, then in ((one, two), (two, one), (config(), one), (one, config()), (config(a=0.25), one)):
+        with pytest.raises(ConfigError, match=r"^reward\.terms: is .*, the run there has "):
+            check_continues(now, checkpoint(settings_of(then)))
+    # Of a version that had no terms.
+    older = {key: value for key, value in settings_of(one).items() if key != "reward.terms"}
+    check_continues(one, checkpoint(older))
