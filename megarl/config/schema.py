@@ -212,6 +212,12 @@ class DynamicSamplingConfig(Section):
     eq. 11)."""
 
     enabled: bool = field(False, "keep groups with 0 < correct < group_size", "", "DAPO eq. 11; not in VAPO")
+    by: Literal["accuracy", "score"] = field(
+        "accuracy",
+        "what must differ within a group that is kept: right and wrong, or its rewards, of whatever parts "
+        "(standard deviation > 1e-6)",
+        source="DAPO eq. 11: accuracy",
+    )
     max_batches: int = field(10, "generation batches per step, then `at_limit` applies", "batches", ge=1)
     at_limit: Literal["continue", "stop"] = field(
         "continue", "at max_batches: fill up with rejected groups, or stop the run with a message"

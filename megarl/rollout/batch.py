@@ -63,8 +63,13 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """Return whether 0 < correct < group size (DAPO eq. 11): then rewards differ within the group."""
+        """Return whether 0 < correct < group size (DAPO eq. 11)."""
         return 0 < self.correct < len(self.responses)
+
+    @property
+    def spread(self) -> float:
+        """Return the standard deviation of the rewards, that of the group itself."""
+        return float(np.std([r.reward for r in self.responses]))
 
     def texts(self, tokenizer: Any) -> Iterator[tuple[Response, str]]:
         """Return each response with its text."""

@@ -38,6 +38,7 @@ from megarl.rollout.weight_sync import Failures
 if TYPE_CHECKING:
     from megarl.rewards.pool import Item, VerifierPool
 
+SAME = 1e-6  # rewards of a smaller standard deviation count as one: group_advantages adds this to it
 TICK = 0.25  # seconds after which ranks exchange what has ended: none waits for a whole response
 
 
@@ -236,12 +237,15 @@ class GroupCollector:
     def _first(self) -> int:
         return math.ceil(self.missing * self.dynamic.oversample) if self.dynamic.enabled else self.missing
 
+    def _differs(self, group: Group) -> bool:
+        return group.mixed if self.dynamic.by == "accuracy" else group.spread > SAME
+
     def _accepts(self, group: Group) -> bool:
-        return group.mixed or not self.dynamic.enabled
+        return not self.dynamic.enabled or self._differs(group)
 
     def _estimate(self, missing: int, ahead: Sequence[Group]) -> int:
         """Estimate the prompts for `missing` accepted groups, by Laplace's rule: careful after few."""
-        kept = len(self.offered) - len(self.rejected) + sum(group.mixed for group in ahead)
+        kept = len(self.offered) - len(self.rejected) + sum(map(self._differs, ahead))
         return math.ceil(missing * (len(self.offered) + len(ahead) + 2) / (kept + 1))
 
     def _check_limit(self) -> None:
@@ -252,10 +256,11 @@ class GroupCollector:
         if errors and None not in errors:
             first = min(map(str, errors))
             raise ConfigError(f"reward.verifier: it failed on every answer of {count} prompts: {first}")
+        wanted = "right and wrong answers" if self.dynamic.by == "accuracy" else "rewards that differ"
         raise DataError(
             f"rollout.dynamic_sampling.max_batches: after {self.dynamic.max_batches} generation batches "
-            f"({count} prompts) only {len(self.accepted)} of {self.prompts} groups have right and wrong "
-            "answers (raise it, choose other prompts, or set rollout.dynamic_sampling.at_limit to continue)"
+            f"({count} prompts) only {len(self.accepted)} of {self.prompts} groups have {wanted} "
+            "(raise it, choose other prompts, or set rollout.dynamic_sampling.at_limit to continue)"
         )
 
     def offer(self, groups: Sequence[Group]) -> None:
@@ -272,16 +277,18 @@ class GroupCollector:
 
     def stats(self) -> dict[str, float]:
         """Return rollout/*: counts over the groups offered in this step. kept + all right + all wrong =
-        prompts, with or without filtering. waste: the share of their tokens that are neither trained on nor
-        kept for the next step."""
+        prompts, with or without filtering; by score the latter two count those that are not kept, and a group
+        of right and wrong answers with one reward is in none of the three. waste: the share of their tokens
+        that are neither trained on nor kept for the next step."""
         groups, surplus = self.result()
         used = {id(group) for group in (*groups, *surplus)}
         tokens = [sum(r.tokens.size for r in group.responses) for group in self.offered]
         waste = sum(n for group, n in zip(self.offered, tokens, strict=True) if id(group) not in used)
-        right = sum(group.correct == len(group.responses) for group in self.offered)
-        wrong = sum(group.correct == 0 for group in self.offered)
+        alike = [group for group in self.offered if not self._differs(group)]
+        right = sum(group.correct == len(group.responses) for group in alike)
+        wrong = sum(group.correct == 0 for group in alike)
         return {
-            "rollout/groups_kept": len(self.offered) - right - wrong,
+            "rollout/groups_kept": len(self.offered) - len(alike),
             "rollout/groups_all_right": right,
             "rollout/groups_all_wrong": wrong,
             "rollout/batches": self.batches or math.ceil(len(self.offered) / self.prompts),

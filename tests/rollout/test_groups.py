@@ -92,6 +92,42 @@ def test_without_dynamic_sampling_one_generation_is_the_batch(outcomes, prompts)
     assert [g.prompt.uid for g in groups] == list(range(prompts)) and not surplus
 
 
+@given(
+    rewards=st.lists(
+        st.lists(st.sampled_from([-1.0, 0.1, 0.1 + 1e-8, 0.3, 1.0]), min_size=SIZE, max_size=SIZE),
+        max_size=30,
+    ),
+    correct=st.lists(st.integers(0, SIZE), min_size=30, max_size=30),
+    by=st.sampled_from(["accuracy", "score"]),
+)
+def test_what_must_differ(rewards, correct, by):
+    """By score the rewards decide, whatever is right; rewards that differ by rounding alone are the same."""
+    groups = []
+    for i, row in enumerate(rewards):
+        one = group(i, correct[i])
+        one.responses = [replace(r, reward=reward) for r, reward in zip(one.responses, row, strict=True)]
+        groups.append(one)
+    collector = GroupCollector(99, DynamicSamplingConfig(enabled=True, by=by))
+    collector.offer(groups)
+    differ = [
+        max(row) - min(row) > 0.01 if by == "score" else g.mixed
+        for row, g in zip(rewards, groups, strict=True)
+    ]
+    assert [g.prompt.uid for g in collector.accepted] == [i for i, found in enumerate(differ) if found]
+    stats = collector.stats()
+    assert stats["rollout/groups_kept"] == sum(differ)
+    alike = [g.correct for g, found in zip(groups, differ, strict=True) if not found]
+    assert stats["rollout/groups_all_right"] == alike.count(SIZE)
+    assert stats["rollout/groups_all_wrong"] == alike.count(0)
+
+
+def test_by_score_the_limit_speaks_of_rewards():
+    config = DynamicSamplingConfig(enabled=True, max_batches=1, at_limit="stop", by="score")
+    with pytest.raises(DataError, match="only 0 of 2 groups have rewards that differ"):
+        drive(GroupCollector(2, config), [0, SIZE])
+    assert drive(GroupCollector(2, config), [1, 2]) == [2]
+
+
 def test_refills_are_sized_by_the_acceptance_rate():
     # 8 wanted; 2 of the first 8 are mixed: rate (2 + 1) / (8 + 2), so ceil(6 / 0.3) = 20, bounded by 8.
     outcomes = [1, 1] + [0] * 6 + [1] * 4 + [SIZE] * 4
