@@ -17,6 +17,7 @@ SAMPLED = (
     *CRITICS,
     "rollout.dynamic_sampling",
     "reward.overlong",
+    "reward.model",
     "reward.terms",
     "reward.weight",
     "algorithm.kl_weight",
@@ -51,7 +52,8 @@ def _problems(c: Config) -> Iterator[str]:
 
     # A run never writes into the folder of a model that it reads.
     written = {"run_dir": c.run_dir, "value_pretraining.rollouts": c.value_pretraining.rollouts}
-    for key, model in (("model.path", c.model.path), ("critic.path", c.critic.path)):
+    models = {"critic.path": c.critic.path, "reward.model.path": c.reward.model.path}
+    for key, model in {"model.path": c.model.path, **models}.items():
         if model is None:
             continue
         folder, run = real(model), real(c.run_dir)
@@ -154,9 +156,16 @@ def _rollout_problems(c: Config) -> Iterator[str]:
     if reward.correct <= reward.incorrect:
         what = f"must be greater than reward.incorrect {reward.incorrect}"
         yield f"reward.correct: {what} (got {reward.correct})"
-    if not reward.weight and not any(term.weight for term in reward.terms.values()):
-        nothing = "0, and no term of reward.terms has a weight: nothing would be rewarded"
-        yield f"reward.weight: {nothing} (give one of them a weight)"
+    scored = reward.model.path is not None
+    terms = [term.weight for term in reward.terms.values()]
+    if not any((reward.weight, *terms, scored and reward.model.weight)):
+        nothing = "0, and neither a term of reward.terms nor a reward model has a weight"
+        yield f"reward.weight: {nothing}: nothing would be rewarded (give one of them a weight)"
+    if r.dynamic_sampling.enabled and r.dynamic_sampling.by == "score" and not (reward.weight or any(terms)):
+        what = "score: only the reward model rewards, and groups are filtered before it scores them"
+        yield f"rollout.dynamic_sampling.by: {what} (set it to accuracy, or weigh verifier or terms)"
+    for key in () if scored else _changed(c, "reward.model.weight"):
+        yield f"{key}: has no effect without a reward model (set reward.model.path)"
     for name in reward.terms:
         if not re.fullmatch("[A-Za-z0-9_]+", name):
             what = "a name must be of letters, digits and _, as its metric is reward/term_<name>"

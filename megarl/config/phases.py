@@ -72,7 +72,7 @@ class Phase:
 
     @property
     def model(self) -> str | None:
-        """The model that runs in this phase (actor, critic or reference); None where none does."""
+        """The model that runs in this phase (actor, critic, reference or reward); None where none does."""
         owners = {group.partition(".")[0] for group in self.on_gpu}
         return None if "engine" in owners else next(iter(owners), None)
 
@@ -111,6 +111,7 @@ OLD_LOGPROBS = declare(
 REFERENCE_LOGPROBS = declare(
     "reference_logprobs", reads="tokens", writes="ref_logprobs", on_gpu="reference.weights"
 )
+REWARD_MODEL = declare("reward_model", reads="tokens rewards", writes="rewards", on_gpu="reward.weights")
 VALUES = declare("values", reads="tokens", writes="values", on_gpu="critic.weights")
 GROUP_ADVANTAGES = declare("group_advantages", reads="rewards group_ids", writes="advantages")
 GAE_ADVANTAGES = declare("gae_advantages", reads="rewards values", writes="advantages returns")
@@ -133,8 +134,12 @@ SUPERVISED_UPDATE = declare(
     on_gpu="actor.weights actor.gradients actor.optimizer",
 )
 
-# VAPO section 4.1: the policy stands still, the critic is fitted to Monte-Carlo returns.
-VALUE_PRETRAINING = (ROLLOUT, DISTRIBUTE, VALUES, MONTE_CARLO_RETURNS, CRITIC_UPDATE)
+
+def pretraining_phases(config: Config) -> tuple[Phase, ...]:
+    """Return the phases of one step of value pretraining, in order: the policy stands still, the critic is
+    fitted to Monte-Carlo returns (VAPO section 4.1)."""
+    scored = (REWARD_MODEL,) if config.has_reward_model else ()
+    return (ROLLOUT, DISTRIBUTE, *scored, VALUES, MONTE_CARLO_RETURNS, CRITIC_UPDATE)
 
 
 def training_phases(config: Config) -> tuple[Phase, ...]:
@@ -146,10 +151,12 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
     if config.algorithm.kl_weight:  # GRPO's KL to the initial policy
         reference = (REFERENCE_LOGPROBS,)
         actor_update = replace(ACTOR_UPDATE, reads=ACTOR_UPDATE.reads | {"ref_logprobs"})
+    scored = (REWARD_MODEL,) if config.has_reward_model else ()
     if config.has_critic:  # PPO and VAPO: advantages from a critic, which is updated first
-        before = (ROLLOUT, DISTRIBUTE, OLD_LOGPROBS, *reference, VALUES, GAE_ADVANTAGES, CRITIC_UPDATE)
+        before = (ROLLOUT, DISTRIBUTE, OLD_LOGPROBS, *reference, *scored)
+        before += (VALUES, GAE_ADVANTAGES, CRITIC_UPDATE)
     else:  # GRPO and DAPO: advantages within the group, no critic
-        before = (ROLLOUT, DISTRIBUTE, OLD_LOGPROBS, *reference, GROUP_ADVANTAGES)
+        before = (ROLLOUT, DISTRIBUTE, OLD_LOGPROBS, *reference, *scored, GROUP_ADVANTAGES)
     return (*before, actor_update, WEIGHT_TRANSFER)
 
 

@@ -79,7 +79,7 @@ class Section(BaseModel):
 
 
 class Fp8Config(Section):
-    """FP8 matrix products in the layers of actor, critic and reference.
+    """FP8 matrix products in the layers of actor, critic, reference and reward model.
 
     Weights stay in model.dtype; the engine gets those. Embedding, heads, norms and attention are not
     touched."""
@@ -145,7 +145,7 @@ class ParallelConfig(Section):
 TensorGroup = Literal[
     "actor.weights", "actor.gradients", "actor.optimizer",
     "critic.weights", "critic.gradients", "critic.optimizer",
-    "reference.weights",
+    "reference.weights", "reward.weights",
     "engine.weights", "engine.kv_cache",
 ]  # fmt: skip
 
@@ -317,9 +317,19 @@ class RewardTerm(Section):
     arguments: dict[str, bool | int | float | str] = field({}, "further arguments, by name")
 
 
+class RewardModelConfig(Section):
+    """A reward model on the same ranks, whose score of each response is added to its reward."""
+
+    path: Path | None = field(
+        None,
+        "Hugging Face folder of a sequence classifier of one label, with the actor's tokenizer; null: none",
+    )
+    weight: float = field(1.0, "factor of its score; 0: only measured")
+
+
 class RewardConfig(Section):
-    """What a response is worth: weight * (the verifier's reward) + the terms, each by its weight + the
-    penalty of `overlong`."""
+    """What a response is worth: weight * (the verifier's reward) + the terms and the reward model's score,
+    each by its weight, + the penalty of `overlong`."""
 
     verifier: str = field(
         "dapo",
@@ -333,6 +343,7 @@ class RewardConfig(Section):
     terms: dict[str, RewardTerm] = field(
         {}, "name -> {function, weight, arguments}: added to the reward; reward/term_<name> is its mean"
     )
+    model: RewardModelConfig = section(RewardModelConfig)
     timeout: float = field(
         10.0, "longest time for one answer, which is then wrong and recorded", "seconds", gt=0
     )
@@ -497,7 +508,7 @@ class GuardConfig(Section):
 # The parts of a run by the names of its heartbeat: the phases, and what the trainer does beside them.
 WatchedPhase = Literal[
     "start", "choose a checkpoint", "resume", "rollout", "group_advantages", "distribute", "old_logprobs",
-    "reference_logprobs", "values", "gae_advantages", "monte_carlo_returns", "critic_update",
+    "reference_logprobs", "reward_model", "values", "gae_advantages", "monte_carlo_returns", "critic_update",
     "actor_update", "weight_transfer", "read_pairs", "supervised_update", "residency", "evaluation",
     "checkpoint", "export actor", "export critic",
 ]  # fmt: skip
@@ -567,10 +578,15 @@ class Config(Section):
         """Return whether this run trains a value model."""
         return self.recipe != "sft" and self.algorithm.advantage == "gae"
 
+    @property
+    def has_reward_model(self) -> bool:
+        """Return whether a reward model scores this run's responses."""
+        return self.recipe != "sft" and self.reward.model.path is not None
+
     def has_group(self, group: TensorGroup) -> bool:
         """Return whether this run has such tensors on its devices."""
         present = {"actor": True, "critic": self.has_critic, "engine": self.recipe != "sft"}
-        present["reference"] = bool(self.algorithm.kl_weight)
+        present |= {"reference": bool(self.algorithm.kl_weight), "reward": self.has_reward_model}
         return present[group.partition(".")[0]]
 
     @property

@@ -77,10 +77,12 @@ def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
 
 
 def draw_rewards(runs: Runs) -> Drawing | None:
-    """Draw the means of the verifier's score and of the terms of the reward, those that the runs have."""
+    """Draw the means of the verifier's score, of the terms of the reward and of the reward model's scores,
+    those that the runs have."""
     records = [record for run in runs for record in run.by_stage.get("train", {}).values()]
-    keys = {key for record in records for key in record if key.startswith(("reward/score", "reward/term_"))}
-    names = {key: _words(key.removeprefix("reward/").removeprefix("term_")) for key in sorted(keys)}
+    named = {"reward/score": "verifier's score", "reward/model_mean": "reward model"}
+    keys = {key for record in records for key in record if key in named or key.startswith("reward/term_")}
+    names = {key: named.get(key) or _words(key.removeprefix("reward/term_")) for key in sorted(keys)}
     curves = dict(zip(names, zip(names.values(), cycle(COLOUR), strict=False), strict=False))
     return draw_curves(Spec("", "", curves), runs) if curves else None
 

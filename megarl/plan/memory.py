@@ -16,12 +16,16 @@ from megarl.config.phases import WEIGHT_TRANSFER, Phase, never_offloaded, traini
 from megarl.config.schema import Config
 from megarl.parallel.layout import Layout
 from megarl.plan.sizes import GIB, SINGLE, Activations, Device, Held, Shape, activations, device_of
+from megarl.weights.families import read_config
 from megarl.weights.layout import check_layout
 
 # Our estimates:
 OVERHEAD = 4 * GIB  # of each GPU: CUDA contexts of the rank and its engine, buffers of communicators
 FRAGMENTATION = 1.05  # what torch's allocator takes for each byte of activations
 HOST_PROCESS = 4 * GIB  # a rank with torch, Megatron and its engine's processes, without tensors
+
+
+SCALAR = ("critic", "reward")  # models whose head gives one number
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,14 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """One layout of a run. config: with the layout in it; actor, critic: their sizes; device: the GPU."""
+    """One layout of a run. config: with the layout in it; actor, critic: their sizes; device: the GPU;
+    reward: sizes of the reward model, None: the actor's."""
 
     config: Config
     actor: Shape
     critic: Shape
     device: Device
+    reward: Shape | None = None
 
     @cached_property
     def phases(self) -> list[Phase]:
@@ -86,10 +92,10 @@ class Plan:
         return max(self.longest, self.config.update.tokens_per_micro_batch)
 
     def shape(self, model: str) -> Shape:
-        return self.critic if model == "critic" else self.actor
+        return {"critic": self.critic, "reward": self.reward or self.actor}.get(model, self.actor)
 
     def held(self, model: str, stage: int) -> Held:
-        return self.shape(model).held(self.layout, stage, critic=model == "critic")
+        return self.shape(model).held(self.layout, stage, critic=model in SCALAR)
 
     @property
     def engine_tp(self) -> int:
@@ -152,7 +158,7 @@ class Plan:
             chunk=config.update.logprob_chunk,
             layers=self.layers,
             sequence_parallel=tp > 1 and config.parallel.sequence_parallel is not False,
-            critic=model == "critic",
+            critic=model in SCALAR,
         )
 
     def work(self, phase: Phase, stage: int, tokens: float) -> dict[str, float]:
@@ -297,13 +303,16 @@ def plan_of(
     *,
     memory: float | None = None,
 ) -> Plan:
-    """Return the plan of a configuration whose models have these config.json.
+    """Return the plan of a configuration whose models have these config.json; a reward model has its own, or
+    is as large as the actor where it is not on this machine.
     memory: bytes of a GPU that is there. Raises ConfigError where the model or the ranks cannot be divided as
     `parallel` says."""
-    parallel, dtype = config.parallel, config.model.dtype
-    for described in (actor, critic or actor):
+    parallel, dtype, scorer = config.parallel, config.model.dtype, config.reward.model.path
+    reward = read_config(scorer) if scorer and (scorer / "config.json").is_file() else actor
+    for described in (actor, critic or actor, reward):
         check_layout(described, parallel.tp, parallel.pp, parallel.ep)
-    plan = Plan(config, Shape(actor, dtype), Shape(critic or actor, dtype), device_of(config.cluster, memory))
+    shapes = Shape(actor, dtype), Shape(critic or actor, dtype)
+    plan = Plan(config, *shapes, device_of(config.cluster, memory), Shape(reward, dtype))
     try:
         _ = plan.layout
     except ValueError as error:

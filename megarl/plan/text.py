@@ -9,7 +9,7 @@ from megarl.plan.sizes import GIB
 from megarl.plan.times import Estimate, Found, Lengths
 
 COLUMNS = (
-    ("weights", ("actor.weights", "critic.weights", "reference.weights")),
+    ("weights", ("actor.weights", "critic.weights", "reference.weights", "reward.weights")),
     ("gradients", ("actor.gradients", "critic.gradients")),
     ("optimizer", ("actor.optimizer", "critic.optimizer")),
     ("engine", ("engine.weights",)),

@@ -178,7 +178,7 @@ def search(plan: Plan, lengths: Lengths) -> list[Found]:
 
 def _judge(plan: Plan, lengths: Lengths) -> Found:
     try:
-        for shape in (plan.actor, plan.critic):
+        for shape in (plan.actor, plan.critic, plan.shape("reward")):
             check_layout(shape.config, plan.layout.tp, plan.layout.pp, plan.layout.ep)
         problem = plan.problem()
     except (MegarlError, ValueError) as error:

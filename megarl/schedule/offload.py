@@ -24,6 +24,7 @@ ADVICE = {
     "evaluation": "lower rollout.engine_memory",
     "old_logprobs": LOGPROB_ADVICE,
     "reference_logprobs": LOGPROB_ADVICE,
+    "reward_model": "lower update.tokens_per_micro_batch, or raise parallel.tp",
     "values": "lower update.tokens_per_micro_batch, or raise parallel.tp",
     "weight_transfer": "lower rollout.transfer_bucket or rollout.engine_memory",
     "start": "raise parallel.tp or parallel.pp",

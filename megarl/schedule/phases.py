@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
@@ -87,6 +87,23 @@ def reference_logprobs(run: Run, step: Step) -> None:
     step.count_tokens(passes=1)
     columns = run.reference.logprob_columns(experience, step.local.micro_batches)
     experience["ref_logprobs"] = columns["logprobs"]
+
+
+def reward_model(run: Run, step: Step) -> None:
+    """Add the reward model's score of each response, by its weight, to the rewards of the whole batch."""
+    assert run.reward_model is not None
+    local, batch = step.local, step.batch
+    step.count_tokens(passes=1)
+    own = run.reward_model.sequence_scores(local.experience, local.micro_batches)
+    scores = local.gather(own, batch, run.runtime)
+    batch["rewards"] = batch["rewards"] + run.config.reward.model.weight * scores
+    local.experience["rewards"] = batch["rewards"][local.rows]
+    step.metrics |= {
+        "reward/model_mean": float(scores.double().mean()),
+        "reward/model_std": float(scores.double().std(correction=0)),
+    }
+    rewards = batch["rewards"].tolist()
+    step.samples = {row: replace(sample, reward=rewards[row]) for row, sample in step.samples.items()}
 
 
 def values(run: Run, step: Step) -> None:

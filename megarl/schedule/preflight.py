@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +77,15 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         critic = check_model(config.critic.path, "critic.path", config, critic=True)
         _check_vocabulary(critic, "critic.path", tokenizer)
         _check_positions(config, where, critic)
+    if config.has_reward_model and config.reward.model.path is not None:
+        key = "reward.model.path"
+        scorer = check_model(config.reward.model.path, key, config, critic=True)
+        if scorer.missing:
+            wanted = "a reward model is a sequence classifier of one label"
+            raise CheckpointError(f"{key}: {scorer.path}: has no {', '.join(scorer.missing)} ({wanted})")
+        _check_vocabulary(scorer, key, tokenizer)
+        _check_same_tokenizer(scorer.path, key, tokenizer)
+        _check_positions(config, where, scorer)
     if config.recipe != "sft":
         _check_positions(config, where, folder)
         _check_engine_layout(config, folder.config, device, world)
@@ -305,6 +315,37 @@ def _check_vocabulary(folder: ModelFolder | Described, key: str, tokenizer: Any)
             f"{key}: {folder.path}: its vocabulary of {vocabulary} does not hold {tokens} "
             "(they belong to different models)"
         )
+
+
+def _check_same_tokenizer(path: Path, key: str, tokenizer: Any) -> None:
+    """Check that the model in `path` was made for the actor's tokens: each has the same id there, and text is
+    cut in the same way. It may have more of them, such as one for padding."""
+    from transformers import AutoTokenizer
+
+    theirs, problem = _tried(
+        lambda: AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    )
+    if problem:
+        raise CheckpointError(f"{key}: {path}: its tokenizer cannot be loaded: {problem}")
+    own, other, different = tokenizer.get_vocab(), theirs.get_vocab(), []
+    for token, number in sorted(own.items(), key=itemgetter(1)):
+        if other.get(token) != number:
+            there = f"number {other[token]}" if token in other else "missing"
+            different.append(f"{token!r}, token {number} of the actor, is {there} there")
+            break
+    else:
+        pair = [json.loads(one.backend_tokenizer.to_str()) for one in (tokenizer, theirs)]
+        special = [{t["content"] for t in one["added_tokens"] if t["special"]} & own.keys() for one in pair]
+        parts = {
+            "merges differ": [one["model"].get("merges") for one in pair],
+            "special tokens differ": special,
+            "normalisation differs": [one["normalizer"] for one in pair],
+            "pre-tokenisation differs": [one["pre_tokenizer"] for one in pair],
+        }
+        different += [f"their {what}" for what, (mine, its) in parts.items() if mine != its]
+    if different:
+        remedy = "it is given the actor's tokens: choose one that was trained from the same family"
+        raise CheckpointError(f"{key}: {path}: its tokenizer is not the actor's: {different[0]} ({remedy})")
 
 
 def _check_positions(config: Config, where: str, folder: ModelFolder | Described) -> None:

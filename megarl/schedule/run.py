@@ -103,6 +103,9 @@ class Run:
         self.reference: InferenceModel | None = (
             self._settled("reference") if config.algorithm.kl_weight else None
         )
+        self.reward_model: InferenceModel | None = (
+            self._settled("reward") if config.has_reward_model else None
+        )
         if config.recipe == "sft":
             report = ReadReport()
             self.data_reports = {"train": report}
@@ -138,20 +141,23 @@ class Run:
         )
 
     def _settled(self, name: str) -> Any:
-        """Build the actor, critic or reference model with its weights, and offload it."""
+        """Build the actor, critic, reference or reward model with its weights, and offload it."""
         config, runtime, folder, hf = self.config, self.runtime, self.folder, self.hf
         with self.offload.explained("start"):
-            if name == "critic":
-                folder = open_model(config.critic.path or config.model.path, critic=True)
+            scalar = name in ("critic", "reward")  # the head gives one number
+            if scalar:
+                key = "critic.path" if name == "critic" else "reward.model.path"
+                path = config.critic.path if name == "critic" else config.reward.model.path
+                folder = open_model(path or config.model.path, critic=True)
                 hf = read_hf_config(folder.path)
                 if hf.vocab_size < len(self.tokenizer):
                     raise ConfigError(
-                        f"critic.path: {folder.path}: its vocabulary of {hf.vocab_size} does not hold the "
+                        f"{key}: {folder.path}: its vocabulary of {hf.vocab_size} does not hold the "
                         f"{len(self.tokenizer)} tokens of the actor"
                     )
-            built = (build_critic if name == "critic" else build_actor)(config, hf, runtime)
-            load_weights(built, folder, runtime, critic=name == "critic")
-            if name == "reference":
+            built = (build_critic if scalar else build_actor)(config, hf, runtime)
+            load_weights(built, folder, runtime, critic=scalar)
+            if name in ("reference", "reward"):
                 model = InferenceModel(name, built.requires_grad_(False), runtime)
             else:
                 settings = config.critic if name == "critic" else config.actor
@@ -213,7 +219,8 @@ class Run:
 
     def megatron_seconds(self) -> float:
         """Return this rank's seconds in Megatron's forward and backward passes and optimizers so far."""
-        return sum(m.megatron_seconds for m in (self.actor, self.critic, self.reference) if m is not None)
+        models = (self.actor, self.critic, self.reference, self.reward_model)
+        return sum(model.megatron_seconds for model in models if model is not None)
 
     def export(self, which: str, out: Path) -> None:
         """Write `actor` or `critic` as a Hugging Face folder; every rank takes part."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megarl.config.errors import DeviceMemoryError, MegarlError, NumericalError
-from megarl.config.phases import VALUE_PRETRAINING, WEIGHT_TRANSFER, Phase, check_phases, training_phases
+from megarl.config.phases import WEIGHT_TRANSFER, Phase, check_phases, pretraining_phases, training_phases
 from megarl.observe.run_log import RunLog
 from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.parallel.comm import barrier, from_rank_0, gather_objects
@@ -48,7 +48,7 @@ class Trainer:
         self.stage = "sft" if config.recipe == "sft" else "train"
         self.phases = training_phases(config)
         check_phases(self.phases)
-        check_phases(VALUE_PRETRAINING)
+        check_phases(pretraining_phases(config))
         self.guards = Guards(config.guard)
         self.pretraining_progress: dict[str, Any] = {"steps": 0, "done": False}
         self.facts = RunFacts(
@@ -151,7 +151,7 @@ class Trainer:
         while not self.pretraining_progress["done"]:
             number = self.pretraining_progress["steps"] + 1
             step = Step(PRETRAINING, number)
-            self.step(step, VALUE_PRETRAINING)
+            self.step(step, pretraining_phases(self.config))
             explained = step.metrics.get("value/explained_variance", -math.inf)  # a skipped step has none
             enough = explained >= config.explained_variance
             self.pretraining_progress = {"steps": number, "done": enough or number == config.steps}

@@ -129,7 +129,8 @@ def settings_of(config: Config) -> dict[str, Any]:
         for key, _ in fields(Config)
         if not any(f"{key}.".startswith(f"{free}.") for free in FREE)
     }
-    for key, folder in (("model.path", config.model.path), ("critic.path", config.critic.path)):
+    models = {"critic.path": config.critic.path, "reward.model.path": config.reward.model.path}
+    for key, folder in {"model.path": config.model.path, **models}.items():
         if folder is not None:
             found[f"{key}/config.json"] = sha256_of(folder / "config.json")
     return found

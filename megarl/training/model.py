@@ -1,6 +1,6 @@
-"""Actor, critic and reference model in training: forward passes into columns of a batch, the optimizer loop
-over mini-batches (on Megatron's DDP, distributed optimizer, learning-rate schedule and pipeline schedule),
-and which of their tensors can be offloaded.
+"""Actor, critic, reference and reward model in training: forward passes into columns of a batch, the
+optimizer loop over mini-batches (on Megatron's DDP, distributed optimizer, learning-rate schedule and
+pipeline schedule), and which of their tensors can be offloaded.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ def _finalize(model: Any, num_tokens: Any = None, **groups: Any) -> None:
 
 
 class InferenceModel:
-    """A forward-only model (the reference policy)."""
+    """A forward-only model (the reference policy, the reward model)."""
 
     def __init__(self, name: str, model: Actor | Critic, runtime: Runtime) -> None:
         self.name, self.model, self.runtime = name, model, runtime
@@ -64,6 +65,25 @@ class InferenceModel:
     def value_columns(self, experience: Experience, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """Compute {"values"}: float32 [T], 0 outside the responses. As `logprob_columns`."""
         return self._columns(("values",), experience, micro_batches)
+
+    def sequence_scores(self, experience: Experience, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Compute a reward model's score of each sequence, float32 [n]: its head at the last token, as
+        transformers' sequence classifiers have it (a critic's head for a token stands at the one before).
+        As `logprob_columns`."""
+        ends = experience.cu_seqlens[1:] - 1
+        at_ends = []
+        for batch in micro_batches:
+            last = torch.isin(batch.token_indices, ends)
+            there = last.to(batch.labels.device)
+            at_ends.append(
+                replace(
+                    batch,
+                    logit_indices=batch.logit_indices[there] + 1,
+                    labels=batch.labels[there],
+                    token_indices=batch.token_indices[last],
+                )
+            )
+        return self._columns(("scores",), experience, at_ends)["scores"][ends]
 
     def _columns(
         self, names: tuple[str, ...], experience: Experience, micro_batches: Sequence[MicroBatch]

@@ -483,6 +483,33 @@ class TestModelFolder:
             "/config.json: model_type: 'bert' is not a known family"
         )
 
+    def test_reward_model(self, scene: Scene, tmp_path: Path, model_copy: Path) -> None:
+        key = "reward.model.path"
+        assert scene.train_refused(f"{key}=/no/model").startswith(f"{key}: /no/model: no such folder")
+        line = scene.train_refused(f"{key}={model_copy}")
+        assert line.startswith(f"{key}: {model_copy}: has no score.weight (a reward model is")
+        sizes: dict[str, Any] = {"max_positions": 256, "classification": "sequence"}
+        scorer = make_tiny_model(tmp_path / "scorer", "llama", **sizes)
+        tokenizer, other = scorer / "tokenizer.json", f"{key}: {scorer}: its tokenizer is not the actor's: "
+        whole = json.loads(tokenizer.read_text())
+
+        def refused(**changes: Any) -> str:
+            tokenizer.write_text(json.dumps(whole | changes))
+            return scene.train_refused(f"{key}={scorer}")
+
+        vocab = dict(whole["model"]["vocab"])
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+        first, second = sorted((whole["model"]["vocab"][c], c) for c in "ab")
+        assert refused(model=whole["model"] | {"vocab": vocab}).startswith(
+            f"{other}{first[1]!r}, token {first[0]} of the actor, is number {second[0]} there (it is given"
+        )
+        assert refused(normalizer={"type": "Lowercase"}).startswith(f"{other}their normalisation differs")
+        plain = [token | {"special": token["id"] < 3} for token in whole["added_tokens"]]
+        (scorer / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        assert refused(added_tokens=plain).startswith(f"{other}their special tokens differ")
+        tokenizer.unlink()
+        assert scene.train_refused(f"{key}={scorer}").startswith(f"{key}: {scorer}: its tokenizer cannot be")
+
     def test_critic_with_two_labels(self, scene: Scene, tmp_path: Path) -> None:
         folder = make_tiny_model(tmp_path / "m", "qwen2", max_positions=256, classification="sequence")
         weights = load_file(folder / "model.safetensors")

@@ -404,8 +404,16 @@ class TestContradictions:
         "recipe=sft value_pretraining.steps=3": "value_pretraining.steps: recipe sft",
         "recipe=sft algorithm.kl_weight=0.1": "algorithm.kl_weight: recipe sft",
         "recipe=sft reward.terms.a.function=m:f": "reward.terms: recipe sft learns from given responses",
-        "reward.weight=0": "reward.weight: 0, and no term of reward.terms has a weight: nothing would be",
-        "reward.weight=0 reward.terms.a.function=m:f reward.terms.a.weight=0": "reward.weight: 0, and no ",
+        "reward.weight=0": "reward.weight: 0, and neither a term of reward.terms nor a reward model has a",
+        "reward.weight=0 reward.terms.a.function=m:f reward.terms.a.weight=0": "reward.weight: 0, and ",
+        "reward.weight=0 reward.model.path=m reward.model.weight=0": "reward.weight: 0, and neither a term",
+        "recipe=dapo reward.weight=0 reward.model.path=m rollout.dynamic_sampling.by=score": (
+            "rollout.dynamic_sampling.by: score: only the reward model rewards, and groups are"
+        ),
+        "reward.model.weight=2": "reward.model.weight: has no effect without a reward model",
+        "recipe=sft reward.model.path=m": "reward.model.path: recipe sft learns from given responses",
+        "residency.keep=[reward.weights]": "residency.keep: reward.weights: this run has none",
+        "run_dir=s/run reward.model.path=s": "run_dir: s/run is in reward.model.path s",
         "reward.terms.a/b.function=m:f": (
             "reward.terms: a name must be of letters, digits and _, as its metric is reward/term_<name> "
             "(got 'a/b')"

@@ -66,7 +66,7 @@ def test_parts_of_the_reward_have_a_curve_each() -> None:
     assert drawn is not None and len(colours(drawn)) == 2
     assert ">a b 0.25<" in drawn.svg and ">c 0.75<" in drawn.svg and ">mean" not in drawn.svg
     graded = draw_rewards([Run("x", [record | {"reward/score": 0.5} for record in records])])
-    assert graded is not None and len(colours(graded)) == 3 and ">score 0.5<" in graded.svg
+    assert graded is not None and len(colours(graded)) == 3 and ">verifier's score 0.5<" in graded.svg
     assert draw_rewards([Run("x", [{"step": 1, "stage": "train", "reward/mean": 1.0}])]) is None
 
 

@@ -108,6 +108,29 @@ def values(
     ]
 
 
+def reward_scores(
+    runtime: Runtime, folder: Path, prompts: list[list[int]], responses: list[list[int]]
+) -> tuple[Any, list[int]]:
+    """A reward model's scores of all responses in the order given, on every rank, and the sequences in each
+    micro-batch of this replica's share."""
+    from megarl.model.builder import build_critic, read_hf_config
+    from megarl.training.batch import distribute
+    from megarl.training.model import InferenceModel
+
+    config = make_config(folder, mini_batch=4)
+    built = build_critic(config, read_hf_config(folder), runtime)
+    load(built, folder, runtime, critic=True)
+    batch = Experience.build(prompts, responses)
+    for column in ("correct", "truncated"):
+        batch[column] = torch.zeros(len(prompts), dtype=torch.bool)
+    local = distribute(batch, config, 4, 3, [built], runtime)
+    model = InferenceModel("reward", built, runtime)
+    scores = model.sequence_scores(local.experience, local.micro_batches)
+    ends = local.experience.cu_seqlens[1:] - 1
+    packed = [int(torch.isin(b.token_indices, ends).sum()) for b in local.micro_batches]
+    return local.gather(scores, batch, runtime), packed
+
+
 def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, options: dict[str, Any]) -> Any:
     """Gradients of one mini-batch in Hugging Face names and shapes (on rank 0; {} elsewhere), and the
     statistics' sums."""

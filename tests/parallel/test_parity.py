@@ -113,3 +113,29 @@ def test_values_equal_hugging_face(
     last = torch.tensor([len(r) for r in responses]).cumsum(0) - 1
     for found in ranks(tp, pp, dp).run(jobs.values, folder=folder, prompts=prompts, responses=responses):
         assert (found[last] - scores).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [(1, 1, 1), (2, 1, 1), (1, 1, 2), pytest.param((2, 2, 1), marks=pytest.mark.slow)],
+    ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format,
+)
+def test_a_reward_models_scores_equal_hugging_face(
+    layout: tuple[int, int, int], ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+) -> None:
+    """Of whole responses, packed, in the order of the batch whichever replica has scored them."""
+    prompts, responses = sequences(101)
+    prompts, responses = prompts[:4] * 2, responses[:4] + responses[:4][::-1]
+    for family in ("qwen3", "llama"):
+        folder = make_tiny_model(
+            tmp_path / family, family, vocab=101, layers=2 * layout[1], classification="sequence"
+        )
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            rows = zip(prompts, responses, strict=True)
+            expected = torch.cat([model(torch.tensor([p + r])).logits[:, 0] for p, r in rows])
+        assert expected.unique().numel() == 8
+        arguments = {"folder": folder, "prompts": prompts, "responses": responses}
+        for found, packed in ranks(*layout).run(jobs.reward_scores, **arguments):
+            assert (found - expected).abs().max() <= 1e-5
+            assert max(packed) > 1, "several sequences of one pack"

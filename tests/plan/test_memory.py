@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.plan.memory import Plan, check_fits, plan_of, with_layout
+from megarl.plan.times import default_lengths, estimate
 from megarl.weights.cost import KNOWN_MODELS
 from tests.plan.jobs import group_sizes, hf_of, plan_for
 from tests.ranks import RankPool
@@ -112,6 +114,27 @@ def test_parameters_of_public_models(name: str) -> None:
     assert Shape(KNOWN_MODELS[name], "bf16").parameters == sum(
         map(prod, hf_shapes(KNOWN_MODELS[name]).values())
     )
+
+
+def test_a_reward_model_is_planned(tmp_path: Path) -> None:
+    """It takes the memory of a critic's weights, in a phase of its own, and time; a small one takes less."""
+    with_one = plan_32b("reward.model.path=/no/such/folder")
+    without = plan_32b()
+    for stage in range(with_one.layout.pp):
+        assert with_one.group("reward.weights", stage) == with_one.group("critic.weights", stage)
+    needs = {need.phase: need for need in with_one.needs()}
+    assert needs.keys() - {need.phase for need in without.needs()} == {"reward_model"}
+    assert needs["reward_model"].parts["reward.weights"] > 0
+    assert needs["reward_model"].total < needs["critic_update"].total
+    kept = plan_32b("reward.model.path=/no/such/folder", "residency.keep=[reward.weights]")
+    assert all(need.parts["reward.weights"] > 0 for need in kept.needs())
+    assert with_one.checkpoint() == without.checkpoint()
+    assert sum(with_one.host().values()) > sum(without.host().values())
+    times = estimate(with_one, default_lengths(with_one)).parts
+    assert times["reward_model"] == pytest.approx(times["values"], rel=0.01)
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen2.5-7B"]))
+    smaller = plan_32b(f"reward.model.path={tmp_path}", "parallel.tp=4", "parallel.pp=4", "parallel.dp=8")
+    assert 0 < smaller.group("reward.weights", 0) < smaller.group("critic.weights", 0) / 3
 
 
 def plan_32b(*overrides: str) -> Plan:

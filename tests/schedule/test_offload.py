@@ -14,10 +14,10 @@ from megarl.config.phases import (
     ACTOR_UPDATE,
     GROUPS,
     ROLLOUT,
-    VALUE_PRETRAINING,
     Phase,
     check_phases,
     never_offloaded,
+    pretraining_phases,
     training_phases,
 )
 from megarl.config.schema import Config
@@ -39,6 +39,7 @@ def make_config(**keys: object) -> Config:
     return Config.model_validate(given | keys)
 
 
+SCORED: dict[str, object] = {"algorithm": {"advantage": "gae"}, "reward": {"model": {"path": Path("m")}}}
 ORDERS = {
     "grpo": training_phases(make_config(recipe="grpo")),
     "grpo with kl": training_phases(make_config(recipe="grpo", algorithm={"kl_weight": 0.1})),
@@ -46,7 +47,10 @@ ORDERS = {
     "vapo with kl": training_phases(
         make_config(recipe="vapo", algorithm={"advantage": "gae", "kl_weight": 0.1})
     ),
-    "value pretraining": VALUE_PRETRAINING,
+    "vapo with a reward model": training_phases(make_config(recipe="vapo", **SCORED)),
+    "dapo with a reward model": training_phases(make_config(recipe="dapo", reward=SCORED["reward"])),
+    "value pretraining": pretraining_phases(make_config(recipe="vapo")),
+    "value pretraining with a reward model": pretraining_phases(make_config(recipe="vapo", **SCORED)),
     "sft": training_phases(make_config(recipe="sft")),
 }
 
