@@ -44,6 +44,7 @@ UNREAD = "not read as a number"
 
 _LIMIT = 10**15
 _BITS = 4096  # of a number on the way to the answer
+_DEGREE = 20  # of a root
 _TERMS = 256  # of a sum on the way
 _MAX_LENGTH = 300  # characters; the verifier reads no more either
 _MAX_DEPTH = 16  # brackets
@@ -309,7 +310,7 @@ class _Parser:
                 degree = self._sum()
                 self._must("]")
             inside = self._argument(last=True)
-            if not (isinstance(degree, Integer) and 2 <= degree <= 20):
+            if not (isinstance(degree, Integer) and 2 <= degree <= _DEGREE):
                 raise Refused(UNREAD, token)
             return self._power(inside, Integer(1) / degree) if degree > 2 else sympy.sqrt(inside)
         if token == "\\ln":
@@ -416,6 +417,8 @@ def _terms(value: Expr) -> list[_Term] | None:
                 return None
         if roots:
             term.degree = lcm(*(exponent.q for _, exponent in roots))
+            if term.degree > _DEGREE:
+                return None
             for base, exponent in roots:
                 term.radicand *= base ** int(exponent * term.degree)
             if term.radicand >= _LIMIT:
