@@ -96,6 +96,7 @@ _REFUSED = [
 ]  # fmt: skip
 _TOKEN = re.compile(r"\s*([0-9]*\.[0-9]+|[0-9]+\.?|\\[A-Za-z]+|[^\sA-Za-z]|[A-Za-z]+)")
 _DECIMAL = re.compile(r"\.([0-9]*[1-9])")
+_THIRDS = re.compile(r"[0-9]*(?:33|67)")  # 16.67; a price is what it is
 _ROUNDING = re.compile(
     r"\bround|\bestimat|approximat|decimal place|to the nearest|significant", re.IGNORECASE
 )
@@ -158,7 +159,8 @@ def integer_answer(question: str, answer: str) -> IntegerAnswer:
     if reason:
         raise Refused(RELATION if "=" in before and reason == LETTERS else reason)  # y = 2x + 1
     decimals = _DECIMAL.findall(body)
-    if decimals and (max(map(len, decimals)) > _PLACES or _ROUNDING.search(question)):
+    thirds = not before and any(map(_THIRDS.fullmatch, decimals))
+    if decimals and (thirds or max(map(len, decimals)) > _PLACES or _ROUNDING.search(question)):
         raise Refused(ROUNDED)
     try:
         sign, pieces = _form(_Parser(body).read())
@@ -260,7 +262,8 @@ class _Parser:
             elif self._took("/", "\\div"):
                 value, divided = self._over(value, self._factor()), True
             elif (token := self._next()) and (token in "({" or token[0].isalnum() or token[0] in "\\."):
-                if divided or token[0].isdigit() or token[0] == ".":
+                digit = token[0].isdigit() or token[0] == "."
+                if divided or (digit and self.tokens[self.at - 1] != "!"):  # 2!5!
                     raise Refused(AMBIGUOUS)
                 value = self._times(value, self._factor())
             else:
@@ -435,9 +438,9 @@ def _terms(value: Expr) -> list[_Term] | None:
 def _written(terms: Sequence[_Term]) -> tuple[str, list[str | _Number]]:
     """Return the sign and the pieces of a sum over its denominator in lowest terms: positive terms first, of
     each sign the rational one first; without a coefficient where that is 1."""
-    if any(term.e < 0 for term in terms):
-        raise Refused(UNREAD)
-    below_pi = -min(0, *(term.pi for term in terms), 0)
+    below_e, below_pi = (
+        -min(0, *powers) for powers in zip(*((term.e, term.pi) for term in terms), strict=True)
+    )
     denominator = lcm(*(int(term.coefficient.q) for term in terms))
     sign = "-" if all(term.coefficient < 0 for term in terms) and (len(terms) == 1 or denominator > 1) else ""
 
@@ -445,8 +448,11 @@ def _written(terms: Sequence[_Term]) -> tuple[str, list[str | _Number]]:
         of_symbols = (term.i, term.ln, term.e, term.pi, term.degree, term.radicand)
         return (term.coefficient < 0) != bool(sign), of_symbols
 
-    def pi_to(power: int) -> list[str]:
-        return [] if not power else ["\\pi" if power == 1 else f"\\pi^{{{power}}}"]
+    def powers(e: int, pi: int, between: str = "") -> list[str]:
+        written = [
+            f"{base}^{{{power}}}" if power > 1 else base * power for base, power in (("e", e), ("\\pi", pi))
+        ]
+        return [part for part in (written[0], between, written[1]) if part]
 
     pieces: list[str | _Number] = []
     for term in sorted(terms, key=order):
@@ -457,18 +463,16 @@ def _written(terms: Sequence[_Term]) -> tuple[str, list[str | _Number]]:
         if term.radicand > 1:
             index = f"[{term.degree}]" if term.degree > 2 else ""
             symbols += [f"\\sqrt{index}{{", _Number(term.radicand, "radicand", term.degree), "}"]
-        symbols += ["e" if term.e == 1 else f"e^{{{term.e}}}"] if term.e else []
-        symbols += ["i"] if term.i else []
-        symbols += pi_to(term.pi + below_pi)
+        symbols += powers(term.e + below_e, term.pi + below_pi, "i" * term.i)
         symbols += ["\\ln ", _Number(term.ln, "argument")] if term.ln else []
         pieces += [_Number(number, "coefficient")] if number != 1 or not symbols else []
         pieces += symbols
-    if denominator > 1 or below_pi:
+    if denominator > 1 or below_e or below_pi:
         # Where a coefficient of 1 is left out, every such fraction is in its lowest terms.
         implied = sum(isinstance(one, _Number) and one.role == "coefficient" for one in pieces) < len(terms)
         role = "any denominator" if implied else "denominator"
         below: list[str | _Number] = [_Number(denominator, role)] if denominator > 1 else []
-        below += pi_to(below_pi)
+        below += powers(below_e, below_pi)
         pieces = ["\\frac{", *pieces, "}{", *below, "}"]
     return sign, pieces
 
