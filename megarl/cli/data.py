@@ -60,10 +60,12 @@ def integers(
 ) -> int:
     """Write the rows of a file whose answers are integers or can be turned into one, and the others beside
     them."""
+    if not source.is_file():
+        raise DataError(f"{source}: no such file")
     refused = refused or out.with_name(f"{out.stem}.refused{out.suffix}")
     for path in (out, refused):
         if path.suffix != source.suffix:
-            raise DataError(f"{path}: must end in {source.suffix or '.jsonl or .parquet'}, as {source} does")
+            raise DataError(f"{path}: must end in {source.suffix}, as {source} does")
         if path.exists():
             raise DataError(f"{path}: is there already (delete it, or name another file)")
         if not path.parent.is_dir():

@@ -320,8 +320,7 @@ class _Parser:
             argument = self._factor()
             if not (isinstance(argument, Integer) and 2 <= argument < _LIMIT):
                 raise Refused(FUNCTION)
-            root, times = sympy.perfect_power(argument) or (argument, 1)
-            return times * sympy.log(root)
+            return sympy.log(argument)  # `expand` writes ln 4 as 2 ln 2
         constants = {"\\pi": pi, "e": E, "i": I}
         if token not in constants:
             raise Refused(LETTERS if token.isalpha() else UNREAD, token)

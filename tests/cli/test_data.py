@@ -76,6 +76,7 @@ def test_integers(scene: Scene, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (("{x}/no.jsonl", "{x}/o.jsonl"), "{x}/no.jsonl: no such file"),
+        (("{x}", "{x}/o"), "{x}: no such file"),
         (("{x}/in.jsonl", "{x}/o.parquet"), "{x}/o.parquet: must end in .jsonl, as {x}/in.jsonl does"),
         (
             ("{x}/in.jsonl", "{x}/in.jsonl"),
