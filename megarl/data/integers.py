@@ -536,7 +536,8 @@ def convert(source: Path, data: DataConfig, workers: int = 1) -> Conversion:
     """Turn the answers of a file into integers.
 
     A kept row has its columns, the question extended, the integer as text where the answer stood (of a worked
-    `solution` in a new column `answer`, which is read before it), and what stood there as `original_answer`.
+    `solution` in a new column `answer`, which is read before it), and what stood there as `original_answer`,
+    unless it has that column.
     Raises DataError for a file that cannot be read or has no row that can be turned."""
     report = ReadReport(rows={str(source): 0})
     done = Conversion([], [], 0, report)
@@ -591,7 +592,8 @@ def _extended(row: dict[str, Any], data: DataConfig, source: Path, found: Intege
     else:
         answer = str(value_at(row, column))
     _put(row, column, str(found.value))
-    return row | {"original_answer": answer}
+    row.setdefault("original_answer", answer)
+    return row
 
 
 def _put(row: dict[str, Any], column: str, value: Any) -> None:
