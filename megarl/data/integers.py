@@ -43,7 +43,7 @@ AMBIGUOUS = "an ambiguous notation"
 UNREAD = "not read as a number"
 
 _LIMIT = 10**15
-_BITS = 4096  # of a number on the way to the answer
+_BITS, _ROOT_BITS = 4096, 100  # of a number on the way to the answer, and under a root
 _DEGREE = 20  # of a root
 _TERMS = 256  # of a sum on the way
 _MAX_LENGTH = 300  # characters; the verifier reads no more either
@@ -315,7 +315,9 @@ class _Parser:
             inside = self._argument(last=True)
             if not (isinstance(degree, Integer) and 2 <= degree <= _DEGREE):
                 raise Refused(UNREAD, token)
-            return self._power(inside, Integer(1) / degree) if degree > 2 else sympy.sqrt(inside)
+            if degree == 2 and isinstance(inside, Rational) and inside < 0:
+                return I * self._power(-inside, Rational(1, 2))
+            return self._power(inside, 1 / degree)
         if token == "\\ln":
             argument = self._factor()
             if not (isinstance(argument, Integer) and 2 <= argument < _LIMIT):
@@ -356,17 +358,22 @@ class _Parser:
             raise Refused(UNREAD)
         if base.is_negative and exponent.q > 1:
             raise Refused(AMBIGUOUS)
-        number = isinstance(base, Rational)
-        if number and abs(exponent) * max(abs(base.p), base.q).bit_length() > _BITS:
-            raise Refused(LARGE)
-        if not number and len(sympy.Add.make_args(base)) ** abs(exponent) > _TERMS:
+        if isinstance(base, Rational):
+            bits = max(abs(base.p), base.q).bit_length()
+            if abs(exponent) * bits > _BITS or (exponent.q > 1 and bits > _ROOT_BITS):
+                raise Refused(LARGE)
+            return base**exponent
+        nested = any(
+            one.exp.q > 1 and one.base.is_Add for one in base.atoms(sympy.Pow) if one.exp.is_Rational
+        )
+        if len(sympy.Add.make_args(base)) ** abs(exponent) > _TERMS or (nested and exponent.q > 1):
             raise Refused(UNREAD)
-        return base**exponent
+        return sympy.sqrtdenest(base**exponent)
 
 
 def _form(value: Expr) -> tuple[str, list[str | _Number]]:
     """Return the sign and the pieces of a value's form."""
-    value = sympy.expand(sympy.radsimp(sympy.sqrtdenest(value)))
+    value = sympy.expand(sympy.radsimp(value))
     if isinstance(value, Rational) and value.q == 1:
         if abs(value) >= _LIMIT:
             raise Refused(LARGE)

@@ -162,6 +162,8 @@ def test_hostile_answers_are_refused_in_a_moment() -> None:
         "".join(rf"(1+\sqrt{{{n}}})" for n in range(2, 26)),
         r"(1+\sqrt{2}+\sqrt{3}+\sqrt{5})^{99}",
         r"\sqrt{" * 15 + "2" + "}" * 15,
+        r"\sqrt{" * 8 + "2" + "+1}" * 8,
+        r"\sqrt{10^{600}+7}",
         r"\binom{10^9}{10^8}",
         r"\frac{1}{" + "+".join(rf"\sqrt{{{n}}}" for n in (2, 3, 5, 7, 11, 13)) + "}",
         "1e999999999",
