@@ -187,10 +187,14 @@ class CriticConfig(OptimizerConfig):
 class DataConfig(Section):
     """Prompts and reference answers."""
 
-    train: tuple[Path, ...] = field((), "parquet or jsonl files; DAPO-Math's schema, or question/answer")
+    train: tuple[Path, ...] = field(
+        (), "parquet or jsonl files, with the columns of DAPO-Math, GSM8K, MATH or AIME"
+    )
     eval: tuple[Path, ...] = field((), "held-out files, same formats")
-    prompt_key: str = field("prompt", "column of a text or of {role, content} messages; else `question`")
-    answer_key: str = field("reward_model.ground_truth", "column of the answer, dots descend; else `answer`")
+    prompt_key: str = field("prompt", "column of a text or of messages; else `question` or `problem`")
+    answer_key: str = field(
+        "reward_model.ground_truth", "column, dots descend; else `answer`, or the box in `solution`"
+    )
     template: Literal["chat", "raw"] = field("chat", "the tokenizer's chat template; raw: contents joined")
     prompt_format: str = field("{prompt}", "text put around a plain-text prompt; `{prompt}` is replaced")
     max_prompt_tokens: int = field(2048, "longer prompts are left out and counted", "tokens", ge=1)
