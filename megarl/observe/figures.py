@@ -228,18 +228,31 @@ def draw_lambda(runs: Runs) -> Drawing | None:
     return Drawing(plots.draw_stairs(stairs, "response length, tokens", lines=lines), _legend(found))
 
 
+def means_by_position(table: Table, row: str) -> Points:
+    """Return per cent of the response -> mean of `row` over the tokens there."""
+    counts = table["tokens"]
+    return {round((i + 0.5) * 100 / len(counts)): table[row][i] / n for i, n in enumerate(counts) if n}
+
+
+def draw_entropy(runs: Runs) -> Drawing | None:
+    """Draw the mean entropy by the part of the response."""
+    found = parts(runs, "entropy")
+    means = [(means_by_position(table, "entropy"), colour) for colour, _, table in found]
+    lines = [Line(points, colour, noisy=False) for points, colour in means if points]
+    if not lines:
+        return None
+    return Drawing(plots.draw_lines(lines, "part of the response, %", (0, None)), _legend(found))
+
+
 def draw_value_error(runs: Runs) -> Drawing | None:
     """Draw the mean |V - R|, and of one kind of run the mean of V - R, by the part of the response."""
     found = parts(runs, "value_error")
     one_kind = all(text for _, text, _ in found)
     lines = []
     for number, (colour, _, table) in enumerate(found):
-        counts = table["tokens"]
         last = number == len(found) - 1 and one_kind
         for row, label, style in (("absolute", "|V-R|", 0), ("error", "V-R", 2)):
-            means = {
-                round((i + 0.5) * 100 / len(counts)): table[row][i] / n for i, n in enumerate(counts) if n
-            }
+            means = means_by_position(table, row)
             if means and (row == "absolute" or last):
                 lines.append(Line(means, colour, label if last else "", style, noisy=False))
     if not lines:
@@ -272,6 +285,7 @@ DRAW = {
     "groups": draw_groups,
     "times": draw_times,
     "memory": draw_memory,
+    "entropy": draw_entropy,
     "lambda": draw_lambda,
     "value_error": draw_value_error,
     "mismatch": draw_mismatch,

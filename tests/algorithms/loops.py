@@ -131,12 +131,8 @@ def collect(weights: list[float], values: list[tuple[float, float]]) -> Term:
 def loop_policy(batch: Batch, weights: list[float], low: float, high: float) -> tuple[Term, dict[str, float]]:
     """DAPO eq. 8: -min(r A, clip(r, 1-low, 1+high) A), and the statistics."""
     x = {k: batch.experience[k].tolist() for k in ("logprobs", "old_logprobs", "advantages", "entropy")}
-    values, stats = (
-        [],
-        dict.fromkeys(
-            ["tokens", "clip_fraction_low", "clip_fraction_high", "approx_kl", "mean_prob", "entropy"], 0.0
-        ),
-    )
+    means = ["clip_fraction_low", "clip_fraction_high", "approx_kl", "mean_prob", "entropy"]
+    values, stats = [], dict.fromkeys(["tokens", *means, "clip_prob_high"], 0.0)
     for w, new, old, a, h in zip(
         weights, x["logprobs"], x["old_logprobs"], x["advantages"], x["entropy"], strict=True
     ):
@@ -148,6 +144,7 @@ def loop_policy(batch: Batch, weights: list[float], low: float, high: float) -> 
             stats["tokens"] += 1
             stats["clip_fraction_low"] += active and r < 1
             stats["clip_fraction_high"] += active and r > 1
+            stats["clip_prob_high"] += math.exp(new) if active and r > 1 else 0.0
             stats["approx_kl"] += r - 1 - (new - old)
             stats["mean_prob"] += math.exp(new)
             stats["entropy"] += h
