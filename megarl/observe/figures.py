@@ -76,7 +76,8 @@ def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
 
 
 def draw_groups(runs: Runs) -> Drawing | None:
-    """Draw the shares of the sampled groups: kept, all wrong, all right; of several runs only the kept."""
+    """Draw the shares of the sampled groups: kept, all wrong, all right; of several runs kept and all right
+    as lines."""
 
     def shares(run: Run, name: str) -> Points:
         steps = run.by_stage.get("train", {}).items()
@@ -87,8 +88,10 @@ def draw_groups(runs: Runs) -> Drawing | None:
     if len(runs) > 1:
         lines = []
         for r, family in enumerate(families(runs)):
-            mean, band = mean_course([course for run in family if (course := shares(run, "kept"))])
-            lines += [Line(mean, run_colour(r), band=band)] if mean else []
+            for style, name in enumerate(("kept", "all_right")):
+                mean, band = mean_course([course for run in family if (course := shares(run, name))])
+                label = _words(name)
+                lines += [Line(mean, run_colour(r), label, style, band=band)] if mean else []
         return Drawing(plots.draw_lines(lines, "step", (0, 1)))
     layers = [
         Line(shares(runs[0], "kept"), BLUE, "kept: right and wrong answers"),

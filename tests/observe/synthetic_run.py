@@ -51,7 +51,7 @@ def train_record(
         "response/length_mean": 30 + 4 * progress * scale + rng.gauss(0, 0.6),
         "response/length_right": 30 + 5 * progress * scale + rng.gauss(0, 0.8),
         "response/length_wrong": 30 + 12 * progress * scale + rng.gauss(0, 2.5),
-        "reflection/share": 0.02 + 0.1 * progress,
+        "reflection/share": 0.02 + 0.1 * progress + abs(rng.gauss(0, 0.004)),
         "reflection/accuracy": accuracy * (0.7 + 0.25 * progress),
         "reflection/accuracy_without": accuracy * 1.02,
         "response/length_min": 4,
