@@ -97,7 +97,6 @@ ROLLOUT = declare(
     may_write="token_versions",  # where responses were continued under newer weights
     on_gpu="engine.weights engine.kv_cache",
 )
-GROUP_ADVANTAGES = declare("group_advantages", reads="rewards group_ids", writes="advantages")
 DISTRIBUTE = declare(
     "distribute",
     reads="tokens correct truncated",
@@ -113,6 +112,7 @@ REFERENCE_LOGPROBS = declare(
     "reference_logprobs", reads="tokens", writes="ref_logprobs", on_gpu="reference.weights"
 )
 VALUES = declare("values", reads="tokens", writes="values", on_gpu="critic.weights")
+GROUP_ADVANTAGES = declare("group_advantages", reads="rewards group_ids", writes="advantages")
 GAE_ADVANTAGES = declare("gae_advantages", reads="rewards values", writes="advantages returns")
 MONTE_CARLO_RETURNS = declare("monte_carlo_returns", reads="rewards values", writes="returns")
 CRITIC_UPDATE = declare(
@@ -149,7 +149,7 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
     if config.has_critic:  # PPO and VAPO: advantages from a critic, which is updated first
         before = (ROLLOUT, DISTRIBUTE, OLD_LOGPROBS, *reference, VALUES, GAE_ADVANTAGES, CRITIC_UPDATE)
     else:  # GRPO and DAPO: advantages within the group, no critic
-        before = (ROLLOUT, GROUP_ADVANTAGES, DISTRIBUTE, OLD_LOGPROBS, *reference)
+        before = (ROLLOUT, DISTRIBUTE, OLD_LOGPROBS, *reference, GROUP_ADVANTAGES)
     return (*before, actor_update, WEIGHT_TRANSFER)
 
 

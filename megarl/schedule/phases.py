@@ -58,11 +58,6 @@ def rollout(run: Run, step: Step) -> None:
         run.rollouts.write(step.number, step.batch, {"stats": found.stats})
 
 
-def group_advantages(run: Run, step: Step) -> None:
-    """Normalise rewards within their group (DAPO eq. 9)."""
-    add_group_advantages(step.batch)
-
-
 def distribute(run: Run, step: Step) -> None:
     """Distribute the batch over mini-batches with their global denominators, and take this replica's part."""
     config = run.config
@@ -100,6 +95,11 @@ def values(run: Run, step: Step) -> None:
     experience = step.local.experience
     step.count_tokens(passes=1)
     experience["values"] = run.critic.value_columns(experience, step.local.micro_batches)["values"]
+
+
+def group_advantages(run: Run, step: Step) -> None:
+    """Normalise rewards within their group (DAPO eq. 9)."""
+    add_group_advantages(step.batch, step.local)
 
 
 def gae_advantages(run: Run, step: Step) -> None:

@@ -28,13 +28,15 @@ from megarl.config.schema import AlgorithmConfig, MismatchConfig
 from megarl.data.experience import Experience
 from megarl.parallel.comm import max_over_ranks, sum_over_replicas
 from megarl.parallel.runtime import Runtime
+from megarl.training.batch import LocalBatch
 
 Tables = dict[str, dict[str, list[float]]]  # of distributions.jsonl: table -> row -> one sum per bin
 
 
-def add_group_advantages(batch: Experience) -> None:
-    """Write advantages [T] from rewards and group_ids. `batch` must hold whole groups."""
-    batch["advantages"] = batch.spread(group_advantages(batch["rewards"], batch["group_ids"]))
+def add_group_advantages(batch: Experience, local: LocalBatch) -> None:
+    """Write this replica's advantages [T]. The groups are those of the whole batch."""
+    advantages = group_advantages(batch["rewards"], batch["group_ids"])
+    local.experience["advantages"] = local.experience.spread(advantages[local.rows])
 
 
 def add_gae(
