@@ -281,19 +281,18 @@ class GroupCollector:
         waste = sum(n for group, n in zip(self.offered, tokens, strict=True) if id(group) not in used)
         right = sum(group.correct == len(group.responses) for group in self.offered)
         wrong = sum(group.correct == 0 for group in self.offered)
-        offered = max(len(self.offered), 1)
-        return {
+        stats = {
             "rollout/groups_kept": len(self.offered) - right - wrong,
             "rollout/groups_all_right": right,
             "rollout/groups_all_wrong": wrong,
-            "rollout/share_all_right": right / offered,
-            "rollout/share_all_wrong": wrong / offered,
             "rollout/batches": self.batches or math.ceil(len(self.offered) / self.prompts),
             "rollout/prompts": len(self.offered),
             "rollout/tokens": sum(tokens),
             "rollout/waste": waste / max(sum(tokens), 1),
             "rollout/surplus": len(surplus),
         }
+        shares = (("all_right", right), ("all_wrong", wrong)) if self.offered else ()
+        return stats | {f"rollout/share_{name}": count / len(self.offered) for name, count in shares}
 
 
 def words_pattern(words: Sequence[str]) -> re.Pattern[str] | None:

@@ -73,12 +73,12 @@ def test_accepts_mixed_groups_in_prompt_order(outcomes, prompts, limit, surplus,
     if len(batches) < limit:
         assert len(order) >= prompts
     wasted = len(offered) - sum(g.prompt.uid < 1000 for g in (*groups, *kept))
+    shares = {"all_right": offered.count(SIZE), "all_wrong": offered.count(0)} if offered else {}
     assert collector.stats() == {
+        **{f"rollout/share_{name}": pytest.approx(n / len(offered)) for name, n in shares.items()},
         "rollout/groups_kept": len(mixed),
         "rollout/groups_all_right": offered.count(SIZE),
         "rollout/groups_all_wrong": offered.count(0),
-        "rollout/share_all_right": pytest.approx(offered.count(SIZE) / max(len(offered), 1)),
-        "rollout/share_all_wrong": pytest.approx(offered.count(0) / max(len(offered), 1)),
         "rollout/batches": len(batches),
         "rollout/prompts": len(offered),
         "rollout/tokens": len(offered) * (2 + 3 + 4),
