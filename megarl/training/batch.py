@@ -133,9 +133,9 @@ def add_weights(experience: Experience, ids: Tensor, critic_ids: Tensor, config:
     truncated = experience["truncated"]
     kept = ~truncated if config.reward.overlong.filter else torch.ones_like(truncated)
     lengths = response_lengths(experience.response_mask, experience.cu_seqlens)
-    aggregation = config.algorithm.aggregation
+    aggregation, longest = config.algorithm.aggregation, config.rollout.max_response_tokens
     weights = {
-        "policy_loss_weights": token_weights(lengths, aggregation, ids, kept),
+        "policy_loss_weights": token_weights(lengths, aggregation, ids, kept, longest),
         "nll_loss_weights": token_weights(lengths, "token", ids, kept & experience["correct"]),
         "value_loss_weights": token_weights(lengths, "token", critic_ids, kept),
     }
