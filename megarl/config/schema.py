@@ -498,6 +498,16 @@ class GuardConfig(Section):
     )
     unverified_steps: int = field(3, "steps in a row without any verdict that stop the run", "steps", ge=1)
     entropy_low: float | None = field(None, "alarm where policy/entropy is below; null: none", "nats")
+    entropy_collapse: float | None = field(
+        0.1,
+        "alarm where policy/entropy / the highest of the run falls below; null: none",
+        source="our choice; DAPO section 3.1, figure 2b, shows a collapse",
+        gt=0,
+        lt=1,
+    )
+    length_collapse: float | None = field(
+        0.5, "alarm where mean response length / the longest of the run falls below; null: none", gt=0, lt=1
+    )
     length_growth: float | None = field(
         2.0, "alarm where mean response length / the last step's is above; null: none", gt=1
     )
@@ -534,6 +544,11 @@ class LogConfig(Section):
         "auto", "live view; auto: live on a terminal, else plain lines"
     )
     samples: int = field(4, "responses kept in samples.jsonl per step", "responses", ge=0)
+    reflection_words: tuple[str, ...] = field(
+        ("wait", "however", "rethink", "recheck", "double-check", "let me check", "on second thought"),
+        "whole words or phrases, in any case, that make a response one of reflection/*; []: none",
+        source="DAPO section 4.4, table 2: `However, wait a moment, let's rethink`; the rest is our choice",
+    )
     report: bool = field(True, "write report.html at the end")
     tensorboard: bool = field(False, "also write TensorBoard events (extra `track`)")
     wandb: bool = field(False, "also log to Weights & Biases (extra `track`)")
