@@ -28,6 +28,7 @@ class Response:
     penalty    soft overlong punishment, <= 0
     versions   int32 [l], of the weights that each token was sampled from; None where all are the group's
     score      as in Verdict, and terms
+    reflects   whether its text holds one of `log.reflection_words`; None where there are none
     """
 
     tokens: np.ndarray
@@ -41,6 +42,7 @@ class Response:
     versions: np.ndarray | None = None
     score: float | None = None
     terms: dict[str, float] = field(default_factory=dict)
+    reflects: bool | None = None
 
     @property
     def truncated(self) -> bool:
@@ -106,13 +108,14 @@ def prompt_from_state(state: Mapping[str, Any]) -> Prompt:
 
 
 def response_stats(responses: Sequence[Response]) -> dict[str, float]:
-    """Return reward/* and response/* over `responses` (at least one). reward/score where the verifier has
-    graded one of them; reward/term_<name> without weights, and 0 where the answer has an error."""
+    """Return reward/*, response/* and reflection/* over `responses` (at least one); no mean over nothing.
+    reward/score where the verifier has graded one of them; reward/term_<name> without weights, and 0 where
+    the answer has an error."""
     lengths = [r.tokens.size for r in responses]
     count = len(responses)
     graded = any(r.score is not None for r in responses)
     terms = dict.fromkeys(name for r in responses for name in r.terms)
-    return {
+    stats = {
         "reward/mean": sum(r.reward for r in responses) / count,
         "reward/accuracy": sum(r.correct for r in responses) / count,
         "reward/truncated": sum(r.truncated for r in responses) / count,
@@ -124,6 +127,16 @@ def response_stats(responses: Sequence[Response]) -> dict[str, float]:
         **({"reward/score": mean_score(responses)} if graded else {}),
         **{f"reward/term_{name}": sum(r.terms.get(name, 0.0) for r in responses) / count for name in terms},
     }
+    for name, flag in (("right", True), ("wrong", False)):
+        if chosen := [n for r, n in zip(responses, lengths, strict=True) if r.correct == flag]:
+            stats[f"response/length_{name}"] = sum(chosen) / len(chosen)
+    if all(r.reflects is not None for r in responses):
+        with_words, without = ([r.correct for r in responses if r.reflects is flag] for flag in (True, False))
+        stats["reflection/share"] = len(with_words) / count
+        if with_words and without:  # else there is nothing to compare: reward/accuracy says it all
+            stats["reflection/accuracy"] = sum(with_words) / len(with_words)
+            stats["reflection/accuracy_without"] = sum(without) / len(without)
+    return stats
 
 
 def mean_score(responses: Sequence[Response]) -> float:
@@ -136,7 +149,7 @@ class RolloutBatch:
     """The rollout of one step.
 
     groups   to train on, in the order of their prompts (surplus of the step before first)
-    stats    rollout/*, reward/*, response/*, the same on every rank
+    stats    rollout/*, reward/*, response/*, reflection/*, the same on every rank
     seconds  of this rank, per part
     errors   verifiers' failures, and how often each occurred
     """
