@@ -163,6 +163,25 @@ class OptimizerConfig(Section):
     eps: float = field(1e-8, "AdamW epsilon", gt=0)
     weight_decay: float = field(0.0, "decoupled weight decay", ge=0)
     clip_grad: float = field(1.0, "global gradient norm is clipped to this; 0 turns clipping off", ge=0)
+    frozen: tuple[Literal["attention", "embeddings"], ...] = field(
+        (),
+        "parts of all layers that are not trained, and have no gradients or optimizer state (algorithms.md)",
+        source="none in DAPO and VAPO; SAO: the critic's attention",
+    )
+    frozen_layers: int = field(0, "lowest layers that are not trained, whole", "layers", ge=0)
+
+    @field_validator("frozen", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        """Accept one part without brackets, and parts in any order: a run continues whatever it was."""
+        parts = [value] if isinstance(value, str) else value
+        texts = isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts)
+        return sorted(set(parts)) if texts else parts
+
+    @property
+    def freezes(self) -> bool:
+        """Return whether some of the model is not trained."""
+        return bool(self.frozen or self.frozen_layers)
 
 
 class CriticConfig(OptimizerConfig):

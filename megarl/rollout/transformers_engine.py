@@ -8,7 +8,7 @@ room for the next.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +119,14 @@ class TransformersEngine(RolloutEngine):
             raise EngineError(f"rollout engine: it has no weights to write, because it is {state}")
         return {name: p.data for name, p in self._model.named_parameters()}
 
-    def buckets(self, plan: Plan, memory: Staging) -> list[tuple[Plan, dict[str, Tensor]]]:
-        return [(plan, self.parameters())]
+    def buckets(
+        self, plan: Plan, memory: Staging, frozen: Collection[str] = ()
+    ) -> list[tuple[Plan, dict[str, Tensor]]]:
+        tensors = self.parameters()
+        if not frozen:
+            return [(plan, tensors)]
+        sides = ({n: t for n, t in tensors.items() if (n in frozen) is side} for side in (True, False))
+        return [(plan.part(side.keys()), side) for side in sides]
 
     def begin_update(self) -> None:
         self._has_weights = False
