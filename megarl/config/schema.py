@@ -173,10 +173,8 @@ class OptimizerConfig(Section):
     @field_validator("frozen", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        """Accept one part without brackets, and parts in any order: a run continues whatever it was."""
-        parts = [value] if isinstance(value, str) else value
-        texts = isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts)
-        return sorted(set(parts)) if texts else parts
+        """Accept one part without brackets."""
+        return [value] if isinstance(value, str) else value
 
     @property
     def freezes(self) -> bool:

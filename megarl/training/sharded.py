@@ -121,8 +121,8 @@ def quiet_warnings() -> Iterator[None]:
 
 def model_state(model: Actor | Critic, **options: Any) -> dict[str, Any]:
     """Return Megatron's sharded state of the weights; options: of its method. A critic has a value head in
-    the place of the output layer, on which GPTModel's own method insists. Names are the same for both kinds of
-    layers, but for the extra state of FP8, which matters with recipe delayed alone: there it is what the
+    the place of the output layer, on which GPTModel's own method insists. Names are the same for both kinds
+    of layers, but for the extra state of FP8, which matters with recipe delayed alone: there it is what the
     scales were made from."""
     state = (
         MegatronModule.sharded_state_dict(model, **options)

@@ -266,6 +266,10 @@ class TestRefusals:
             "command line: data.prompt_format: must be a text (quotes make one of anything) (got "
             "{'prompt': None})"
         ),
+        "critic.frozen=mlp": "command line: critic.frozen: must be 'attention' or 'embeddings' (got 'mlp')",
+        "actor.frozen_layers=-1": (
+            "command line: actor.frozen_layers: must be greater than or equal to 0 (got -1)"
+        ),
         "recipe=dappo": "command line: recipe: must be 'sft', 'grpo', 'dapo', 'ppo' or 'vapo' (got 'dappo')",
         "rollout=": "command line: rollout: is an empty section: give it keys, or leave it out (got None)",
         "rollout=3": "command line: rollout: must be a section of `key: value` lines (got 3)",

@@ -587,3 +587,44 @@ def partly_frozen(
         "left": left,
         "weights": (before, between, weights()),
     }
+
+
+def syncs_of_frozen(runtime: Runtime, folder: Path, optimizer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Weight syncs into each rank's engine, all compared by fingerprints: two, the engine's weights spoiled
+    before the second, and a third after a sleep in which it lost everything. What each has moved, the actor's
+    weights (on rank 0) and the engine's."""
+    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.rollout.transformers_engine import TransformersEngine
+    from megarl.schedule.run import make_weight_sync
+    from megarl.weights.families import read_config
+
+    config = make_config(folder, optimizer=optimizer)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"fingerprint": True})})
+    model = build_actor(config, read_hf_config(folder), runtime)
+    load(model, folder, runtime)
+    engine = TransformersEngine(folder, dtype=torch.float32, eos_ids=(1,))
+    engine.start()
+    sync = make_weight_sync(config, runtime, read_config(folder), model, engine)
+    found = []
+    for version in range(3):
+        if version == 1:
+            for tensor in engine.parameters().values():
+                tensor.fill_(7.0)
+        if version == 2:
+            sync.sleep(["weights"])
+            sync.wake(["weights"])
+        stats = sync.sync(version)
+        named = {name: p.detach() for name, p in model.named_parameters()}
+        found.append(
+            {
+                "written": stats.bytes_received + stats.bytes_local,
+                "sent": stats.bytes_sent,
+                "kept": stats.metrics()["transfer/bytes_kept"],
+                "actor": _in_hf_names(named, folder, runtime, critic=False),
+                "engine": {name: tensor.clone() for name, tensor in engine.parameters().items()},
+            }
+        )
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.add_(0.5)
+    return found

@@ -131,3 +131,32 @@ def test_nothing_moves_what_is_frozen(
                 assert torch.equal(after[name], last[name]), name
             else:
                 torch.testing.assert_close(after[name], last[name], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "optimizer", "layout"),
+    [
+        ("qwen3", ATTENTION, (2, 1, 1)),
+        pytest.param("qwen3", LOWER_HALF, (1, 2, 1), marks=SLOW),
+        pytest.param("qwen3_moe", BOTH, (2, 1, 2), marks=SLOW),
+    ],
+    ids=str,
+)
+def test_what_is_frozen_is_sent_once(
+    family: Any, optimizer: dict[str, Any], layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path
+) -> None:
+    """Counted in bytes, and seen in an engine whose weights were spoiled; one that has lost its weights gets
+    all of them."""
+    folder = make_tiny_model(tmp_path / "model", family, vocab=VOCAB, layers=2, tied=True)
+    found = ranks(*layout).run(jobs.syncs_of_frozen, folder=folder, optimizer=optimizer)
+    for rank in found:
+        for version, sync in enumerate(rank):
+            actor = found[0][version]["actor"]
+            kept = {name for name in actor if version == 1 and is_frozen(name, optimizer)}
+            for name, tensor in sync["engine"].items():
+                expected = torch.full_like(tensor, 7.0) if name in kept else actor[name]
+                assert torch.equal(tensor, expected), (version, name)
+            sizes = {name: tensor.nbytes for name, tensor in actor.items()}
+            assert sync["kept"] == sum(sizes[name] for name in kept)
+            assert sync["written"] == sum(sizes.values()) - sync["kept"]
+        assert rank[1]["kept"] > 0 and rank[1]["sent"] < rank[0]["sent"] == rank[2]["sent"]

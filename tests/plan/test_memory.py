@@ -34,10 +34,19 @@ MODELS: list[dict[str, Any]] = [
     {"family": "qwen2", "dtype": "bf16"},
     {"family": "qwen3", "dtype": "fp32", "tie_word_embeddings": True, "vocab_size": 2047},
     {"family": "qwen2", "dtype": "bf16", "critic": True},
+    {"family": "qwen2", "dtype": "bf16", "critic": True, "optimizer": {"frozen": "attention"}},
+    {
+        "family": "qwen3",
+        "dtype": "bf16",
+        "tie_word_embeddings": True,
+        "optimizer": {"frozen": ["embeddings"], "frozen_layers": 3},
+    },
 ]
 
 
 def is_slow(case: dict[str, Any], layout: tuple[int, int, int, int]) -> bool:
+    if "optimizer" in case:
+        return layout != ((1, 1, 1, 1) if case.get("critic") else (1, 2, 1, 1))
     return layout == (2, 1, 2, 1) or (bool(case.get("critic")) and layout != (1, 1, 1, 1))
 
 

@@ -415,6 +415,20 @@ def test_every_key_that_decides_the_result_is_compared(folder: Path, tmp_path: P
     assert not any(key.split(".")[0] in FREE for key in settings)
 
 
+def test_what_is_frozen_stays_frozen(folder: Path, tmp_path: Path) -> None:
+    """Also where the checkpoint is older than the key."""
+    config = make_config(folder, tmp_path, actor={"frozen": "attention"})
+    settings = settings_of(config)
+    check_continues(config, made(tmp_path, 1, settings))
+    old = {key: value for key, value in settings.items() if "frozen" not in key}
+    check_continues(make_config(folder, tmp_path), made(tmp_path, 1, old))
+    for then in (old, {**settings, "actor.frozen": ["embeddings"]}):
+        with pytest.raises(ConfigError, match=r"^actor\.frozen: is \['attention'\], the run there has \["):
+            check_continues(config, made(tmp_path, 1, then))
+    with pytest.raises(ConfigError, match=r"^actor\.frozen_layers: is 1, the run there has 0"):
+        check_continues(make_config(folder, tmp_path, actor={"frozen_layers": 1}), made(tmp_path, 1, old))
+
+
 def test_free_keys_may_change(folder: Path, tmp_path: Path) -> None:
     settings = settings_of(make_config(folder, tmp_path))
     other = make_config(
