@@ -527,7 +527,13 @@ def saved_before_a_step(runtime: Runtime, folder: Path) -> bool:
 
 
 def partly_frozen(
-    runtime: Runtime, folder: Path, checkpoint: Path, read: bool, which: str, optimizer: dict[str, Any]
+    runtime: Runtime,
+    folder: Path,
+    checkpoint: Path,
+    read: bool,
+    which: str,
+    optimizer: dict[str, Any],
+    overlap: bool,
 ) -> dict[str, Any]:
     """As `around_a_checkpoint`, of a model of which parts are frozen, with everything off the device in
     between: this rank's numbers of trained parameters, of those in gradient buffers and in the optimizer, the
@@ -545,7 +551,8 @@ def partly_frozen(
     model = (build_critic if critic else build_actor)(config, read_hf_config(folder), runtime)
     load(model, folder, runtime, critic=critic)
     settings = config.critic if critic else config.actor
-    learner = TrainableModel(which, model, settings, config.steps, runtime)
+    parallel = ParallelConfig(overlap_grad_reduce=overlap, overlap_param_gather=overlap)
+    learner = TrainableModel(which, model, settings, config.steps, runtime, parallel)
     groups = tensor_groups(learner, HostPool(runtime.device, 4096))
     batch = Experience.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)

@@ -235,6 +235,41 @@ def test_another_layout_gets_the_same_values(
     assert_same_tensors(one, other)
 
 
+@pytest.mark.slow
+def test_a_partly_frozen_run_goes_on_with_more_steps(
+    folder: Path, vapo: Callable[[str, int], Config]
+) -> None:
+    """Of two pipeline stages of the actor the first has nothing to train, and rank 0 is one of its ranks."""
+
+    def run(name: str, steps: int) -> Path:
+        settings = vapo(name, steps).model_dump()
+        settings["parallel"]["pp"] = 2
+        settings["actor"] |= {"frozen": ["embeddings"], "frozen_layers": 1}
+        settings["critic"] |= {"frozen": ["attention"]}
+        config = Config.model_validate(settings)
+        train(config)
+        return config.run_dir
+
+    straight = run("frozen", 3)
+    for steps in (1, 3):
+        added = run("frozen-added", steps)
+    for what in ("hf", "critic_pretrained"):
+        assert_same_export(added / what, straight / what)
+    assert records(added) == records(straight)
+    steps = [record for record in records(straight) if record["stage"] == "train"]
+    original = load_file(folder / "model/model.safetensors")
+    frozen = [name for name in original if ".layers.0." in name or "embed_tokens" in name]
+    kept = sum(original[name].numel() * 2 for name in frozen)
+    assert [record["transfer/bytes_kept"] for record in steps] == [kept] * 3
+    assert [record["policy/lr"] for record in steps] == [5e-3, 1e-2, 1e-2]
+    for what in ("hf", "critic_pretrained"):
+        for name, tensor in load_file(straight / what / "model.safetensors").items():
+            attention = "self_attn" in name or "input_layernorm" in name
+            if name in original:
+                same = torch.equal(tensor, original[name].to(tensor.dtype))
+                assert same == (name in frozen if what == "hf" else attention), (what, name)
+
+
 @pytest.fixture(scope="module")
 def vapo(folder: Path) -> Iterator[Callable[[str, int], Config]]:
     def make(name: str, steps: int) -> Config:
