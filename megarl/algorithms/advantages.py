@@ -1,12 +1,17 @@
-"""Advantages: group-normalised (DAPO), and generalised advantage estimation with decoupled and
-length-adaptive lambda (VAPO), on packed batches; and how lambda and the value error are distributed.
+"""Advantages: from the group's rewards (DAPO, Dr. GRPO, RLOO), and generalised advantage estimation with
+decoupled and length-adaptive lambda (VAPO), on packed batches; and how lambda and the value error are
+distributed.
 
 Sums are taken in float64, so that 20,000 tokens of lambda = 1 lose nothing."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+GroupBaseline = Literal["group", "group_mean", "leave_one_out"]
 
 # A window of the recurrence has about GAE_WINDOW tokens, which stay in the cache with what is computed from
 # them: 256 tokens of 1,024 responses, fewer of more. GAE_STEPS are its fewest and most tokens of one
@@ -20,11 +25,14 @@ LENGTH_BINS = 24  # equal parts of 1 ... the longest possible response
 POSITION_BINS = 25  # equal parts of each response
 
 
-def group_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Return A_i = (R_i - mean(R)) / (std(R) + 1e-6) within each group (DAPO eq. 9), [n], float32 (float64
-    for float64).
+def group_advantages(rewards: Tensor, group_ids: Tensor, kind: GroupBaseline = "group") -> Tensor:
+    """Return the advantage of each response within its group, [n], float32 (float64 for float64):
 
-    std is the sample standard deviation. A group of one response, or of equal rewards, gets 0.
+    group          (R_i - mean(R)) / (std(R) + 1e-6) (DAPO eq. 9); std is the sample standard deviation
+    group_mean     R_i - mean(R) (Dr. GRPO, arXiv 2503.20783)
+    leave_one_out  R_i - mean of the others' R = G / (G - 1) (R_i - mean(R)) (RLOO, arXiv 2402.14740)
+
+    A group of one response, or of equal rewards, gets 0.
 
     rewards: [n]. group_ids: int [n], any numbers in any order; groups may differ in size."""
     group: Tensor
@@ -33,8 +41,12 @@ def group_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     zeros = torch.zeros(sizes.numel(), dtype=torch.float64, device=rewards.device)
     exact = rewards.double()
     centred = exact - (zeros.index_add(0, group, exact) / sizes)[group]
-    variance = zeros.index_add(0, group, centred.square()) / (sizes - 1).clamp(min=1)
-    return (centred / (variance.sqrt() + 1e-6)[group]).to(torch.promote_types(rewards.dtype, torch.float32))
+    if kind == "group":
+        variance = zeros.index_add(0, group, centred.square()) / (sizes - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + 1e-6)[group]
+    elif kind == "leave_one_out":
+        centred = centred * (sizes / (sizes - 1).clamp(min=1))[group]
+    return centred.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:

@@ -7,13 +7,14 @@ ranks simply add up."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 Stats = dict[str, Tensor]
-Aggregation = Literal["token", "sample"]
+Aggregation = Literal["token", "sample", "constant"]
+Surrogate = Literal["ppo", "gspo", "cispo", "masked"]
 
 # A log-ratio is clamped to +-LOG_RATIO_LIMIT before exp: e^20 = 5e8 is far outside any clip range, and
 # nothing overflows.
@@ -25,6 +26,7 @@ def token_weights(
     aggregation: Aggregation,
     mini_batches: Tensor | None = None,
     include: Tensor | None = None,
+    constant: int = 1,
 ) -> Tensor:
     """Return the weight of one token of each response in a loss term, float32 [n]; 0 for those that do not
     count.
@@ -33,19 +35,23 @@ def token_weights(
             and 12, VAPO eq. 7).
     sample: 1 / (tokens of the response * counted responses of its mini-batch): every response counts the
             same (VAPO eq. 6).
+    constant: 1 / (`constant` * counted responses of its mini-batch): a response counts by its length,
+            whatever the others' are (Dr. GRPO, arXiv 2503.20783; the constant is the length limit).
 
     lengths: response tokens, int64 [n], of the whole step, not of one rank's share. mini_batches: int64 [n],
     the mini-batch of each; None: all are one. include: bool [n], e.g. not truncated, or correct; None: all. A
     response without tokens never counts.
     """
-    if aggregation not in ("token", "sample"):
-        raise ValueError(f"aggregation: must be token or sample (got {aggregation!r})")
+    if aggregation not in get_args(Aggregation):
+        raise ValueError(f"aggregation: must be token, sample or constant (got {aggregation!r})")
     lengths = lengths if include is None else torch.where(include, lengths, 0)
     counted = lengths > 0
     ids = torch.zeros_like(lengths) if mini_batches is None else mini_batches
     totals = lengths.new_zeros(int(ids.max()) + 1 if ids.numel() else 0)
     totals.index_add_(0, ids, lengths if aggregation == "token" else counted.long())
-    denominators = totals[ids] if aggregation == "token" else lengths * totals[ids]
+    denominators = totals[ids]
+    if aggregation != "token":
+        denominators = denominators * (lengths if aggregation == "sample" else constant)
     return torch.where(counted, 1.0 / denominators.double(), 0.0).float()
 
 
@@ -77,34 +83,70 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
     entropy: Tensor | None = None,
+    *,
+    surrogate: Surrogate = "ppo",
+    dual_clip: float = 0.0,
+    sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t * -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t), r_t = pi / pi_old (DAPO
-    eq. 8, VAPO eq. 8), and its statistics.
+    """Return sum_t w_t * -J_t and its statistics. With r_t = pi / pi_old and clip to [1 - clip_low, 1 +
+    clip_high], J_t is
+
+    ppo     min(r_t A_t, clip(r_t) A_t) (DAPO eq. 8, VAPO eq. 8); with a dual_clip c > 1 at least c A_t where
+            A_t < 0 (arXiv 1912.09729, eq. 5)
+    gspo    the same with the ratio of the sequence, exp(mean of its tokens' log r), for each of its tokens
+            (arXiv 2507.18071, eq. 5 to 7); sequence_ids: int [T], the sequence of each token
+    cispo   clip(r_t) A_t log pi_t, no gradient through the ratio (arXiv 2506.13585, eq. 4 and 5)
+    masked  r_t A_t where r_t is in that interval, else 0: the gradient ends on both sides, whatever the sign
+            of A_t (SAO, arXiv 2607.07508)
 
     All tensors are [T]; old_logprobs and advantages carry no gradient. Tokens of weight 0 do not count,
     whatever they hold. Beyond r = e^20, and below e^-20, the gradient is 0.
 
     entropy: of the policy at each token, only for the statistic.
 
-    Statistics over the tokens of weight > 0: loss, tokens, clipped ones (where the clipped term is the
-    smaller) low and high, k3 estimate of KL(pi_old || pi), probability, entropy."""
+    Statistics over the tokens of weight > 0: loss, tokens, those without a gradient (cispo: of a clipped
+    ratio) low and high, k3 estimate of KL(pi_old || pi), probability, entropy."""
     counted = weights > 0
     difference = log_ratio(logprobs, old_logprobs.detach(), counted)
-    ratio = difference.exp()
     advantage = torch.where(counted, advantages.detach().double(), 0.0)
-    objective = torch.minimum(ratio * advantage, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage)
+    if surrogate == "gspo":
+        assert sequence_ids is not None
+        ratio = _sequence_means(difference, counted, sequence_ids).exp()
+    else:
+        ratio = difference.exp()
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    too_low, too_high = ratio < 1.0 - clip_low, ratio > 1.0 + clip_high
+    if surrogate == "cispo":
+        objective = clipped.detach() * advantage * torch.where(counted, logprobs.double(), 0.0)
+    elif surrogate == "masked":
+        objective = torch.where(too_low | too_high, 0.0, ratio * advantage)
+    else:
+        objective = torch.minimum(ratio * advantage, clipped * advantage)
+        too_low, too_high = too_low & (advantage < 0), too_high & (advantage > 0)
+        if dual_clip:
+            lowest = torch.where(advantage < 0, dual_clip * advantage, -torch.inf)
+            objective = torch.maximum(objective, lowest)
     loss = _weighted_sum(-objective, weights, logprobs)
     with torch.no_grad():
         sums = {
             "tokens": counted.sum(),
-            "clip_fraction_low": ((ratio < 1.0 - clip_low) & (advantage < 0)).sum(),
-            "clip_fraction_high": ((ratio > 1.0 + clip_high) & (advantage > 0)).sum(),
+            "clip_fraction_low": (too_low & counted).sum(),
+            "clip_fraction_high": (too_high & counted).sum(),
             "approx_kl": (torch.expm1(difference) - difference).sum(),
             "mean_prob": torch.where(counted, logprobs.double(), -torch.inf).exp().sum(),
         }
+        if dual_clip:
+            sums["clip_fraction_dual"] = (objective == lowest).sum()
         if entropy is not None:
             sums["entropy"] = torch.where(counted, entropy.double(), 0.0).sum()
     return loss, _sums(loss, "policy/loss", **sums)
+
+
+def _sequence_means(x: Tensor, counted: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Return at each token [T] the mean of x over the counted tokens of its sequence."""
+    sums = x.new_zeros(2, int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0)
+    sums = sums.index_add(1, sequence_ids, torch.stack([x, counted.to(x.dtype)]))
+    return (sums[0] / sums[1].clamp(min=1))[sequence_ids]
 
 
 def nll_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
@@ -122,6 +164,13 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor) -> tuple[Te
     difference = log_ratio(ref_logprobs.detach(), logprobs, weights > 0)
     loss = _weighted_sum(torch.expm1(difference) - difference, weights, logprobs)
     return loss, _sums(loss, "policy/kl_loss")
+
+
+def entropy_loss(entropy: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
+    """Return sum_t w_t * -H(pi_t), before its factor: minimised, it keeps the policy's entropy H up. All
+    [T]."""
+    loss = _weighted_sum(-torch.where(weights > 0, entropy.double(), 0.0), weights, entropy)
+    return loss, _sums(loss, "policy/entropy_loss")
 
 
 def value_loss(

@@ -179,7 +179,8 @@ def build_parser() -> Parser:
     below = "everything is written below it"
     text = "make a tiny model and a task, warm-start it, then train it by reinforcement: minutes on a CPU"
     demo = add(commands, "demo", "cli.demo:demo", text, check_packages=True)
-    demo.add_argument("--recipe", choices=("vapo", "dapo"), default="vapo", help="default: %(default)s")
+    recipes = ("vapo", "dapo", "sao", "vc_ppo", "rloo", "dr_grpo")
+    demo.add_argument("--recipe", choices=recipes, default="vapo", help="default: %(default)s")
     demo.number("--seed", None, f"of model, task and training {DEFAULT}", default=0)
     text = f"{below}, for other seeds than 0 in its seed-N {DEFAULT}"
     demo.path("--folder", None, text, default=Path("runs/demo"))

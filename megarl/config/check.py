@@ -11,12 +11,12 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, Section
 
 # Keys and whole sections that only a run with a critic has, and that only a run that samples has.
-CRITICS = ("critic", "value_pretraining", "algorithm.whiten", "algorithm.value_clip")
+CRITICS = ("critic", "value_pretraining", "algorithm.value_clip")
 SAMPLED = (
     *CRITICS,
     "rollout.dynamic_sampling",
     "reward.overlong",
-    "algorithm.kl_weight",
+    *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight", "dual_clip", "whiten")),
     "algorithm.mismatch",
     "evaluation.every",
 )
@@ -94,9 +94,11 @@ def _problems(c: Config) -> Iterator[str]:
 
 def _algorithm_problems(c: Config) -> Iterator[str]:
     a, group = c.algorithm, c.rollout.group_size
-    if a.advantage == "group" and group < 2:
-        what = "must be >= 2 for group-normalised advantages"
+    if a.advantage in ("group", "group_mean", "leave_one_out") and group < 2:
+        what = f"must be >= 2 for algorithm.advantage {a.advantage}, which compares a group's responses"
         yield f"rollout.group_size: {what} (got {group}; or set algorithm.advantage=gae)"
+    if c.recipe == "sao" and group > 1:
+        yield f"rollout.group_size: recipe sao takes one response a prompt (got {group}; set it to 1)"
     if c.rollout.dynamic_sampling.enabled and group < 2:
         what = f"needs rollout.group_size >= 2 (got {group}): one response is never mixed"
         yield f"rollout.dynamic_sampling.enabled: {what}"
@@ -110,6 +112,13 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
             yield f"{key}: there is no critic (leave it out, or set algorithm.advantage=gae)"
     if isinstance(a.lambda_policy, float) and not 0 <= a.lambda_policy <= 1:
         yield f"algorithm.lambda_policy: must be in [0, 1] or length_adaptive (got {a.lambda_policy})"
+
+    if a.dual_clip and (a.dual_clip <= 1 or a.surrogate not in ("ppo", "gspo")):
+        what = "must be > 1, or 0, and 0 for another algorithm.surrogate than ppo and gspo"
+        yield f"algorithm.dual_clip: {what} (got {a.dual_clip:g} with {a.surrogate})"
+    if a.old_logprobs == "engine" and a.mismatch.enabled:
+        what = "has nothing to correct with algorithm.old_logprobs engine, whose ratio holds the difference"
+        yield f"algorithm.mismatch: {what} (set weight and mask to none)"
 
     actor = c.update.mini_batch
     critic = c.critic.mini_batch or actor

@@ -57,6 +57,62 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reward": {"overlong": {"soft_punishment": True}},
         "value_pretraining": {"steps": 50},
     },
+    # The baselines that the papers and surveys name: docs/algorithms.md, "Other methods".
+    "vc_ppo": {  # arXiv 2503.01491: PPO with value pretraining and decoupled GAE
+        "algorithm": {
+            "advantage": "gae",
+            "lambda_critic": 1.0,
+            "lambda_policy": 0.95,
+            "aggregation": "sample",
+        },
+        "rollout": {"prompts": 8192, "group_size": 1},
+        "value_pretraining": {"steps": 50},
+    },
+    "orz": {  # Open-Reasoner-Zero, arXiv 2503.24290: PPO, both lambdas 1, no KL
+        "algorithm": {"advantage": "gae", "lambda_critic": 1.0, "lambda_policy": 1.0, "whiten": True},
+        "rollout": {"prompts": 128, "group_size": 64},
+    },
+    "r1_zero": {  # DeepSeek-R1-Zero, arXiv 2501.12948: GRPO with a KL in the loss
+        "algorithm": {"advantage": "group", "aggregation": "sample", "kl_weight": 0.001},
+    },
+    "dr_grpo": {  # arXiv 2503.20783
+        "algorithm": {"advantage": "group_mean", "aggregation": "constant"},
+    },
+    "rloo": {  # arXiv 2402.14740; the sum over a response's tokens, up to a mini-batch's scale
+        "algorithm": {"advantage": "leave_one_out", "aggregation": "token"},
+    },
+    "reinforce_pp": {  # arXiv 2501.03262
+        "algorithm": {"advantage": "return", "whiten": True, "kl_reward": 0.001},
+    },
+    "gspo": {  # arXiv 2507.18071, section 5.1
+        "algorithm": {
+            "advantage": "group",
+            "surrogate": "gspo",
+            "aggregation": "sample",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+        },
+    },
+    "cispo": {  # MiniMax-M1, arXiv 2506.13585: no lower bound; with DAPO's sampling and length penalty
+        "algorithm": {"advantage": "group", "surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+        "rollout": {"dynamic_sampling": {"enabled": True}},
+        "reward": {"overlong": {"soft_punishment": True}},
+    },
+    # arXiv 2607.07508, from descriptions and reimplementations: VAPO's critic without groups.
+    "sao": {
+        "algorithm": {
+            "advantage": "gae",
+            "lambda_critic": 1.0,
+            "lambda_policy": "length_adaptive",
+            "old_logprobs": "engine",
+            "surrogate": "masked",
+            "clip_low": 0.8,
+            "clip_high": 3.0,
+        },
+        "rollout": {"prompts": 8192, "group_size": 1},
+        "critic": {"lr": 5e-6, "epochs": 2, "frozen": ["attention"]},
+        "value_pretraining": {"steps": 10},
+    },
 }
 
 
@@ -97,7 +153,6 @@ ROLLOUT = declare(
     may_write="token_versions",  # where responses were continued under newer weights
     on_gpu="engine.weights engine.kv_cache",
 )
-GROUP_ADVANTAGES = declare("group_advantages", reads="rewards group_ids", writes="advantages")
 DISTRIBUTE = declare(
     "distribute",
     reads="tokens correct truncated",
@@ -113,6 +168,8 @@ REFERENCE_LOGPROBS = declare(
     "reference_logprobs", reads="tokens", writes="ref_logprobs", on_gpu="reference.weights"
 )
 VALUES = declare("values", reads="tokens", writes="values", on_gpu="critic.weights")
+GROUP_ADVANTAGES = declare("group_advantages", reads="rewards group_ids", writes="advantages")
+RETURN_ADVANTAGES = declare("return_advantages", reads="rewards", writes="advantages")
 GAE_ADVANTAGES = declare("gae_advantages", reads="rewards values", writes="advantages returns")
 MONTE_CARLO_RETURNS = declare("monte_carlo_returns", reads="rewards values", writes="returns")
 CRITIC_UPDATE = declare(
@@ -122,7 +179,7 @@ CRITIC_UPDATE = declare(
 )
 ACTOR_UPDATE = declare(
     "actor_update",
-    reads="tokens old_logprobs advantages policy_loss_weights nll_loss_weights",
+    reads="tokens advantages policy_loss_weights nll_loss_weights",
     on_gpu="actor.weights actor.gradients actor.optimizer",
 )
 WEIGHT_TRANSFER = declare("weight_transfer", on_gpu="actor.weights engine.weights")
@@ -141,15 +198,21 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
     """Return the phases of one step of the run's main stage, in order."""
     if config.recipe == "sft":
         return (READ_PAIRS, DISTRIBUTE, SUPERVISED_UPDATE)
-    reference: tuple[Phase, ...] = ()
-    actor_update = ACTOR_UPDATE
-    if config.algorithm.kl_weight:  # GRPO's KL to the initial policy
-        reference = (REFERENCE_LOGPROBS,)
-        actor_update = replace(ACTOR_UPDATE, reads=ACTOR_UPDATE.reads | {"ref_logprobs"})
+    a = config.algorithm
+    before: list[Phase] = [ROLLOUT, DISTRIBUTE]
+    if a.old_logprobs == "trainer":  # else the ratio is taken to the engine's own (SAO)
+        before.append(OLD_LOGPROBS)
+    if a.has_reference:  # the KL to the initial policy: GRPO, REINFORCE++
+        before.append(REFERENCE_LOGPROBS)
+    kl_columns = {a.old_column, "ref_logprobs"} if a.kl_reward else set()
     if config.has_critic:  # PPO and VAPO: advantages from a critic, which is updated first
-        before = (ROLLOUT, DISTRIBUTE, OLD_LOGPROBS, *reference, VALUES, GAE_ADVANTAGES, CRITIC_UPDATE)
-    else:  # GRPO and DAPO: advantages within the group, no critic
-        before = (ROLLOUT, GROUP_ADVANTAGES, DISTRIBUTE, OLD_LOGPROBS, *reference)
+        gae_advantages = replace(GAE_ADVANTAGES, reads=GAE_ADVANTAGES.reads | kl_columns)
+        before += [VALUES, gae_advantages, CRITIC_UPDATE]
+    else:  # GRPO and DAPO: advantages within the group; REINFORCE++: none
+        advantages = RETURN_ADVANTAGES if a.advantage == "return" else GROUP_ADVANTAGES
+        before.append(replace(advantages, reads=advantages.reads | kl_columns))
+    loss_columns = {a.old_column} | ({"ref_logprobs"} if a.kl_weight else set())
+    actor_update = replace(ACTOR_UPDATE, reads=ACTOR_UPDATE.reads | loss_columns)
     return (*before, actor_update, WEIGHT_TRANSFER)
 
 

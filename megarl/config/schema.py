@@ -359,8 +359,11 @@ class AlgorithmConfig(Section):
     """Every technique of both papers' ablation tables is one key here, in `rollout`, `reward.overlong` or
     `value_pretraining`."""
 
-    advantage: Literal["group", "gae"] = field(
-        "group", "group: normalised in the group, no critic; gae: by a critic", "", "DAPO eq. 9; VAPO eq. 3"
+    advantage: Literal["group", "group_mean", "leave_one_out", "return", "gae"] = field(
+        "group",
+        "gae: by a critic; without one: reward less the group's mean, over its standard deviation (group) or "
+        "not (group_mean), less the mean of the group's others (leave_one_out), or the return alone",
+        source="DAPO eq. 9; Dr. GRPO; RLOO; REINFORCE++; VAPO eq. 3",
     )
     gamma: float = field(1.0, "discount", source="VAPO section 2", gt=0, le=1)
     lambda_critic: float = field(
@@ -377,18 +380,56 @@ class AlgorithmConfig(Section):
         source="VC-PPO 0.95; VAPO eq. 5",
     )
     alpha: float = field(0.05, "alpha of the length-adaptive lambda", source="VAPO eq. 5", gt=0)
-    whiten: bool = field(False, "whiten GAE advantages over the batch")
-    clip_low: float = field(0.2, "epsilon_low", source="DAPO eq. 8, VAPO eq. 8", gt=0, lt=1)
+    whiten: bool = field(False, "whiten advantages over the tokens of the batch", source="REINFORCE++")
+    surrogate: Literal["ppo", "gspo", "cispo", "masked"] = field(
+        "ppo",
+        "ppo: clipped; gspo: with one ratio a sequence; cispo: clipped ratio times log-prob, no gradient "
+        "through it; masked: tokens outside the interval have no gradient, on both sides",
+        source="DAPO eq. 8, VAPO eq. 8; GSPO eq. 5; CISPO eq. 4; SAO",
+    )
+    old_logprobs: Literal["trainer", "engine"] = field(
+        "trainer",
+        "pi_old of the ratio: computed by the trainer before the updates, or the engine's own of the "
+        "sampling, which saves that pass",
+        source="engine: SAO",
+    )
+    clip_low: float = field(0.2, "epsilon_low; 1: none", source="DAPO eq. 8, VAPO eq. 8", gt=0, le=1)
     clip_high: float = field(0.2, "epsilon_high; clip-higher: 0.28", "", "DAPO eq. 8, VAPO eq. 8: 0.28", gt=0)
-    aggregation: Literal["token", "sample"] = field(
-        "token", "mean over the mini-batch's tokens, or over responses' means", "", "VAPO eq. 7 and 6"
+    dual_clip: float = field(
+        0.0, "c: a negative advantage's loss is at most c |A|; 0: off", "", "arXiv 1912.09729: 3", ge=0
+    )
+    aggregation: Literal["token", "sample", "constant"] = field(
+        "token",
+        "mean over the mini-batch's tokens, over responses' means, "
+        "or over responses' sums / rollout.max_response_tokens",
+        source="VAPO eq. 7 and 6; Dr. GRPO",
     )
     nll_weight: float = field(0.0, "mu, of the positive-example LM loss", source="VAPO eq. 10: 0.1", ge=0)
     kl_weight: float = field(
-        0.0, "beta, of the KL to the initial policy (k3)", "", "GRPO; 0 in DAPO and VAPO", ge=0
+        0.0, "beta, of the KL to the initial policy (k3) in the loss", "", "GRPO; 0 in DAPO and VAPO", ge=0
+    )
+    kl_reward: float = field(
+        0.0,
+        "beta, of the KL to the initial policy in each token's reward",
+        "",
+        "VAPO eq. 1, whose beta is 0",
+        ge=0,
+    )
+    entropy_weight: float = field(
+        0.0, "factor of the policy's entropy, which is maximised", "", "none in DAPO and VAPO", ge=0
     )
     value_clip: float = field(0.0, "largest move of a value before its loss is clipped; 0: off", ge=0)
     mismatch: MismatchConfig = section(MismatchConfig)
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether a term compares the policy with the initial one."""
+        return bool(self.kl_weight or self.kl_reward)
+
+    @property
+    def old_column(self) -> str:
+        """Return the column that holds log pi_old."""
+        return "engine_logprobs" if self.old_logprobs == "engine" else "old_logprobs"
 
 
 class UpdateConfig(Section):
@@ -481,9 +522,9 @@ class GuardConfig(Section):
 # The parts of a run by the names of its heartbeat: the phases, and what the trainer does beside them.
 WatchedPhase = Literal[
     "start", "choose a checkpoint", "resume", "rollout", "group_advantages", "distribute", "old_logprobs",
-    "reference_logprobs", "values", "gae_advantages", "monte_carlo_returns", "critic_update",
-    "actor_update", "weight_transfer", "read_pairs", "supervised_update", "residency", "evaluation",
-    "checkpoint", "export actor", "export critic",
+    "reference_logprobs", "values", "gae_advantages", "return_advantages", "monte_carlo_returns",
+    "critic_update", "actor_update", "weight_transfer", "read_pairs", "supervised_update", "residency",
+    "evaluation", "checkpoint", "export actor", "export critic",
 ]  # fmt: skip
 
 
@@ -521,9 +562,10 @@ class SupervisedConfig(Section):
 class Config(Section):
     """A run."""
 
-    recipe: Literal["sft", "grpo", "dapo", "ppo", "vapo"] = field(
-        ..., "algorithm; sets the defaults of the switches (see config/phases.py)"
-    )
+    recipe: Literal[
+        "sft", "grpo", "dapo", "ppo", "vapo", "sao",
+        "vc_ppo", "orz", "r1_zero", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo",
+    ] = field(..., "algorithm; sets the defaults of the switches (see config/phases.py)")  # fmt: skip
     run_dir: Path = field(..., "folder of this run: config, metrics, samples, checkpoints, report")
     steps: int = field(..., "rollout steps", "rollout steps", ge=1)
     seed: int = field(0, "seed of everything that is random", ge=0, lt=2**63)
@@ -554,7 +596,7 @@ class Config(Section):
     def has_group(self, group: TensorGroup) -> bool:
         """Return whether this run has such tensors on its devices."""
         present = {"actor": True, "critic": self.has_critic, "engine": self.recipe != "sft"}
-        present["reference"] = bool(self.algorithm.kl_weight)
+        present["reference"] = self.algorithm.has_reference
         return present[group.partition(".")[0]]
 
     @property

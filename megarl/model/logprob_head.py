@@ -36,7 +36,7 @@ def vocab_parallel_logprobs(
     weight  [vocab_shard_size + padding, hidden size], this rank's vocab shard, which may be empty
     labels  int64 [tokens]
     chunk   entries whose logits exist at once: two arrays of [tokens, chunk] float32 beside the gradients
-    The entropy carries no gradient.
+            (three where the entropy has a gradient)
     """
     return _LogProbs.apply(hidden, weight, labels - vocab_start, vocab_shard_size, temperature, chunk, group)
 
@@ -79,14 +79,17 @@ class _LogProbs(torch.autograd.Function):
         log_normaliser = maximum + sums[0].log()
         logprobs = sums[2] - log_normaliser
         entropy = log_normaliser - sums[1] / sums[0]
-        ctx.save_for_backward(hidden, weight, local, log_normaliser)
+        ctx.save_for_backward(hidden, weight, local, log_normaliser, entropy)
         ctx.vocab_shard_size, ctx.temperature, ctx.chunk = vocab_shard_size, temperature, chunk
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, local, log_normaliser = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, local, log_normaliser, entropy = ctx.saved_tensors
+        grad = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
         grad = (grad / ctx.temperature)[:, None]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.empty_like(weight)
@@ -94,7 +97,12 @@ class _LogProbs(torch.autograd.Function):
         for part in _chunks(ctx.vocab_shard_size, ctx.chunk):
             # d logprob / d logits = onehot(label) - softmax
             d_logits = _logits(hidden, weight[part], ctx.temperature)
-            d_logits.sub_(log_normaliser[:, None]).exp_().mul_(-grad)
+            d_logits.sub_(log_normaliser[:, None])
+            if grad_entropy is None:
+                d_logits.exp_().mul_(-grad)
+            else:  # d entropy / d logits = -softmax * (log softmax + entropy)
+                factor = (d_logits + entropy[:, None]).mul_((grad_entropy / ctx.temperature)[:, None])
+                d_logits.exp_().mul_(-(factor.add_(grad)))
             column, mine = _find(local, part)
             d_logits.scatter_add_(-1, column, torch.where(mine[:, None], grad, 0.0))
             d_logits = d_logits.to(hidden.dtype)

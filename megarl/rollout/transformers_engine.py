@@ -125,8 +125,10 @@ class TransformersEngine(RolloutEngine):
         tensors = self.parameters()
         if not frozen:
             return [(plan, tensors)]
-        sides = ({n: t for n, t in tensors.items() if (n in frozen) is side} for side in (True, False))
-        return [(plan.part(side.keys()), side) for side in sides]
+        changing = {name for shards in plan.targets.values() for name in shards if name not in frozen}
+        frozen_tensors = {name: tensor for name, tensor in tensors.items() if name in frozen}
+        others = {name: tensor for name, tensor in tensors.items() if name not in frozen}
+        return [(plan.part(frozen), frozen_tensors), (plan.part(changing), others)]
 
     def begin_update(self) -> None:
         self._has_weights = False

@@ -20,10 +20,12 @@ from megarl.training import batch
 from megarl.training.advantages import (
     add_gae,
     add_group_advantages,
+    add_return_advantages,
     add_returns,
     correct_mismatch,
     mismatch,
     policy_statistics,
+    rewards_at_end,
 )
 from megarl.training.checkpoint import PRETRAINING
 from megarl.training.losses import actor_loss, critic_loss, supervised_loss
@@ -56,11 +58,6 @@ def rollout(run: Run, step: Step) -> None:
         run.pretraining_rollouts.write(step.number, step.batch, state)
     elif run.config.checkpoint.rollouts:
         run.rollouts.write(step.number, step.batch, {"stats": found.stats})
-
-
-def group_advantages(run: Run, step: Step) -> None:
-    """Normalise rewards within their group (DAPO eq. 9)."""
-    add_group_advantages(step.batch)
 
 
 def distribute(run: Run, step: Step) -> None:
@@ -102,6 +99,16 @@ def values(run: Run, step: Step) -> None:
     experience["values"] = run.critic.value_columns(experience, step.local.micro_batches)["values"]
 
 
+def group_advantages(run: Run, step: Step) -> None:
+    """Compare rewards within their group (DAPO eq. 9, Dr. GRPO, RLOO)."""
+    step.metrics |= add_group_advantages(run.config.algorithm, step.batch, step.local, run.runtime)
+
+
+def return_advantages(run: Run, step: Step) -> None:
+    """Take the rewards that follow each token, without a baseline (REINFORCE++)."""
+    step.metrics |= add_return_advantages(run.config.algorithm, step.local.experience, run.runtime)
+
+
 def gae_advantages(run: Run, step: Step) -> None:
     """Compute decoupled and length-adaptive GAE (VAPO eq. 3 and 5)."""
     longest = run.config.rollout.max_response_tokens
@@ -109,8 +116,9 @@ def gae_advantages(run: Run, step: Step) -> None:
 
 
 def monte_carlo_returns(run: Run, step: Step) -> None:
-    """Compute the critic's targets alone, for value pretraining."""
-    step.add(*add_returns(run.config.algorithm, step.local.experience, run.runtime))
+    """Compute the critic's targets alone, for value pretraining: the policy is the initial one, its KL 0."""
+    experience = step.local.experience
+    step.add(*add_returns(run.config.algorithm, experience, run.runtime, rewards_at_end(experience)))
 
 
 def critic_update(run: Run, step: Step) -> None:
@@ -127,7 +135,8 @@ def actor_update(run: Run, step: Step) -> None:
     """Update the policy over its mini-batches (DAPO eq. 8, VAPO eq. 8 and 10)."""
     loss, epochs = actor_loss(run.config.algorithm, step.local.experience), run.config.update.epochs
     step.count_tokens(epochs)
-    step.metrics |= run.actor.update_mini_batches(step.local.mini_batches, loss, epochs, "policy")
+    updates = run.actor.update_mini_batches(step.local.mini_batches, loss, epochs, "policy")
+    step.metrics = updates | step.metrics  # entropy and mean probability: those before the updates, if known
 
 
 def weight_transfer(run: Run, step: Step) -> None:

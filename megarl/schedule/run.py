@@ -104,7 +104,7 @@ class Run:
         self.actor: TrainableModel = self._settled("actor")
         self.critic: TrainableModel | None = self._settled("critic") if config.has_critic else None
         self.reference: InferenceModel | None = (
-            self._settled("reference") if config.algorithm.kl_weight else None
+            self._settled("reference") if config.algorithm.has_reference else None
         )
         if config.recipe == "sft":
             report = ReadReport()

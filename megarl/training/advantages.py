@@ -27,13 +27,73 @@ from megarl.config.schema import AlgorithmConfig, MismatchConfig
 from megarl.data.experience import Experience
 from megarl.parallel.comm import max_over_ranks, sum_over_replicas
 from megarl.parallel.runtime import Runtime
+from megarl.training.batch import LocalBatch
 
 Tables = dict[str, dict[str, list[float]]]  # of distributions.jsonl: table -> row -> one sum per bin
 
 
-def add_group_advantages(batch: Experience) -> None:
-    """Write advantages [T] from rewards and group_ids. `batch` must hold whole groups."""
-    batch["advantages"] = batch.spread(group_advantages(batch["rewards"], batch["group_ids"]))
+def add_group_advantages(
+    config: AlgorithmConfig, batch: Experience, local: LocalBatch, runtime: Runtime
+) -> dict[str, float]:
+    """Write this replica's advantages [T], each response's own at all of its tokens; return policy/kl_reward
+    where there is one. The groups
+    are those of the whole batch."""
+    experience, rewards = local.experience, batch["rewards"]
+    of_tokens, metrics = token_rewards(config, experience, runtime)
+    if config.kl_reward:  # the KL of the whole response
+        of_responses = torch.zeros(experience.num_sequences, dtype=of_tokens.dtype)
+        of_responses.index_add_(0, experience.sequence_ids, of_tokens)
+        rewards = local.gather(of_responses, batch, runtime)
+    assert config.advantage != "gae" and config.advantage != "return"
+    advantages = group_advantages(rewards, batch["group_ids"], config.advantage)
+    _write_advantages(config, experience, experience.spread(advantages[local.rows]), runtime)
+    return metrics
+
+
+def add_return_advantages(
+    config: AlgorithmConfig, experience: Experience, runtime: Runtime
+) -> dict[str, float]:
+    """Write as advantages [T] the discounted rewards from each token on (REINFORCE++, arXiv 2501.03262, eq.
+    7 and 8, with `whiten`); return policy/kl_reward
+    where there is one."""
+    rewards, metrics = token_rewards(config, experience, runtime)
+    mask = experience.response_mask
+    ahead = gae(rewards, torch.zeros_like(rewards), mask, experience.cu_seqlens, 1.0, config.gamma)
+    _write_advantages(config, experience, ahead, runtime)
+    return metrics
+
+
+def token_rewards(
+    config: AlgorithmConfig, experience: Experience, runtime: Runtime
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the reward of each token [T]: the response's at its last one, less beta (log pi_old - log
+    pi_ref) at every one where kl_reward is beta (VAPO eq. 1); and policy/kl_reward, the mean of that
+    difference."""
+    rewards = rewards_at_end(experience)
+    if not config.kl_reward:
+        return rewards, {}
+    mask = experience.response_mask
+    kl = torch.where(mask, experience[config.old_column] - experience["ref_logprobs"], 0.0)
+    tokens, total = sum_over_replicas(runtime, torch.stack([mask.sum().double(), kl.double().sum()])).tolist()
+    return rewards - config.kl_reward * kl, {"policy/kl_reward": total / max(tokens, 1)}
+
+
+def rewards_at_end(experience: Experience) -> Tensor:
+    """Return the rule's reward on the last token of each response, [T]."""
+    rewards = torch.zeros(experience.num_tokens)
+    rewards[experience.cu_seqlens[1:] - 1] = experience["rewards"]
+    return rewards
+
+
+def _write_advantages(
+    config: AlgorithmConfig, experience: Experience, advantages: Tensor, runtime: Runtime
+) -> None:
+    """Write advantages [T], whitened over the response tokens of all replicas where `whiten` says so."""
+    if config.whiten:
+        mask = experience.response_mask
+        sums = sum_over_replicas(runtime, moments(advantages, mask))
+        advantages = whiten(advantages, mask, *mean_and_variance(sums))
+    experience["advantages"] = advantages
 
 
 def add_gae(
@@ -47,14 +107,12 @@ def add_gae(
         lam = length_adaptive_lambda(lengths, config.alpha)
     else:
         lam = torch.full((experience.num_sequences,), float(config.lambda_policy), dtype=torch.float64)
-    advantages = _gae(experience, lam, config.gamma)
-    metrics = gae_metrics(sum_over_replicas(runtime, gae_sums(advantages, mask, lam)))
-    if config.whiten:
-        sums = sum_over_replicas(runtime, moments(advantages, mask))
-        advantages = whiten(advantages, mask, *mean_and_variance(sums))
-    experience["advantages"] = advantages
+    rewards, metrics = token_rewards(config, experience, runtime)
+    advantages = gae(rewards, experience["values"], mask, experience.cu_seqlens, lam, config.gamma)
+    metrics |= gae_metrics(sum_over_replicas(runtime, gae_sums(advantages, mask, lam)))
+    _write_advantages(config, experience, advantages, runtime)
     by_length = sum_over_replicas(runtime, lambda_by_length(lengths, lam, longest)).tolist()
-    value_metrics, tables = add_returns(config, experience, runtime)
+    value_metrics, tables = add_returns(config, experience, runtime, rewards)
     return metrics | value_metrics, {
         "lambda": dict(zip(("responses", "lambda"), by_length, strict=True)),
         **tables,
@@ -62,25 +120,20 @@ def add_gae(
 
 
 def add_returns(
-    config: AlgorithmConfig, experience: Experience, runtime: Runtime
+    config: AlgorithmConfig, experience: Experience, runtime: Runtime, rewards: Tensor
 ) -> tuple[dict[str, float], Tables]:
-    """Write returns [T], the critic's targets: Monte-Carlo returns where lambda_critic is 1. Return
-    value/explained_variance, and a table of values against returns by position (`error_by_position`)."""
+    """Write returns [T], the critic's targets: Monte-Carlo returns of `rewards` [T] where lambda_critic is 1.
+    Return value/explained_variance, and a table of values against returns by position
+    (`error_by_position`)."""
     mask, values = experience.response_mask, experience["values"]
-    targets = returns(_gae(experience, config.lambda_critic, config.gamma), values, mask)
+    errors_ahead = gae(rewards, values, mask, experience.cu_seqlens, config.lambda_critic, config.gamma)
+    targets = returns(errors_ahead, values, mask)
     experience["returns"] = targets
     variance = sum_over_replicas(runtime, variance_sums(targets, values, mask))
     errors = error_by_position(values, targets, mask, experience.response_lengths)
     by_position = sum_over_replicas(runtime, errors).tolist()
     table = dict(zip(("tokens", "error", "absolute"), by_position, strict=True))
     return {"value/explained_variance": explained_variance(variance)}, {"value_error": table}
-
-
-def _gae(experience: Experience, lam: float | Tensor, gamma: float) -> Tensor:
-    # The reward stands on the last token of the response.
-    rewards = torch.zeros(experience.num_tokens)
-    rewards[experience.cu_seqlens[1:] - 1] = experience["rewards"]
-    return gae(rewards, experience["values"], experience.response_mask, experience.cu_seqlens, lam, gamma)
 
 
 def policy_statistics(experience: Experience, runtime: Runtime) -> dict[str, float]:

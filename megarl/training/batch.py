@@ -15,6 +15,7 @@ from megarl.config.schema import Config
 from megarl.data.experience import Experience, balance, cost, even_length, pack
 from megarl.model.builder import Actor, Critic
 from megarl.model.fp8 import pack_multiple
+from megarl.parallel.comm import sum_over_replicas
 from megarl.parallel.runtime import Runtime
 
 
@@ -43,11 +44,12 @@ class MicroBatch:
 
 @dataclass
 class LocalBatch:
-    """The sequences that this data-parallel replica trains on, and its micro-batches of each mini-batch of
-    the actor and of the critic, in update order. Both cover all of the sequences; they are the same lists
-    unless `critic.mini_batch` is set."""
+    """The sequences that this data-parallel replica trains on, where they stand in the whole batch (int64
+    [n]), and its micro-batches of each mini-batch of the actor and of the critic, in update order. Both cover
+    all of the sequences; they are the same lists unless `critic.mini_batch` is set."""
 
     experience: Experience
+    rows: Tensor
     mini_batches: list[list[MicroBatch]]
     critic_mini_batches: list[list[MicroBatch]]
 
@@ -55,6 +57,13 @@ class LocalBatch:
     def micro_batches(self) -> list[MicroBatch]:
         """Return those of all mini-batches: what a forward pass over the whole share takes."""
         return [batch for mini_batch in self.mini_batches for batch in mini_batch]
+
+    def gather(self, of_responses: Tensor, whole: Experience, runtime: Runtime) -> Tensor:
+        """Return one number per response [n] of every replica's share, in the order of the whole batch, on
+        every rank."""
+        placed = torch.zeros(whole.num_sequences, dtype=torch.float64)
+        placed[self.rows] = of_responses.double()
+        return sum_over_replicas(runtime, placed).to(of_responses.dtype)
 
 
 def distribute(
@@ -83,7 +92,8 @@ def distribute(
         shares = balance([costs[i] for i in members], runtime.layout.dp)
         shares_of.append([[members[i] for i in share] for share in shares])
     mine = [shares[runtime.dp_rank] for shares in shares_of]
-    local = batch.select([i for share in mine for i in share])
+    rows = torch.tensor([i for share in mine for i in share], dtype=torch.int64)
+    local = batch.select(rows)
     stops = torch.tensor([0, *map(len, mine)]).cumsum(0).tolist()
 
     def micro_batches_of(size: int) -> list[list[MicroBatch]]:
@@ -101,7 +111,8 @@ def distribute(
 
     mini_batches = micro_batches_of(mini_batch)
     same = critic_mini_batch == mini_batch
-    return LocalBatch(local, mini_batches, mini_batches if same else micro_batches_of(critic_mini_batch))
+    critics = mini_batches if same else micro_batches_of(critic_mini_batch)
+    return LocalBatch(local, rows, mini_batches, critics)
 
 
 def mini_batch_ids(sequences: int, mini_batch: int, seed: int) -> Tensor:
@@ -122,9 +133,9 @@ def add_weights(experience: Experience, ids: Tensor, critic_ids: Tensor, config:
     truncated = experience["truncated"]
     kept = ~truncated if config.reward.overlong.filter else torch.ones_like(truncated)
     lengths = response_lengths(experience.response_mask, experience.cu_seqlens)
-    aggregation = config.algorithm.aggregation
+    aggregation, longest = config.algorithm.aggregation, config.rollout.max_response_tokens
     weights = {
-        "policy_loss_weights": token_weights(lengths, aggregation, ids, kept),
+        "policy_loss_weights": token_weights(lengths, aggregation, ids, kept, longest),
         "nll_loss_weights": token_weights(lengths, "token", ids, kept & experience["correct"]),
         "value_loss_weights": token_weights(lengths, "token", critic_ids, kept),
     }

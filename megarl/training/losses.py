@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algorithms.losses import kl_loss, nll_loss, policy_loss, value_loss
+from megarl.algorithms.losses import entropy_loss, kl_loss, nll_loss, policy_loss, value_loss
 from megarl.config.schema import AlgorithmConfig
 from megarl.data.experience import Experience
 from megarl.training.batch import MicroBatch
@@ -17,16 +17,25 @@ from megarl.training.model import Loss, Stats
 
 
 def actor_loss(config: AlgorithmConfig, experience: Experience) -> Loss:
-    """Return the policy loss + mu * positive-example NLL (VAPO eq. 10) + beta * KL. It reads
-    policy_loss_weights, old_logprobs, advantages, and where their factor is not 0 nll_loss_weights and
-    ref_logprobs."""
+    """Return the policy loss + mu * positive-example NLL (VAPO eq. 10) + beta * KL - factor * entropy. It
+    reads policy_loss_weights, old_logprobs (or engine_logprobs in their place), advantages, and where their
+    factor is not 0 nll_loss_weights and ref_logprobs."""
+    sequence_ids = experience.sequence_ids
 
     def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output
-        old, advantages = batch.column(experience, "old_logprobs"), batch.column(experience, "advantages")
         weights = batch.column(experience, "policy_loss_weights")
         total, stats = policy_loss(
-            logprobs, old, advantages, weights, config.clip_low, config.clip_high, entropy
+            logprobs,
+            batch.column(experience, config.old_column),
+            batch.column(experience, "advantages"),
+            weights,
+            config.clip_low,
+            config.clip_high,
+            entropy.detach(),
+            surrogate=config.surrogate,
+            dual_clip=config.dual_clip,
+            sequence_ids=sequence_ids[batch.token_indices].to(weights.device),
         )
         if config.nll_weight:
             nll, nll_stats = nll_loss(logprobs, batch.column(experience, "nll_loss_weights"))
@@ -34,6 +43,9 @@ def actor_loss(config: AlgorithmConfig, experience: Experience) -> Loss:
         if config.kl_weight:
             kl, kl_stats = kl_loss(logprobs, batch.column(experience, "ref_logprobs"), weights)
             total, stats = total + config.kl_weight * kl, stats | kl_stats
+        if config.entropy_weight:
+            bonus, entropy_stats = entropy_loss(entropy, weights)
+            total, stats = total + config.entropy_weight * bonus, stats | entropy_stats
         return total, stats
 
     return loss

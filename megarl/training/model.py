@@ -237,8 +237,6 @@ class TrainableModel(InferenceModel):
             for key, value in result.sums.items():
                 sums[key] = sums.get(key, 0.0) + value
         metrics = loss_metrics(sum_stats(self.runtime, sums), updates=len(norms))
-        # Entropy and mean probability are recorded before any update (policy_statistics).
-        metrics = {k: v for k, v in metrics.items() if k not in ("policy/entropy", "policy/mean_prob")}
         return metrics | {f"{prefix}/grad_norm": sum(norms) / len(norms), f"{prefix}/lr": self.lr}
 
     def begin_step(self) -> None:

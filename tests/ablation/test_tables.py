@@ -15,7 +15,9 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import fields
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "ablations"
-TABLES = {name: load_table(str(FOLDER / f"{name}.table.yaml")) for name in ("vapo", "dapo")}
+TABLES = {
+    name: load_table(str(FOLDER / f"{name}.table.yaml")) for name in ("vapo", "dapo", "critic_free", "critic")
+}
 ROWS = [(table, row) for table in TABLES.values() for row in table.rows]
 
 # What each row changes in its 32B file, and its points, written down here a second time: VAPO Table 1, DAPO
@@ -57,6 +59,120 @@ DAPO: dict[str, tuple[float, tuple[Any, ...]]] = {
     "+ dynamic sampling (DAPO)": (50, ("dapo", False, 0.28, True, "token", True)),
 }
 
+# Other methods: what differs from dapo_32b.yaml and vapo_32b.yaml, from their own papers.
+GRPO = {
+    "recipe": "grpo",
+    "algorithm.clip_high": 0.2,
+    "algorithm.aggregation": "sample",
+    "reward.overlong.soft_punishment": False,
+    "rollout.dynamic_sampling.enabled": False,
+}
+CRITIC_FREE: dict[str, tuple[float | None, dict[str, Any]]] = {
+    "DAPO": (50, {}),
+    "GRPO with KL (R1-Zero)": (47, {**GRPO, "recipe": "r1_zero", "algorithm.kl_weight": 0.001}),
+    "Dr. GRPO": (
+        None,
+        {
+            **GRPO,
+            "recipe": "dr_grpo",
+            "algorithm.advantage": "group_mean",
+            "algorithm.aggregation": "constant",
+        },
+    ),
+    "RLOO": (
+        None,
+        {
+            **GRPO,
+            "recipe": "rloo",
+            "algorithm.advantage": "leave_one_out",
+            "algorithm.aggregation": "token",
+        },
+    ),
+    "REINFORCE++": (
+        None,
+        {
+            **GRPO,
+            "recipe": "reinforce_pp",
+            "algorithm.advantage": "return",
+            "algorithm.whiten": True,
+            "algorithm.kl_reward": 0.001,
+            "algorithm.aggregation": "token",
+        },
+    ),
+    "GSPO": (
+        None,
+        {
+            **GRPO,
+            "recipe": "gspo",
+            "algorithm.surrogate": "gspo",
+            "algorithm.clip_low": 3e-4,
+            "algorithm.clip_high": 4e-4,
+        },
+    ),
+    "CISPO": (
+        None,
+        {
+            "recipe": "cispo",
+            "algorithm.surrogate": "cispo",
+            "algorithm.clip_low": 1.0,
+            "algorithm.clip_high": 4.0,
+        },
+    ),
+}
+VANILLA = {"recipe": "ppo", **OFF, **SINGLE}
+SAO = {
+    "recipe": "sao",
+    **SINGLE,
+    "algorithm.old_logprobs": "engine",
+    "algorithm.surrogate": "masked",
+    "algorithm.clip_low": 0.8,
+    "algorithm.clip_high": 3.0,
+    "algorithm.nll_weight": 0.0,
+    "value_pretraining.steps": 10,
+    "critic.lr": 5e-6,
+    "critic.epochs": 2,
+    "critic.frozen": ("attention",),
+}
+CRITIC: dict[str, tuple[float | None, dict[str, Any]]] = {
+    "vanilla PPO": (5, VANILLA),
+    "VC-PPO": (
+        None,
+        {**VANILLA, "recipe": "vc_ppo", "algorithm.lambda_critic": 1.0, "value_pretraining.steps": 50},
+    ),
+    "Open-Reasoner-Zero": (
+        None,
+        {
+            **VANILLA,
+            "recipe": "orz",
+            "rollout.prompts": 128,
+            "rollout.group_size": 64,
+            "reward.incorrect": 0.0,
+            "reward.overlong.soft_punishment": False,
+            "algorithm.lambda_critic": 1.0,
+            "algorithm.lambda_policy": 1.0,
+            "algorithm.whiten": True,
+            "algorithm.aggregation": "token",
+            "critic.lr": 5e-6,
+            "critic.warmup_steps": 50,
+            "critic.mini_batch": 512,
+            "update.mini_batch": 8192,
+            "actor.warmup_steps": 50,
+        },
+    ),
+    "VAPO": (60, {}),
+    "SAO": (None, SAO),
+    "SAO with a pass for old log-probs": (None, {**SAO, "algorithm.old_logprobs": "trainer"}),
+    "SAO with clipping": (
+        None,
+        {**SAO, "algorithm.surrogate": "ppo", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28},
+    ),
+    "SAO with one critic update": (None, {**SAO, "critic.epochs": 1}),
+    "SAO without frozen attention": (None, {k: v for k, v in SAO.items() if k != "critic.frozen"}),
+    "SAO without value pretraining": (None, {**SAO, "value_pretraining.steps": 0}),
+    "SAO without length-adaptive GAE": (None, {**SAO, "algorithm.lambda_policy": 0.95}),
+}
+FULL = {"vapo": "vapo", "dapo": "dapo", "critic_free": "dapo", "critic": "vapo"}  # the 32B file of a table
+
 
 def leaves(config: Config) -> dict[str, Any]:
     return {key: attrgetter(key)(config) for key, _ in fields(Config)}
@@ -70,15 +186,15 @@ def changes(config: Config, base: Config) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("table", "row"), ROWS, ids=[f"{table.name}-{row.slug}" for table, row in ROWS])
 class TestRows:
-    def expected(self, table: AblationTable, row: AblationRow) -> tuple[float, dict[str, Any]]:
-        if table.name == "vapo":
-            return VAPO[row.name]
+    def expected(self, table: AblationTable, row: AblationRow) -> tuple[float | None, dict[str, Any]]:
+        if table.name != "dapo":
+            return {"vapo": VAPO, "critic_free": CRITIC_FREE, "critic": CRITIC}[table.name][row.name]
         points, values = DAPO[row.name]
         return points, dict(zip(SWITCHES, values, strict=True))
 
     def test_at_32b(self, table: AblationTable, row: AblationRow) -> None:
         points, expected = self.expected(table, row)
-        full = load_config(FOLDER.parent / f"{table.name}_32b.yaml")
+        full = load_config(FOLDER.parent / f"{FULL[table.name]}_32b.yaml")
         config = load_config(FOLDER / row.config)
         check_config(config, row.name)
         assert row.paper == points
@@ -97,18 +213,22 @@ class TestRows:
         }
         for override in row.overrides:
             key, _, value = override.partition("=")
-            expected[key] = type(leaves(small)[key])(value)
-        assert changes(config, small) == expected
+            expected[key] = type(leaves(small)[key] or 0)(value)
+        base = leaves(small)
+        assert changes(config, small) == {k: value for k, value in expected.items() if value != base[k]}
         assert config.responses == small.responses
 
     def test_runs_have_folders_of_their_own(self, table: AblationTable, row: AblationRow) -> None:
-        folders = [load_config(FOLDER / other.config).run_dir for _, other in ROWS]
-        assert folders.count(load_config(FOLDER / row.config).run_dir) == 1
+        folders = {load_config(FOLDER / file).run_dir for file in {other.config for _, other in ROWS}}
+        assert len(folders) == len({(FOLDER / other.config).resolve() for _, other in ROWS})
 
 
 def test_every_file_of_the_folder_is_a_row() -> None:
-    files = {file.name for file in FOLDER.glob("*.yaml") if not file.name.endswith(".table.yaml")}
-    assert files == {row.config.name for _, row in ROWS if row.config.parent == Path()}
+    for folder in (Path(), Path("../baselines")):
+        files = {f.name for f in (FOLDER / folder).glob("*.yaml") if not f.name.endswith(".table.yaml")}
+        assert files == {row.config.name for _, row in ROWS if row.config.parent == folder}
+    assert [row.name for row in TABLES["critic_free"].rows] == list(CRITIC_FREE)
+    assert [row.name for row in TABLES["critic"].rows] == list(CRITIC)
     assert {row.name for row in TABLES["vapo"].rows} == set(VAPO) and [
         row.name for row in TABLES["dapo"].rows
     ] == list(DAPO)

@@ -100,14 +100,15 @@ def sum_gae(
     return out
 
 
-def loop_weights(batch: Batch, aggregation: str, include: list[bool]) -> list[float]:
-    """1/N (VAPO eq. 7) or 1/(G |o_i|) (eq. 6) on the included responses."""
+def loop_weights(batch: Batch, aggregation: str, include: list[bool], constant: int = 1) -> list[float]:
+    """1/N (VAPO eq. 7), 1/(G |o_i|) (eq. 6) or 1/(G constant) (Dr. GRPO) on the included responses."""
     kept = [span for span, flag in zip(batch.spans, include, strict=True) if flag]
     tokens = sum(end - start for start, end in kept)
     out = [0.0] * batch.total
     for start, end in kept:
         for t in range(start, end):
-            out[t] = 1.0 / tokens if aggregation == "token" else 1.0 / ((end - start) * len(kept))
+            divisor = {"token": tokens, "sample": (end - start) * len(kept), "constant": constant * len(kept)}
+            out[t] = 1.0 / divisor[aggregation]
     return out
 
 
@@ -128,30 +129,50 @@ def collect(weights: list[float], values: list[tuple[float, float]]) -> Term:
     return Term(math.fsum(terms), gradient, math.fsum(map(abs, terms)))
 
 
-def loop_policy(batch: Batch, weights: list[float], low: float, high: float) -> tuple[Term, dict[str, float]]:
-    """DAPO eq. 8: -min(r A, clip(r, 1-low, 1+high) A), and the statistics."""
+def loop_policy(
+    batch: Batch, weights: list[float], low: float, high: float, kind: str = "ppo", dual: float = 0.0
+) -> tuple[Term, dict[str, float]]:
+    """DAPO eq. 8: -min(r A, clip(r, 1-low, 1+high) A), and the statistics; or another surrogate by its own
+    formula: gspo (arXiv 2507.18071 eq. 5), cispo (arXiv 2506.13585 eq. 4), masked (SAO), and ppo with dual
+    clip (arXiv 1912.09729 eq. 5)."""
     x = {k: batch.experience[k].tolist() for k in ("logprobs", "old_logprobs", "advantages", "entropy")}
-    values, stats = (
-        [],
-        dict.fromkeys(
-            ["tokens", "clip_fraction_low", "clip_fraction_high", "approx_kl", "mean_prob", "entropy"], 0.0
-        ),
-    )
-    for w, new, old, a, h in zip(
-        weights, x["logprobs"], x["old_logprobs"], x["advantages"], x["entropy"], strict=True
-    ):
-        r = math.exp(new - old)
-        clipped = min(max(r, 1 - low), 1 + high)
-        active = clipped * a < r * a
-        values.append((-clipped * a, 0.0) if active else (-r * a, -r * a))
-        if w > 0:
+    names = ["tokens", "clip_fraction_low", "clip_fraction_high", "approx_kl", "mean_prob", "entropy"]
+    stats = dict.fromkeys(names + ["clip_fraction_dual"] * (dual > 0), 0.0)
+    loss, slope = [0.0] * batch.total, [0.0] * batch.total  # slope: of the weighted loss of the whole
+    for start, end in batch.spans:
+        counted = [t for t in range(start, end) if weights[t] > 0]
+        log_ratios = {t: x["logprobs"][t] - x["old_logprobs"][t] for t in counted}
+        mean = math.fsum(log_ratios.values()) / max(len(counted), 1)
+        for t in counted:
+            a, new, w = x["advantages"][t], x["logprobs"][t], weights[t]
+            r = math.exp(mean if kind == "gspo" else log_ratios[t])
+            clipped = min(max(r, 1 - low), 1 + high)
+            outside = r != clipped
+            if kind == "cispo":
+                loss[t], d_new = -clipped * a * new, -clipped * a
+            elif kind == "masked":
+                loss[t], d_new = (0.0, 0.0) if outside else (-r * a, -r * a)
+            else:
+                outside = clipped * a < r * a
+                loss[t], d_new = (-clipped * a, 0.0) if outside else (-r * a, -r * a)
+                if dual and a < 0 and -r * a > dual * -a:
+                    loss[t], d_new = dual * -a, 0.0
+                    stats["clip_fraction_dual"] += 1
+            for other in counted if kind == "gspo" else [t]:
+                slope[other] += w * d_new / (len(counted) if kind == "gspo" else 1)
             stats["tokens"] += 1
-            stats["clip_fraction_low"] += active and r < 1
-            stats["clip_fraction_high"] += active and r > 1
-            stats["approx_kl"] += r - 1 - (new - old)
+            stats["clip_fraction_low"] += outside and r < 1
+            stats["clip_fraction_high"] += outside and r > 1
+            stats["approx_kl"] += math.exp(log_ratios[t]) - 1 - log_ratios[t]
             stats["mean_prob"] += math.exp(new)
-            stats["entropy"] += h
-    return collect(weights, values), stats
+            stats["entropy"] += x["entropy"][t]
+    terms = [w * value for w, value in zip(weights, loss, strict=True)]
+    return Term(math.fsum(terms), slope, math.fsum(map(abs, terms))), stats
+
+
+def loop_entropy(batch: Batch, weights: list[float]) -> Term:
+    """-H, which is minimised."""
+    return collect(weights, [(-entropy, -1.0) for entropy in batch.experience["entropy"].tolist()])
 
 
 def loop_nll(batch: Batch, weights: list[float]) -> Term:

@@ -34,6 +34,7 @@ def test_the_powers_of_length_adaptive_lambda_sum_to_alpha_times_length(length, 
     )
 )
 def test_group_advantages_equal_the_formula(rows):
+    """DAPO eq. 9, Dr. GRPO's, and RLOO's as it is written: less the mean of the others."""
     ids, rewards = torch.tensor([g for g, _ in rows]), torch.tensor([r for _, r in rows])
     groups = {g: [r for h, r in rows if h == g] for g, _ in rows}
     expected = []
@@ -43,6 +44,12 @@ def test_group_advantages_equal_the_formula(rows):
         expected.append(0.0 if flat else (r - statistics.fmean(members)) / (statistics.stdev(members) + 1e-6))
     result = adv.group_advantages(rewards, ids)
     torch.testing.assert_close(result, torch.tensor(expected), rtol=1e-6, atol=1e-7)
+    means = [r - statistics.fmean(groups[g]) for g, r in rows]
+    found = adv.group_advantages(rewards, ids, "group_mean")
+    torch.testing.assert_close(found, torch.tensor(means), rtol=1e-6, atol=1e-6)
+    others = [r - (sum(groups[g]) - r) / (len(groups[g]) - 1) if len(groups[g]) > 1 else 0.0 for g, r in rows]
+    found = adv.group_advantages(rewards, ids, "leave_one_out")
+    torch.testing.assert_close(found, torch.tensor(others), rtol=1e-6, atol=1e-5)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(rows)))
     torch.testing.assert_close(
         adv.group_advantages(rewards[order], ids[order]), result[order], rtol=1e-6, atol=1e-12

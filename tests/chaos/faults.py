@@ -6,13 +6,17 @@ import os
 import random
 import resource
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 from tests.chaos.harness import Fault, Job, kill
 
 KILLED = 137
 SOON = 60.0  # seconds: torch's launcher gives the other ranks 30 to end
+TIME_LIMIT = 90.0  # seconds of a whole job; the imports alone may take ten
 FORWARD_AND_UPDATE = ("old_logprobs", "values", "critic_update", "actor_update")
 
 
@@ -77,6 +81,17 @@ def tell(number: signal.Signals) -> Callable[[Job], None]:
 def stop_rank(job: Job) -> None:
     job.until_phase("actor_update")
     os.kill(job.pid(1), signal.SIGSTOP)
+
+
+def outlast_the_time_limit(job: Job) -> None:
+    """Both ranks stand still in the midst of a step until the time limit has passed."""
+    job.until_phase("values", step=1)
+    limit = psutil.Process(job.process.pid).create_time() + TIME_LIMIT
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for rank in range(2):
+            os.kill(job.pid(rank), number)
+        if number == signal.SIGSTOP:
+            time.sleep(max(0.0, limit - time.time()))
 
 
 def disk_full(job: Job) -> None:
@@ -150,10 +165,11 @@ FAULTS = (
     Fault("SIGUSR1", tell(signal.SIGUSR1), (75,), SOON, lost=0, said="stopped by SIGUSR1: step"),
     Fault(
         "time limit",
-        lambda job: job.until_phase("choose a checkpoint", stage="start", step=0),
+        outlast_the_time_limit,
         (75,),
-        300.0,
-        {"checkpoint": {"time_limit": 1, "time_margin": 0}},
+        SOON,
+        {"checkpoint": {"time_limit": TIME_LIMIT, "time_margin": 0}, "watchdog": {"silence": TIME_LIMIT}},
+        lost=0,
         said="time limit is near",
     ),
     Fault(

@@ -11,6 +11,7 @@ import pytest
 
 from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.errors import ConfigError
+from megarl.config.phases import PRESETS
 from megarl.config.schema import Section, fields
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -138,17 +139,39 @@ class TestPresets:
             "alpha": 0.05,
             "nll_weight": 0.1,
         },
+        # Other methods, from their own papers (docs/algorithms.md).
+        "vc_ppo": {"advantage": "gae", "aggregation": "sample", "lambda_critic": 1.0, "lambda_policy": 0.95},
+        "orz": {"advantage": "gae", "lambda_critic": 1.0, "lambda_policy": 1.0, "kl_weight": 0.0},
+        "r1_zero": {"advantage": "group", "aggregation": "sample", "kl_weight": 0.001, "kl_reward": 0.0},
+        "dr_grpo": {"advantage": "group_mean", "aggregation": "constant", "kl_weight": 0.0},
+        "rloo": {"advantage": "leave_one_out", "aggregation": "token", "kl_weight": 0.0},
+        "reinforce_pp": {"advantage": "return", "whiten": True, "kl_reward": 0.001, "kl_weight": 0.0},
+        "gspo": {"surrogate": "gspo", "aggregation": "sample", "clip_low": 3e-4, "clip_high": 4e-4},
+        "cispo": {"surrogate": "cispo", "aggregation": "token", "clip_low": 1.0, "clip_high": 4.0},
+        "sao": {
+            "advantage": "gae",
+            "surrogate": "masked",
+            "old_logprobs": "engine",
+            "lambda_critic": 1.0,
+            "lambda_policy": "length_adaptive",
+            "clip_low": 0.8,
+            "clip_high": 3.0,
+        },
     }
+    PRETRAINED = {"vapo": 50, "vc_ppo": 50, "sao": 10}
+
+    def test_all_are_here(self) -> None:
+        assert set(self.EXPECTED) == set(PRESETS) - {"sft"}
 
     @pytest.mark.parametrize("recipe", EXPECTED)
     def test_switches(self, minimum: Path, recipe: str) -> None:
         config = load_config(minimum, [f"recipe={recipe}"])
         assert {key: getattr(config.algorithm, key) for key in self.EXPECTED[recipe]} == self.EXPECTED[recipe]
-        assert config.rollout.dynamic_sampling.enabled == (recipe == "dapo")
-        assert config.reward.overlong.soft_punishment == (recipe in ("dapo", "vapo"))
-        assert config.value_pretraining.steps == (50 if recipe == "vapo" else 0)
+        assert config.rollout.dynamic_sampling.enabled == (recipe in ("dapo", "cispo"))
+        assert config.reward.overlong.soft_punishment == (recipe in ("dapo", "vapo", "cispo"))
+        assert config.value_pretraining.steps == self.PRETRAINED.get(recipe, 0)
         assert config.responses == 8192
-        assert config.has_critic == (recipe in ("ppo", "vapo"))
+        assert config.has_critic == (recipe in ("ppo", "vapo", "vc_ppo", "orz", "sao"))
 
     def test_a_file_turns_a_switch_of_its_recipe_off(self, minimum: Path) -> None:
         config = load_config(minimum, ["recipe=vapo", "algorithm.clip_high=0.2", "value_pretraining.steps=0"])
@@ -270,7 +293,7 @@ class TestRefusals:
         "actor.frozen_layers=-1": (
             "command line: actor.frozen_layers: must be greater than or equal to 0 (got -1)"
         ),
-        "recipe=dappo": "command line: recipe: must be 'sft', 'grpo', 'dapo', 'ppo' or 'vapo' (got 'dappo')",
+        "recipe=dappo": "command line: recipe: must be 'sft', 'grpo', 'dapo', 'ppo', 'vapo', 'sao', ",
         "rollout=": "command line: rollout: is an empty section: give it keys, or leave it out (got None)",
         "rollout=3": "command line: rollout: must be a section of `key: value` lines (got 3)",
         "rollout={1: 2}": "command line: rollout.1: a key must be a text, not 1",
@@ -345,7 +368,27 @@ class TestRefusals:
 class TestContradictions:
     CASES = {
         "data.train=[]": "data.train: must name at least one file",
-        "rollout.group_size=1": "rollout.group_size: must be >= 2 for group-normalised advantages (got 1",
+        "rollout.group_size=1": (
+            "rollout.group_size: must be >= 2 for algorithm.advantage group, which compares a group's "
+            "responses (got 1"
+        ),
+        "recipe=rloo rollout.group_size=1": (
+            "rollout.group_size: must be >= 2 for algorithm.advantage leave_one_out"
+        ),
+        "recipe=dr_grpo rollout.group_size=1": (
+            "rollout.group_size: must be >= 2 for algorithm.advantage group_mean"
+        ),
+        "recipe=sao rollout.group_size=2": (
+            "rollout.group_size: recipe sao takes one response a prompt (got 2; set it to 1)"
+        ),
+        "recipe=sao algorithm.mismatch.weight=token": (
+            "algorithm.mismatch: has nothing to correct with algorithm.old_logprobs engine"
+        ),
+        "algorithm.dual_clip=1": "algorithm.dual_clip: must be > 1, or 0",
+        "recipe=cispo algorithm.dual_clip=3": (
+            "algorithm.dual_clip: must be > 1, or 0, and 0 for another algorithm.surrogate than ppo and gspo "
+            "(got 3 with cispo)"
+        ),
         "recipe=ppo rollout.dynamic_sampling.enabled=true": (
             "rollout.dynamic_sampling.enabled: needs rollout.group_size >= 2 (got 1)"
         ),
@@ -373,7 +416,6 @@ class TestContradictions:
         "critic.lr=1e-3": "critic.lr: there is no critic (leave it out, or set algorithm.advantage=gae)",
         "recipe=dapo critic.path=m": "critic.path: there is no critic",
         "value_pretraining.rollouts=x": "value_pretraining.rollouts: there is no critic",
-        "algorithm.whiten=true": "algorithm.whiten: there is no critic",
         "algorithm.value_clip=0.2": "algorithm.value_clip: there is no critic",
         "recipe=vapo critic.mini_batch=500": (
             "critic.mini_batch: must divide the 8192 responses of a step, and divide update.mini_batch"
@@ -398,6 +440,9 @@ class TestContradictions:
         "recipe=sft reward.overlong.soft_punishment=true": "reward.overlong.soft_punishment: recipe sft",
         "recipe=sft value_pretraining.steps=3": "value_pretraining.steps: recipe sft",
         "recipe=sft algorithm.kl_weight=0.1": "algorithm.kl_weight: recipe sft",
+        "recipe=sft algorithm.kl_reward=0.1": "algorithm.kl_reward: recipe sft",
+        "recipe=sft algorithm.entropy_weight=0.1": "algorithm.entropy_weight: recipe sft",
+        "recipe=sft algorithm.whiten=true": "algorithm.whiten: recipe sft",
     }
 
     @pytest.mark.parametrize("overrides", CASES)
@@ -405,7 +450,7 @@ class TestContradictions:
         given = ["data.train=[x.jsonl]", *overrides.replace(", ", ",").split(" ")]
         assert refusal(minimum, *given).startswith(f"{minimum}: {self.CASES[overrides]}")
 
-    @pytest.mark.parametrize("recipe", ["sft", "grpo", "dapo", "ppo", "vapo"])
+    @pytest.mark.parametrize("recipe", PRESETS)
     def test_a_consistent_one_passes_and_so_does_what_it_resolves_to(
         self, minimum: Path, tmp_path: Path, recipe: str
     ) -> None:

@@ -44,13 +44,16 @@ def test_equals_log_softmax(tokens: int, words: int, padding: int, chunk: int, h
     hidden = (20 * torch.randn(tokens, 5, generator=g)).requires_grad_()
     weight = torch.randn(words + padding, 5, generator=g).requires_grad_()
     labels = torch.randint(0, words, (tokens,), generator=g)
-    factors = torch.randn(tokens, generator=g)
+    factors, entropy_factors = torch.randn(2, tokens, generator=g)
+    if seed % 2:  # as where nothing is made of the entropy
+        entropy_factors = entropy_factors * 0.0
     found, entropy = on_one_rank(hidden, weight, labels, words, chunk, temperature)
-    (found * factors).sum().backward()
+    loss = (found * factors).sum()
+    (loss if seed % 2 else loss + (entropy * entropy_factors).sum()).backward()
     exact_hidden = hidden.detach().double().requires_grad_()
     exact_weight = weight.detach().double().requires_grad_()
     expected, expected_entropy = plain(exact_hidden, exact_weight[:words], labels, temperature)
-    (expected * factors).sum().backward()
+    (expected * factors + expected_entropy * entropy_factors).sum().backward()
     assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-4)
     assert torch.allclose(entropy.double(), expected_entropy, rtol=1e-4, atol=1e-4)
     assert torch.allclose(hidden.grad.double(), exact_hidden.grad, rtol=1e-4, atol=1e-4)
@@ -141,11 +144,11 @@ def on_ranks(runtime, shards: list[int], padding: int):  # type: ignore[no-untyp
     found = vocab_parallel_logprobs(
         mine, shard, labels, vocab_start=first, vocab_shard_size=words, temperature=0.7, chunk=7, group=group
     )
-    (found[0] * factors).sum().backward()
+    (found[0] * factors + found[1] * factors.flip(0)).sum().backward()
     dist.all_reduce(mine.grad, group=group)
     whole_hidden, whole_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     expected = plain(whole_hidden, whole_weight, labels, 0.7)
-    (expected[0] * factors).sum().backward()
+    (expected[0] * factors + expected[1] * factors.flip(0)).sum().backward()
     grad = torch.cat([whole_weight.grad[first : first + words], torch.zeros(padding, 8)])
     return [x.detach() for x in (*found, mine.grad, shard.grad)], [
         x.detach() for x in (*expected, whole_hidden.grad, grad)

@@ -84,7 +84,7 @@ def divide(
         "shapes": [matrix_shape(model) for model in models],
         "actor": members(local.mini_batches),
         "critic": members(local.critic_mini_batches),
-        "weights": {name: batch[f"{name}_weights"] for name in ("policy", "nll", "value")},
+        "weights": {name: batch[f"{name}_loss_weights"] for name in ("policy", "nll", "value")},
         "forward": sum(micro.token_indices.numel() for micro in local.micro_batches),
         "local": int(local.experience.response_mask.sum()),
     }

@@ -147,7 +147,7 @@ def test_nothing_moves_what_is_frozen(
     [
         ("qwen3", ATTENTION, (2, 1, 1)),
         pytest.param("qwen3", LOWER_HALF, (1, 2, 1), marks=SLOW),
-        pytest.param("qwen3_moe", BOTH, (2, 1, 2), marks=SLOW),
+        pytest.param("qwen2", BOTH, (2, 1, 2), marks=SLOW),
     ],
     ids=str,
 )

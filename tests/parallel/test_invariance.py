@@ -39,11 +39,18 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
             "mismatch": {"weight": "token", "mask": "sequence", "mask_low": 0.95, "mask_high": 1.05},
         },
     ),
+    "Dr. GRPO": ("actor", {"aggregation": "constant"}),
+    "dual clip": ("actor", {"dual_clip": 1.1}),
+    "GSPO": ("actor", {"surrogate": "gspo", "aggregation": "sample", "clip_low": 0.1, "clip_high": 0.1}),
+    "CISPO": ("actor", {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.2}),
+    "SAO": ("actor", {"surrogate": "masked", "old_logprobs": "engine", "clip_low": 0.8, "clip_high": 3.0}),
+    "entropy": ("actor", {"entropy_weight": 0.5}),
     "value": ("critic", {}),
     "value, clipped": ("critic", {"value_clip": 0.1}),
 }
-FAST = {"DAPO", "VAPO", "value"}
-"""The terms of both recipes; the others are two seconds each, of six layouts."""
+FAST = {"DAPO", "VAPO", "entropy", "value"}
+"""The terms of both recipes, and one that they do not hold; the others are two seconds each, of six
+layouts."""
 
 
 def make_batch(only_first_correct: bool = False) -> Experience:

@@ -46,6 +46,15 @@ ORDERS = {
     "vapo with kl": training_phases(
         make_config(recipe="vapo", algorithm={"advantage": "gae", "kl_weight": 0.1})
     ),
+    "sao": training_phases(
+        make_config(recipe="sao", algorithm={"advantage": "gae", "old_logprobs": "engine"})
+    ),
+    "reinforce_pp": training_phases(
+        make_config(recipe="reinforce_pp", algorithm={"advantage": "return", "kl_reward": 0.1})
+    ),
+    "rloo with kl": training_phases(
+        make_config(recipe="rloo", algorithm={"advantage": "leave_one_out", "kl_reward": 0.1})
+    ),
     "value pretraining": VALUE_PRETRAINING,
     "sft": training_phases(make_config(recipe="sft")),
 }

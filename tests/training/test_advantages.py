@@ -1,0 +1,146 @@
+"""Advantages of a step as they are put together from columns, on one replica and on two, against float64
+loops."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.data.experience import Experience
+from megarl.parallel.runtime import Runtime
+from tests.parallel.jobs import make_config
+from tests.ranks import RankPool
+from tests.tiny_models import make_tiny_model
+
+BETA, GAMMA = 0.3, 0.9
+# Case -> algorithm.*
+CASES: dict[str, dict[str, Any]] = {
+    "DAPO": {"advantage": "group"},
+    "Dr. GRPO": {"advantage": "group_mean"},
+    "RLOO with KL": {"advantage": "leave_one_out", "kl_reward": BETA},
+    "REINFORCE++": {"advantage": "return", "kl_reward": BETA, "whiten": True, "gamma": GAMMA},
+    "REINFORCE++ with baseline": {"advantage": "group_mean", "whiten": True},
+    "PPO with KL": {"advantage": "gae", "kl_reward": BETA, "lambda_policy": 0.8, "lambda_critic": 1.0},
+    "SAO with KL": {"advantage": "return", "kl_reward": BETA, "old_logprobs": "engine"},
+}
+
+
+def make_batch() -> Experience:
+    """Three groups of 4 ragged responses, dealt round."""
+    g = torch.Generator().manual_seed(2)
+    lengths = torch.randint(1, 14, (12,), generator=g).tolist()
+    batch = Experience.build([[3, 4]] * 12, [[5] * n for n in lengths])
+    batch["group_ids"] = torch.arange(12) % 3
+    batch["rewards"] = torch.randn(12, generator=g)
+    batch["correct"], batch["truncated"] = batch["rewards"] > 0, torch.zeros(12, dtype=torch.bool)
+    batch["number"] = torch.arange(12)
+    for name in ("old_logprobs", "ref_logprobs", "engine_logprobs", "values"):
+        column = torch.randn(batch.num_tokens, generator=g)
+        batch[name] = torch.where(batch.response_mask, column, 0.0)
+    return batch
+
+
+def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any]) -> Any:
+    """Number of a response -> its advantages (and returns), of this rank's share; and the metrics."""
+    from megarl.config.phases import training_phases
+    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.training import advantages
+    from megarl.training.batch import distribute
+
+    config = make_config(folder, mini_batch=6, **algorithm)
+    model = build_actor(config, read_hf_config(folder), runtime)
+    batch = make_batch()
+    local = distribute(batch, config, 6, 1, [model], runtime)
+    experience = local.experience
+    if config.has_critic:
+        metrics, _ = advantages.add_gae(config.algorithm, experience, 20, runtime)
+    elif config.algorithm.advantage == "return":
+        metrics = advantages.add_return_advantages(config.algorithm, experience, runtime)
+    else:
+        metrics = advantages.add_group_advantages(config.algorithm, batch, local, runtime)
+    names = [name for name in ("advantages", "returns") if name in experience]
+    assert training_phases(config)[-1].name == "weight_transfer"
+    spans = zip(experience["number"].tolist(), experience.cu_seqlens.tolist(), strict=False)
+    ends = experience.cu_seqlens[1:].tolist()
+    found = {
+        number: {name: experience[name][start + 2 : end].tolist() for name in names}
+        for (number, start), end in zip(spans, ends, strict=True)
+    }
+    return found, metrics
+
+
+def loop(algorithm: dict[str, Any]) -> dict[int, dict[str, list[float]]]:
+    """The same from the formulas, response by response, token by token."""
+    batch = make_batch()
+    old = batch["engine_logprobs" if "old_logprobs" in algorithm else "old_logprobs"].tolist()
+    ref, values = batch["ref_logprobs"].tolist(), batch["values"].tolist()
+    scores, groups = batch["rewards"].tolist(), batch["group_ids"].tolist()
+    ends = batch.cu_seqlens.tolist()
+    spans = [range(start + 2, end) for start, end in itertools.pairwise(ends)]
+    beta, gamma = algorithm.get("kl_reward", 0.0), algorithm.get("gamma", 1.0)
+    rewards = [
+        [-beta * (old[t] - ref[t]) + scores[i] * (t == span[-1]) for t in span]
+        for i, span in enumerate(spans)
+    ]
+    totals = [math.fsum(tokens) for tokens in rewards]
+    found: dict[int, dict[str, list[float]]] = {}
+    for i, span in enumerate(spans):
+        group = [totals[j] for j in range(12) if groups[j] == groups[i]]
+        mean, n = statistics.fmean(group), len(span)
+        kind = algorithm["advantage"]
+        if kind in ("return", "gae"):
+            v = [values[t] if kind == "gae" else 0.0 for t in span] + [0.0]
+            deltas = [rewards[i][k] + gamma * v[k + 1] - v[k] for k in range(n)]
+            lam = algorithm.get("lambda_policy", 1.0)
+
+            def ahead(lam: float, deltas: list[float] = deltas, n: int = n) -> list[float]:
+                return [
+                    math.fsum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)
+                ]
+
+            found[i] = {"advantages": ahead(lam)}
+            if kind == "gae":
+                found[i]["returns"] = [a + b for a, b in zip(ahead(1.0), v, strict=False)]
+        else:
+            others = (math.fsum(group) - totals[i]) / (len(group) - 1)
+            value = {
+                "group": (totals[i] - mean) / (statistics.stdev(group) + 1e-6),
+                "group_mean": totals[i] - mean,
+                "leave_one_out": totals[i] - others,
+            }[kind]
+            found[i] = {"advantages": [value] * n}
+    if algorithm.get("whiten"):
+        everything = [x for columns in found.values() for x in columns["advantages"]]
+        mean, deviation = statistics.fmean(everything), statistics.stdev(everything)
+        for columns in found.values():
+            columns["advantages"] = [(x - mean) / deviation for x in columns["advantages"]]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_the_loop_on_every_layout(
+    case: str, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, layers=2)
+    expected = loop(CASES[case])
+    for layout in ((1, 1, 1), (1, 1, 2), (1, 2, 1)):
+        found: dict[int, dict[str, list[float]]] = {}
+        answers = ranks(*layout).run(advantages_of, folder=folder, algorithm=CASES[case])
+        for shares, metrics in answers:
+            found |= shares
+            assert metrics == pytest.approx(answers[0][1], rel=1e-12)
+        assert found.keys() == expected.keys()
+        for number, columns in expected.items():
+            for name, column in columns.items():
+                assert found[number][name] == pytest.approx(column, rel=1e-6, abs=1e-6), (
+                    layout,
+                    number,
+                    name,
+                )
