@@ -136,7 +136,8 @@ def actor_update(run: Run, step: Step) -> None:
     loss, epochs = actor_loss(run.config.algorithm, step.local.experience), run.config.update.epochs
     step.count_tokens(epochs)
     updates = run.actor.update_mini_batches(step.local.mini_batches, loss, epochs, "policy")
-    step.metrics = updates | step.metrics  # entropy and mean probability: those before the updates, if known
+    # Entropy and mean probability: those before the updates, where a pass has computed them.
+    step.metrics |= {name: value for name, value in updates.items() if name not in step.metrics}
 
 
 def weight_transfer(run: Run, step: Step) -> None:

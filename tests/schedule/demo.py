@@ -47,7 +47,7 @@ def make_warm_model(folder: Path, steps: int = 120) -> Path:
 
 def train(folder: Path, recipe: str, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
     """A short run of a recipe of 8 prompts x 4 responses; gives its metrics."""
-    config = "configs/demo_dapo.yaml" if recipe in ("grpo", "dapo") else "configs/demo_vapo.yaml"
+    config = f"configs/demo_{'vapo' if recipe in ('ppo', 'vapo', 'sao') else 'dapo'}.yaml"
     settings = (
         f"recipe={recipe}",
         "steps=2",

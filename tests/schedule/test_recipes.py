@@ -103,6 +103,28 @@ def test_a_phase_is_held_to_its_declaration() -> None:
             ["value_pretraining.steps=2", "algorithm.kl_weight=0.01"],
             ["policy/nll_loss", "gae/lambda_mean", "value/explained_variance"],
         ),
+        (
+            "sao",
+            [
+                "rollout.group_size=1",
+                "rollout.prompts=32",
+                "value_pretraining.steps=2",
+                "critic.epochs=2",
+                "algorithm.nll_weight=0",
+            ],
+            ["policy/clip_fraction_low", "policy/clip_fraction_high", "value/explained_variance"],
+        ),
+        (
+            "reinforce_pp",
+            ["parallel.tp=1", "parallel.dp=2", "algorithm.kl_reward=0.01", "algorithm.entropy_weight=0.01"],
+            ["policy/kl_reward", "policy/entropy_loss"],
+        ),
+        (
+            "rloo",
+            ["algorithm.kl_reward=0.01", "algorithm.kl_weight=0.01", "algorithm.dual_clip=3"],
+            ["policy/kl_reward", "policy/kl_loss", "policy/clip_fraction_dual"],
+        ),
+        ("gspo", ["parallel.tp=1", "parallel.pp=2"], ["policy/approx_kl"]),
     ],
 )
 def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Path, tmp_path: Path) -> None:
@@ -110,7 +132,7 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
     stages = [record["stage"] for record in records]
     assert stages.count("train") == 2
     assert stages.count("eval") == 2
-    assert stages.count("value_pretraining") == (2 if recipe == "vapo" else 0)
+    assert stages.count("value_pretraining") == (2 if recipe in ("vapo", "sao") else 0)
     last = [record for record in records if record["stage"] == "train"][-1]
     for name in (
         "policy/loss",
@@ -122,9 +144,12 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
         *expected,
     ):
         assert math.isfinite(last[name]), name
-    assert last["mismatch/logprob_abs_max"] <= 1e-4
+    if recipe == "sao":
+        assert "time/old_logprobs" not in last and abs(last["policy/approx_kl"]) < 0.1
+    else:
+        assert last["mismatch/logprob_abs_max"] <= 1e-4
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
-    assert (tmp_path / "run" / "critic_pretrained").is_dir() == (recipe == "vapo")
+    assert (tmp_path / "run" / "critic_pretrained").is_dir() == (recipe in ("vapo", "sao"))
 
 
 @pytest.mark.slow
