@@ -275,6 +275,7 @@ def test_a_user_is_told_that_the_engine_runs_without_them(
         "check_config",
         "_check_machine",
         "check_model",
+        "check_frozen",
         "check_tokenizer",
         "_check_positions",
         "_check_engine_layout",
