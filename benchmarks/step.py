@@ -1,8 +1,10 @@
 """Seconds and tokens/s per phase of a step at the demo's size, and the share of the step that is neither
 generation nor Megatron's own forward, backward and optimizer. With `--vs trl` the same rollouts by TRL's
-GRPOTrainer in the same run, and the ratio.
+GRPOTrainer in the same run, and the ratio; with `--vs vapo` SAO, which has no pass for old log-probs, beside
+VAPO on as many single responses.
 
     make bench BENCH=step                     # megarl alone, VAPO
+    make bench BENCH=step ARGS='--vs vapo'    # SAO and VAPO
     make bench BENCH=step ARGS='--vs trl'     # 256 responses, 4 updates, no dynamic sampling; TRL by make trl
 """
 
@@ -142,7 +144,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vs", choices=("trl",), help="compare with this trainer in the same run")
+    parser.add_argument("--vs", choices=("trl", "vapo"), help="compare with this in the same run")
     parser.add_argument(
         "--steps", type=int, default=12, help="timed steps, after 3 that are not (default %(default)s)"
     )
@@ -154,6 +156,21 @@ def main() -> int:
     if given.vs is None:
         records = run_megarl(given.recipe, given.steps, 3, given.overrides)
         print_phases(f"megarl {given.recipe}", records, verdicts)
+        return verdicts.exit_code
+    if given.vs == "vapo":
+        single = ["rollout.prompts=256", "rollout.group_size=1", *given.overrides]
+        seconds = {}
+        for name, recipe, overrides in (
+            ("VAPO", "vapo", []),
+            ("SAO", "sao", []),
+            ("SAO, one critic update", "sao", ["critic.epochs=1"]),
+        ):
+            records = run_megarl(recipe, given.steps, 3, [*single, *overrides])
+            print_phases(f"megarl {name}", records, verdicts)
+            seconds[name] = statistics.median(r["time/step"] - r["time/rollout"] for r in records)
+        print("\na step's seconds after its rollout, and their ratio to VAPO's:")
+        for name, value in seconds.items():
+            print(f"  {name:24s} {value:.3f} s  {value / seconds['VAPO']:.2f}")
         return verdicts.exit_code
     same = ["rollout.dynamic_sampling.enabled=false", "parallel.tp=1", "parallel.dp=2", *given.overrides]
     records = run_megarl("dapo", given.steps, 3, same)

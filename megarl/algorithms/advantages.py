@@ -1,6 +1,6 @@
 """Advantages: from the group's rewards (DAPO, Dr. GRPO, RLOO), and generalised advantage estimation with
-decoupled and length-adaptive lambda (VAPO), on packed batches; and how lambda and the value error are
-distributed.
+decoupled and length-adaptive lambda (VAPO), on packed batches; and how lambda, the value error and
+entropy are distributed.
 
 Sums are taken in float64, so that 20,000 tokens of lambda = 1 lose nothing."""
 
@@ -232,14 +232,23 @@ def lambda_by_length(lengths: Tensor, lam: Tensor, longest: int) -> Tensor:
 
 def error_by_position(values: Tensor, returns: Tensor, response_mask: Tensor, lengths: Tensor) -> Tensor:
     """Return (tokens, sum of V - R, sum of |V - R|) of each part of the responses, float64 [3,
+    POSITION_BINS]. values, returns: [T]; the rest as in `sums_by_position`."""
+    error = values.double() - returns.double()
+    return sums_by_position(response_mask, lengths, error, error.abs())
+
+
+def sums_by_position(response_mask: Tensor, lengths: Tensor, *columns: Tensor) -> Tensor:
+    """Return (tokens, sum of each column) of each part of the responses, float64 [1 + columns,
     POSITION_BINS].
 
-    Token p of a response of l tokens is in part floor(p * POSITION_BINS / l). values, returns: [T];
+    Token p of a response of l tokens is in part floor(p * POSITION_BINS / l). columns: [T] each;
     response_mask: bool [T]; lengths: int64 [n], response tokens, in the order in which the responses lie in
     [T]."""
     own = torch.repeat_interleave(lengths, lengths)
     starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
     bins = (torch.arange(own.numel(), device=lengths.device) - starts) * POSITION_BINS // own
-    error = (values.double() - returns.double())[response_mask]
-    sums = torch.zeros(3, POSITION_BINS, dtype=torch.float64, device=error.device)
-    return sums.index_add_(1, bins, torch.stack([torch.ones_like(error), error, error.abs()]))
+    rows = torch.stack(
+        [column[response_mask].double() for column in (torch.ones_like(response_mask), *columns)]
+    )
+    sums = torch.zeros(len(rows), POSITION_BINS, dtype=torch.float64, device=rows.device)
+    return sums.index_add_(1, bins, rows)

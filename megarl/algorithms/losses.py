@@ -16,6 +16,9 @@ Stats = dict[str, Tensor]
 Aggregation = Literal["token", "sample", "constant"]
 Surrogate = Literal["ppo", "gspo", "cispo", "masked"]
 
+# Statistics that are means over fewer tokens than all that count: the statistic that is the number of theirs.
+COUNTED_BY = {"clip_prob_high": "clip_fraction_high"}
+
 # A log-ratio is clamped to +-LOG_RATIO_LIMIT before exp: e^20 = 5e8 is far outside any clip range, and
 # nothing overflows.
 LOG_RATIO_LIMIT = 20.0
@@ -105,7 +108,8 @@ def policy_loss(
     entropy: of the policy at each token, only for the statistic.
 
     Statistics over the tokens of weight > 0: loss, tokens, those without a gradient (cispo: of a clipped
-    ratio) low and high, k3 estimate of KL(pi_old || pi), probability, entropy."""
+    ratio) low and high, k3 estimate of KL(pi_old || pi), probability, entropy; and the probability of the
+    high ones (DAPO figure 3a)."""
     counted = weights > 0
     difference = log_ratio(logprobs, old_logprobs.detach(), counted)
     advantage = torch.where(counted, advantages.detach().double(), 0.0)
@@ -128,10 +132,12 @@ def policy_loss(
             objective = torch.maximum(objective, lowest)
     loss = _weighted_sum(-objective, weights, logprobs)
     with torch.no_grad():
+        high = too_high & counted
         sums = {
             "tokens": counted.sum(),
             "clip_fraction_low": (too_low & counted).sum(),
-            "clip_fraction_high": (too_high & counted).sum(),
+            "clip_fraction_high": high.sum(),
+            "clip_prob_high": torch.where(high, logprobs.double(), -torch.inf).exp().sum(),
             "approx_kl": (torch.expm1(difference) - difference).sum(),
             "mean_prob": torch.where(counted, logprobs.double(), -torch.inf).exp().sum(),
         }
@@ -199,13 +205,17 @@ def loss_metrics(sums: Mapping[str, Tensor | float], updates: int = 1) -> dict[s
     """Return metrics from global sums: the statistics of one or several terms, added over micro-batches,
     ranks and `updates` optimizer steps.
 
-    Losses become means over the updates, the rest means over their tokens (0 if there is none)."""
+    Losses become means over the updates, the rest means over their tokens (0 if there is none; left out where
+    these are the fewer ones of COUNTED_BY)."""
     values = {name: float(value) for name, value in sums.items()}
     metrics = {}
     for name, value in values.items():
         prefix, kind = name.split("/")
         if kind.endswith("loss"):
             metrics[name] = value / max(updates, 1)
+        elif kind in COUNTED_BY:
+            if count := values[f"{prefix}/{COUNTED_BY[kind]}"]:
+                metrics[name] = value / count
         elif kind != "tokens":
             metrics[name] = value / max(values[f"{prefix}/tokens"], 1.0)
     return metrics

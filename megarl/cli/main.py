@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from megarl import __version__
 from megarl.cli.ranks import exit_code, quiet_libraries
+from megarl.config.schema import DataConfig
 
 DEFAULT = "(default: %(default)s)"
 
@@ -116,6 +117,25 @@ def build_parser() -> Parser:
     add(config, "check", "cli.configuration:check", text).config()
     text = "list every key with its meaning, unit, default and the source of the default"
     add(config, "docs", "cli.configuration:docs", text)
+
+    data = group("data", "show what the model reads, or turn answers into integers", "Data sets.")
+    text = "print the first prompts as the model reads them, and which rows are left out and why"
+    show = add(data, "show", "cli.data:show", text)
+    show.number("--rows", "N", f"prompts that are printed {DEFAULT}", default=3)
+    show.flag("--eval", "of data.eval, not of data.train", dest="held_out")
+    show.flag("--drawn", "those that the run draws first, not the first of the files")
+    show.config()
+    text = r"turn answers into integers: for 11 - 2\sqrt{6} the question asks for k + m + n of k - m\sqrt{n}"
+    integers = add(data, "integers", "cli.data:integers", text)
+    integers.path("source", "DATA", "file with LaTeX answers, .jsonl or .parquet")
+    integers.path("out", "OUT", "file to write, of the same kind: every row has an integer as its answer")
+    text = "file for the rows that cannot be turned, each with the reason; default: OUT's name with .refused"
+    integers.path("--refused", "FILE", text)
+    others = {"prompt_key": "question or problem", "answer_key": "answer, or the box in solution"}
+    for key, other in others.items():
+        text, default = f"as data.{key}; else {other} {DEFAULT}", DataConfig.model_fields[key].default
+        integers.add_argument(f"--{key.replace('_', '-')}", metavar="NAME", help=text, default=default)
+    integers.number("--workers", "N", f"processes that verify {DEFAULT}", default=2)
 
     weights = group("weights", "plan the transfer of weights into the engines", "Weight transfers.")
     text = "bytes, memory and seconds of a run's weight transfer, from its configuration alone"

@@ -150,6 +150,8 @@ def _rollout_problems(c: Config) -> Iterator[str]:
     if "trust_remote_code" in r.engine_options:
         what = "code that lies in a model's folder is never run"
         yield f"rollout.engine_options: trust_remote_code: {what} (leave it out)"
+    if not all(word.strip() for word in c.log.reflection_words):
+        yield "log.reflection_words: must not hold an empty text, which every response holds (take it out)"
     if "" in r.stop:
         yield "rollout.stop: must not hold an empty text, which would end every response at once"
 

@@ -204,10 +204,14 @@ class CriticConfig(OptimizerConfig):
 class DataConfig(Section):
     """Prompts and reference answers."""
 
-    train: tuple[Path, ...] = field((), "parquet or jsonl files; DAPO-Math's schema, or question/answer")
+    train: tuple[Path, ...] = field(
+        (), "parquet or jsonl files, with the columns of DAPO-Math, GSM8K, MATH or AIME"
+    )
     eval: tuple[Path, ...] = field((), "held-out files, same formats")
-    prompt_key: str = field("prompt", "column of a text or of {role, content} messages; else `question`")
-    answer_key: str = field("reward_model.ground_truth", "column of the answer, dots descend; else `answer`")
+    prompt_key: str = field("prompt", "column of a text or of messages; else `question` or `problem`")
+    answer_key: str = field(
+        "reward_model.ground_truth", "column, dots descend; else `answer`, or the box in `solution`"
+    )
     template: Literal["chat", "raw"] = field("chat", "the tokenizer's chat template; raw: contents joined")
     prompt_format: str = field("{prompt}", "text put around a plain-text prompt; `{prompt}` is replaced")
     max_prompt_tokens: int = field(2048, "longer prompts are left out and counted", "tokens", ge=1)
@@ -511,6 +515,16 @@ class GuardConfig(Section):
     )
     unverified_steps: int = field(3, "steps in a row without any verdict that stop the run", "steps", ge=1)
     entropy_low: float | None = field(None, "alarm where policy/entropy is below; null: none", "nats")
+    entropy_collapse: float | None = field(
+        0.1,
+        "alarm where policy/entropy / the highest of the run falls below; null: none",
+        source="our choice; DAPO section 3.1, figure 2b, shows a collapse",
+        gt=0,
+        lt=1,
+    )
+    length_collapse: float | None = field(
+        0.5, "alarm where mean response length / the longest of the run falls below; null: none", gt=0, lt=1
+    )
     length_growth: float | None = field(
         2.0, "alarm where mean response length / the last step's is above; null: none", gt=1
     )
@@ -547,6 +561,11 @@ class LogConfig(Section):
         "auto", "live view; auto: live on a terminal, else plain lines"
     )
     samples: int = field(4, "responses kept in samples.jsonl per step", "responses", ge=0)
+    reflection_words: tuple[str, ...] = field(
+        ("wait", "however", "rethink", "recheck", "double-check", "let me check", "on second thought"),
+        "whole words or phrases, in any case, that make a response one of reflection/*; []: none",
+        source="DAPO section 4.4, table 2: `However, wait a moment, let's rethink`; the rest is our choice",
+    )
     report: bool = field(True, "write report.html at the end")
     tensorboard: bool = field(False, "also write TensorBoard events (extra `track`)")
     wandb: bool = field(False, "also log to Weights & Biases (extra `track`)")

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from megarl.config.errors import CheckpointError, ConfigError, DataError
 from megarl.config.schema import DataConfig
+from megarl.rewards.answer import last_boxed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 Messages = list[dict[str, str]]
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
-# Columns that are tried where the configured one is absent.
-_OTHER_PROMPT, _OTHER_ANSWER = "question", "answer"
+# Columns, in any case, that are tried where the configured one is absent: GSM8K's, MATH's and AIME's. Of a
+# worked `solution` the last box is the answer.
+_OTHER_PROMPTS, _OTHER_ANSWER, _SOLUTION = ("question", "problem"), "answer", "solution"
 _TOKENIZED_AT_ONCE = 1024
 
 
@@ -147,7 +149,7 @@ class ReadReport:
             found.append(f"data: {count:,} rows: {reason}: {places}{', ...' if count > shown else ''}")
         return found
 
-    def reject(self, file: str, number: int, problem: _Unusable) -> None:
+    def reject(self, file: str, number: int, problem: UnusableRow) -> None:
         """List a row as unusable."""
         self.rejected.append(RejectedRow(file, number, problem.reason, problem.detail))
 
@@ -160,7 +162,7 @@ class ReadReport:
             raise _nothing_usable(paths, self.rejected)
 
 
-class _Unusable(Exception):
+class UnusableRow(Exception):
     """Why a row is left out: the reason by which rows are counted, and details of this row."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -283,28 +285,30 @@ def _usable_rows(
     paths: Sequence[Path], data: DataConfig, report: ReadReport, response_key: str | None = None
 ) -> Iterator[_Row]:
     """Yield the usable rows and put the others into `report`. Raises DataError after a file that has none."""
-    prompt_keys = (data.prompt_key, _OTHER_PROMPT)
-    target_keys = (response_key,) if response_key else (data.answer_key, _OTHER_ANSWER)
-    columns = [name for key in (*prompt_keys, *target_keys) for name in (key.split(".")[0], key)]
+    configured = [data.prompt_key, response_key or data.answer_key]
+    columns = [name for key in configured for name in (key.split(".")[0], key)]
+    columns += [*_OTHER_PROMPTS, *(() if response_key else (_OTHER_ANSWER, _SOLUTION))]
     for path in dict.fromkeys(paths):
         file, usable = str(path), False
         report.rows[file] = 0
-        for number, content in _file_rows(path, [*dict.fromkeys(columns), "data_source", "extra_info"]):
+        for number, content in file_rows(path, [*dict.fromkeys(columns), "data_source", "extra_info"]):
             report.rows[file] += 1
             try:
                 if isinstance(content, str):
-                    raise _Unusable(content)
-                prompt = _prompt(content, prompt_keys)
-                target = _target(content, target_keys, is_pair=response_key is not None)
+                    raise UnusableRow(content)
+                _, prompt = prompt_of(content, data, path)
+                target = (
+                    _response(content, response_key) if response_key else answer_of(content, data, path)[1]
+                )
                 source, extra = content.get("data_source"), content.get("extra_info")
                 source, extra = (
                     source if isinstance(source, str) else "",
                     extra if isinstance(extra, dict) else {},
                 )
                 row = _Row(file, number, _uid(prompt, target), prompt, target, source, extra)
-            except (_Unusable, UnicodeEncodeError) as error:
+            except (UnusableRow, UnicodeEncodeError) as error:
                 # JSON can spell half a surrogate pair, which no tokenizer takes.
-                problem = error if isinstance(error, _Unusable) else _Unusable("text is not Unicode")
+                problem = error if isinstance(error, UnusableRow) else UnusableRow("text is not Unicode")
                 report.reject(file, number, problem)
                 continue
             usable = True
@@ -313,9 +317,9 @@ def _usable_rows(
             raise _nothing_usable([path], [row for row in report.rejected if row.file == file])
 
 
-def _file_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def file_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Yield the rows of one file with their numbers from 1 (lines, in jsonl); of a parquet file those of
-    `columns` that it has. A line that is no row is a text instead: the reason.
+    `columns`, in any case, that it has. A line that is no row is a text instead: the reason.
 
     Raises DataError for a missing, unreadable, empty or foreign file."""
     if not path.is_file():
@@ -346,11 +350,11 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
             yield number, row if isinstance(row, dict) else "not a JSON object"
 
 
-def _parquet(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any] | str]]:
     with pq.ParquetFile(path) as file:
         names = file.schema_arrow.names
-        present = [name for name in names if name in columns]
-        if not present:
+        present = [name for name in names if columns is None or name in columns or name.lower() in columns]
+        if columns and not present:
             raise DataError(f"{path}: none of the columns {', '.join(columns)} (it has: {', '.join(names)})")
         batches = file.iter_batches(batch_size=4096, columns=present)
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
@@ -360,34 +364,48 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _first_of(row: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """Return the first value that one of `keys` leads to: a column of that name, else dots descend."""
-    for key in keys:
-        value = row.get(key)
-        if value is None:
-            value = row
-            for part in key.split("."):
-                value = value.get(part) if isinstance(value, Mapping) else None
-        if value is not None:
-            return value
-    return None
+def value_at(row: Mapping[str, Any], key: str) -> Any:
+    """Return what the column `key` holds, else what its dots lead to, else None."""
+    value = row.get(key)
+    if value is None:
+        value = row
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
-def _prompt(row: Mapping[str, Any], keys: Sequence[str]) -> str | Messages:
-    value, key = _first_of(row, keys), " or ".join(keys)
+def _column(
+    row: Mapping[str, Any], key: str, others: Sequence[str], setting: str, path: Path
+) -> tuple[str, Any]:
+    """Return the column that holds a prompt or an answer, and what it holds: `key`, else one of `others` in
+    any case; (key, None) where none does. Raises DataError where two of the others differ."""
+    if (value := value_at(row, key)) is not None:
+        return key, value
+    found = {name: row[name] for name in row if name.lower() in others and row[name] is not None}
+    if len(set(map(repr, found.values()))) > 1:
+        names = " and ".join(found)
+        raise DataError(f"{path}: columns {names} differ, and either may be meant (set {setting} to one)")
+    return next(iter(found.items()), (key, None))
+
+
+def prompt_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str | Messages]:
+    """Return the column of a row's prompt, and the prompt. Raises UnusableRow; DataError if columns are
+    ambiguous."""
+    column, value = _column(row, data.prompt_key, _OTHER_PROMPTS, "data.prompt_key", path)
+    nothing = UnusableRow(f"no prompt in {' or '.join((data.prompt_key, *_OTHER_PROMPTS))}")
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
-        raise _Unusable(f"no prompt in {key}")
+        raise nothing
     if isinstance(value, str):
-        return value
+        return column, value
     wrong = "prompt is neither a text nor a list of {role, content}"
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise _Unusable(wrong, type(value).__name__)
+        raise UnusableRow(wrong, type(value).__name__)
     messages = [{"role": message.get("role"), "content": message.get("content")} for message in value]
     if not all(isinstance(text, str) for message in messages for text in message.values()):
-        raise _Unusable(wrong, "role or content is not a text")
+        raise UnusableRow(wrong, "role or content is not a text")
     if not any(message["content"].strip() for message in messages):
-        raise _Unusable(f"no prompt in {key}")
-    return messages
+        raise nothing
+    return column, messages
 
 
 def _uid(prompt: str | Messages, target: str) -> int:
@@ -401,28 +419,38 @@ def _uid(prompt: str | Messages, target: str) -> int:
     return prompt_uid(prompt, target)
 
 
-def _target(row: Mapping[str, Any], keys: Sequence[str], *, is_pair: bool) -> str:
-    """Return a pair's response as it is, or a problem's reference answer as text; of a worked solution in
-    GSM8K's form the part after `####`."""
-    value, key = _first_of(row, keys), " or ".join(keys)
-    if is_pair:
-        if value is None or value == "":
-            raise _Unusable(f"no response in {key}")
-        if not isinstance(value, str):
-            raise _Unusable("response is not a text", type(value).__name__)
-        return value
+def _response(row: Mapping[str, Any], key: str) -> str:
+    """Return a pair's response as it is."""
+    value = value_at(row, key)
+    if value is None or value == "":
+        raise UnusableRow(f"no response in {key}")
+    if not isinstance(value, str):
+        raise UnusableRow("response is not a text", type(value).__name__)
+    return value
+
+
+def answer_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str]:
+    r"""Return the column of a problem's reference answer, and the answer as text: of a worked solution in
+    GSM8K's form the part after `####`, of MATH's column `solution` the last `\boxed{}`. Raises UnusableRow;
+    DataError if columns are ambiguous."""
+    column, value = _column(row, data.answer_key, (_OTHER_ANSWER,), "data.answer_key", path)
+    nothing = UnusableRow(f"no answer in {' or '.join((data.answer_key, _OTHER_ANSWER, _SOLUTION))}")
     if value is None:
-        raise _Unusable(f"no answer in {key}")
+        column, value = _column(row, data.answer_key, (_SOLUTION,), "data.answer_key", path)
+        if isinstance(value, str):
+            value = last_boxed(value)
+    if value is None:
+        raise nothing
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
-        raise _Unusable("answer is neither a text nor a number", type(value).__name__)
+        raise UnusableRow("answer is neither a text nor a number", type(value).__name__)
     text = str(value)
     if "####" in text:
         text = text.rpartition("####")[2].replace(",", "")
     if not text.strip():
-        raise _Unusable(f"no answer in {key}")
-    return text.strip()
+        raise nothing
+    return column, text.strip()
 
 
 def _tokenized(
@@ -443,13 +471,13 @@ def _tokenized(
         batch = []
         for row, text in zip(part, texts, strict=True):
             ids = tuple(next(tokens)) if isinstance(text, str) else ()
-            if isinstance(text, _Unusable):
+            if isinstance(text, UnusableRow):
                 problem = text
             elif len(ids) > data.max_prompt_tokens:
                 limit = f"longer than data.max_prompt_tokens {data.max_prompt_tokens}"
-                problem = _Unusable(limit, f"{len(ids)} tokens")
+                problem = UnusableRow(limit, f"{len(ids)} tokens")
             elif not ids:
-                problem = _Unusable("no tokens in the prompt")
+                problem = UnusableRow("no tokens in the prompt")
             else:
                 batch.append((row, text, ids))
                 continue
@@ -460,7 +488,7 @@ def _tokenized(
 
 def _templated(
     prompt: str | Messages, data: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> str | _Unusable:
+) -> str | UnusableRow:
     if isinstance(prompt, str):
         prompt = data.prompt_format.replace("{prompt}", prompt)
         if data.template == "raw":
@@ -471,4 +499,4 @@ def _templated(
     try:
         return str(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
     except Exception as error:  # noqa: BLE001 (its own errors, and whatever Python raises in a template)
-        return _Unusable("refused by the chat template", _first_line(error))
+        return UnusableRow("refused by the chat template", _first_line(error))

@@ -76,7 +76,8 @@ def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
 
 
 def draw_groups(runs: Runs) -> Drawing | None:
-    """Draw the shares of the sampled groups: kept, all wrong, all right; of several runs only the kept."""
+    """Draw the shares of the sampled groups: kept, all wrong, all right; of several runs kept and all right
+    as lines."""
 
     def shares(run: Run, name: str) -> Points:
         steps = run.by_stage.get("train", {}).items()
@@ -87,8 +88,10 @@ def draw_groups(runs: Runs) -> Drawing | None:
     if len(runs) > 1:
         lines = []
         for r, family in enumerate(families(runs)):
-            mean, band = mean_course([course for run in family if (course := shares(run, "kept"))])
-            lines += [Line(mean, run_colour(r), band=band)] if mean else []
+            for style, name in enumerate(("kept", "all_right")):
+                mean, band = mean_course([course for run in family if (course := shares(run, name))])
+                label = _words(name)
+                lines += [Line(mean, run_colour(r), label, style, band=band)] if mean else []
         return Drawing(plots.draw_lines(lines, "step", (0, 1)))
     layers = [
         Line(shares(runs[0], "kept"), BLUE, "kept: right and wrong answers"),
@@ -228,18 +231,31 @@ def draw_lambda(runs: Runs) -> Drawing | None:
     return Drawing(plots.draw_stairs(stairs, "response length, tokens", lines=lines), _legend(found))
 
 
+def means_by_position(table: Table, row: str) -> Points:
+    """Return per cent of the response -> mean of `row` over the tokens there."""
+    counts = table["tokens"]
+    return {round((i + 0.5) * 100 / len(counts)): table[row][i] / n for i, n in enumerate(counts) if n}
+
+
+def draw_entropy(runs: Runs) -> Drawing | None:
+    """Draw the mean entropy by the part of the response."""
+    found = parts(runs, "entropy")
+    means = [(means_by_position(table, "entropy"), colour) for colour, _, table in found]
+    lines = [Line(points, colour, noisy=False) for points, colour in means if points]
+    if not lines:
+        return None
+    return Drawing(plots.draw_lines(lines, "part of the response, %", (0, None)), _legend(found))
+
+
 def draw_value_error(runs: Runs) -> Drawing | None:
     """Draw the mean |V - R|, and of one kind of run the mean of V - R, by the part of the response."""
     found = parts(runs, "value_error")
     one_kind = all(text for _, text, _ in found)
     lines = []
     for number, (colour, _, table) in enumerate(found):
-        counts = table["tokens"]
         last = number == len(found) - 1 and one_kind
         for row, label, style in (("absolute", "|V-R|", 0), ("error", "V-R", 2)):
-            means = {
-                round((i + 0.5) * 100 / len(counts)): table[row][i] / n for i, n in enumerate(counts) if n
-            }
+            means = means_by_position(table, row)
             if means and (row == "absolute" or last):
                 lines.append(Line(means, colour, label if last else "", style, noisy=False))
     if not lines:
@@ -272,6 +288,7 @@ DRAW = {
     "groups": draw_groups,
     "times": draw_times,
     "memory": draw_memory,
+    "entropy": draw_entropy,
     "lambda": draw_lambda,
     "value_error": draw_value_error,
     "mismatch": draw_mismatch,

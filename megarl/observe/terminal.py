@@ -49,25 +49,31 @@ class Column:
     width: int
 
 
+_LENGTHS = ("response/length_right", "response/length_wrong")
 _TOKENS_A_SECOND = ("throughput/rollout_tokens", "throughput/train_tokens")
 COLUMNS = (
     Column("acc", "accuracy", ("reward/accuracy",), ".3f", 5),
     Column("reward", "reward", ("reward/mean",), "+.3f", 6),
     Column("nll", "NLL loss", ("policy/nll_loss",), ".4f", 6),
     Column("len", "response length", ("response/length_mean",), "tokens", 6),
+    Column("r/w", "length right / wrong", _LENGTHS, "tokens", 6),
+    Column("refl", "reflecting / right", ("reflection/share", "reflection/accuracy"), ".3f", 5),
     Column("cut", "truncated", ("reward/truncated",), ".3f", 5),
     Column("ent", "entropy", ("policy/entropy",), ".3f", 5),
     Column("clip", "clipped low / high", ("policy/clip_fraction_low", "policy/clip_fraction_high"), ".4f", 6),
+    Column("prob", "prob / up-clipped", ("policy/mean_prob", "policy/clip_prob_high"), ".3f", 5),
     Column("vloss", "value loss", ("value/loss",), ".4f", 7),
     Column("ev", "explained variance", ("value/explained_variance",), "+.2f", 5),
     Column("lr", "learning rate", ("policy/lr",), ".1e", 7),
     Column("gnorm", "gradient norm", ("policy/grad_norm",), ".3g", 6),
     Column("kept", "groups kept", ("groups_kept",), ".2f", 4),
+    Column("all", "all right / all wrong", ("rollout/share_all_right", "rollout/share_all_wrong"), ".2f", 4),
     Column("tok/s", "tokens/s rollout / train", _TOKENS_A_SECOND, "count", 5),
     Column("step", "time of the step", ("time/step",), "seconds", 6),
 )
-# What a plain line leaves out in a stage: quantities that say nothing there.
-PLAIN_LEAVES_OUT = {"train": {"nll", "vloss", "cut"}, "value_pretraining": {"nll", "cut"}, "sft": set[str]()}
+# What a plain line leaves out in a stage: quantities that say nothing there, or too little for its width.
+_DETAILS = {"nll", "cut", "r/w", "refl", "prob", "all"}
+PLAIN_LEAVES_OUT = {"train": {*_DETAILS, "vloss"}, "value_pretraining": _DETAILS, "sft": set[str]()}
 SPARKS = {
     "accuracy": ("reward/accuracy", ".3f"),
     "length": ("response/length_mean", "tokens"),
@@ -316,14 +322,17 @@ class TerminalView:
         pairs = max(1, min(3, (width - 4) // 36))
         columns = present(self._record)
         rows = -(-len(columns) // pairs)
+        cells = [(c.long, " / ".join(values(c, self._record)), "") for c in columns]
         table = Table.grid(padding=(0, 1), expand=True)
-        for _ in range(pairs):
-            table.add_column(style="dim", no_wrap=True, overflow="ellipsis")
+        for first in range(0, pairs * rows, rows):
+            # Where both do not fit, a name is cut and its number is not.
+            widest = max((len(texts) for _, texts, _ in cells[first : first + rows]), default=0)
+            room = (width - 4) // pairs - widest - 3
+            table.add_column(style="dim", no_wrap=True, overflow="ellipsis", max_width=max(room, 1))
             table.add_column(justify="right", no_wrap=True)
             table.add_column(ratio=1)
         for i in range(rows):
-            cells = [(c.long, " / ".join(values(c, self._record)), "") for c in columns[i::rows]]
-            table.add_row(*chain.from_iterable(cells))
+            table.add_row(*chain.from_iterable(cells[i::rows]))
         return table
 
 

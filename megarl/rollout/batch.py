@@ -27,6 +27,7 @@ class Response:
     reward     as it enters the advantages, penalty included
     penalty    soft overlong punishment, <= 0
     versions   int32 [l], of the weights that each token was sampled from; None where all are the group's
+    reflects   whether its text holds one of `log.reflection_words`; None where there are none
     """
 
     tokens: np.ndarray
@@ -38,6 +39,7 @@ class Response:
     reward: float
     penalty: float
     versions: np.ndarray | None = None
+    reflects: bool | None = None
 
     @property
     def truncated(self) -> bool:
@@ -98,10 +100,10 @@ def prompt_from_state(state: Mapping[str, Any]) -> Prompt:
 
 
 def response_stats(responses: Sequence[Response]) -> dict[str, float]:
-    """Return reward/* and response/* over `responses` (at least one)."""
+    """Return reward/*, response/* and reflection/* over `responses` (at least one); no mean over nothing."""
     lengths = [r.tokens.size for r in responses]
     count = len(responses)
-    return {
+    stats = {
         "reward/mean": sum(r.reward for r in responses) / count,
         "reward/accuracy": sum(r.correct for r in responses) / count,
         "reward/truncated": sum(r.truncated for r in responses) / count,
@@ -111,6 +113,16 @@ def response_stats(responses: Sequence[Response]) -> dict[str, float]:
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),
     }
+    for name, flag in (("right", True), ("wrong", False)):
+        if chosen := [n for r, n in zip(responses, lengths, strict=True) if r.correct == flag]:
+            stats[f"response/length_{name}"] = sum(chosen) / len(chosen)
+    if all(r.reflects is not None for r in responses):
+        with_words, without = ([r.correct for r in responses if r.reflects is flag] for flag in (True, False))
+        stats["reflection/share"] = len(with_words) / count
+        if with_words and without:  # else there is nothing to compare: reward/accuracy says it all
+            stats["reflection/accuracy"] = sum(with_words) / len(with_words)
+            stats["reflection/accuracy_without"] = sum(without) / len(without)
+    return stats
 
 
 @dataclass
@@ -118,7 +130,7 @@ class RolloutBatch:
     """The rollout of one step.
 
     groups   to train on, in the order of their prompts (surplus of the step before first)
-    stats    rollout/*, reward/*, response/*, the same on every rank
+    stats    rollout/*, reward/*, response/*, reflection/*, the same on every rank
     seconds  of this rank, per part
     errors   verifiers' failures, and how often each occurred
     """

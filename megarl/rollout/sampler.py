@@ -8,6 +8,7 @@ take the same decisions, since they see the same gathered groups.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,9 +68,9 @@ class RolloutSampler:
         self.returned: list[GroupRequest] = []
 
     def collect(self, step: int) -> RolloutBatch:
-        """Collect `rollout.prompts` groups for a step. reward/* and response/* count all responses of this
-        step, whether their groups were accepted or not, so that dynamic sampling does not hide the policy's
-        accuracy.
+        """Collect `rollout.prompts` groups for a step. reward/*, response/* and reflection/* count all
+        responses of this step, whether their groups were accepted or not, so that dynamic sampling does not
+        hide the policy's accuracy.
 
         Raises DataError at the limit of generation batches where the configuration says so, and what engine
         and verifiers raise."""
@@ -280,7 +281,7 @@ class GroupCollector:
         waste = sum(n for group, n in zip(self.offered, tokens, strict=True) if id(group) not in used)
         right = sum(group.correct == len(group.responses) for group in self.offered)
         wrong = sum(group.correct == 0 for group in self.offered)
-        return {
+        stats = {
             "rollout/groups_kept": len(self.offered) - right - wrong,
             "rollout/groups_all_right": right,
             "rollout/groups_all_wrong": wrong,
@@ -290,6 +291,15 @@ class GroupCollector:
             "rollout/waste": waste / max(sum(tokens), 1),
             "rollout/surplus": len(surplus),
         }
+        shares = (("all_right", right), ("all_wrong", wrong)) if self.offered else ()
+        return stats | {f"rollout/share_{name}": count / len(self.offered) for name, count in shares}
+
+
+def words_pattern(words: Sequence[str]) -> re.Pattern[str] | None:
+    """Return what finds one of `words` in a text, in any case, with any space between a word's parts, and not
+    inside a longer word of Latin letters (Chinese has no space between words); None without a word."""
+    found = "|".join(r"\s+".join(map(re.escape, word.split())) for word in words)
+    return re.compile(rf"(?<![A-Za-z0-9_])(?:{found})(?![A-Za-z0-9_])", re.IGNORECASE) if words else None
 
 
 def raise_failure(failures: Failures) -> None:
@@ -319,6 +329,7 @@ class RolloutWorker:
     ) -> None:
         self.config, self.runtime, self.engine = config, runtime, engine
         self.verifier, self.tokenizer, self.recover = verifier, tokenizer, recover
+        self.reflection = words_pattern(config.log.reflection_words)
         self.reset()
 
     def reset(self) -> None:
@@ -451,7 +462,7 @@ class RolloutWorker:
         verdicts = self.verifier.verify(list(zip(texts, answers, strict=True)))
         reward, overlong = self.config.reward, self.config.reward.overlong
         responses = {}
-        for (number, completion), verdict in zip(ended, verdicts, strict=True):
+        for (number, completion), text, verdict in zip(ended, texts, verdicts, strict=True):
             length, penalty = len(completion.tokens), 0.0
             if overlong.soft_punishment:
                 penalty = soft_overlong_punishment(length, self._params.max_tokens, overlong.buffer)
@@ -466,6 +477,7 @@ class RolloutWorker:
                 reward=(reward.correct if verdict.correct else reward.incorrect) + penalty,
                 penalty=penalty,
                 versions=versions if (versions != version).any() else None,
+                reflects=self.reflection.search(text) is not None if self.reflection else None,
             )
         return responses
 

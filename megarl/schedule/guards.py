@@ -18,21 +18,28 @@ class Guards:
 
     skipped      steps in a row whose updates were not applied
     unverified   steps in a row without a verdict
-    length       mean response length of the last step that had one, in tokens"""
+    length       mean response length of the last step that had one, in tokens
+    highest      metrics that may collapse: their highest value so far
+    collapsed    those of them that were below their share of it in the last step"""
 
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
         self.skipped = self.unverified = 0
         self.length: float | None = None
+        self.highest: dict[str, float] = {}
+        self.collapsed: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {"skipped": self.skipped, "unverified": self.unverified, "length": self.length}
+        kept = {name: getattr(self, name) for name in ("skipped", "unverified", "length")}
+        return {**kept, "highest": dict(self.highest), "collapsed": sorted(self.collapsed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set what `state_dict` returned."""
         self.skipped, self.length = state["skipped"], state["length"]
         self.unverified = state.get("unverified", 0)
+        self.highest = dict(state.get("highest", {}))
+        self.collapsed = set(state.get("collapsed", ()))
 
     def failed(self, error: NumericalError) -> str:
         """Count a step whose rest is skipped; return the line about it. Raises `error` after too many."""
@@ -74,6 +81,18 @@ class Guards:
         if growth is not None and length is not None and self.length and length > growth * self.length:
             more = f"{length:.4g} is more than guard.length_growth {growth:g} x {self.length:.4g}"
             lines.append(f"alarm: response/length_mean {more}, the step before: responses explode")
+        for key, limit, share in (
+            ("policy/entropy", "entropy_collapse", limits.entropy_collapse),
+            ("response/length_mean", "length_collapse", limits.length_collapse),
+        ):
+            if (value := metrics.get(key)) is None:
+                continue
+            highest = self.highest[key] = max(value, self.highest.get(key, value))
+            collapsed = share is not None and value < share * highest
+            if collapsed and key not in self.collapsed:  # once, and not in each of the steps that stay there
+                below = f"{value:.4g} has fallen below guard.{limit} {share:g} x {highest:.4g}"
+                lines.append(f"alarm: {key} {below}, the highest of the run: it collapses")
+            (self.collapsed.add if collapsed else self.collapsed.discard)(key)
         for key in ("policy/clip_fraction_low", "policy/clip_fraction_high"):
             if limits.clip_fraction is not None and metrics.get(key, 0.0) > limits.clip_fraction:
                 above = f"{metrics[key]:.4g} is above guard.clip_fraction {limits.clip_fraction:g}"

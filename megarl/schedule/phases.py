@@ -77,7 +77,7 @@ def old_logprobs(run: Run, step: Step) -> None:
     columns = run.actor.logprob_columns(experience, step.local.micro_batches)
     experience["old_logprobs"], experience["entropy"] = columns["logprobs"], columns["entropy"]
     step.count_tokens(passes=1)
-    step.metrics |= policy_statistics(experience, run.runtime)
+    step.add(*policy_statistics(experience, run.runtime))
     step.add(*mismatch(experience, version, run.runtime))
     step.metrics |= correct_mismatch(run.config.algorithm.mismatch, experience, run.runtime)
 

@@ -19,6 +19,7 @@ from megarl.algorithms.advantages import (
     mean_and_variance,
     moments,
     returns,
+    sums_by_position,
     whiten,
 )
 from megarl.algorithms.evaluation import explained_variance, variance_sums
@@ -136,13 +137,17 @@ def add_returns(
     return {"value/explained_variance": explained_variance(variance)}, {"value_error": table}
 
 
-def policy_statistics(experience: Experience, runtime: Runtime) -> dict[str, float]:
-    """Return the mean entropy and the mean probability of the step's response tokens."""
+def policy_statistics(experience: Experience, runtime: Runtime) -> tuple[dict[str, float], Tables]:
+    """Return the mean entropy and the mean probability of the step's response tokens, and a table of entropy
+    by position (`sums_by_position`)."""
     mask = experience.response_mask
     probabilities = experience["old_logprobs"][mask].double().exp()
     sums = torch.stack([mask.sum().double(), experience["entropy"][mask].double().sum(), probabilities.sum()])
     tokens, entropy, probability = sum_over_replicas(runtime, sums).tolist()
-    return {"policy/entropy": entropy / max(tokens, 1), "policy/mean_prob": probability / max(tokens, 1)}
+    metrics = {"policy/entropy": entropy / max(tokens, 1), "policy/mean_prob": probability / max(tokens, 1)}
+    by_position = sums_by_position(mask, experience.response_lengths, experience["entropy"])
+    table = dict(zip(("tokens", "entropy"), sum_over_replicas(runtime, by_position).tolist(), strict=True))
+    return metrics, {"entropy": table}
 
 
 def mismatch(experience: Experience, version: int, runtime: Runtime) -> tuple[dict[str, float], Tables]:

@@ -137,7 +137,7 @@ def loop_policy(
     clip (arXiv 1912.09729 eq. 5)."""
     x = {k: batch.experience[k].tolist() for k in ("logprobs", "old_logprobs", "advantages", "entropy")}
     names = ["tokens", "clip_fraction_low", "clip_fraction_high", "approx_kl", "mean_prob", "entropy"]
-    stats = dict.fromkeys(names + ["clip_fraction_dual"] * (dual > 0), 0.0)
+    stats = dict.fromkeys([*names, "clip_prob_high"] + ["clip_fraction_dual"] * (dual > 0), 0.0)
     loss, slope = [0.0] * batch.total, [0.0] * batch.total  # slope: of the weighted loss of the whole
     for start, end in batch.spans:
         counted = [t for t in range(start, end) if weights[t] > 0]
@@ -163,6 +163,7 @@ def loop_policy(
             stats["tokens"] += 1
             stats["clip_fraction_low"] += outside and r < 1
             stats["clip_fraction_high"] += outside and r > 1
+            stats["clip_prob_high"] += math.exp(new) if outside and r > 1 else 0.0
             stats["approx_kl"] += math.exp(log_ratios[t]) - 1 - log_ratios[t]
             stats["mean_prob"] += math.exp(new)
             stats["entropy"] += x["entropy"][t]

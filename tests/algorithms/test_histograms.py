@@ -15,6 +15,7 @@ from megarl.algorithms.advantages import (
     POSITION_BINS,
     error_by_position,
     lambda_by_length,
+    sums_by_position,
 )
 from megarl.algorithms.mismatch import DIFFERENCE_EDGES, difference_histogram
 from megarl.data.experience import Experience
@@ -37,11 +38,12 @@ def experiences(draw: st.DrawFn) -> Experience:
 
 
 def tables(batch: Experience, longest: int = 64) -> list[torch.Tensor]:
-    """The three histograms of a batch."""
+    """The histograms of a batch, the trainer's column in the place of entropy."""
     return [
         lambda_by_length(batch.response_lengths, batch["lambda"], longest),
         error_by_position(batch["values"], batch["returns"], batch.response_mask, batch.response_lengths),
         difference_histogram(batch["trainer"], batch["engine"], batch.response_mask),
+        sums_by_position(batch.response_mask, batch.response_lengths, batch["trainer"]),
     ]
 
 
@@ -50,6 +52,7 @@ def tables(batch: Experience, longest: int = 64) -> list[torch.Tensor]:
 def test_against_loops(batch: Experience, longest: int) -> None:
     lam = [[0.0] * LENGTH_BINS for _ in range(2)]
     errors = [[0.0] * POSITION_BINS for _ in range(3)]
+    entropy = [[0.0] * POSITION_BINS for _ in range(2)]
     differences = [0.0] * (len(DIFFERENCE_EDGES) + 1)
     columns = {name: column.tolist() for name, column in batch.columns.items()}
     for row, (start, end) in enumerate(
@@ -61,10 +64,11 @@ def test_against_loops(batch: Experience, longest: int) -> None:
         lam[1][part] += columns["lambda"][row]
         for position, t in enumerate(response):
             error = columns["values"][t] - columns["returns"][t]
-            for sums, number in zip(errors, (1.0, error, abs(error)), strict=True):
+            numbers = (1.0, error, abs(error), 1.0, columns["trainer"][t])
+            for sums, number in zip(errors + entropy, numbers, strict=True):
                 sums[math.floor(position / len(response) * POSITION_BINS + 1e-9)] += number
             differences[bisect_left(DIFFERENCE_EDGES, columns["trainer"][t] - columns["engine"][t])] += 1
-    for found, expected in zip(tables(batch, longest), (lam, errors, differences), strict=True):
+    for found, expected in zip(tables(batch, longest), (lam, errors, differences, entropy), strict=True):
         torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 

@@ -3,6 +3,7 @@ the division."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -237,6 +238,9 @@ def test_clip_higher_by_hand():
     assert float(wide["policy/loss"]) == pytest.approx((-1.25 + 0.8) / 2)
     assert [float(s["policy/clip_fraction_high"]) for s in (narrow, wide)] == [1, 0]
     assert [float(s["policy/clip_fraction_low"]) for s in (narrow, wide)] == [1, 1]
+    # Of the clipped token alone, under the new policy; no mean where none is clipped.
+    assert losses.loss_metrics(narrow)["policy/clip_prob_high"] == pytest.approx(1.25 * math.exp(-1))
+    assert "policy/clip_prob_high" not in losses.loss_metrics(wide)
 
 
 def test_metrics_from_sums():
@@ -245,6 +249,8 @@ def test_metrics_from_sums():
         "policy/loss": torch.tensor(3.0),
         "policy/nll_loss": 1.0,
         "policy/clip_fraction_low": 4,
+        "policy/clip_fraction_high": 2.0,
+        "policy/clip_prob_high": torch.tensor(0.3),
         "policy/entropy": torch.tensor(20.0),
         "value/tokens": 10.0,
         "value/loss": 8.0,
@@ -255,6 +261,8 @@ def test_metrics_from_sums():
             "policy/loss": 0.75,
             "policy/nll_loss": 0.25,
             "policy/clip_fraction_low": 0.1,
+            "policy/clip_fraction_high": 0.05,
+            "policy/clip_prob_high": 0.15,
             "policy/entropy": 0.5,
             "value/loss": 2.0,
             "value/clip_fraction": 0.1,

@@ -61,5 +61,5 @@ def test_a_response_without_tokens_is_not_counted():
 
 
 def test_unknown_aggregation_is_refused():
-    with pytest.raises(ValueError, match="aggregation: must be token or sample"):
+    with pytest.raises(ValueError, match="aggregation: must be token, sample or constant"):
         token_weights(torch.tensor([1]), "batch")

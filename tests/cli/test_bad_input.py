@@ -41,7 +41,7 @@ class TestKeys:
             "command line: 'noequals': an override is written key=value, with dots in the key (e.g. "
             "actor.lr=2e-6)"
         ),
-        "rollout.group_size=1": "{x}: rollout.group_size: must be >= 2 for group-normalised advantages",
+        "rollout.group_size=1": "{x}: rollout.group_size: must be >= 2 for algorithm.advantage group",
         "recipe=ppo rollout.group_size=1 rollout.prompts=8 rollout.dynamic_sampling.enabled=true": (
             "{x}: rollout.dynamic_sampling.enabled: needs rollout.group_size >= 2 (got 1)"
         ),

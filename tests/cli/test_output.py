@@ -25,13 +25,15 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 class TestHelp:
-    COMMANDS = ("train", "eval", "config", "report", "demo")
+    COMMANDS = ("train", "eval", "config", "data", "report", "demo")
 
     def test_lists_every_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         text = printed(capsys, "--help")
         assert all(f"\n    {command} " in text for command in self.COMMANDS)
 
-    @pytest.mark.parametrize("command", [*COMMANDS, "config show", "config check", "config docs"])
+    @pytest.mark.parametrize(
+        "command", [*COMMANDS, "config show", "config check", "config docs", "data show", "data integers"]
+    )
     def test_of_a_command(self, capsys: pytest.CaptureFixture[str], command: str) -> None:
         text = printed(capsys, *command.split(), "--help")
         assert text.startswith(f"usage: megarl {command} ")

@@ -410,6 +410,7 @@ class TestContradictions:
             "rollout.max_response_tokens: data.max_prompt_tokens 2048 + 20480 tokens exceed the model's 1000"
         ),
         "rollout.stop=['']": "rollout.stop: must not hold an empty text",
+        "log.reflection_words=['']": "log.reflection_words: must not hold an empty text",
         "actor.betas=[0.9, 1.0]": "actor.betas: both must be in [0, 1) (got [0.9, 1.0])",
         "recipe=sft algorithm.nll_weight=0": "algorithm.nll_weight: must be > 0 for recipe sft",
         "recipe=sft data.train=[]": "data.train: must name at least one file",

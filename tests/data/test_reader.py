@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,20 +115,26 @@ def test_every_kind_of_unusable_row_is_listed(tmp_path: Path, tokenizer: PreTrai
         ('{"prompt": "\\ud800', "malformed JSON"),
         ("[1, 2]", "not a JSON object"),
         ("", None),
-        ({"answer": "1"}, "no prompt in prompt or question"),
-        ({"prompt": "  ", "answer": "1"}, "no prompt in prompt or question"),
-        ({"prompt": [], "answer": "1"}, "no prompt in prompt or question"),
-        ({"prompt": [{"role": "user", "content": " "}], "answer": "1"}, "no prompt in prompt or question"),
+        ({"answer": "1"}, "no prompt in prompt or question or problem"),
+        ({"prompt": "  ", "answer": "1"}, "no prompt in prompt or question or problem"),
+        ({"prompt": [], "answer": "1"}, "no prompt in prompt or question or problem"),
+        (
+            {"prompt": [{"role": "user", "content": " "}], "answer": "1"},
+            "no prompt in prompt or question or problem",
+        ),
         ({"prompt": 5, "answer": "1"}, "prompt is neither a text nor a list of {role, content}"),
         (
             {"prompt": [{"role": "user"}], "answer": "1"},
             "prompt is neither a text nor a list of {role, content}",
         ),
         ({"prompt": ["a"], "answer": "1"}, "prompt is neither a text nor a list of {role, content}"),
-        ({"prompt": "q"}, "no answer in reward_model.ground_truth or answer"),
-        (dapo_row("q", None), "no answer in reward_model.ground_truth or answer"),
-        ({"prompt": "q", "answer": " "}, "no answer in reward_model.ground_truth or answer"),
-        ({"prompt": "q", "answer": "worked out ####  "}, "no answer in reward_model.ground_truth or answer"),
+        ({"prompt": "q"}, "no answer in reward_model.ground_truth or answer or solution"),
+        (dapo_row("q", None), "no answer in reward_model.ground_truth or answer or solution"),
+        ({"prompt": "q", "answer": " "}, "no answer in reward_model.ground_truth or answer or solution"),
+        (
+            {"prompt": "q", "answer": "worked out ####  "},
+            "no answer in reward_model.ground_truth or answer or solution",
+        ),
         ({"prompt": "q", "answer": True}, "answer is neither a text nor a number"),
         ({"prompt": "q", "answer": ["1"]}, "answer is neither a text nor a number"),
         ('{"prompt": "q", "answer": NaN}', "answer is neither a text nor a number"),
@@ -226,6 +233,50 @@ def test_keys(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         assert read_prompts([file], raw(prompt_key="text", answer_key=key), tokenizer)[0][0].answer == answer
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_columns_of_public_sets(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, kind: str) -> None:
+    """GSM8K, MATH, MATH-500 and three sets of AIME, as the Hub has them."""
+    worked = r"We have $\boxed{1}$ case, so the answer is $\boxed{\frac{1}{2}}$."
+    sets = {
+        "gsm8k": ({"question": "q", "answer": "2 * 3 = <<2*3=6>>6\n#### 1,006"}, "1006"),
+        "math": ({"problem": "q", "level": "Level 5", "type": "Algebra", "solution": worked}, r"\frac{1}{2}"),
+        "math500": ({"problem": "q", "solution": worked, "answer": "7", "subject": "Algebra"}, "7"),
+        "aime": ({"ID": "2024-I-1", "Problem": "q", "Solution": worked, "Answer": 204}, "204"),
+        "aime_years": ({"Year": 1983, "Question": "q", "Answer": "060", "Part": None}, "060"),
+        "aime_hub": ({"id": 60, "problem": "q", "solution": worked, "answer": "204", "url": "u"}, "204"),
+        "dapo": ({**dapo_row("q", "34"), "solution": "35"}, "34"),
+    }
+    for name, (row, answer) in sets.items():
+        file = tmp_path / f"{name}.{kind}"
+        jsonl(file, row) if kind == "jsonl" else pq.write_table(pa.Table.from_pylist([row]), file)
+        [prompt], _ = read_prompts([file], raw(), tokenizer)
+        assert (prompt.text, prompt.answer) == ("q", answer), name
+    none = [{"problem": "q", "solution": "no box"}, {"problem": "q", "solution": None}]
+    _, report = read_prompts([jsonl(tmp_path / "none.jsonl", *none, sets["math"][0])], raw(), tokenizer)
+    assert len(report.rejected) == 2 and "or solution" in report.rejected[0].reason
+
+
+def test_ambiguous_columns_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    two = jsonl(tmp_path / "two.jsonl", {"question": "q", "Problem": "p", "answer": "1", "Answer": "2"})
+    for settings_, words in (
+        (
+            {},
+            f"{two}: columns question and Problem differ, and either may be meant (set data.prompt_key",
+        ),
+        ({"prompt_key": "Problem"}, f"{two}: columns answer and Answer differ"),
+    ):
+        with pytest.raises(DataError, match=re.escape(words)):
+            read_prompts([two], raw(**settings_), tokenizer)
+        with pytest.raises(DataError, match=re.escape(words)):
+            validate_files(raw(train=(two,), **settings_))
+    [prompt], _ = read_prompts([two], raw(prompt_key="Problem", answer_key="Answer"), tokenizer)
+    assert (prompt.text, prompt.answer) == ("p", "2")
+    # The configured column goes first, and columns that say the same are not ambiguous.
+    same = {"prompt": "p", "question": "q", "problem": "r", "answer": "1", "Answer": "1"}
+    [prompt], _ = read_prompts([jsonl(tmp_path / "same.jsonl", same)], raw(), tokenizer)
+    assert (prompt.text, prompt.answer) == ("p", "1")
+
+
 def test_supervised_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     good = {"prompt": "5+2=?\n", "response": "Answer: 7"}
     file = jsonl(
@@ -280,7 +331,7 @@ def bad_files(folder: Path) -> list[tuple[Path, str]]:
         (folder / "foreign.jsonl", "no row can be used: "),
         (
             folder / "useless.jsonl",
-            "no row can be used: 1 x no answer in reward_model.ground_truth or answer; 1 x no prompt",
+            "no row can be used: 1 x no answer in reward_model.ground_truth or answer or solution; 1 x no",
         ),
         (folder / "columns.parquet", "none of the columns"),
     ]

@@ -49,17 +49,26 @@ def train_record(
         "reward/truncated": 0.08 * (1 - progress),
         "reward/unverified": 0.0,
         "response/length_mean": 30 + 4 * progress * scale + rng.gauss(0, 0.6),
+        "response/length_right": 30 + 5 * progress * scale + rng.gauss(0, 0.8),
+        "response/length_wrong": 30 + 12 * progress * scale + rng.gauss(0, 2.5),
+        "reflection/share": 0.02 + 0.1 * progress + abs(rng.gauss(0, 0.004)),
+        "reflection/accuracy": accuracy * (0.7 + 0.25 * progress),
+        "reflection/accuracy_without": accuracy * 1.02,
         "response/length_min": 4,
         "response/length_max": 80,
         "rollout/groups_kept": kept,
         "rollout/groups_all_right": right,
         "rollout/groups_all_wrong": 32 - kept - right,
+        "rollout/share_all_right": right / 32,
+        "rollout/share_all_wrong": (32 - kept - right) / 32,
         "rollout/tokens": 8000,
         "rollout/waste": (32 - kept) / 32 if recipe == "dapo" else 0.0,
         "policy/entropy": 0.21 * math.exp(-2.4 * progress) + abs(rng.gauss(0, 0.004)),
         "policy/mean_prob": 0.86 + 0.12 * progress + rng.gauss(0, 0.004),
         "policy/clip_fraction_low": 0.002 * rng.uniform(0.5, 1.6),
         "policy/clip_fraction_high": 0.0035 * rng.uniform(0.5, 1.6),
+        # Late steps may clip no token: then there is no such mean.
+        **({"policy/clip_prob_high": rng.uniform(0.1, 0.3)} if step < 5 or rng.random() < 0.8 else {}),
         "policy/grad_norm": 0.6 * rng.lognormvariate(0, 0.25),
         "policy/lr": 4e-4 * (1 - 0.9 * step / steps),
         "policy/loss": rng.gauss(0, 0.02),
@@ -85,6 +94,8 @@ def train_record(
 def tables(recipe: str, progress: float, rng: random.Random) -> dict[str, dict[str, list[float]]]:
     """A step of distributions.jsonl: errors grow towards a response's end and shrink as the critic learns."""
     found = {"mismatch": {"tokens": [float(round(8000 * 10.0 ** (-abs(i - 15) / 1.4))) for i in range(31)]}}
+    entropy = [320 * (0.3 - 0.008 * i) * (1 - 0.8 * progress) * rng.uniform(0.9, 1.1) for i in range(25)]
+    found["entropy"] = {"tokens": [320.0] * 25, "entropy": entropy}
     if recipe == "vapo":
         responses = [float(round(60 * math.exp(-(((i - 10 - 4 * progress) / 4) ** 2)))) for i in range(24)]
         lam = [n * (1 - 1 / (0.3 * (i + 0.5) * 80 / 24 + 1)) for i, n in enumerate(responses)]

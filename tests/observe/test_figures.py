@@ -13,6 +13,7 @@ from megarl.observe.figures import (
     SECTIONS,
     add_tables,
     draw,
+    draw_entropy,
     draw_lambda,
     draw_mismatch,
     draw_value_error,
@@ -20,7 +21,7 @@ from megarl.observe.figures import (
     thirds,
 )
 from megarl.observe.plots import Drawing
-from megarl.observe.runs import load_run
+from megarl.observe.runs import Run, load_run
 
 from .synthetic_run import write_run
 
@@ -59,13 +60,16 @@ def colours(drawing: Drawing | None) -> set[str]:
 
 def test_one_run_shows_early_beside_late(runs: dict[str, Path]) -> None:
     run = load_run(runs["zero"])
-    figures = draw_lambda([run]), draw_value_error([run]), draw_mismatch([run])
+    figures = draw_lambda([run]), draw_value_error([run]), draw_mismatch([run]), draw_entropy([run])
     for figure in figures:
         assert figure is not None and [text for _, text in figure.legend] == ["steps 1 to 3", "steps 7 to 9"]
         assert colours(figure) == {"--s1", "--s9"}
     records = [r["value_error"] for r in run.distributions if r["step"] >= 7]
     last = sum(r["absolute"][-1] for r in records) / sum(r["tokens"][-1] for r in records)
     assert figures[1] and f">|V-R| {last:.3g}<" in figures[1].svg
+    records = [r["entropy"] for r in run.distributions if r["step"] >= 7]
+    entropy = sum(r["entropy"][-1] for r in records) / sum(r["tokens"][-1] for r in records)
+    assert figures[3] and f">{entropy:.3g}<" in figures[3].svg
     assert figures[2] and all(f">{text}<" in figures[2].svg for text in ("1e-5", "-1e-5", "0.1", "-10"))
 
 
@@ -78,4 +82,24 @@ def test_seeds_are_added_and_runs_lie_over_each_other(runs: dict[str, Path]) -> 
     assert colours(draw_mismatch(both)) == {"--s0", "--s1"} and colours(draw_value_error(both)) == {"--s0"}
     [waste] = [spec for spec in SECTIONS["Policy update and sampling"] if spec.title == "Filter waste"]
     assert draw(waste, seeds) is None and draw(waste, both) is not None
+    assert colours(draw_entropy(both)) == {"--s0", "--s1"}
     assert draw_lambda(both[2:]) is draw_value_error(both[2:]) is None
+
+
+def test_figures_without_their_data_are_left_out() -> None:
+    """Where no response reflects there is nothing to compare, and where no token is clipped no mean."""
+    records = [
+        {"step": 1, "stage": "train", "reflection/share": 0.0, "policy/clip_fraction_high": 0.0},
+        {"step": 2, "stage": "train", "reflection/share": 0.5, "reflection/accuracy": 0.2},
+    ]
+    specs = {spec.title: spec for specs in SECTIONS.values() for spec in specs}
+    names = (
+        "Responses with reflection",
+        "Accuracy with and without reflection",
+        "Probability of up-clipped tokens",
+        "Length of right and wrong responses",
+        "Entropy by position",
+    )
+    for count, drawn in ((1, []), (2, list(names[:2]))):
+        run = Run("run", records[:count])
+        assert [name for name in names if draw(specs[name], [run])] == drawn

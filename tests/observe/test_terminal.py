@@ -152,6 +152,10 @@ def test_live_view_shows_the_run(width: int, terminal: bool) -> None:
         assert expected in final
     for name in ("accuracy", "length", "entropy"):
         assert re.search(rf"{name} +[{BLOCKS}]+ .* to ", final), name
+    record = train_record(20, 20, "vapo", random.Random(0))
+    for key, number in (("response/length_right", r"\d+\.\d"), ("reflection/share", r"0\.\d{3}")):
+        assert key in record and re.search(rf" {number} / {number} ", final), key
+    assert width < 80 or not re.search(r"\d…", final)  # a name may be cut, a number may not
 
 
 def test_live_view_of_a_terminal_without_unicode() -> None:

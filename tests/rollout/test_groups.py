@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import DynamicSamplingConfig
 from megarl.data.prompts import Prompt
-from megarl.rollout.batch import Group, Response
-from megarl.rollout.sampler import GroupCollector
+from megarl.rollout.batch import Group, Response, response_stats
+from megarl.rollout.sampler import GroupCollector, words_pattern
 
 SIZE = 3
 
 
-def group(uid: int, correct: int, version: int = 0) -> Group:
+def group(uid: int, correct: int, version: int = 0, reflects: bool | None = None) -> Group:
     responses = [
         Response(
             tokens=np.arange(2 + i, dtype=np.int32),
@@ -31,6 +31,7 @@ def group(uid: int, correct: int, version: int = 0) -> Group:
             error=None if i else "timeout after 10 s",
             reward=1.0 if i < correct else -1.3,
             penalty=0.0,
+            reflects=reflects,
         )
         for i in range(SIZE)
     ]
@@ -72,7 +73,9 @@ def test_accepts_mixed_groups_in_prompt_order(outcomes, prompts, limit, surplus,
     if len(batches) < limit:
         assert len(order) >= prompts
     wasted = len(offered) - sum(g.prompt.uid < 1000 for g in (*groups, *kept))
+    shares = {"all_right": offered.count(SIZE), "all_wrong": offered.count(0)} if offered else {}
     assert collector.stats() == {
+        **{f"rollout/share_{name}": pytest.approx(n / len(offered)) for name, n in shares.items()},
         "rollout/groups_kept": len(mixed),
         "rollout/groups_all_right": offered.count(SIZE),
         "rollout/groups_all_wrong": offered.count(0),
@@ -116,11 +119,62 @@ def test_the_limit_stops_with_a_message_where_asked():
             collector.offer([replace(group(i, 0), responses=failed) for i in range(n)])
 
 
+def test_lengths_and_reflection_by_hand():
+    """Of three responses of 2, 3 and 4 tokens the first is right; the means of nothing are left out."""
+    plain = group(0, 1).responses
+    stats = response_stats(plain)
+    assert (stats["response/length_right"], stats["response/length_wrong"]) == (2, 3.5)
+    assert not any(name.startswith("reflection/") for name in stats)  # no words, nothing counted
+    both = [replace(r, reflects=flag) for r, flag in zip(plain, (True, False, True), strict=True)]
+    found = {name: value for name, value in response_stats(both).items() if name.startswith("reflection/")}
+    expected = {"share": 2 / 3, "accuracy": 1 / 2, "accuracy_without": 0.0}
+    assert found == pytest.approx({f"reflection/{name}": value for name, value in expected.items()})
+    for flag in (True, False):
+        wrong = response_stats([replace(r, reflects=flag) for r in group(0, 0).responses])
+        assert wrong["response/length_wrong"] == 3 and "response/length_right" not in wrong
+        names = [name for name in wrong if name.startswith("reflection/")]
+        assert names == ["reflection/share"] and wrong["reflection/share"] == float(flag)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("so x = 2. Wait, no", True),
+        ("WAIT", True),
+        ("wait\nagain", True),
+        ("we waited, awaiting nothing", False),
+        ("wait_for_it wait2", False),
+        ("Let me  check\nthis", True),
+        ("let\nme check", True),
+        ("let me checkmate", False),
+        ("I double-check.", True),
+        ("a double check", False),
+        ("我觉得等等不对", True),
+        ("c+ d", False),
+        ("in c++ it is", True),
+        ("", False),
+    ],
+)
+def test_reflection_words(text, found):
+    """Whole words of Latin letters in any case, any space between the parts of a phrase; signs are no
+    patterns."""
+    pattern = words_pattern(("wait", "let me check", "double-check", "等等", "c++"))
+    assert (pattern.search(text) is not None) == found
+
+
+def test_no_words_find_nothing():
+    assert words_pattern(()) is None
+
+
 def test_state_survives_json_exactly():
-    before = group(5, 2, version=11)
+    before = group(5, 2, version=11, reflects=True)
     after = Group.from_state(json.loads(json.dumps(before.state_dict())))
     assert after.prompt == before.prompt and after.version == 11
     for a, b in zip(after.responses, before.responses, strict=True):
         assert a.tokens.dtype == np.int32 and a.logprobs.dtype == np.float32
         assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs)
         assert {**vars(a), "tokens": 0, "logprobs": 0} == {**vars(b), "tokens": 0, "logprobs": 0}
+    old = before.state_dict()  # of a checkpoint from before there was this field
+    for response in old["responses"]:
+        del response["reflects"]
+    assert [r.reflects for r in Group.from_state(old).responses] == [None] * SIZE

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -159,6 +160,7 @@ def test_any_split_of_the_work_gives_the_same_run(world, ranks, prompts, group, 
 def test_rewards_flags_and_statistics(world):
     settings_ = config(
         reward={"overlong": {"soft_punishment": True, "buffer": 6}, "correct": 1.0, "incorrect": 0.0},
+        log={"reflection_words": ["e", "7"]},
     )
     batch = run_ranks(world, settings_, 1, steps=1)[0][0]
     _, tokenizer, _ = world
@@ -177,7 +179,19 @@ def test_rewards_flags_and_statistics(world):
         assert r.reward == pytest.approx(float(verdict.correct) + penalties[-1])
     assert min(penalties) < 0 and {r.truncated for r in batch.responses} == {True, False}
     lengths = [r.tokens.size for r in batch.responses]
+    words = [bool({"e", "7"} & set(re.findall(r"\w+", text, re.ASCII))) for text, _ in items]
+    assert [r.reflects for r in batch.responses] == words and {*words} == {True, False}
+    right = [v.correct for v in verdicts]
+
+    def mean(numbers, chosen) -> float:
+        return np.mean([number for number, flag in zip(numbers, chosen, strict=True) if flag])
+
     expected = {
+        "response/length_right": mean(lengths, right),
+        "response/length_wrong": mean(lengths, [not flag for flag in right]),
+        "reflection/share": np.mean(words),
+        "reflection/accuracy": mean(right, words),
+        "reflection/accuracy_without": mean(right, [not flag for flag in words]),
         "reward/mean": np.mean([r.reward for r in batch.responses]),
         "reward/accuracy": np.mean([v.correct for v in verdicts]),
         "reward/truncated": np.mean([r.truncated for r in batch.responses]),

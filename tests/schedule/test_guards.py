@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,6 +92,34 @@ def test_alarms(metrics: dict[str, float], words: str) -> None:
         )
         == []
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "limit", "share", "course", "alarms"),
+    [
+        # An early rise is the new highest; a slow fall is seen as a steep one is.
+        ("policy/entropy", "entropy_collapse", 0.1, [0.2, 0.5, 0.3, 0.1, 0.051, 0.049, 0.03], [5]),
+        # Once, and again after it has recovered.
+        ("response/length_mean", "length_collapse", 0.5, [90.0, 100.0, 49.9, 40.0, 50.0, 45.0], [2, 5]),
+        ("response/length_mean", "length_collapse", 0.5, [100.0, 60.0, 50.0, 55.0], []),
+    ],
+)
+def test_collapse(key: str, limit: str, share: float, course: list[float], alarms: list[int]) -> None:
+    """By its default limit, over a resumption at any step too."""
+    found = []
+    guards = Guards(GuardConfig())
+    for step, value in enumerate(course):
+        lines = guards.passed({key: value})
+        found += [step] if lines else []
+        for line in lines:
+            assert line.startswith(f"alarm: {key} {value:.4g} has fallen below guard.{limit} {share} x ")
+        resumed = Guards(GuardConfig())
+        resumed.load_state_dict(json.loads(json.dumps(guards.state_dict())))
+        guards = resumed
+        guards.passed({"value/loss": 1.0})  # a step that does not have it changes nothing
+    assert found == alarms
+    off = Guards(GuardConfig(**{limit: None}))
+    assert [off.passed({key: value}) for value in course] == [[]] * len(course)
 
 
 @pytest.mark.slow
