@@ -110,7 +110,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "clip_high": 3.0,
         },
         "rollout": {"prompts": 8192, "group_size": 1},
-        "critic": {"lr": 5e-6, "epochs": 2},
+        "critic": {"lr": 5e-6, "epochs": 2, "frozen": ["attention"]},
         "value_pretraining": {"steps": 10},
     },
 }

@@ -173,6 +173,23 @@ class OptimizerConfig(Section):
     eps: float = field(1e-8, "AdamW epsilon", gt=0)
     weight_decay: float = field(0.0, "decoupled weight decay", ge=0)
     clip_grad: float = field(1.0, "global gradient norm is clipped to this; 0 turns clipping off", ge=0)
+    frozen: tuple[Literal["attention", "embeddings"], ...] = field(
+        (),
+        "parts of all layers that are not trained, and have no gradients or optimizer state (algorithms.md)",
+        source="none in DAPO and VAPO; SAO: the critic's attention",
+    )
+    frozen_layers: int = field(0, "lowest layers that are not trained, whole", "layers", ge=0)
+
+    @field_validator("frozen", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        """Accept one part without brackets."""
+        return [value] if isinstance(value, str) else value
+
+    @property
+    def freezes(self) -> bool:
+        """Return whether some of the model is not trained."""
+        return bool(self.frozen or self.frozen_layers)
 
 
 class CriticConfig(OptimizerConfig):

@@ -35,7 +35,7 @@ from torch.nn.utils import skip_init
 from transformers import PretrainedConfig
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import Config, ModelConfig
+from megarl.config.schema import Config, ModelConfig, OptimizerConfig
 from megarl.model.fp8 import check_device, fp8_options
 from megarl.model.hf_config import head_dim, rope_frequencies
 from megarl.model.hf_config import read_hf_config as read_hf_config
@@ -45,7 +45,8 @@ from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import padded_vocab
 from megarl.parallel.machine import transformer_engine_problem
 from megarl.parallel.runtime import Runtime
-from megarl.weights.families import family_of
+from megarl.weights.families import family_of, is_frozen, table_names
+from megarl.weights.layout import parameters
 
 Model = TypeVar("Model", bound=GPTModel)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -93,6 +94,7 @@ class _Body(GPTModel):
             position_embedding_type="rope",
         )
         self.layers_kind = layers
+        self.input_needs_gradient = False  # see _prepare
         self.rotary_pos_emb.inv_freq = rope_frequencies(hf).to(runtime.device)
 
     def pack(self, cu_seqlens: Tensor) -> PackedSeqParams:
@@ -121,6 +123,8 @@ class _Body(GPTModel):
 
     def _preprocess(self, *args: Any, position_ids: Tensor, **kwargs: Any) -> Any:
         outputs = super()._preprocess(*args, position_ids=position_ids, **kwargs)
+        if self.input_needs_gradient and torch.is_grad_enabled():
+            outputs[0].requires_grad_()
         if self.layers_kind == "portable":
             # One row of angles per token: Megatron then rotates all sequences of the pack in one operation.
             angles = outputs[1].index_select(0, position_ids.flatten())
@@ -187,7 +191,7 @@ def build_actor(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Actor
     """Build this rank's part of the actor, weights undefined."""
     with on_cpu():
         model = Actor(config, hf, runtime)
-    return _prepare(model, runtime)
+    return _prepare(model, hf, config.actor, runtime)
 
 
 def build_critic(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Critic:
@@ -198,11 +202,12 @@ def build_critic(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Crit
         weight = model.value_head.weight.data
         alike = torch.Generator().manual_seed(config.seed)  # on all ranks
         weight.copy_(config.critic.head_std * torch.randn(weight.shape, generator=alike))
-    return _prepare(model, runtime)
+    return _prepare(model, hf, config.critic, runtime)
 
 
-def _prepare(model: Model, runtime: Runtime) -> Model:
-    """Fuse gradients, mark shards, and move the model to its device."""
+def _prepare(model: Model, hf: PretrainedConfig, optimizer: OptimizerConfig, runtime: Runtime) -> Model:
+    """Fuse gradients, mark shards, freeze what the optimizer leaves alone, and move the model to its
+    device."""
     for module in model.modules():
         # Transformer Engine's linears add a weight's gradient to Megatron's FP32 buffer by themselves.
         # Megatron would have them told by gradient_accumulation_fusion, but without apex its head then
@@ -224,6 +229,17 @@ def _prepare(model: Model, runtime: Runtime) -> Model:
             # Megatron marks experts only where ep > 1. With ep = 1 the tensor-parallel ranks, each of which
             # has seen some of the tokens, hold the same experts, and their gradients would not be added up.
             parameter.allreduce = False
+    if optimizer.freezes:
+        # Before Megatron's DDP and optimizer are built, which pass over what needs no gradient.
+        own = parameters(hf.to_dict(), runtime.layout, runtime.pp_rank, 0, critic=isinstance(model, Critic))
+        frozen = {name for name, pair, layer, _ in own if is_frozen(pair, layer, optimizer)}
+        for name, parameter in table_names(dict(model.named_parameters())).items():
+            parameter.requires_grad_(name not in frozen)
+        # Recomputation of whole layers gives a layer's weights no gradients where its input needs none, as
+        # the first layer's does not behind frozen embeddings, nor any behind frozen layers.
+        trained = any(parameter.requires_grad for parameter in model.decoder.layers.parameters())
+        full = model.config.recompute_granularity == "full"
+        model.input_needs_gradient = model.pre_process and full and trained
     return model.to(runtime.device)
 
 

@@ -17,7 +17,7 @@ from megarl.config.schema import Config
 from megarl.parallel.layout import Layout
 from megarl.plan.sizes import GIB, SINGLE, Activations, Device, Held, Shape, activations, device_of
 from megarl.weights.families import read_config
-from megarl.weights.layout import check_layout
+from megarl.weights.layout import check_frozen, check_layout
 
 # Our estimates:
 OVERHEAD = 4 * GIB  # of each GPU: CUDA contexts of the rank and its engine, buffers of communicators
@@ -97,6 +97,12 @@ class Plan:
     def held(self, model: str, stage: int) -> Held:
         return self.shape(model).held(self.layout, stage, critic=model in SCALAR)
 
+    def trained_of(self, model: str, layout: Layout, stage: int) -> Held:
+        """Count the parameters of a rank of this layout and stage that have gradients and optimizer state."""
+        critic = model == "critic"
+        optimizer = self.config.critic if critic else self.config.actor
+        return self.shape(model).held(layout, stage, critic=critic, optimizer=optimizer)
+
     @property
     def engine_tp(self) -> int:
         """Return the tensor-parallel size of an engine; the transformers engine is not sharded."""
@@ -108,6 +114,14 @@ class Plan:
         if self.config.rollout.engine == "transformers":
             return self.actor.parameters * self.actor.itemsize
         return int(sum(self.actor.engine_tensors(self.engine_tp, self.config.rollout.weights_dtype)))
+
+    @property
+    def transferred(self) -> float:
+        """Return the bytes that a weight sync writes to one rank of an engine. Frozen weights come with the
+        first only, unless the engine loses its weights in between."""
+        if "engine.weights" not in self.keep:
+            return self.engine_weights
+        return self.engine_weights * self.trained_of("actor", Layout(), 0).all / self.actor.parameters
 
     @cached_property
     def cache(self) -> float:
@@ -141,6 +155,7 @@ class Plan:
         held, itemsize, layout = self.held(owner, stage), self.shape(owner).itemsize, self.layout
         if part == "weights":
             return float((held.shared + held.experts) * itemsize + held.single * SINGLE)
+        held = self.trained_of(owner, layout, stage)
         if part == "gradients":  # summed in float32, whole on every rank
             return float(held.all * SINGLE)
         # Adam's two moments, and float32 weights where the model's own are bf16, sharded by Megatron over
@@ -235,7 +250,8 @@ class Plan:
         """Return the bytes of a rank's host memory while a model is saved or loaded: each replica gathers the
         whole optimizer of its shard, three float32 numbers a parameter. On the way Megatron has two more
         copies of one of them, and the rank's own part of all three."""
-        held = [self.held(model, stage).all for model in self.trained for stage in range(self.layout.pp)]
+        stages = range(self.layout.pp)
+        held = [self.trained_of(model, self.layout, stage).all for model in self.trained for stage in stages]
         return max(held) * SINGLE * (3 + 2 + 3 / self.layout.dp)
 
     def checkpoint(self) -> float:
@@ -243,7 +259,8 @@ class Plan:
         total = 0.0  # of weights, the optimizer's own float32 weights, Adam's moments
         for model in self.trained:
             shape = self.shape(model)
-            total += shape.held(Layout(), 0, critic=model == "critic").all * (shape.itemsize + 3 * SINGLE)
+            total += shape.held(Layout(), 0, critic=model == "critic").all * shape.itemsize
+            total += self.trained_of(model, Layout(), 0).all * 3 * SINGLE
         return total
 
     def problem(self) -> str | None:
@@ -311,6 +328,8 @@ def plan_of(
     reward = read_config(scorer) if scorer and (scorer / "config.json").is_file() else actor
     for described in (actor, critic or actor, reward):
         check_layout(described, parallel.tp, parallel.pp, parallel.ep)
+    check_frozen(actor, config.actor, "actor")
+    check_frozen(critic or actor, config.critic, "critic")
     shapes = Shape(actor, dtype), Shape(critic or actor, dtype)
     plan = Plan(config, *shapes, device_of(config.cluster, memory), Shape(reward, dtype))
     try:

@@ -12,9 +12,19 @@ from math import prod
 from typing import Any, Literal
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import ClusterConfig
+from megarl.config.schema import ClusterConfig, OptimizerConfig
 from megarl.parallel.layout import Layout, padded_vocab
-from megarl.weights.families import EMBEDDING, FINAL_NORM, OUTPUT, Pair, Sizes, family_of, is_tied
+from megarl.weights.families import (
+    EMBEDDING,
+    FINAL_NORM,
+    OUTPUT,
+    TIED_OUTPUT,
+    Pair,
+    Sizes,
+    family_of,
+    is_frozen,
+    is_tied,
+)
 from megarl.weights.layout import sglang_shards
 
 GIB = 2**30
@@ -50,9 +60,12 @@ class Shape:
     def itemsize(self) -> int:
         return BYTES[self.dtype]
 
-    def held(self, layout: Layout, pp_rank: int, *, critic: bool = False) -> Held:
+    def held(
+        self, layout: Layout, pp_rank: int, *, critic: bool = False, optimizer: OptimizerConfig | None = None
+    ) -> Held:
         """Count the parameters of a rank of this pipeline stage, padding of the vocabulary included. All
-        tensor-parallel ranks have the same number. A critic's value head is in float32."""
+        tensor-parallel ranks have the same number. A critic's value head is in float32.
+        optimizer: count only what it trains."""
         sizes = self.sizes
 
         def local(pair: Pair, tp: int) -> int:
@@ -63,18 +76,26 @@ class Shape:
             whole = sum(map(prod, shapes))
             return whole if pair.operation == "replicated" else whole // tp
 
-        pairs = family_of(self.config).layer
-        layers = sizes.layers // layout.pp
+        layers, top = sizes.layers // layout.pp, sizes.layers - 1
+
+        def counts(pair: Pair, layer: int = 0) -> bool:
+            return optimizer is None or not is_frozen(pair, layer, optimizer)
+
+        # Frozen layers are the lowest: what is trained in any is trained in the uppermost.
+        pairs = [pair for pair in family_of(self.config).layer if counts(pair, top)]
+        if optimizer is not None:
+            layers = max(0, min(layers, (pp_rank + 1) * layers - optimizer.frozen_layers))
         shared = layers * sum(local(pair, layout.tp) for pair in pairs if not pair.per_expert)
         experts = (
             layers * (sizes.experts // layout.ep) * sum(local(pair, 1) for pair in pairs if pair.per_expert)
         )
         first, last = pp_rank == 0, pp_rank == layout.pp - 1
-        if first:
+        tied = is_tied(self.config)
+        if first and counts(EMBEDDING):
             shared += local(EMBEDDING, layout.tp)
         if last:
             shared += local(FINAL_NORM, layout.tp)
-        if last and not critic and not (first and is_tied(self.config)):
+        if last and not critic and not (first and tied) and counts(TIED_OUTPUT if tied else OUTPUT):
             shared += local(OUTPUT, layout.tp)
         return Held(shared, experts, sizes.hidden if critic and last else 0)
 

@@ -57,7 +57,7 @@ def lines(plan: Plan, where: str, lengths: Lengths, made: Estimate) -> Iterator[
         full = f"{plan.cache_tokens / plan.longest:,.0f} of full length"
         mean = f"{plan.cache_tokens / (config.data.max_prompt_tokens + lengths.mean):,.0f} of mean length"
         yield f"responses decoded at once by an engine  {full}, {mean}"
-        yield f"weights into a GPU at each transfer  {plan.engine_weights / 1e9:.2f} GB"
+        yield f"weights into a GPU at each transfer  {plan.transferred / 1e9:.2f} GB"
     host, there = plan.host(), config.cluster.host_memory
     listed = ", ".join(f"{name} {size / GIB:.0f}" for name, size in host.items())
     yield f"memory of a node  {sum(host.values()) / GIB:.0f} of {there:.0f} GiB: {listed}"

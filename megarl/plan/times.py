@@ -12,6 +12,7 @@ from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 from megarl.config.errors import MegarlError
+from megarl.parallel.layout import Layout
 from megarl.plan.memory import Plan, with_layout
 from megarl.weights.layout import check_layout
 
@@ -87,8 +88,12 @@ def estimate(plan: Plan, lengths: Lengths) -> Estimate:
     for phase in plan.phases:
         if phase.model is None:
             continue
-        passes = 3 + (config.model.recompute == "full") if phase.updates_weights else 1
-        model = plan.shape(phase.model)
+        model, passes = plan.shape(phase.model), 1.0
+        if phase.updates_weights:
+            # Forward, gradients of activations, and of the weights that are not frozen; forward again.
+            trained = plan.trained_of(phase.model, Layout(), 0).all
+            passes = 2 + trained / model.held(Layout(), 0, critic=phase.model == "critic").all
+            passes += config.model.recompute == "full"
         # Two FLOPs a parameter and token in a forward pass, and causal attention over half of the square.
         flops = tokens * (2 * model.active + 2 * square * model.sizes.layers * model.sizes.q)
         talk = passes * tokens / layout.dp * talk_per_token
@@ -97,14 +102,15 @@ def estimate(plan: Plan, lengths: Lengths) -> Estimate:
         )
         parts[phase.name] = epochs * (passes * flops / speed + talk) * bubble
         if phase.updates_weights:
-            held = max(plan.held(phase.model, stage).all for stage in range(layout.pp))
+            stages = range(layout.pp)
+            held = max(plan.trained_of(phase.model, layout, stage).all for stage in stages)
             exchanged = held * (4 + itemsize) * (layout.dp - 1) / layout.dp
             parts[phase.name] += epochs * updates * (exchanged / (replicas * 1e9 * LINKS))
     if config.recipe != "sft":
         # Every GPU gets its engine's shard: from its own node where that holds all of the model.
         within = layout.tp * layout.pp <= cluster.gpus_per_node
         link = cluster.node_speed if within else cluster.network_speed
-        parts["weight_transfer"] = plan.engine_weights / (link * 1e9 * LINKS)
+        parts["weight_transfer"] = plan.transferred / (link * 1e9 * LINKS)
     # Bytes that a GPU's tensor groups travel in a step, both ways; gradients and engines come back empty.
     moved = 0.0
     sets = [phase.on_gpu | plan.keep for phase in plan.phases]

@@ -9,7 +9,7 @@ transformers for SGLang; and what must be installed for it in schedule/preflight
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, assert_never
 
 from torch import Tensor
@@ -51,17 +51,21 @@ class RolloutEngine(Protocol):
         """End the engine and free everything."""
 
     @abstractmethod
-    def buckets(self, plan: Plan, memory: Staging) -> list[tuple[Plan, dict[str, Tensor]]]:
+    def buckets(
+        self, plan: Plan, memory: Staging, frozen: Collection[str] = ()
+    ) -> list[tuple[Plan, dict[str, Tensor]]]:
         """Split the plan of a weight transfer into parts, each with the tensors of this rank that it writes.
         Where these are not the engine's own, all parts share `memory`: each is loaded before the next is
-        written."""
+        written. `frozen`: target tensors that never change; they are in parts of their own, which come first,
+        as an update of an engine that has its weights leaves these out."""
 
     def handle(self, bucket: int) -> Any:
         """Return how the engine finds what this rank has written; None where weights are written in place."""
         return None
 
     def begin_update(self) -> None:
-        """Prepare for new weights, and refuse requests until `end_update`. Called before the first bucket."""
+        """Prepare for new weights, and refuse requests until `end_update`. Called before the first bucket;
+        what no bucket brings stays."""
 
     def load_bucket(self, bucket: int, handles: Sequence[Any], version: int) -> None:
         """Load a bucket that all ranks have written. `handles`: of all ranks of the job, by rank."""

@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -320,16 +319,20 @@ class SGLangEngine(RolloutEngine):
         if self.process is not None:
             self.process.call(name, *arguments)
 
-    def buckets(self, plan: Plan, memory: Staging) -> list[tuple[Plan, dict[str, Tensor]]]:
+    def buckets(
+        self, plan: Plan, memory: Staging, frozen: Collection[str] = ()
+    ) -> list[tuple[Plan, dict[str, Tensor]]]:
         """See RolloutEngine. The memory of all parts has `rollout.transfer_bucket`, or the size of the
         largest tensor. On a CPU it is a file, which another process can open."""
         shards = plan.targets[self.rank]
         self._buckets = [{"tensors": {}, "complete": []}]
-        start, size = 0, 0
-        for name, shard in shards.items():
+        start, size, first_changing = 0, 0, next(name for name in shards if name not in frozen)
+        for name in sorted(shards, key=lambda name: name not in frozen):
+            shard = shards[name]
             dtype = plan.formats.get(name, self._dtype)
             needed = -(-_nbytes(shard.shape, dtype) // ALIGN) * ALIGN
-            if start and start + needed > self.config.rollout.transfer_bucket * 2**20:
+            full = start + needed > self.config.rollout.transfer_bucket * 2**20
+            if start and (full or name == first_changing):
                 self._buckets.append({"tensors": {}, "complete": []})
                 start = 0
             self._buckets[-1]["tensors"][name] = (start, list(shard.shape), dtype)
@@ -351,7 +354,7 @@ class SGLangEngine(RolloutEngine):
             for name, (first, shape, dtype) in bucket["tensors"].items():
                 of_it = self._memory[first : first + _nbytes(shape, dtype)]
                 tensors[name] = of_it.view(getattr(torch, dtype)).view(shape)
-            parts.append((_part(plan, tensors.keys()), tensors))
+            parts.append((plan.part(tensors.keys()), tensors))
         return parts
 
     def handle(self, bucket: int) -> bytes:
@@ -488,13 +491,3 @@ def _with_graphs(tags: Sequence[str]) -> list[str]:
 
 def _nbytes(shape: Sequence[int], dtype: str) -> int:
     return math.prod(shape) * int(getattr(torch, dtype).itemsize)
-
-
-def _part(plan: Plan, names: Collection[str]) -> Plan:
-    """Return the plan of some of the target tensors."""
-    targets = {
-        rank: {name: shard for name, shard in shards.items() if name in names}
-        for rank, shards in plan.targets.items()
-    }
-    copies, relays = (tuple(c for c in moves if c.dst_name in names) for moves in (plan.copies, plan.relays))
-    return replace(plan, copies=copies, relays=relays, targets=targets)

@@ -8,7 +8,7 @@ room for the next.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +119,16 @@ class TransformersEngine(RolloutEngine):
             raise EngineError(f"rollout engine: it has no weights to write, because it is {state}")
         return {name: p.data for name, p in self._model.named_parameters()}
 
-    def buckets(self, plan: Plan, memory: Staging) -> list[tuple[Plan, dict[str, Tensor]]]:
-        return [(plan, self.parameters())]
+    def buckets(
+        self, plan: Plan, memory: Staging, frozen: Collection[str] = ()
+    ) -> list[tuple[Plan, dict[str, Tensor]]]:
+        tensors = self.parameters()
+        if not frozen:
+            return [(plan, tensors)]
+        changing = {name for shards in plan.targets.values() for name in shards if name not in frozen}
+        frozen_tensors = {name: tensor for name, tensor in tensors.items() if name in frozen}
+        others = {name: tensor for name, tensor in tensors.items() if name not in frozen}
+        return [(plan.part(frozen), frozen_tensors), (plan.part(changing), others)]
 
     def begin_update(self) -> None:
         self._has_weights = False

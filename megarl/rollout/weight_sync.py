@@ -40,6 +40,7 @@ class WeightSync:
 
     transfers      one for each bucket of the engine, in order
     memory         what all transfers share; on the device only during a sync
+    constant       so many transfers, the first, bring frozen weights: engines that have theirs get the others
     version        of the weights that were synced last
     complete       whether all engines have weights
     asleep         tags whose device memory the engines have freed
@@ -53,9 +54,10 @@ class WeightSync:
         engine: RolloutEngine,
         transfers: Sequence[Transfer],
         memory: Sequence[Staging] = (),
+        constant: int = 0,
     ) -> None:
         self.config, self.runtime, self.engine = config, runtime, engine
-        self.transfers, self.memory = transfers, memory
+        self.transfers, self.memory, self.constant = transfers, memory, constant
         self.max_failures, self.failures = config.engine_failures, 0
         self.version = -1
         self.complete = False
@@ -71,7 +73,8 @@ class WeightSync:
         return sum(transfer.target_bytes for transfer in self.transfers)
 
     def sync(self, version: int) -> TransferStats:
-        """Write the actor's present weights into all engines, which then carry `version`."""
+        """Write the actor's present weights into all engines, which then carry `version`. Frozen ones are not
+        written again to engines that all have kept their weights since the last sync."""
         self.failures, self.version = 0, version
         failures, stats = self._update(_Guard(True))
         self.recover(failures)
@@ -82,6 +85,7 @@ class WeightSync:
         which the actor must still have; their unfinished requests continue. Raises EngineError on every rank
         once there were too many failures."""
         while any(failures):
+            self.complete = False
             started_again = self._restart(failures)
             failures, _ = self._update(_Guard(active=started_again))
 
@@ -149,12 +153,14 @@ class WeightSync:
         """Transfer the weights once. All ranks take part in the transfer; only the engines whose guard is
         active load what it brings."""
         self._await_ready(guard)
-        total = TransferStats(0, 0, 0, 0.0)
+        skipped = self.constant if self.complete else 0
+        kept = sum(transfer.target_bytes for transfer in self.transfers[:skipped])
+        total = TransferStats(0, 0, 0, 0.0, bytes_kept=kept)
         failures: Failures = []
         guard(self.engine.begin_update)
         for memory in self.memory:
             memory.take()
-        for bucket, transfer in enumerate(self.transfers):
+        for bucket, transfer in list(enumerate(self.transfers))[skipped:]:
             total = total.plus(transfer.run())
             if self.config.fingerprint:
                 transfer.check()

@@ -35,7 +35,7 @@ from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.families import read_config
 from megarl.weights.hf import ModelFolder
-from megarl.weights.layout import check_layout
+from megarl.weights.layout import check_frozen, check_layout
 from megarl.weights.megatron import open_model
 from megarl.weights.plan import engine_targets
 
@@ -86,6 +86,9 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         _check_vocabulary(scorer, key, tokenizer)
         _check_same_tokenizer(scorer.path, key, tokenizer)
         _check_positions(config, where, scorer)
+    check_frozen(folder.config, config.actor, "actor")
+    if config.has_critic:
+        check_frozen((critic or folder).config, config.critic, "critic")
     if config.recipe != "sft":
         _check_positions(config, where, folder)
         _check_engine_layout(config, folder.config, device, world)

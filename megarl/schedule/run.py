@@ -37,7 +37,7 @@ from megarl.weights.files import Processes
 from megarl.weights.hf import ModelFolder, export_hf, load_into
 from megarl.weights.layout import megatron_layout
 from megarl.weights.megatron import open_model
-from megarl.weights.plan import engine_plan
+from megarl.weights.plan import engine_plan, frozen_targets
 from megarl.weights.transfer import Staging, Transfer
 
 
@@ -77,11 +77,14 @@ def make_weight_sync(
     sources = table_names(dict(model.named_parameters()))
     dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
     staging, memory = Staging(runtime.device), Staging(runtime.device)
+    frozen = frozen_targets(plan, hf_config, config.actor)
+    buckets = engine.buckets(plan, memory, frozen)
     transfers = [
         Transfer(part, runtime.rank, sources, targets, size, dtype=dtype, staging=staging)
-        for part, targets in engine.buckets(plan, memory)
+        for part, targets in buckets
     ]
-    weight_sync = WeightSync(config.rollout, runtime, engine, transfers, (staging, memory))
+    constant = sum(targets.keys() <= frozen for _, targets in buckets)
+    weight_sync = WeightSync(config.rollout, runtime, engine, transfers, (staging, memory), constant)
     # The engine, which is starting, needs the memory in which the buckets were laid out.
     empty_cache(runtime.device)
     return weight_sync

@@ -49,6 +49,9 @@ FREE = (
     *("rollout.engine_failures", "rollout.transfer_bucket"),
     *("update.tokens_per_micro_batch", "update.logprob_chunk", "value_pretraining.rollouts"),
 )
+# Keys that decide the result and that checkpoints of older versions lack, with what those versions did.
+ADDED: dict[str, Any] = {f"{model}.frozen": [] for model in ("actor", "critic")}
+ADDED |= {f"{model}.frozen_layers": 0 for model in ("actor", "critic")}
 
 
 @dataclass(frozen=True)
@@ -149,9 +152,9 @@ def _plain(value: Any) -> Any:
 
 def check_continues(config: Config, checkpoint: Checkpoint) -> None:
     """Raise ConfigError for the first key whose value is not the one that the checkpoint was written with.
-    Keys that only one of the two has (from another version of megarl) are not compared."""
+    Keys that only one of the two has (from another version of megarl) are not compared, but for ADDED."""
     now = settings_of(config)
-    for key, then in checkpoint.settings.items():
+    for key, then in (ADDED | checkpoint.settings).items():
         if key in now and now[key] != then:
             what = f"is {now[key]!r}, the run there has {then!r}"
             if key.endswith("/config.json"):

@@ -364,7 +364,12 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
             tensors += [t for state in part.state.values() for t in state.values() if isinstance(t, Tensor)]
             yield from (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in others)
 
-    weights = _Weights(lambda: (buffer.param_data for buffer in buffers), device, pool)
+    def parameters() -> Iterator[Tensor]:
+        """List the buffers of what is trained, and what is frozen, which is in none."""
+        yield from (buffer.param_data for buffer in buffers)
+        yield from (parameter for parameter in model.model.parameters() if not parameter.requires_grad)
+
+    weights = _Weights(parameters, device, pool)
     weights.model = model.model
     gradients = Movable(lambda: (buffer.grad_data for buffer in buffers), device, pool, "zero")
     return {

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megarl.config.errors import CheckpointError
 from megarl.config.files import check_index
 from megarl.model.builder import Actor, Critic
+from megarl.parallel.comm import gather_objects
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.training.checkpoint import Checkpoint
 from megarl.training.model import TrainableModel
@@ -35,13 +36,19 @@ FAILURES = (CheckpointException, CheckpointingException, OSError, RuntimeError)
 def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
     """Return Megatron's sharded state of weights, optimizers and schedule; every rank calls this."""
     with quiet_warnings(), on_cpu():
-        weights = model_state(model.model)
+        weights = trained = model_state(model.model)
+        if model.config.frozen_layers:
+            # One tensor of all layers would have holes in it: here each has one of its own.
+            trained = model_state(model.model, metadata={"non_homogeneous_layers": True})
         optimizers = {}
-        for i, optimizer in enumerate(model.optimizers):
+        for optimizer in model.optimizers:
             _mend(optimizer)
             allocate_moments(optimizer.optimizer)  # the first step may have been skipped
+        if model.config.freezes:
+            _lend_steps(model)
+        for i, optimizer in enumerate(model.optimizers):
             optimizers[str(i)] = optimizer.sharded_state_dict(
-                weights, is_loading=is_loading, metadata=OPTIMIZER_FORMAT
+                trained, is_loading=is_loading, metadata=OPTIMIZER_FORMAT
             )
     return {"model": weights, "optimizer": optimizers, "schedule_steps": model.schedule.num_steps}
 
@@ -112,13 +119,15 @@ def quiet_warnings() -> Iterator[None]:
         common.setLevel(before)
 
 
-def model_state(model: Actor | Critic) -> dict[str, Any]:
-    """Return Megatron's sharded state of the weights. A critic has a value head in the place of the output
-    layer, on which GPTModel's own method insists. Names are the same for both kinds of layers, but for the
-    extra state of FP8, which matters with recipe delayed alone: there it is what the scales were made
-    from."""
+def model_state(model: Actor | Critic, **options: Any) -> dict[str, Any]:
+    """Return Megatron's sharded state of the weights; options: of its method. A critic has a value head in
+    the place of the output layer, on which GPTModel's own method insists. Names are the same for both kinds
+    of layers, but for the extra state of FP8, which matters with recipe delayed alone: there it is what the
+    scales were made from."""
     state = (
-        MegatronModule.sharded_state_dict(model) if isinstance(model, Critic) else model.sharded_state_dict()
+        MegatronModule.sharded_state_dict(model, **options)
+        if isinstance(model, Critic)
+        else model.sharded_state_dict(**options)
     )
     matters = model.config.fp8 and model.config.fp8_recipe == "delayed"
     return {name: value for name, value in state.items() if matters or not name.endswith(EXTRA)}
@@ -155,11 +164,33 @@ def allocate_moments(adam: Any) -> None:
             adam.state[p] = {**step, **moments}
 
 
+def _lend_steps(model: TrainableModel) -> None:
+    """Give an Adam without parameters, as a pipeline stage has that is frozen whole, the number of steps that
+    the others have taken: Megatron asks every rank's for it, and keeps in the file what rank 0 says."""
+
+    def steps(adam: Any) -> list[float]:
+        if isinstance(adam, torch.optim.Adam):
+            return [float(state["step"]) for state in adam.state.values()]
+        return [float(group.get("step", 0)) for group in adam.param_groups if group["params"]]
+
+    adams = [optimizer.optimizer for optimizer in model.optimizers]
+    ranks = gather_objects(model.runtime, [max(steps(adam), default=0.0) for adam in adams])
+    for adam, counts in zip(adams, zip(*ranks, strict=True), strict=True):
+        if any(group["params"] for group in adam.param_groups):
+            continue
+        if isinstance(adam, torch.optim.Adam):
+            state: dict[Any, Any] = adam.state
+            state["no parameter"] = {"step": torch.tensor(max(counts))}
+        else:
+            for group in adam.param_groups:
+                group["step"] = int(max(counts))
+
+
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Do what DistributedOptimizer.load_state_dict does, without two errors that it has with torch's Adam: it
     looks for a `step` among the tensors of the file, where there is none, and gives all parameters one and
     the same `step` tensor, which each of them would then count up."""
-    tensors = state.pop("param_state")
+    tensors = state.pop("param_state", {})  # nothing where the whole stage is frozen
     optimizer.load_state_dict(state)  # the groups' settings and their step
     inner = optimizer.optimizer.state
     steps = {p: own.pop("step") for p, own in inner.items() if "step" in own}

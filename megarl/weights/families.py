@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from megarl.config.errors import CheckpointError
 from megarl.config.files import read_json
+from megarl.config.schema import OptimizerConfig
 
 T = TypeVar("T")
 Shape = tuple[int, ...]
@@ -188,6 +189,19 @@ class Family:
     def is_moe(self) -> bool:
         """Return whether its layers are mixtures of experts."""
         return any(pair.per_expert for pair in self.layer)
+
+
+def is_frozen(pair: Pair, layer: int, optimizer: OptimizerConfig) -> bool:
+    """Return whether a model's optimizer leaves this parameter of global layer `layer` as it is.
+
+    attention   the whole self-attention block: the norm before it (Transformer Engine fuses that with the
+                block's first matrix), q, k, v with their biases and norms, and the output projection
+    embeddings  the word embeddings, and the actor's output layer where it shares their weights"""
+    if pair.hf == (EMBEDDED,):
+        return "embeddings" in optimizer.frozen
+    _, in_layer, name = pair.megatron.partition(".layers.{l}.")
+    attention = "attention" in optimizer.frozen and name.startswith(("input_layernorm.", "self_attention."))
+    return bool(in_layer) and (attention or layer < optimizer.frozen_layers)
 
 
 # Names of dtypes in config.json. What the tensors have is in their files; hf.py names those that can be read.

@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError
+from megarl.config.schema import OptimizerConfig
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import (
     EMBEDDING,
@@ -102,6 +103,14 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1) ->
     if ep > 1 and not moe:
         model_type = hf_config.get("model_type")
         raise ConfigError(f"parallel.ep: {ep}, but a {model_type} model has no experts (set it to 1)")
+
+
+def check_frozen(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, model: str) -> None:
+    """Raise ConfigError if more layers are to be frozen than the model (actor or critic) has."""
+    layers, frozen = Sizes.of(hf_config).layers, optimizer.frozen_layers
+    if frozen > layers:
+        remedy = f"at most {layers}, with which the final norm and the head still learn"
+        raise ConfigError(f"{model}.frozen_layers: {frozen}, but the model has {layers} layers ({remedy})")
 
 
 # Hugging Face: the whole model

@@ -7,8 +7,8 @@ Imports without torch, so that a laptop plans a job of 1,024 GPUs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from heapq import heapreplace
 from itertools import zip_longest
@@ -16,9 +16,9 @@ from math import prod
 from typing import Any, NamedTuple, assert_never
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import Config
+from megarl.config.schema import Config, OptimizerConfig
 from megarl.parallel.layout import Layout
-from megarl.weights.families import Shape
+from megarl.weights.families import Shape, is_frozen
 from megarl.weights.layout import (
     Box,
     Region,
@@ -29,6 +29,7 @@ from megarl.weights.layout import (
     hf_shards,
     megatron_layout,
     sglang_shards,
+    whole_model,
 )
 
 GPUS_PER_NODE = 8
@@ -89,6 +90,17 @@ class Plan:
     def nbytes(self, copy: Copy, itemsize: int) -> int:
         """Return the bytes that a copy writes; an element of the model's dtype has `itemsize` bytes."""
         return copy.size * self.width(copy, itemsize)
+
+    def part(self, names: Collection[str]) -> Plan:
+        """Return the plan of some of the target tensors."""
+        targets = {
+            rank: {name: shard for name, shard in shards.items() if name in names}
+            for rank, shards in self.targets.items()
+        }
+        copies, relays = (
+            tuple(c for c in moves if c.dst_name in names) for moves in (self.copies, self.relays)
+        )
+        return replace(self, copies=copies, relays=relays, targets=targets)
 
     def width(self, copy: Copy, itemsize: int) -> int:
         """Return the bytes of one element of a copy's target."""
@@ -454,6 +466,24 @@ def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *,
     if config.rollout.weights_dtype == "fp8_block":
         sources, targets, formats = fp8_block(sources, targets, hf_shapes(hf_config))
     return make_plan(sources, targets, formats=formats, gpus_per_node=config.cluster.gpus_per_node)
+
+
+def frozen_targets(plan: Plan, hf_config: Mapping[str, Any], optimizer: OptimizerConfig) -> frozenset[str]:
+    """Return the names of the target tensors that hold frozen weights alone, scales included: what was
+    written to them once stays right. A fused tensor (qkv_proj, gate_up_proj) is one of them or not: its parts
+    belong to one Megatron parameter."""
+    frozen = {
+        name.format(l=layer, e=expert)
+        for pair, layer, expert in whole_model(hf_config)
+        if is_frozen(pair, layer, optimizer)
+        for name, _ in pair.hf
+    }
+    shards = {id(shards): shards for shards in plan.targets.values()}.values()
+    sources: dict[str, set[str]] = defaultdict(set)  # over all ranks: one may hold nothing but padding
+    for mine in shards:
+        for name, shard in mine.items():
+            sources[name] |= {region.hf_name.removesuffix(SCALE_SUFFIX) for region in shard.regions}
+    return frozenset(name for name, hf_names in sources.items() if hf_names <= frozen)
 
 
 def fp8_block(

@@ -44,12 +44,14 @@ def view(tensor: Tensor, box: Box) -> Tensor:
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What one run did on this rank: bytes sent, received and copied on the rank itself, and seconds."""
+    """What one run did on this rank: bytes sent, received and copied on the rank itself, and seconds.
+    bytes_kept: of its engine's tensors that were not written, as they hold frozen weights."""
 
     bytes_sent: int
     bytes_received: int
     bytes_local: int
     seconds: float
+    bytes_kept: int = 0
 
     def plus(self, other: TransferStats) -> TransferStats:
         """Return the sum of both runs, one after the other."""
@@ -62,6 +64,7 @@ class TransferStats:
             "transfer/bytes_sent": float(self.bytes_sent),
             "transfer/bytes_received": float(self.bytes_received),
             "transfer/bytes_local": float(self.bytes_local),
+            "transfer/bytes_kept": float(self.bytes_kept),
             "inside/transfer": self.seconds,
             "throughput/transfer": speed,
         }

@@ -131,6 +131,7 @@ SAO = {
     "value_pretraining.steps": 10,
     "critic.lr": 5e-6,
     "critic.epochs": 2,
+    "critic.frozen": ("attention",),
 }
 CRITIC: dict[str, tuple[float | None, dict[str, Any]]] = {
     "vanilla PPO": (5, VANILLA),
@@ -166,6 +167,7 @@ CRITIC: dict[str, tuple[float | None, dict[str, Any]]] = {
         {**SAO, "algorithm.surrogate": "ppo", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28},
     ),
     "SAO with one critic update": (None, {**SAO, "critic.epochs": 1}),
+    "SAO without frozen attention": (None, {k: v for k, v in SAO.items() if k != "critic.frozen"}),
     "SAO without value pretraining": (None, {**SAO, "value_pretraining.steps": 0}),
     "SAO without length-adaptive GAE": (None, {**SAO, "algorithm.lambda_policy": 0.95}),
 }

@@ -55,6 +55,10 @@ class TestKeys:
         ),
         "parallel.tp=4": "parallel.tp: 4 does not divide the model's 2 key/value heads (possible: 1, 2)",
         "parallel.pp=3": "parallel.pp: 3 does not divide the model's 2 layers (possible: 1, 2)",
+        "actor.frozen_layers=3": (
+            "actor.frozen_layers: 3, but the model has 2 layers (at most 2, with which the final norm and "
+            "the head still learn)"
+        ),
         "reward.verifier=maths": (
             "reward.verifier: unknown verifier 'maths' (use dapo, math or package.module:function)"
         ),

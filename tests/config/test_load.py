@@ -298,6 +298,10 @@ class TestRefusals:
         ),
         "reward.terms.a=m:f": "command line: reward.terms.a: must be a section of `key: value` lines",
         "reward.terms.a={function: m:f, arguments: [1]}": "command line: reward.terms.a.arguments: must be a",
+        "critic.frozen=mlp": "command line: critic.frozen: must be 'attention' or 'embeddings' (got 'mlp')",
+        "actor.frozen_layers=-1": (
+            "command line: actor.frozen_layers: must be greater than or equal to 0 (got -1)"
+        ),
         "recipe=dappo": "command line: recipe: must be 'sft', 'grpo', 'dapo', 'ppo', 'vapo', 'sao', ",
         "rollout=": "command line: rollout: is an empty section: give it keys, or leave it out (got None)",
         "rollout=3": "command line: rollout: must be a section of `key: value` lines (got 3)",

@@ -14,6 +14,7 @@ from megarl.config.schema import (
     Config,
     CriticConfig,
     ModelConfig,
+    OptimizerConfig,
     OverlongConfig,
     ParallelConfig,
     RewardConfig,
@@ -35,16 +36,19 @@ def make_config(
     mini_batch: int = 8,
     overlong: bool = False,
     model: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
     **algorithm: Any,
 ) -> Config:
-    """A configuration for a model folder; `model` and `algorithm` as in the schema."""
+    """A configuration for a model folder; `model`, `optimizer` (actor's and critic's) and `algorithm` as in
+    the schema."""
     return Config(
         recipe="vapo",
         run_dir=folder,
         steps=4,
         model=ModelConfig(path=folder, dtype=dtype, **(model or {})),
         parallel=ParallelConfig(sequence_parallel=sequence_parallel),
-        critic=CriticConfig(lr=1e-3),
+        actor=OptimizerConfig(**(optimizer or {})),
+        critic=CriticConfig(**{"lr": 1e-3, **(optimizer or {})}),
         reward=RewardConfig(overlong=OverlongConfig(filter=overlong)),
         algorithm=AlgorithmConfig(**{"advantage": "gae", **algorithm}),
         update=UpdateConfig(mini_batch=mini_batch, tokens_per_micro_batch=budget, logprob_chunk=7),
@@ -158,7 +162,12 @@ def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, opt
         learner.optimizer.prepare_grads()
         norm = learner.optimizer.get_grad_norm()
     _gather_shards(learner)
-    gathered = _in_hf_names(learner, folder, runtime, which == "critic")
+    # What is frozen has none, which counts as zeros.
+    grads = {
+        name: p.main_grad.clone() if p.requires_grad else torch.zeros(p.shape)
+        for name, p in learner.model.named_parameters()
+    }
+    gathered = _in_hf_names(grads, folder, runtime, which == "critic")
     return {"gradients": gathered, "norm": norm, "sums": sums, "tokens": local.experience.num_tokens}
 
 
@@ -192,7 +201,10 @@ def _gather_shards(learner: Any) -> None:
             dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
 
-def _in_hf_names(learner: Any, folder: Path, runtime: Runtime, critic: bool) -> dict[str, torch.Tensor]:
+def _in_hf_names(
+    tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runtime, critic: bool
+) -> dict[str, torch.Tensor]:
+    """All ranks' float32 tensors, by their parameters' names, as Hugging Face's: on rank 0, {} elsewhere."""
     from megarl.weights.families import table_names
     from megarl.weights.hf import HFFolder
     from megarl.weights.layout import hf_shards, megatron_layout
@@ -200,7 +212,6 @@ def _in_hf_names(learner: Any, folder: Path, runtime: Runtime, critic: bool) -> 
     from megarl.weights.transfer import Transfer
 
     hf_config = HFFolder(folder, critic=critic).config
-    grads = {name: p.main_grad.clone() for name, p in learner.model.named_parameters()}
     targets = hf_shards(hf_config, critic=critic)
     plan = make_plan(megatron_layout(hf_config, runtime.layout, critic=critic), [(0, targets)])
     out = (
@@ -208,7 +219,7 @@ def _in_hf_names(learner: Any, folder: Path, runtime: Runtime, critic: bool) -> 
         if runtime.rank == 0
         else {}
     )
-    Transfer(plan, runtime.rank, table_names(grads), out, 2**20, dtype=torch.float32).run()
+    Transfer(plan, runtime.rank, table_names(dict(tensors)), out, 2**20, dtype=torch.float32).run()
     return out
 
 
@@ -536,3 +547,114 @@ def saved_before_a_step(runtime: Runtime, folder: Path) -> bool:
 
     ours, theirs = tensors(first), tensors(second)
     return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def partly_frozen(
+    runtime: Runtime,
+    folder: Path,
+    checkpoint: Path,
+    read: bool,
+    which: str,
+    optimizer: dict[str, Any],
+    overlap: bool,
+) -> dict[str, Any]:
+    """As `around_a_checkpoint`, of a model of which parts are frozen, with everything off the device in
+    between: this rank's numbers of trained parameters, of those in gradient buffers and in the optimizer, the
+    steps that it counts, and on rank 0 the whole weights before, between and after the updates."""
+    from megarl.model.builder import build_actor, build_critic, read_hf_config
+    from megarl.parallel.offload import HostPool
+    from megarl.training.batch import distribute
+    from megarl.training.losses import critic_loss, supervised_loss
+    from megarl.training.model import TrainableModel, tensor_groups
+    from megarl.training.sharded import load_trainable, megatron_state
+    from tests.checkpoints import save_model
+
+    critic = which == "critic"
+    config = make_config(folder, mini_batch=6, optimizer={"lr": 1e-3, "weight_decay": 0.1, **optimizer})
+    model = (build_critic if critic else build_actor)(config, read_hf_config(folder), runtime)
+    load(model, folder, runtime, critic=critic)
+    settings = config.critic if critic else config.actor
+    parallel = ParallelConfig(overlap_grad_reduce=overlap, overlap_param_gather=overlap)
+    learner = TrainableModel(which, model, settings, config.steps, runtime, parallel)
+    groups = tensor_groups(learner, HostPool(runtime.device, 4096))
+    batch = Experience.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
+    batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
+    batch["values"], batch["returns"] = torch.zeros(batch.num_tokens), torch.ones(batch.num_tokens)
+    local = distribute(batch, config, 6, 3, [model], runtime)
+    loss = critic_loss(config.algorithm, local.experience) if critic else supervised_loss(local.experience)
+
+    def weights() -> dict[str, torch.Tensor]:
+        named = {name: p.detach() for name, p in model.named_parameters()}
+        return _in_hf_names(named, folder, runtime, critic)
+
+    def update() -> None:
+        learner.begin_step()
+        learner.update(local.mini_batches[0], loss)
+        for group in groups.values():
+            group.offload()
+        left.append(sum(p.untyped_storage().nbytes() for p in model.parameters()))
+        for group in groups.values():
+            group.onload()
+
+    left: list[int] = []  # bytes of parameters that had stayed
+    before = weights()
+    if read:
+        load_trainable(learner, checkpoint)
+    else:
+        update()
+        save_model(learner, checkpoint)
+    between = weights()
+    update()
+    written = megatron_state(learner, is_loading=False)["optimizer"]
+    return {
+        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "buffered": sum(p.numel() for p in model.parameters() if hasattr(p, "main_grad")),
+        "optimized": sum(
+            p.numel() for part in learner.optimizers for g in part.param_groups for p in g["params"]
+        ),
+        "steps": {g["step"] for state in written.values() for g in state["optimizer"]["param_groups"]},
+        "lr": learner.lr,
+        "left": left,
+        "weights": (before, between, weights()),
+    }
+
+
+def syncs_of_frozen(runtime: Runtime, folder: Path, optimizer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Weight syncs into each rank's engine, all compared by fingerprints: two, the engine's weights spoiled
+    before the second, and a third after a sleep in which it lost everything. What each has moved, the actor's
+    weights (on rank 0) and the engine's."""
+    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.rollout.transformers_engine import TransformersEngine
+    from megarl.schedule.run import make_weight_sync
+    from megarl.weights.families import read_config
+
+    config = make_config(folder, optimizer=optimizer)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"fingerprint": True})})
+    model = build_actor(config, read_hf_config(folder), runtime)
+    load(model, folder, runtime)
+    engine = TransformersEngine(folder, dtype=torch.float32, eos_ids=(1,))
+    engine.start()
+    sync = make_weight_sync(config, runtime, read_config(folder), model, engine)
+    found = []
+    for version in range(3):
+        if version == 1:
+            for tensor in engine.parameters().values():
+                tensor.fill_(7.0)
+        if version == 2:
+            sync.sleep(["weights"])
+            sync.wake(["weights"])
+        stats = sync.sync(version)
+        named = {name: p.detach() for name, p in model.named_parameters()}
+        found.append(
+            {
+                "written": stats.bytes_received + stats.bytes_local,
+                "sent": stats.bytes_sent,
+                "kept": stats.metrics()["transfer/bytes_kept"],
+                "actor": _in_hf_names(named, folder, runtime, critic=False),
+                "engine": {name: tensor.clone() for name, tensor in engine.parameters().items()},
+            }
+        )
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.add_(0.5)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ def config_of(
     recompute: str = "none",
     sequence_parallel: bool | None = None,
     chunk: int = 256,
+    optimizer: Mapping[str, Any] | None = None,
     **parallel: int,
 ) -> Config:
     settings = {
@@ -53,29 +54,38 @@ def config_of(
         "parallel": {"sequence_parallel": sequence_parallel, **parallel},
         "algorithm": {"advantage": "gae"},
         "update": {"logprob_chunk": chunk},
+        "actor": optimizer or {},
+        "critic": optimizer or {},
     }
     return Config.model_validate(settings)
 
 
 def plan_for(
-    layout: tuple[int, int, int, int], family: str, dtype: str, critic: bool = False, **keys: Any
+    layout: tuple[int, int, int, int],
+    family: str,
+    dtype: str,
+    critic: bool = False,
+    optimizer: Mapping[str, Any] | None = None,
+    **keys: Any,
 ) -> Plan:
     """The plan of a run of such models."""
     tp, pp, dp, ep = layout
     described = hf_of(family, **keys).to_dict()
-    return plan_of(config_of(dtype, tp=tp, pp=pp, dp=dp, ep=ep), described)
+    return plan_of(config_of(dtype, optimizer=optimizer, tp=tp, pp=pp, dp=dp, ep=ep), described)
 
 
 def learner_of(
     runtime: Runtime, family: str, dtype: str, critic: bool, recompute: str = "none", **keys: Any
 ) -> tuple[Any, TrainableModel]:
     """A model with random weights, and its optimizer."""
-    config = config_of(dtype, recompute, keys.pop("sequence_parallel", None), keys.pop("chunk", 256))
+    optimizer, sequence_parallel = keys.pop("optimizer", None), keys.pop("sequence_parallel", None)
+    config = config_of(dtype, recompute, sequence_parallel, keys.pop("chunk", 256), optimizer)
     hf = hf_of(family, **keys)
     model = (build_critic if critic else build_actor)(config, hf, runtime)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    return hf, TrainableModel("model", model, OptimizerConfig(), 1, runtime)
+    settings = OptimizerConfig.model_validate(optimizer or {})
+    return hf, TrainableModel("model", model, settings, 1, runtime)
 
 
 def group_sizes(

@@ -36,10 +36,19 @@ MODELS: list[dict[str, Any]] = [
     {"family": "qwen2", "dtype": "bf16"},
     {"family": "qwen3", "dtype": "fp32", "tie_word_embeddings": True, "vocab_size": 2047},
     {"family": "qwen2", "dtype": "bf16", "critic": True},
+    {"family": "qwen2", "dtype": "bf16", "critic": True, "optimizer": {"frozen": "attention"}},
+    {
+        "family": "qwen3",
+        "dtype": "bf16",
+        "tie_word_embeddings": True,
+        "optimizer": {"frozen": ["embeddings"], "frozen_layers": 3},
+    },
 ]
 
 
 def is_slow(case: dict[str, Any], layout: tuple[int, int, int, int]) -> bool:
+    if "optimizer" in case:
+        return layout != ((1, 1, 1, 1) if case.get("critic") else (1, 2, 1, 1))
     return layout == (2, 1, 2, 1) or (bool(case.get("critic")) and layout != (1, 1, 1, 1))
 
 
@@ -68,7 +77,7 @@ def test_tensor_groups_are_as_large_as_planned(
         written.setdefault((stage, plan.layout.coords(rank).tp), []).append(found.pop("written"))
         for part, measured in found.items():
             planned = plan.group(f"{model}.{part}", stage)
-            assert abs(planned / measured - 1) < 0.01, (
+            assert abs(planned - measured) <= 0.01 * measured, (
                 f"rank {rank}: {part}: planned {planned:,.0f}, there are {measured:,.0f} bytes"
             )
     on_disk = sum(file.stat().st_size for file in (tmp_path / "checkpoint").rglob("*.distcp"))

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.cli import train
 from megarl.config import load_config
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, EngineFailure
 from megarl.config.schema import Config
 from megarl.parallel import cpu_platform, runtime
 from megarl.parallel.layout import Layout
@@ -113,6 +113,61 @@ def test_a_weight_sync_takes_what_is_planned_and_gives_it_back(
         assert len(there) == len(made.transfers) and len(set(there)) == 1
         assert 0.45 * plan.transfer_memory <= there[0] <= plan.transfer_memory
         assert sum(memory.nbytes for memory in made.memory) == 0, "after it nothing is left"
+
+
+@pytest.mark.parametrize("weights", ["model", "fp8_block"])
+def test_an_engine_that_has_its_frozen_weights_gets_the_others(
+    weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused tensors and scales too, in buckets of their own; after a sleep or a failure it gets all."""
+    ran: list[str] = []
+    monkeypatch.setattr(
+        Transfer, "run", lambda self: ran.extend(self._targets) or TransferStats(0, 0, 0, 0.0)
+    )
+    monkeypatch.setattr(SGLangEngine, "handle", lambda self, bucket: b"")
+    overrides = (f"rollout.weights_dtype={weights}", "actor.frozen=attention", "actor.frozen_layers=3")
+    made = weight_sync_of(0, 2, 1, 1, 2, *overrides)
+
+    def written(version: int) -> set[str]:
+        ran.clear()
+        made.sync(version)
+        assert len(ran) == len(set(ran))
+        return set(ran)
+
+    everything = written(0)
+    frozen = {
+        name
+        for name in everything
+        if "self_attn" in name
+        or "input_layernorm" in name
+        or name.startswith(tuple(f"model.layers.{layer}." for layer in range(3)))
+    }
+    some = {
+        *("model.layers.63.self_attn.qkv_proj.weight", "model.layers.63.self_attn.qkv_proj.bias"),
+        "model.layers.2.mlp.gate_up_proj.weight",
+        *(["model.layers.2.mlp.down_proj.weight_scale_inv"] if weights == "fp8_block" else []),
+    }
+    assert some < frozen and made.nbytes == sum(t.target_bytes for t in made.transfers)
+    assert written(1) == everything - frozen
+    made.sleep(["kv_cache"])
+    made.wake(["kv_cache"])
+    assert written(2) == everything - frozen
+    made.sleep(["weights"])
+    made.wake(["weights"])
+    assert written(3) == everything
+    ran.clear()
+    made.recover([EngineFailure("died while it generated"), None])
+    assert set(ran) == everything
+    failing = [EngineFailure("died in an update")]
+    monkeypatch.setattr(made.engine, "begin_update", lambda: failing and _raise(failing.pop()))
+    ran.clear()
+    made.sync(4)
+    assert ran.count("model.norm.weight") == 2 and set(ran) == everything
+    assert written(5) == everything - frozen
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 @pytest.fixture
@@ -220,6 +275,7 @@ def test_a_user_is_told_that_the_engine_runs_without_them(
         "check_config",
         "_check_machine",
         "check_model",
+        "check_frozen",
         "check_tokenizer",
         "_check_positions",
         "_check_engine_layout",

@@ -235,6 +235,41 @@ def test_another_layout_gets_the_same_values(
     assert_same_tensors(one, other)
 
 
+@pytest.mark.slow
+def test_a_partly_frozen_run_goes_on_with_more_steps(
+    folder: Path, vapo: Callable[[str, int], Config]
+) -> None:
+    """Of two pipeline stages of the actor the first has nothing to train, and rank 0 is one of its ranks."""
+
+    def run(name: str, steps: int) -> Path:
+        settings = vapo(name, steps).model_dump()
+        settings["parallel"]["pp"] = 2
+        settings["actor"] |= {"frozen": ["embeddings"], "frozen_layers": 1}
+        settings["critic"] |= {"frozen": ["attention"]}
+        config = Config.model_validate(settings)
+        train(config)
+        return config.run_dir
+
+    straight = run("frozen", 3)
+    for steps in (1, 3):
+        added = run("frozen-added", steps)
+    for what in ("hf", "critic_pretrained"):
+        assert_same_export(added / what, straight / what)
+    assert records(added) == records(straight)
+    steps = [record for record in records(straight) if record["stage"] == "train"]
+    original = load_file(folder / "model/model.safetensors")
+    frozen = [name for name in original if ".layers.0." in name or "embed_tokens" in name]
+    kept = sum(original[name].numel() * 2 for name in frozen)
+    assert [record["transfer/bytes_kept"] for record in steps] == [kept] * 3
+    assert [record["policy/lr"] for record in steps] == [5e-3, 1e-2, 1e-2]
+    for what in ("hf", "critic_pretrained"):
+        for name, tensor in load_file(straight / what / "model.safetensors").items():
+            attention = "self_attn" in name or "input_layernorm" in name
+            if name in original:
+                same = torch.equal(tensor, original[name].to(tensor.dtype))
+                assert same == (name in frozen if what == "hf" else attention), (what, name)
+
+
 @pytest.fixture(scope="module")
 def vapo(folder: Path) -> Iterator[Callable[[str, int], Config]]:
     def make(name: str, steps: int) -> Config:
@@ -413,6 +448,20 @@ def test_every_key_that_decides_the_result_is_compared(folder: Path, tmp_path: P
     # The settings survive JSON, and the folder from which megarl was started does not matter.
     check_continues(config, made(tmp_path, 1, json.loads(json.dumps(settings))))
     assert not any(key.split(".")[0] in FREE for key in settings)
+
+
+def test_what_is_frozen_stays_frozen(folder: Path, tmp_path: Path) -> None:
+    """Also where the checkpoint is older than the key."""
+    config = make_config(folder, tmp_path, actor={"frozen": "attention"})
+    settings = settings_of(config)
+    check_continues(config, made(tmp_path, 1, settings))
+    old = {key: value for key, value in settings.items() if "frozen" not in key}
+    check_continues(make_config(folder, tmp_path), made(tmp_path, 1, old))
+    for then in (old, {**settings, "actor.frozen": ["embeddings"]}):
+        with pytest.raises(ConfigError, match=r"^actor\.frozen: is \['attention'\], the run there has \["):
+            check_continues(config, made(tmp_path, 1, then))
+    with pytest.raises(ConfigError, match=r"^actor\.frozen_layers: is 1, the run there has 0"):
+        check_continues(make_config(folder, tmp_path, actor={"frozen_layers": 1}), made(tmp_path, 1, old))
 
 
 def test_free_keys_may_change(folder: Path, tmp_path: Path) -> None:

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from megarl.config.errors import EngineError, EngineFailure
-from megarl.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, RolloutConfig
+from megarl.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+)
 from megarl.data.experience import Experience
 from megarl.data.prompts import Prompt
 from megarl.parallel.comm import gather_objects
@@ -58,6 +65,7 @@ class Scene:
             model=ModelConfig(path=folder, dtype="fp32"),
             data=DataConfig(max_prompt_tokens=32),
             parallel=ParallelConfig(tp=runtime.layout.tp),
+            actor=OptimizerConfig(**options.pop("actor", {})),
             rollout=RolloutConfig(**{**rollout, **options}),
         )
         self.runtime, self.folder = runtime, folder

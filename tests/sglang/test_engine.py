@@ -183,3 +183,25 @@ def test_after_too_many_failures_the_run_stops_with_a_message(one: RankPool) -> 
     assert kind == "EngineError" and on_every_rank
     assert "1 engine failures since the last weight transfer, rollout.engine_failures allows 0" in message
     assert "a log-probability that is not a finite number" in message
+
+
+def test_frozen_weights_stay_in_the_engine(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+    """Each after the first transfer brings the others alone; one that was killed gets all of them."""
+    folder = make_tiny_model(
+        tmp_path / "model", "qwen3", tied=True, vocab=307, head_dim=16, hidden=64, ffn=96
+    )
+    pool = ranks(1, 1, 1)
+    begin(pool, "frozen", folder, actor={"frozen": ["attention", "embeddings"]})
+    moved = []
+    for version in range(3):
+        if version == 2:
+            pool.run(jobs.sleep_of_the_dead, name="frozen")
+        dump = tmp_path / str(version)
+        dump.mkdir()
+        [report] = pool.run(jobs.deliver, name="frozen", version=version, dump=dump)
+        moved.append(report["moved"])
+        check_weights(dump, 1)
+        check_samples(pool, "frozen", dump, SamplingParams(24), version)
+        pool.run(jobs.update, name="frozen")
+    pool.run(jobs.stop, name="frozen")
+    assert moved[1] == moved[2] < 0.7 * moved[0]

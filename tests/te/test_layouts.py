@@ -103,6 +103,34 @@ def test_gradients_of_the_other_families(family: Any, ranks: Ranks, tmp_path: Pa
         check(ranks(*layout).run(jobs.gradients, **arguments, options=chosen)[0], expected, layout)
 
 
+@pytest.mark.parametrize(
+    ("which", "optimizer"),
+    [
+        ("critic", {"frozen": ["attention"]}),
+        ("actor", {"frozen": ["attention", "embeddings"], "frozen_layers": 1}),
+    ],
+    ids=str,
+)
+def test_gradients_of_partly_frozen_models(
+    which: str, optimizer: dict[str, Any], ranks: Ranks, tmp_path: Path
+) -> None:
+    """Whose norms are fused with matrices, and where products add to gradient buffers by themselves."""
+    kind: Any = "token" if which == "critic" else None
+    folder = make_tiny_model(
+        tmp_path / "model", "qwen3", vocab=VOCAB, layers=2, tied=True, classification=kind
+    )
+    arguments = {"folder": folder, "which": which, "batch": make_batch()}
+    options = {"optimizer": optimizer, "budget": 10_000}
+    expected = ranks(1, 1, 1).run(jobs.gradients, **arguments, options=options)[0]
+    frozen = [name for name, gradient in expected["gradients"].items() if not gradient.any()]
+    assert any("input_layernorm" in name for name in frozen) and len(frozen) < len(expected["gradients"])
+    for number, layout in enumerate([(1, 1, 1), (2, 1, 1), (1, 2, 1)]):
+        chosen = {**options, "budget": 48, "model": te(RECOMPUTE[number % 3])}
+        found = ranks(*layout).run(jobs.gradients, **arguments, options=chosen)[0]
+        check(found, expected, layout)
+        assert [name for name, gradient in found["gradients"].items() if not gradient.any()] == frozen
+
+
 def check(found: dict[str, Any], expected: dict[str, Any], layout: tuple[int, ...]) -> None:
     assert relative_difference(found["gradients"], expected["gradients"]) <= 1e-5, layout
     exact = torch.cat([x.flatten() for x in found["gradients"].values()]).double().norm()

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.errors import CheckpointError, ConfigError
+from megarl.config.schema import OptimizerConfig
 from megarl.parallel.layout import Layout, padded_vocab
-from megarl.weights.families import Sizes, family_of, table_name, table_names
+from megarl.weights.families import Pair, Sizes, family_of, is_frozen, table_name, table_names
 from megarl.weights.hf import HFFolder
-from megarl.weights.layout import check_layout, hf_shapes, megatron_layout
+from megarl.weights.layout import check_layout, hf_shapes, megatron_layout, whole_model
 from tests.ranks import in_a_fork
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import CONFIGS, make_tiny_model
 from tests.weights.folders import PREFIX, described, hf_configs, loaded, numbered, write_folder
 
 CONFIG = described("qwen2", 6, 32, 8, 4, 24, 31, architectures=["Qwen2ForCausalLM"])
@@ -234,6 +235,48 @@ def test_layouts_that_do_not_fit_are_refused(sizes: dict[str, int], tp: int, pp:
     with pytest.raises(ConfigError) as refused:
         check_layout({**CONFIG, **sizes}, tp, pp)
     assert str(refused.value) == message
+
+
+NORMS = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+BIASES = [f"self_attn.{part}_proj.bias" for part in "qkv"]
+
+
+@pytest.mark.parametrize(
+    ("family", "more"), [("qwen2", BIASES), ("qwen3", NORMS), ("qwen3_moe", NORMS), ("llama", [])]
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_frozen_in_each_family(family: str, more: list[str], tied: bool) -> None:
+    """Every other tensor learns."""
+    config = CONFIGS[family](num_hidden_layers=3, tie_word_embeddings=tied).to_dict()
+    everything = {n for pair, la, e in whole_model(config) for n in hf_names(pair, la, e)}
+
+    def frozen(**keys: Any) -> set[str]:
+        optimizer = OptimizerConfig(**keys)
+        return {
+            name
+            for pair, layer, expert in whole_model(config)
+            if is_frozen(pair, layer, optimizer)
+            for name in hf_names(pair, layer, expert)
+        }
+
+    projections = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
+    attention = {
+        f"model.layers.{layer}.{name}"
+        for layer in range(3)
+        for name in ["input_layernorm.weight", *projections, *more]
+    }
+    assert frozen() == set()
+    assert frozen(frozen="attention") == attention
+    assert frozen(frozen="embeddings") == {"model.embed_tokens.weight"}
+    lowest = {name for name in everything if name.startswith(("model.layers.0.", "model.layers.1."))}
+    assert frozen(frozen_layers=2) == lowest and len(lowest) > 12
+    both = {"model.embed_tokens.weight", *attention, *lowest}
+    assert frozen(frozen=["embeddings", "attention"], frozen_layers=2) == both
+    assert ("lm_head.weight" in everything) is not tied
+
+
+def hf_names(pair: Pair, layer: int, expert: int) -> list[str]:
+    return [name.format(l=layer, e=expert) for name, _ in pair.hf]
 
 
 @pytest.mark.parametrize(
