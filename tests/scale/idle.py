@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import megarl.parallel.cpu_platform
 import megarl.schedule.replay  # noqa: F401 (ranks are forked, and have it from here)
-from megarl.config.schema import ParallelConfig, RewardConfig, RolloutConfig
+from megarl.config.schema import LogConfig, ParallelConfig, RewardConfig, RolloutConfig
 from megarl.parallel import runtime as parallel
 from megarl.parallel.comm import barrier, gather_objects
 from megarl.parallel.launch import launch
@@ -44,7 +44,7 @@ def rank(arguments: Sequence[str]) -> int:
     folder, tp, pp, dp = Path(arguments[0]), *map(int, arguments[1:])
     runtime = parallel.start(ParallelConfig(tp=tp, pp=pp, dp=dp, device="cpu", timeout=120), seed=0)
     counts: dict[str, Any] = {"forked": os.getpid() != IMPORTED_BY, "start": dict(traffic())}
-    config: Any = SimpleNamespace(reward=RewardConfig(), rollout=RolloutConfig())
+    config: Any = SimpleNamespace(reward=RewardConfig(), rollout=RolloutConfig(), log=LogConfig())
     worker = RolloutWorker(config, runtime, Busy(), None, None)  # type: ignore[arg-type]
     worker.tick()  # connects ranks
     before = traffic()
