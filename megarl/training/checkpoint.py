@@ -286,7 +286,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def _split(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Mapping):
-        return {key: _split(item, tensors) for key, item in value.items()}
+        parts = {key: _split(item, tensors) for key, item in value.items()}
+        return {MARK: parts} if MARK in value else parts  # a column of the user's may have that name
     if not isinstance(value, list | tuple):
         return value
     kinds = {type(item) for item in value} if len(value) >= LONG else set()
@@ -302,7 +303,8 @@ def _split(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 def _join(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(tree, dict):
-        if MARK in tree:
+        if MARK in tree and not isinstance(tree[MARK], dict):
             return tensors[tree[MARK]].tolist()
+        tree = tree.get(MARK, tree)
         return {key: _join(item, tensors) for key, item in tree.items()}
     return [_join(item, tensors) for item in tree] if isinstance(tree, list) else tree
