@@ -76,6 +76,7 @@ class Scene:
     """sizes: a config.json; overrides: sections of the configuration."""
 
     def __init__(self, runtime: Runtime, folder: Path, sizes: Mapping[str, Any], **overrides: Any) -> None:
+        folder = folder / f"rank{runtime.rank}"  # of its own: no rank reads what another one is writing
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(sizes))
         model = {"path": folder, "dtype": "bf16", **overrides.pop("model", {})}
