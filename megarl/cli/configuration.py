@@ -130,7 +130,7 @@ def plan_weights(path: Path, overrides: Sequence[str], model: str | None, verify
     sizes, dtype = config.parallel, config.model.dtype
     itemsize = {"bf16": 2, "fp32": 4}[dtype]
     try:
-        layout = Layout(tp=sizes.tp, pp=sizes.pp, dp=sizes.dp or 1, ep=sizes.ep)
+        layout = Layout(sizes.tp, sizes.pp, sizes.dp or 1, sizes.ep, sizes.cp, sizes.vpp)
     except ValueError as error:
         raise ConfigError(f"{path}: parallel: {error}") from None
     started = time.perf_counter()

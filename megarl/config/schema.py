@@ -125,7 +125,8 @@ class ParallelConfig(Section):
         None, "data-parallel size; null: what the launcher gives (1 where megarl launches)", "devices", ge=1
     )
     cp: int = field(1, "context-parallel size (only 1 is implemented)", "devices", ge=1, le=1)
-    ep: int = field(1, "ranks of a pipeline stage (tp x dp) that share a mixture's experts", "devices", ge=1)
+    ep: int = field(1, "ranks of a stage (tp x cp x dp) that share a mixture's experts", "devices", ge=1)
+    vpp: int = field(1, "virtual stages of each pipeline rank (only 1 is implemented)", "stages", ge=1, le=1)
     sequence_parallel: bool | None = field(None, "Megatron's sequence parallelism; null: on whenever tp > 1")
     overlap_grad_reduce: bool | None = field(
         None, "reduce gradients over data-parallel ranks during the backward pass; null: where dp is above 4"

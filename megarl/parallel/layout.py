@@ -3,59 +3,72 @@ GPUs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 
 class Coords(NamedTuple):
-    """A rank's place, fastest-varying dimension first (Megatron's order tp-cp-ep-dp-pp with cp = 1)."""
+    """A rank's place, fastest-varying dimension first (Megatron's order tp-cp-ep-dp-pp)."""
 
     tp: int
+    cp: int
     dp: int
     pp: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of tensor, pipeline, data and expert parallelism.
+    """Sizes of tensor, pipeline, data, expert and context parallelism, and the virtual stages of a pipeline
+    rank.
 
-    Expert parallelism has no ranks of its own: the tp * dp ranks of a pipeline stage form groups of `ep`
-    neighbours, each rank with its share of the experts, which are whole (expert tensor parallelism is 1)."""
+    Expert parallelism has no ranks of its own: the ranks of a pipeline stage form groups of `ep` neighbours,
+    each rank with its share of the experts, which are whole (expert tensor parallelism is 1).
+    Context-parallel ranks hold the same weights."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    cp: int = 1
+    vpp: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.tp, self.pp, self.dp, self.ep) < 1:
-            got = f"tp={self.tp}, pp={self.pp}, dp={self.dp}, ep={self.ep}"
+        sizes = asdict(self)
+        if min(sizes.values()) < 1:
+            got = ", ".join(f"{name}={size}" for name, size in sizes.items())
             raise ValueError(f"every parallel size must be at least 1 (got {got})")
-        if self.tp * self.dp % self.ep:
-            raise ValueError(
-                f"ep={self.ep} must divide tp * dp = {self.tp * self.dp}, the ranks of a pipeline stage"
-            )
+        if self.stage % self.ep:
+            ranks = f"tp * cp * dp = {self.stage}" if self.cp > 1 else f"tp * dp = {self.stage}"
+            raise ValueError(f"ep={self.ep} must divide {ranks}, the ranks of a pipeline stage")
+
+    @property
+    def stage(self) -> int:
+        """Return the number of ranks of a pipeline stage."""
+        return self.tp * self.cp * self.dp
 
     @property
     def world(self) -> int:
         """Return the number of ranks."""
-        return self.tp * self.pp * self.dp
+        return self.stage * self.pp
 
-    def rank(self, *, tp: int, pp: int, dp: int) -> int:
-        """Return the global rank of a place: tp + TP * (dp + DP * pp)."""
-        if not (0 <= tp < self.tp and 0 <= pp < self.pp and 0 <= dp < self.dp):
-            raise IndexError(f"tp={tp}, pp={pp}, dp={dp} is outside of {self}")
-        return tp + self.tp * (dp + self.dp * pp)
+    def rank(self, *, tp: int, pp: int, dp: int, cp: int = 0) -> int:
+        """Return the global rank of a place: tp + TP * (cp + CP * (dp + DP * pp))."""
+        if not (0 <= tp < self.tp and 0 <= cp < self.cp and 0 <= pp < self.pp and 0 <= dp < self.dp):
+            raise IndexError(f"tp={tp}, cp={cp}, pp={pp}, dp={dp} is outside of {self}")
+        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def coords(self, rank: int) -> Coords:
         """Return the place of a global rank; the inverse of `rank`."""
         if not 0 <= rank < self.world:
             raise IndexError(f"rank {rank} is outside of {self}")
-        return Coords(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return Coords(tp, cp, dp, pp)
 
     def ep_rank(self, rank: int) -> int:
         """Return which share of the experts a global rank has: its number within the stage, modulo EP."""
-        return rank % (self.tp * self.dp) % self.ep
+        return rank % self.stage % self.ep
 
 
 def padded_vocab(vocab: int, tp: int) -> int:

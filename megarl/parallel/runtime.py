@@ -44,6 +44,10 @@ class Runtime:
         return self.layout.coords(self.rank).tp
 
     @property
+    def cp_rank(self) -> int:
+        return self.layout.coords(self.rank).cp
+
+    @property
     def dp_rank(self) -> int:
         return self.layout.coords(self.rank).dp
 
@@ -107,10 +111,11 @@ def layout_for(config: ParallelConfig, world: int) -> Layout:
     if config.dp is not None and config.dp != dp:
         given = f"{world} processes / (tp {config.tp} x pp {config.pp}) give {dp}"
         raise ConfigError(f"parallel.dp: {config.dp} was asked for, but {given}")
-    if config.tp * dp % config.ep:
-        stage = f"the {config.tp * dp} processes of a pipeline stage (tp x dp)"
-        raise ConfigError(f"parallel.ep: {config.ep} does not divide {stage}")
-    return Layout(tp=config.tp, pp=config.pp, dp=dp, ep=config.ep)
+    stage = config.tp * config.cp * dp
+    if stage % config.ep:
+        ranks = f"the {stage} processes of a pipeline stage (tp x cp x dp)"
+        raise ConfigError(f"parallel.ep: {config.ep} does not divide {ranks}")
+    return Layout(tp=config.tp, pp=config.pp, dp=dp, ep=config.ep, cp=config.cp, vpp=config.vpp)
 
 
 def start(config: ParallelConfig, seed: int) -> Runtime:

@@ -70,7 +70,7 @@ class Plan:
     @cached_property
     def layout(self) -> Layout:
         sizes = self.config.parallel
-        return Layout(tp=sizes.tp, pp=sizes.pp, dp=sizes.dp or 1, ep=sizes.ep)
+        return Layout(sizes.tp, sizes.pp, sizes.dp or 1, sizes.ep, sizes.cp, sizes.vpp)
 
     @property
     def nodes(self) -> int:

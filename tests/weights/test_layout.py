@@ -24,12 +24,12 @@ from tests.weights.folders import PREFIX, described, hf_configs, loaded, numbere
 CONFIG = described("qwen2", 6, 32, 8, 4, 24, 31, architectures=["Qwen2ForCausalLM"])
 
 
-@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
-def test_ranks_are_numbered_as_megatron_does(tp: int, pp: int, dp: int) -> None:
-    layout = Layout(tp=tp, pp=pp, dp=dp)
-    order = [(t, d, p) for p in range(pp) for d in range(dp) for t in range(tp)]
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.integers(1, 3))
+def test_ranks_are_numbered_as_megatron_does(tp: int, pp: int, dp: int, cp: int) -> None:
+    layout = Layout(tp=tp, pp=pp, dp=dp, cp=cp)
+    order = [(t, c, d, p) for p in range(pp) for d in range(dp) for c in range(cp) for t in range(tp)]
     assert [tuple(layout.coords(rank)) for rank in range(layout.world)] == order
-    assert [layout.rank(tp=t, dp=d, pp=p) for t, d, p in order] == list(range(layout.world))
+    assert [layout.rank(tp=t, cp=c, dp=d, pp=p) for t, c, d, p in order] == list(range(layout.world))
     with pytest.raises(IndexError):
         layout.coords(layout.world)
     with pytest.raises(IndexError):
@@ -64,11 +64,12 @@ def built_by_megatron(cases: list[dict[str, Any]]) -> list[Any]:
     cpu_platform.install()
     found = []
     for case in cases:
-        tp, pp, dp, rank, c = case["tp"], case["pp"], case["dp"], case["rank"], case["config"]
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp * dp)
-        ps.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
+        tp, pp, cp, rank, c = case["tp"], case["pp"], case["cp"], case["rank"], case["config"]
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp * cp * case["dp"])
+        ps.initialize_model_parallel(tp, pp, context_parallel_size=cp, create_gloo_process_groups=False)
         places = [
             ps.get_tensor_model_parallel_rank(),
+            ps.get_context_parallel_rank(),
             ps.get_data_parallel_rank(),
             ps.get_pipeline_model_parallel_rank(),
         ]
@@ -117,11 +118,18 @@ def test_names_and_shapes_are_those_of_megatron() -> None:
         kind = {"model_type": family, "architectures": [PREFIX[family] + "ForCausalLM"]}
         config = {**CONFIG, **kind, "tie_word_embeddings": tied, "head_dim": 6}
         twelve = Layout(tp=2, pp=3, dp=2)
-        for layout, rank in ((Layout(), 0), (twelve, 2), (twelve, 5), (Layout(tp=4, pp=2), 7)):
+        places = (
+            (Layout(), 0),
+            (twelve, 2),
+            (twelve, 5),
+            (Layout(tp=4, pp=2), 7),
+            (Layout(2, 2, 2, cp=2), 11),
+        )
+        for layout, rank in places:
             vocab = padded_vocab(config["vocab_size"], layout.tp)
             cases.append({**asdict(layout), "rank": rank, "config": config, "vocab": vocab})
     for case, (places, parameters) in zip(cases, in_a_fork(built_by_megatron, cases), strict=True):
-        layout = Layout(tp=case["tp"], pp=case["pp"], dp=case["dp"])
+        layout = Layout(tp=case["tp"], pp=case["pp"], dp=case["dp"], cp=case["cp"])
         assert tuple(places) == tuple(layout.coords(case["rank"]))
         shards = dict(megatron_layout(case["config"], layout))[case["rank"]]
         assert {name: list(shard.shape) for name, shard in shards.items()} == parameters
