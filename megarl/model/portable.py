@@ -143,26 +143,16 @@ class _AttendOverRanks(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.plan, ctx.group = plan, group
-        q, both = _AttendOverRanks.gathered(query, key, value, plan, group)
+        q, both = _gather(query, key, value, plan, group)
         output = torch.empty_like(q)
         for into, *block in _blocks(plan, output, q, both):
             into.copy_(_attend_block(*block))
         return output.index_select(0, plan.packed_from_padded)
 
     @staticmethod
-    def gathered(
-        query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return queries, and keys with values [.., groups, 2 d] of whole sequences, at padded positions."""
-        local = torch.cat((key, value), dim=-1)
-        whole = tensor_parallel.gather_from_sequence_parallel_region(local, group=group)
-        assert plan.keys is not None
-        return query.index_select(0, plan.padded_from_packed), whole.index_select(0, plan.keys)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        plan = ctx.plan
-        q, both = _AttendOverRanks.gathered(*ctx.saved_tensors, plan, ctx.group)
+        plan, (query, key, value) = ctx.plan, ctx.saved_tensors
+        q, both = _gather(query, key, value, plan, ctx.group)
         d_output = torch.zeros_like(q).index_copy_(0, plan.packed_from_padded, grad)
         d_q, d_both = torch.empty_like(q), torch.zeros_like(both)
         blocks = zip(_blocks(plan, d_output, q, both), _blocks(plan, d_output, d_q, d_both), strict=True)
@@ -176,6 +166,17 @@ class _AttendOverRanks(torch.autograd.Function):
         d_whole = torch.zeros_like(both[: ctx.group.size() * len(grad)]).index_add_(0, plan.keys, d_both)
         d_local = tensor_parallel.reduce_scatter_to_sequence_parallel_region(d_whole, group=ctx.group)
         return d_q.index_select(0, plan.packed_from_padded), *d_local.chunk(2, dim=-1), None, None
+
+
+def _gather(
+    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group: Any
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's queries, and keys with values [.., groups, 2 d] of whole sequences, at padded
+    positions."""
+    assert plan.keys is not None
+    local = torch.cat((key, value), dim=-1)
+    whole = tensor_parallel.gather_from_sequence_parallel_region(local, group=group)
+    return query.index_select(0, plan.padded_from_packed), whole.index_select(0, plan.keys)
 
 
 def _blocks(plan: AttentionPlan, output: Tensor, q: Tensor, both: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -12,6 +12,7 @@ import pytest
 from tests.parallel import jobs
 from tests.parallel.test_invariance import TERMS, VOCAB, make_batch, relative_difference
 from tests.parallel.test_parity import hf_logprobs, sequences
+from tests.plan.jobs import long_sequence
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 
@@ -126,3 +127,12 @@ def test_a_mixtures_tokens_go_to_experts_of_other_ranks(
     found = ranks(*layout).run(jobs.gradients, **arguments)[0]
     assert relative_difference(found["gradients"], alone["gradients"]) <= 1e-5
     assert found["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_long_sequence_is_learned_from(ranks: Callable[..., RankPool]) -> None:
+    """32,768 tokens over four ranks; the most that is alive on one in an update is in MiB."""
+    for tokens, peak, norm in ranks(1, 1, 1, 1, 4).run(long_sequence, length=32768):
+        assert tokens == 8192
+        assert peak < 160, "measured 133; the pairs of all queries and keys would be 256"
+        assert norm > 0
