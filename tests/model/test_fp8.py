@@ -162,7 +162,7 @@ def test_packs_are_filled_up(
     seen: list[torch.Tensor] = []
     model: Any = SimpleNamespace(
         config=config,
-        rotary_pos_emb=SimpleNamespace(inv_freq=torch.zeros(1)),
+        device=torch.device("cpu"),
         pack=lambda cu_seqlens: seen.append(cu_seqlens),
     )
     experience = Experience.build([[3, 4]] * 5, [[5] * n for n in (1, 7, 30, 2, 11)])
