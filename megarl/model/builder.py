@@ -101,16 +101,23 @@ class _Body(GPTModel):
         self.layers_kind = layers
         self.input_needs_gradient = False  # see _prepare
         self.rotary_pos_emb.inv_freq = rope_frequencies(hf).to(runtime.device)
+        # Angles of all positions: `_preprocess`, or Transformer Engine, picks this context-parallel rank's.
+        self.rotary_pos_emb.cp_group = None
+        self.cp_rank = runtime.cp_rank
 
     def pack(self, cu_seqlens: Tensor) -> PackedSeqParams:
-        """Return what the layers need to know of packed sequences. cu_seqlens: int64 [n+1] on the host."""
-        device = self.rotary_pos_emb.inv_freq.device
+        """Return what the layers need to know of packed sequences. cu_seqlens: int64 [n+1] on the host, of
+        the whole pack under context parallelism too."""
+        device, cp = self.rotary_pos_emb.inv_freq.device, self.config.context_parallel_size
         if self.layers_kind == "portable":
-            return PackedPlan.of(cu_seqlens, device)
+            return PackedPlan.of(cu_seqlens, device, cp, self.cp_rank)
         longest = int(cu_seqlens.diff().max())
         lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
         ends = cu_seqlens.to(device, torch.int32)
-        return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **lengths)
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **lengths)
+        if cp > 1:  # without them Transformer Engine's ring attention cuts nothing (context_parallel.py)
+            packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = ends
+        return packed
 
     def forward(
         self, tokens: Tensor, positions: Tensor, packed: PackedSeqParams, indices: Tensor, labels: Tensor
@@ -119,7 +126,7 @@ class _Body(GPTModel):
         themselves.
 
         tokens, positions: int64 [1, t]; indices: int64 [r], tokens of the pack that predict; labels: int64
-        [r], the tokens that came there."""
+        [r], the tokens that came there. Under context parallelism all are this rank's."""
         hidden = super().forward(tokens, positions, None, packed_seq_params=packed)
         return self._head(hidden, indices, labels) if self.post_process else hidden
 
@@ -332,6 +339,7 @@ def _transformer_config(
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         sequence_parallel=sequence_parallel,
         params_dtype=dtype,
