@@ -66,6 +66,10 @@ def _problems(c: Config) -> Iterator[str]:
             what = f"{model} is one of the folders that the run writes in run_dir {c.run_dir}"
             yield f"{key}: {what} (choose another run_dir)"
 
+    if c.model.recompute_layers is not None and c.model.recompute != "full":
+        what = f"has no effect with model.recompute {c.model.recompute}"
+        yield f"model.recompute_layers: {what} (set model.recompute=full, or leave it out)"
+
     fp8, needs = c.model.fp8, f"model.fp8.format: {c.model.fp8.format} needs"
     if fp8.format == "none":
         for key in _changed(c, "model.fp8.recipe", "model.fp8.first_last_layers_bf16"):

@@ -304,6 +304,11 @@ def _transformer_config(
         "selective": {"recompute_granularity": "selective"},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }
+    if config.model.recompute_layers is not None:  # Megatron's block: the first layers of a stage alone
+        recompute["full"] |= {
+            "recompute_method": "block",
+            "recompute_num_layers": config.model.recompute_layers,
+        }
     mlp = {"ffn_hidden_size": hf.intermediate_size}
     if family.is_moe:
         if layout.tp > 1 and not sequence_parallel:

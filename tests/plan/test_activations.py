@@ -15,6 +15,8 @@ CASES: list[Any] = [
     {},
     {"recompute": "full"},
     {"recompute": "selective"},
+    {"recompute": "full", "recompute_layers": 1},
+    {"recompute": "full", "recompute_layers": 3, "critic": True},
     pytest.param({"dtype": "bf16"}, marks=pytest.mark.slow),
     pytest.param({"dtype": "bf16", "recompute": "full"}, marks=pytest.mark.slow),
     {"critic": True},
@@ -46,7 +48,9 @@ def test_prediction_under_tensor_parallelism(ranks: Callable[..., RankPool], cas
     check(ranks(2, 1, 1), case)
 
 
-@pytest.mark.parametrize("case", [{}, {"recompute": "full"}], ids=str)
+@pytest.mark.parametrize(
+    "case", [{}, {"recompute": "full"}, {"recompute": "full", "recompute_layers": 1}], ids=str
+)
 def test_prediction_under_pipeline_parallelism(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
     """The first stage has begun two micro-batches when it goes back through the first."""
     check(ranks(1, 2, 1), {**case, "micro_batches": 3})
