@@ -15,14 +15,28 @@ from transformers import (
     AutoModelForTokenClassification,
     GenerationConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
-Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama"]
-CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "llama": LlamaConfig}
+Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "mistral"]
+CONFIGS = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+}
+# What a family's configuration must say besides sizes (megarl/weights/families.py, `requires`).
+SWITCHES: dict[str, dict[str, Any]] = {
+    "qwen3": {"attention_bias": False},
+    "qwen3_moe": {"attention_bias": False},
+    "llama": {"attention_bias": False},
+    "mistral": {"sliding_window": None},
+}
 MODELS = {
     None: AutoModelForCausalLM,
     "sequence": AutoModelForSequenceClassification,
@@ -81,14 +95,13 @@ def make_config(
         if rope == "default"
         else {"rope_theta": 500000.0, **LLAMA3_ROPE}
     )
-    extra = {"attention_bias": False} if family in ("qwen3", "qwen3_moe", "llama") else {}
     return CONFIGS[family](
         tie_word_embeddings=tied,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=2,
         rope_parameters=rope_parameters,
-        **extra,
+        **SWITCHES.get(family, {}),
         **sizes,
     )
 

@@ -3,7 +3,9 @@ Imports without Megatron, so that it can be asked before ranks are started."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,18 +34,20 @@ def check_buildable(folder: Path) -> None:
     CheckpointError naming config.json and the key."""
     described, hf = read_config(folder), read_hf_config(folder)
     sizes = Sizes.of(described)
-    taken = {
+    taken: dict[str, tuple[Any, Any]] = {
         "num_hidden_layers": (sizes.layers, hf.num_hidden_layers),
         "num_key_value_heads": (sizes.kv_heads, hf.num_key_value_heads),
         "head_dim": (sizes.head_dim, head_dim(hf)),
         "tie_word_embeddings": (is_tied(described), hf.tie_word_embeddings),
     }
+    for key, value in family_of(described).requires:
+        found = getattr(hf, key, None)
+        taken[key] = (value, value if found is None else found)
     try:
         for key, (ours, theirs) in taken.items():
             if ours != theirs:  # left out, and transformers' default is not that of the weights' table
-                raise CheckpointError(
-                    f"config.json: {key}: is missing, and transformers takes {theirs}, not {ours} (add it)"
-                )
+                meant = f"transformers takes {json.dumps(theirs)}, not {json.dumps(ours)}"
+                raise CheckpointError(f"config.json: {key}: is missing, and {meant} (add it)")
         if not bool(rope_frequencies(hf).isfinite().all()):
             problem = "gives frequencies that are not finite (is it, or a factor, very small?)"
             raise CheckpointError(f"config.json: rope_theta: {problem}")

@@ -150,6 +150,10 @@ _KNOWN: dict[str, tuple[str | int | bool, ...]] = {
     "Llama-3.2-3B": ("llama", 28, 3072, 24, 8, 128, 8192, 128256, True),
     "Llama-3.1-8B": ("llama", 32, 4096, 32, 8, 128, 14336, 128256, False),
     "Llama-3.1-70B": ("llama", 80, 8192, 64, 8, 128, 28672, 128256, False),
+    "Mistral-7B": ("mistral", 32, 4096, 32, 8, 128, 14336, 32768, False),  # v0.3
+    "Mistral-Nemo": ("mistral", 40, 5120, 32, 8, 128, 14336, 131072, False),
+    "Mistral-Small-24B": ("mistral", 40, 5120, 32, 8, 128, 32768, 131072, False),
+    "Magistral-Small": ("mistral", 40, 5120, 32, 8, 128, 32768, 131072, False),  # 2506
     "Qwen3-30B-A3B": ("qwen3_moe", 48, 2048, 32, 4, 128, 6144, 151936, False, 128, 8, 768),
     "Qwen3-235B-A22B": ("qwen3_moe", 94, 4096, 64, 4, 128, 12288, 151936, False, 128, 8, 1536),
 }

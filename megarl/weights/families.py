@@ -234,6 +234,8 @@ FAMILIES = {
             (*SWIGLU, ("attention_bias", False), ("mlp_only_layers", []), ("decoder_sparse_step", 1)),
         ),
         Family("llama", "Llama", DENSE_LAYER, (*SWIGLU, ("attention_bias", False), ("mlp_bias", False))),
+        # The first of them (Mistral-7B-v0.1) and Ministral have sliding windows.
+        Family("mistral", "Mistral", DENSE_LAYER, (*SWIGLU, ("sliding_window", None))),
     )
 }
 

@@ -25,6 +25,7 @@ FAMILIES = [
     ("qwen3", {"head_dim": 12}),
     ("qwen3", {"tied": True}),
     ("llama", {"rope": "llama3"}),
+    ("mistral", {"head_dim": 12}),
 ]
 
 

@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.parallel.layout import Layout
+from megarl.weights.families import FAMILIES
 from megarl.weights.hf import HFFolder, load_into
 from megarl.weights.layout import Shards, hf_shapes
 from megarl.weights.plan import Plan
 
-PREFIX = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+PREFIX = {name: family.prefix for name, family in FAMILIES.items() if not family.is_moe}
 
 
 def described(

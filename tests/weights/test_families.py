@@ -6,6 +6,7 @@ map between its two layer specs, one table, one checkpoint.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from transformers import AutoModelForTokenClassification, SeedOssConfig
 
 from megarl.config.errors import CheckpointError, ConfigError
+from megarl.model.hf_config import check_buildable
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 from megarl.weights.families import FAMILIES, TE_ALIASES, family_of, read_config, table_names
@@ -170,6 +172,28 @@ def test_layouts_that_the_experts_do_not_fit() -> None:
     check_layout({**MOE, "mlp_only_layers": None, "intermediate_size": 7}, 2, 1, 6)
     with pytest.raises(ValueError, match="ep=4 must divide tp"):
         Layout(tp=2, ep=4)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (4096, "sliding_window: 4096 is not supported for mistral (only None is)"),
+        (..., "sliding_window: is missing, and transformers takes 4096, not null (add it)"),
+    ],
+)
+def test_a_switch_that_is_left_out_is_read_as_transformers_reads_it(
+    value: Any, message: str, tmp_path: Path
+) -> None:
+    """Mistral's first models have windows, and transformers takes a config.json that says nothing for one."""
+    folder = make_tiny_model(tmp_path, "mistral", vocab=101)
+    check_buildable(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("sliding_window") is None
+    config |= {} if value is ... else {"sliding_window": value}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as refused:
+        check_buildable(folder)
+    assert str(refused.value) == f"{folder}/config.json: {message}"
 
 
 def with_table(runtime: Runtime, table: str, **arguments: Any) -> Any:
