@@ -232,10 +232,8 @@ def activations(
         gathered = whole * b if sequence_parallel and tp > 1 else 0.0
         head = final_norm + whole * b - h * b + gathered + max(forward, backward)
         fixed = float(shard * sizes.hidden * b)
-    forward = b * (h + q + kv + 5 * f)
-    return Activations(
-        layer, one_layer, b * (2 * f + h), head, fixed, forward, recompute=recompute, recomputed=recomputed
-    )
+    work, passing = b * (2 * f + h), b * (h + q + kv + 5 * f)
+    return Activations(layer, one_layer, work, head, fixed, passing, recompute, recomputed)
 
 
 @dataclass(frozen=True)
