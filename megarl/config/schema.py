@@ -496,7 +496,11 @@ class UpdateConfig(Section):
     )
     epochs: int = field(1, "actor passes over each rollout", "epochs", ge=1)
     tokens_per_micro_batch: int = field(
-        32768, "packed tokens per micro-batch; one longer sample has a micro-batch of its own", "tokens", ge=1
+        32768,
+        "packed tokens per micro-batch, of which a context-parallel rank has its share; "
+        "one longer sample has a micro-batch of its own",
+        "tokens",
+        ge=1,
     )
     logprob_chunk: int = field(
         1024, "vocabulary entries whose logits exist at once", "entries of a shard", ge=1

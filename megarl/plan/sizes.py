@@ -182,6 +182,7 @@ def activations(
     shape: Shape,
     tp: int,
     *,
+    cp: int = 1,
     recompute: Recompute,
     chunk: int,
     layers: str,
@@ -189,8 +190,8 @@ def activations(
     critic: bool,
     recomputed: int | None = None,
 ) -> Activations:
-    """Count the activations of a model. chunk: vocabulary entries whose logits exist at once; recomputed:
-    model.recompute_layers."""
+    """Count the activations of a model, for each token of a context-parallel rank's share. chunk: vocabulary
+    entries whose logits exist at once; recomputed: model.recompute_layers."""
     sizes, b = shape.sizes, shape.itemsize
     h, heads = sizes.hidden / (tp if sequence_parallel else 1), sizes.heads / tp
     q, kv = sizes.q / tp, 2 * sizes.kv / tp
@@ -216,6 +217,11 @@ def activations(
     one_layer = norms + attention + mlp
     # Recomputed attention keeps q, k, v as they come instead of padded, and neither its output nor its sums.
     selective = one_layer + b * (2 * q + 1.5 * kv) - (b * (2 * q + kv) + SINGLE * heads)
+    if cp > 1 and layers == "portable":
+        # Attention over gathered keys is always recomputed. (v as it comes lies in what q and k were made of,
+        # which their norms keep anyway.)
+        counted = family_of(shape.config).has("q_layernorm.weight")
+        one_layer = selective = selective - (b * (q + kv) if counted else 0.0)
     layer = {"none": one_layer, "full": b * h, "selective": selective}[recompute]
     # Norms compute in float32, and keep what they made of a bf16 input.
     final_norm = h * (3 * b + 2 * (SINGLE - b))
@@ -233,6 +239,12 @@ def activations(
         head = final_norm + whole * b - h * b + gathered + max(forward, backward)
         fixed = float(shard * sizes.hidden * b)
     work, passing = b * (2 * f + h), b * (h + q + kv + 5 * f)
+    if cp > 1:
+        # Attention, backward, when the layer's MLP has been through: in portable layers keys and values of
+        # all context-parallel ranks, as gathered and by bucket, queries and outputs, and gradients of all;
+        # Transformer Engine passes keys, values and their gradients on in buffers of one rank's share.
+        attended = 4 * b * (cp * kv + q) if layers == "portable" else b * (4 * kv + 2 * q)
+        work = max(work, attended - mlp)
     return Activations(layer, one_layer, work, head, fixed, passing, recompute, recomputed)
 
 

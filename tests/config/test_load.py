@@ -377,6 +377,9 @@ class TestRefusals:
 class TestContradictions:
     CASES = {
         "data.train=[]": "data.train: must name at least one file",
+        "parallel.cp=64 data.max_prompt_tokens=50 rollout.max_response_tokens=70": (
+            "parallel.cp: 64 ranks cut each sequence into 128 chunks, and none has over 120 tokens (lower it)"
+        ),
         "rollout.group_size=1": (
             "rollout.group_size: must be >= 2 for algorithm.advantage group, which compares a group's "
             "responses (got 1"
