@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     GenerationConfig,
+    Glm4Config,
     LlamaConfig,
     MistralConfig,
     PreTrainedTokenizerFast,
@@ -22,13 +23,14 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "mistral"]
+Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "glm4"]
 CONFIGS = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
+    "glm4": Glm4Config,
 }
 # What a family's configuration must say besides sizes (megarl/weights/families.py, `requires`).
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -129,6 +131,7 @@ def make_tiny_model(
     rope_style: Literal["classic", "parameters"] = "classic",
     chat_template: bool = True,
     max_shard_bytes: int | None = None,
+    **keys: Any,
 ) -> Path:
     """Writes config.json, safetensors, tokenizer and generation_config.json into `folder` and returns it.
 
@@ -137,7 +140,7 @@ def make_tiny_model(
     (not qwen2) may differ from hidden / heads. `experts` and `active` are of qwen3_moe; an expert is half as
     wide as `ffn`. `rope_style`: "classic" writes rope_theta and rope_scaling as published models do,
     "parameters" what transformers 5 writes. `max_shard_bytes` splits the weights into several files with an
-    index.
+    index. `keys`: others of config.json.
     """
     sizes = {
         "vocab_size": vocab,
@@ -150,7 +153,7 @@ def make_tiny_model(
     }
     if head_dim is not None and family != "qwen2":
         sizes["head_dim"] = head_dim
-    elif family in ("qwen3", "qwen3_moe"):
+    elif family in ("qwen3", "qwen3_moe", "glm4"):
         sizes["head_dim"] = hidden // heads
     if family == "qwen3_moe":
         sizes |= {
@@ -161,7 +164,7 @@ def make_tiny_model(
         }
     if classification:
         sizes["num_labels"] = 1
-    config = make_config(family, tied=tied, rope=rope, **sizes)
+    config = make_config(family, tied=tied, rope=rope, **sizes, **keys)
     model = MODELS[classification].from_config(config)
     randomise(model, seed)
     model = model.to(dtype)
@@ -192,6 +195,8 @@ def use_classic_rope(path: Path) -> None:
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config["torch_dtype"] = config.pop("dtype")
     path.write_text(json.dumps(config, indent=2) + "\n")

@@ -60,13 +60,13 @@ def check_buildable(folder: Path) -> None:
 
 def rope_frequencies(hf: PretrainedConfig) -> Tensor:
     """Return the inverse frequencies by Hugging Face's own functions, so that every scaling that it knows is
-    exact. float32 [head_dim / 2].
+    exact. float32 [half of what is rotated of a head].
 
     Raises CheckpointError for a rope_type that cannot be computed or scales attention too."""
     rope = hf.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        dim = head_dim(hf)
+        dim = int(head_dim(hf) * rope.get("partial_rotary_factor", 1.0))
         return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     try:
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf)

@@ -205,6 +205,7 @@ def activations(
         attention = b * (2 * q + kv) + SINGLE * heads + b * q + 4 * b * sizes.head_dim
         mlp = 5 * b * f  # gate and up, silu, the up part again, their product
         qk_norms = b * (3 * q + 1.5 * kv + q + kv)
+        output_norms = 2 * 2 * SINGLE * h + 2 * SINGLE  # input, normalised input
     else:
         # Fused norm and linear, twice: input, output, statistics; the residual's masks.
         norms = 2 * (2 * b * h + 2 * SINGLE) + 2 * h
@@ -212,8 +213,12 @@ def activations(
         attention = b * (q + kv) + b * (q + kv / 2) + b * q + SINGLE * heads
         mlp = 3 * b * f  # gate and up, their product
         qk_norms = b * (q + kv / 2)
-    if family_of(shape.config).has("q_layernorm.weight"):
+        output_norms = 2 * b * h + 2 * SINGLE
+    family = family_of(shape.config)
+    if family.has("q_layernorm.weight"):
         attention += qk_norms
+    if family.has("_bda.output_norm.weight"):
+        norms += output_norms
     one_layer = norms + attention + mlp
     # Recomputed attention keeps q, k, v as they come instead of padded, and neither its output nor its sums.
     selective = one_layer + b * (2 * q + 1.5 * kv) - (b * (2 * q + kv) + SINGLE * heads)

@@ -22,6 +22,8 @@ CASES: list[Any] = [
     {"critic": True},
     {"critic": True, "recompute": "full"},
     {"family": "qwen3"},
+    {"family": "glm4"},
+    pytest.param({"family": "glm4", "recompute": "full", "dtype": "bf16"}, marks=pytest.mark.slow),
     {"num_hidden_layers": 1, "vocab_size": 4096},  # the head is most of it
     {"num_hidden_layers": 1, "chunk": 2048},
     {"intermediate_size": 2048, "num_key_value_heads": 8},

@@ -69,6 +69,8 @@ def hf_configs(
         "vocab_size": draw(st.sampled_from((1, 2, 5, 13, 31, 32))),
         "tie_word_embeddings": draw(st.booleans()),
     }
+    for key in {pair.switch for pair in FAMILIES[family].layer} - {""}:
+        config[key] = draw(st.booleans())
     if draw(st.booleans()):
         config["head_dim"] = 2 * draw(st.integers(1, 3))  # rotary embeddings turn pairs
     return config, layouts

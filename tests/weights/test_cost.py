@@ -46,6 +46,10 @@ PUBLISHED = {
     "Mistral-Nemo": 12.25,
     "Mistral-Small-24B": 23.57,
     "Magistral-Small": 23.57,
+    "GLM-4-9B": 9.40,
+    "GLM-Z1-9B": 9.40,
+    "GLM-4-32B": 32.57,
+    "GLM-Z1-32B": 32.57,
 }
 
 

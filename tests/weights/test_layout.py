@@ -251,7 +251,14 @@ BIASES = [f"self_attn.{part}_proj.bias" for part in "qkv"]
 
 @pytest.mark.parametrize(
     ("family", "more"),
-    [("qwen2", BIASES), ("qwen3", NORMS), ("qwen3_moe", NORMS), ("llama", []), ("mistral", [])],
+    [
+        ("qwen2", BIASES),
+        ("qwen3", NORMS),
+        ("qwen3_moe", NORMS),
+        ("llama", []),
+        ("mistral", []),
+        ("glm4", [*BIASES, "post_self_attn_layernorm.weight"]),
+    ],
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_frozen_in_each_family(family: str, more: list[str], tied: bool) -> None:
