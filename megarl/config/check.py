@@ -20,7 +20,8 @@ SAMPLED = (
     "reward.model",
     "reward.terms",
     "reward.weight",
-    *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight", "dual_clip", "whiten")),
+    *(f"algorithm.{key}" for key in ("surrogate", "old_logprobs", "dual_clip", "whiten")),
+    *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight")),
     "algorithm.mismatch",
     "evaluation.every",
 )
@@ -64,6 +65,10 @@ def _problems(c: Config) -> Iterator[str]:
         if folder != run and folder.is_relative_to(run) and folder.relative_to(run).parts[0] in RUN_WRITES:
             what = f"{model} is one of the folders that the run writes in run_dir {c.run_dir}"
             yield f"{key}: {what} (choose another run_dir)"
+
+    if c.model.recompute_layers is not None and c.model.recompute != "full":
+        what = f"has no effect with model.recompute {c.model.recompute}"
+        yield f"model.recompute_layers: {what} (set model.recompute=full, or leave it out)"
 
     fp8, needs = c.model.fp8, f"model.fp8.format: {c.model.fp8.format} needs"
     if fp8.format == "none":

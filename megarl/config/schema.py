@@ -111,6 +111,13 @@ class ModelConfig(Section):
     )
     fp8: Fp8Config = section(Fp8Config)
     recompute: Literal["none", "selective", "full"] = field("none", "activation recomputation of Megatron")
+    recompute_layers: int | None = field(
+        None,
+        "with recompute full: so many lowest layers of each stage (of a pipeline rank or a virtual one) are "
+        "recomputed, the others keep their activations; null, or more than there are: all",
+        "layers",
+        ge=1,
+    )
     max_positions: int | None = field(
         None, "longest prompt + response; null: the model's own", "tokens", ge=2
     )

@@ -176,6 +176,7 @@ class Plan:
             layers=self.layers,
             sequence_parallel=tp > 1 and config.parallel.sequence_parallel is not False,
             critic=model in SCALAR,
+            recomputed=config.model.recompute_layers,
         )
 
     def work(self, phase: Phase, stage: int, tokens: float) -> dict[str, float]:

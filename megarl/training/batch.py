@@ -16,7 +16,7 @@ from megarl.algorithms.advantages import response_lengths
 from megarl.algorithms.losses import token_weights
 from megarl.config.schema import Config
 from megarl.data.experience import Experience, balance, cost, cut, even_length, pack
-from megarl.model.builder import Actor, Critic
+from megarl.model.builder import ModelChunks
 from megarl.model.fp8 import pack_multiple
 from megarl.parallel.comm import sum_over_replicas
 from megarl.parallel.runtime import Runtime
@@ -94,7 +94,7 @@ def distribute(
     config: Config,
     mini_batch: int,
     seed: int,
-    models: Sequence[Actor | Critic],
+    models: Sequence[ModelChunks],
     runtime: Runtime,
 ) -> LocalBatch:
     """Return this replica's share of `batch`, which every rank holds whole; every rank computes the same
@@ -166,7 +166,7 @@ def add_weights(experience: Experience, ids: Tensor, critic_ids: Tensor, config:
         experience[name] = experience.spread(of_responses)
 
 
-def matrix_shape(model: Actor | Critic) -> tuple[int, int]:
+def matrix_shape(model: ModelChunks) -> tuple[int, int]:
     """Return (matrix parameters that a token goes through, query width) of all layers, from which
     `even_length` has the FLOPs of a sequence."""
     c = model.config
@@ -198,12 +198,12 @@ def locate(at: Tensor, labels: Tensor, places: tuple[Tensor, Tensor] | None, dev
 
 
 def make_micro_batches(
-    experience: Experience, indices: Sequence[int], max_tokens: int, model: Actor | Critic, at_least: int = 1
+    experience: Experience, indices: Sequence[int], max_tokens: int, model: ModelChunks, at_least: int = 1
 ) -> list[MicroBatch]:
     """Pack the sequences `indices` by token budget. Returns at least so many micro-batches, if only of one
     token that counts nowhere: every data-parallel replica must take part in an update, with or without
     sequences."""
-    device, multiple = model.rotary_pos_emb.inv_freq.device, pack_multiple(model.config)
+    device, multiple = model.device, pack_multiple(model.config)
     cp = model.config.context_parallel_size
     wanted = torch.as_tensor(indices, dtype=torch.int64)
     groups = pack(experience.lengths[wanted].tolist(), max_tokens)

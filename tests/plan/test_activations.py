@@ -15,11 +15,15 @@ CASES: list[Any] = [
     {},
     {"recompute": "full"},
     {"recompute": "selective"},
+    {"recompute": "full", "recompute_layers": 1},
+    {"recompute": "full", "recompute_layers": 3, "critic": True},
     pytest.param({"dtype": "bf16"}, marks=pytest.mark.slow),
     pytest.param({"dtype": "bf16", "recompute": "full"}, marks=pytest.mark.slow),
     {"critic": True},
     {"critic": True, "recompute": "full"},
     {"family": "qwen3"},
+    {"family": "glm4"},
+    pytest.param({"family": "glm4", "recompute": "full", "dtype": "bf16"}, marks=pytest.mark.slow),
     {"num_hidden_layers": 1, "vocab_size": 4096},  # the head is most of it
     {"num_hidden_layers": 1, "chunk": 2048},
     {"intermediate_size": 2048, "num_key_value_heads": 8},
@@ -46,7 +50,9 @@ def test_prediction_under_tensor_parallelism(ranks: Callable[..., RankPool], cas
     check(ranks(2, 1, 1), case)
 
 
-@pytest.mark.parametrize("case", [{}, {"recompute": "full"}], ids=str)
+@pytest.mark.parametrize(
+    "case", [{}, {"recompute": "full"}, {"recompute": "full", "recompute_layers": 1}], ids=str
+)
 def test_prediction_under_pipeline_parallelism(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
     """The first stage has begun two micro-batches when it goes back through the first."""
     check(ranks(1, 2, 1), {**case, "micro_batches": 3})
