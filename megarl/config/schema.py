@@ -136,10 +136,10 @@ class ParallelConfig(Section):
     vpp: int = field(1, "virtual stages of each pipeline rank (only 1 is implemented)", "stages", ge=1, le=1)
     sequence_parallel: bool | None = field(None, "Megatron's sequence parallelism; null: on whenever tp > 1")
     overlap_grad_reduce: bool | None = field(
-        None, "reduce gradients over data-parallel ranks during the backward pass; null: where dp is above 4"
+        None, "reduce gradients over data-parallel ranks during the backward pass; null: where dp x cp > 4"
     )
     overlap_param_gather: bool | None = field(
-        None, "between updates of a step gather weights during the next forward pass; null: where dp > 4"
+        None, "between updates of a step gather weights during the next forward pass; null: where dp x cp > 4"
     )
     overlap_bucket: int | None = field(
         None, "weights of one message in an overlap; null: 40 million, or dp million if more", "weights", ge=1
