@@ -658,3 +658,55 @@ def syncs_of_frozen(runtime: Runtime, folder: Path, optimizer: dict[str, Any]) -
             if parameter.requires_grad:
                 parameter.data.add_(0.5)
     return found
+
+
+def whole_optimizer(learner: Any, folder: Path, runtime: Runtime, critic: bool) -> dict[str, torch.Tensor]:
+    """Weights and Adam's two moments of the whole model, in Hugging Face's names and shapes: on rank 0, {}
+    elsewhere. Of a moment each rank of the distributed optimizer has a stretch."""
+    named = dict(learner.model.named_parameters())
+    found = {"weights": {name: p.detach().float() for name, p in named.items()}}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        found[moment] = {}
+        for name, parameter in named.items():
+            whole = torch.zeros(parameter.shape)
+            for part in learner.optimizers:
+                if parameter in part.model_param_gbuf_map:
+                    place = part._get_model_param_range_map(parameter)["param"]
+                    states = part._get_main_param_and_optimizer_states(parameter)
+                    whole.view(-1)[place.start : place.end] = states[moment]
+            buffers = (*learner.chunk.buffers, *learner.chunk.expert_parallel_buffers)
+            [holds] = [buffer for buffer in buffers if parameter in buffer.param_to_bucket]
+            dist.all_reduce(whole, group=holds.data_parallel_group)  # the others' stretches are zeros here
+            found[moment][name] = whole
+    return {
+        f"{kind} {name}": tensor
+        for kind, tensors in found.items()
+        for name, tensor in _in_hf_names(tensors, folder, runtime, critic).items()
+    }
+
+
+def optimizer_around_a_checkpoint(
+    runtime: Runtime, folder: Path, checkpoint: Path, batch: Experience, which: str, read: bool
+) -> dict[str, torch.Tensor]:
+    """The whole model and its optimizer after an update and a checkpoint, or after reading that one."""
+    from megarl.model.builder import build_actor, build_critic, read_hf_config
+    from megarl.training.batch import distribute
+    from megarl.training.losses import actor_loss, critic_loss
+    from megarl.training.model import TrainableModel
+    from megarl.training.sharded import load_trainable
+    from tests.checkpoints import save_model
+
+    critic = which == "critic"
+    config = make_config(folder, mini_batch=batch.num_sequences, nll_weight=0.1)
+    model = (build_critic if critic else build_actor)(config, read_hf_config(folder), runtime)
+    load(model, folder, runtime, critic=critic)
+    learner = TrainableModel(which, model, config.critic, config.steps, runtime)
+    if read:
+        load_trainable(learner, checkpoint)
+    else:
+        local = distribute(batch, config, config.update.mini_batch, 3, [model], runtime)
+        learner.begin_step()
+        loss = (critic_loss if critic else actor_loss)(config.algorithm, local.experience)
+        learner.update(local.mini_batches[0], loss)
+        save_model(learner, checkpoint)
+    return whole_optimizer(learner, folder, runtime, critic)
