@@ -16,6 +16,8 @@ CRITICS = ("critic", "value_pretraining", "algorithm.value_clip")
 SAMPLED = (
     *CRITICS,
     "rollout.dynamic_sampling",
+    "rollout.routing_replay",
+    "rollout.routing_compare",
     "reward.overlong",
     "reward.model",
     "reward.terms",
@@ -152,6 +154,9 @@ def _rollout_problems(c: Config) -> Iterator[str]:
         yield f"rollout.engine_tp: {what} (got {r.engine_tp})"
     if r.engine == "transformers" and r.weights_dtype != "model":
         yield f"rollout.weights_dtype: must be model for rollout.engine transformers (got {r.weights_dtype})"
+    if r.routing_compare and not (r.routing_replay and c.algorithm.old_logprobs == "trainer"):
+        what = "needs rollout.routing_replay true and algorithm.old_logprobs trainer"
+        yield f"rollout.routing_compare: {what} (set it to false)"
     if "trust_remote_code" in r.engine_options:
         what = "code that lies in a model's folder is never run"
         yield f"rollout.engine_options: trust_remote_code: {what} (leave it out)"

@@ -41,6 +41,7 @@ from megarl.model.hf_config import head_dim, rope_frequencies
 from megarl.model.hf_config import read_hf_config as read_hf_config
 from megarl.model.logprob_head import vocab_parallel_logprobs
 from megarl.model.portable import PackedAttention, PackedPlan, RMSNorm
+from megarl.model.routing import watch_routers
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import padded_vocab
 from megarl.parallel.machine import transformer_engine_problem
@@ -96,16 +97,21 @@ class _Body(GPTModel):
         self.layers_kind = layers
         self.input_needs_gradient = False  # see _prepare
         self.rotary_pos_emb.inv_freq = rope_frequencies(hf).to(runtime.device)
+        self.routings = watch_routers(self)
 
-    def pack(self, cu_seqlens: Tensor) -> PackedSeqParams:
+    def pack(self, cu_seqlens: Tensor) -> Any:
         """Return what the layers need to know of packed sequences. cu_seqlens: int64 [n+1] on the host."""
         device = self.rotary_pos_emb.inv_freq.device
+        packed: Any
         if self.layers_kind == "portable":
-            return PackedPlan.of(cu_seqlens, device)
-        longest = int(cu_seqlens.diff().max())
-        lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
-        ends = cu_seqlens.to(device, torch.int32)
-        return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **lengths)
+            packed = PackedPlan.of(cu_seqlens, device)
+        else:
+            longest = int(cu_seqlens.diff().max())
+            lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+            ends = cu_seqlens.to(device, torch.int32)
+            packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **lengths)
+        packed.real_tokens, packed.routing = int(cu_seqlens[-1]), None  # for routers: model/routing.py
+        return packed
 
     def forward(
         self, tokens: Tensor, positions: Tensor, packed: PackedSeqParams, indices: Tensor, labels: Tensor

@@ -33,7 +33,7 @@ from megarl.rewards import VerifierPool
 from megarl.rewards.verdict import get_term, get_verifier
 from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
-from megarl.weights.families import read_config
+from megarl.weights.families import family_of, read_config
 from megarl.weights.hf import ModelFolder
 from megarl.weights.layout import check_frozen, check_layout
 from megarl.weights.megatron import open_model
@@ -86,6 +86,9 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         _check_vocabulary(scorer, key, tokenizer)
         _check_same_tokenizer(scorer.path, key, tokenizer)
         _check_positions(config, where, scorer)
+    if config.rollout.routing_replay and not family_of(folder.config).is_moe:
+        kind = f"a {folder.config.get('model_type')} model has no experts"
+        raise ConfigError(f"rollout.routing_replay: {kind} (set it to false)")
     check_frozen(folder.config, config.actor, "actor")
     if config.has_critic:
         check_frozen((critic or folder).config, config.critic, "critic")

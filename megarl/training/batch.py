@@ -24,10 +24,11 @@ class MicroBatch:
     """One pack of t tokens, r of them response tokens.
 
     tokens, positions  int64 [1, t] on the device; t: a multiple of what sequence parallelism and FP8 ask for
-    packed             what attention needs to know of the sequences
+    packed             what attention and routers need to know of the sequences
     logit_indices      int64 [r], the positions in the pack that predict the response tokens: one before each
     labels             int64 [r], the response tokens
     token_indices      int64 [r] on the host, where these tokens stand in the Experience's columns [T]
+    routing            the engine's choice of experts, host [layers, t, topk], see model/routing.py; or None
     """
 
     tokens: Tensor
@@ -36,6 +37,7 @@ class MicroBatch:
     logit_indices: Tensor
     labels: Tensor
     token_indices: Tensor
+    routing: Tensor | None = None
 
     def column(self, experience: Experience, name: str) -> Tensor:
         """Return column `name` at this micro-batch's response tokens, [r] on the device."""
@@ -178,16 +180,23 @@ def make_micro_batches(
         positions = torch.arange(total + filler) - torch.repeat_interleave(cu_seqlens[:-1], sizes)
         token_indices = starts_in_experience + positions[:total]
         tokens = torch.cat([experience.tokens[token_indices], torch.zeros(filler, dtype=torch.int64)])
+        packed = model.pack(cu_seqlens)
+        packed.real_tokens, routing = total, None
+        if "routing" in experience:
+            routing = experience["routing"][token_indices]
+            none = routing.new_full((filler, *routing.shape[1:]), torch.iinfo(routing.dtype).max)
+            routing = torch.cat([routing, none]).transpose(0, 1).contiguous()
         is_response = experience.response_mask[token_indices]
         logit_indices = is_response.nonzero().squeeze(-1) - 1
         micro_batches.append(
             MicroBatch(
                 tokens=tokens[None].to(device),
                 positions=positions[None].to(device),
-                packed=model.pack(cu_seqlens),
+                packed=packed,
                 logit_indices=logit_indices.to(device),
                 labels=tokens[logit_indices + 1].to(device),
                 token_indices=token_indices[is_response],
+                routing=routing,
             )
         )
     return micro_batches

@@ -21,6 +21,8 @@ from megarl.config.schema import (
     UpdateConfig,
 )
 from megarl.data.experience import Experience
+from megarl.model.routing import routing_counts, start_counting
+from megarl.parallel.comm import sum_over_ranks, sum_over_replicas
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import make_micro_batches
@@ -74,8 +76,12 @@ def logprobs(
     temperature: float = 1.0,
     sequence_parallel: bool | None = None,
     model: Mapping[str, Any] | None = None,
+    routing: torch.Tensor | None = None,
 ) -> Any:
-    """Log-probabilities and entropy of all response tokens, in the order given, on every rank."""
+    """Log-probabilities and entropy of all response tokens, in the order given, on every rank.
+
+    With `routing`, the engine's choice of experts [T, layers, topk]: log-probabilities, and what is counted
+    of the routers; then each replica takes its share of the sequences."""
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.training.model import InferenceModel
 
@@ -86,10 +92,20 @@ def logprobs(
     actor = build_actor(config, read_hf_config(folder), runtime)
     load(actor, folder, runtime)
     experience = Experience.build(prompts, responses)
-    batches = make_micro_batches(experience, range(len(prompts)), 40, actor)
-    columns = InferenceModel("actor", actor, runtime).logprob_columns(experience, batches)
+    if routing is not None:
+        experience["routing"] = routing
+    rows = range(len(prompts)) if routing is None else range(runtime.dp_rank, len(prompts), runtime.layout.dp)
+    batches = make_micro_batches(experience, rows, 40, actor)
+    inference = InferenceModel("actor", actor, runtime)
+    inference.replays_routing = routing is not None
+    start_counting(actor.routings, grad=False)
+    columns = inference.logprob_columns(experience, batches)
     mask = experience.response_mask
-    return columns["logprobs"][mask], columns["entropy"][mask]
+    if routing is None:
+        return columns["logprobs"][mask], columns["entropy"][mask]
+    counts = sum_over_ranks(runtime, routing_counts(actor.routings, actor.config.num_layers))
+    shared = sum_over_replicas(runtime, columns["logprobs"][mask])
+    return shared, counts
 
 
 def values(
@@ -155,6 +171,7 @@ def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, opt
     copy = batch.select(range(batch.num_sequences))
     local = distribute(copy, config, config.update.mini_batch, 3, [model], runtime)
     correct_mismatch(config.algorithm.mismatch, local.experience, runtime)
+    learner.replays_routing = "routing" in batch
     loss = (critic_loss if which == "critic" else actor_loss)(config.algorithm, local.experience)
     [micro_batches] = local.mini_batches
     sums = sum_stats(runtime, learner.compute_gradients(micro_batches, loss))

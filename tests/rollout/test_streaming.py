@@ -156,13 +156,13 @@ def test_a_failure_costs_nothing_but_time(world: Any) -> None:
     ("answer", "message"),
     [
         ("ValueError: no", "SGLang: generate: ValueError: no"),
-        (([5, 6], [-1.0, -2.0], "stop", "3"), "weights of version 3, not 4"),
-        (([5, 6], [-1.0], "stop", "4"), "2 tokens with 1 log-probabilities"),
-        (([], [], "stop", "4"), "0 tokens"),
+        (([5, 6], [-1.0, -2.0], "stop", "3", None), "weights of version 3, not 4"),
+        (([5, 6], [-1.0], "stop", "4", None), "2 tokens with 1 log-probabilities"),
+        (([], [], "stop", "4", None), "0 tokens"),
         (([5], [-1.0], "error", "4"), "ended by error"),
-        (([5, 307], [-1.0, -2.0], "stop", "4"), "outside of the vocabulary of 307"),
-        (([5], [float("nan")], "stop", "4"), "not a finite number"),
-        (([5], [float("-inf")], "stop", "4"), "not a finite number"),
+        (([5, 307], [-1.0, -2.0], "stop", "4", None), "outside of the vocabulary of 307"),
+        (([5], [float("nan")], "stop", "4", None), "not a finite number"),
+        (([5], [float("-inf")], "stop", "4", None), "not a finite number"),
         (([5], [0.5], "length", "4"), "not a finite number below 0"),
     ],
 )
@@ -171,7 +171,7 @@ def test_nonsense_is_found(answer: Any, message: str, tmp_path: Path) -> None:
     config = Config(recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout=rollout)
     engine = SGLangEngine(config, {"vocab_size": 307}, 3, torch.device("cpu"), (1,))  # never started
     engine.weight_version = 4
-    good = engine._completion(Request((7,), 0), ([5], [-1.0], "stop", "4"))
+    good = engine._completion(Request((7,), 0), ([5], [-1.0], "stop", "4", None))
     assert good == Completion([5], [-1.0], "stop", [4])
     with pytest.raises(EngineFailure, match=message):
         engine._completion(Request((7,), 0), answer)
