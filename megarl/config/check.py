@@ -82,6 +82,10 @@ def _problems(c: Config) -> Iterator[str]:
             what = "recipe delayed scales all layers or none"
             yield f"model.fp8.first_last_layers_bf16: {what} (choose tensorwise, or set it to false)"
 
+    if c.model.grouped_experts and (c.model.layers == "portable" or fp8.format != "none"):
+        what = "needs Transformer Engine's layers, without FP8"
+        yield f"model.grouped_experts: {what} (set it to false)"
+
     if c.residency.keep and c.residency.offload is False:
         what = "has no effect with residency.offload false, with which everything stays"
         yield f"residency.keep: {what} (leave one of them out)"

@@ -110,6 +110,10 @@ class ModelConfig(Section):
         "auto", "Transformer Engine's layers or plain torch; auto: te where CUDA and Transformer Engine are"
     )
     fp8: Fp8Config = section(Fp8Config)
+    grouped_experts: bool = field(
+        False,
+        "all experts of a rank in one grouped product of Transformer Engine, instead of one after the other",
+    )
     recompute: Literal["none", "selective", "full"] = field("none", "activation recomputation of Megatron")
     max_positions: int | None = field(
         None, "longest prompt + response; null: the model's own", "tokens", ge=2

@@ -57,12 +57,13 @@ def choose_layers(model: ModelConfig, device: torch.device) -> str:
     """Return `te` or `portable`. Raises ConfigError where te or FP8 is asked for and CUDA or Transformer
     Engine is missing, or the device has no FP8."""
     fp8 = model.fp8.format != "none"
-    asked = model.layers == "te" or fp8
+    asked = model.layers == "te" or fp8 or model.grouped_experts
     if not asked and (model.layers == "portable" or device.type != "cuda"):
         return "portable"
     problem = transformer_engine_problem(device.type)
     if problem and asked:
         key = "model.fp8.format: " if fp8 else "model.layers: te "
+        key = "model.grouped_experts: " if model.grouped_experts else key
         raise ConfigError(f"{key}{problem} (make install-gpu, or use portable layers without FP8)")
     if fp8:
         check_device(model.fp8.recipe, device)
@@ -278,6 +279,7 @@ def _transformer_config(
             "moe_aux_loss_coeff": 0.0,
             "expert_model_parallel_size": layout.ep,
             "expert_tensor_parallel_size": 1,
+            "moe_grouped_gemm": config.model.grouped_experts,
         }
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
@@ -321,7 +323,9 @@ def _transformer_config(
 def _layer_spec(config: TransformerConfig, kind: str) -> Any:
     if kind == "te":
         return get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts
+            qk_layernorm=config.qk_layernorm,
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
         )
     layer = get_gpt_layer_local_spec(
         normalization="RMSNorm", qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts

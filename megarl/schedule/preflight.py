@@ -86,9 +86,13 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         _check_vocabulary(scorer, key, tokenizer)
         _check_same_tokenizer(scorer.path, key, tokenizer)
         _check_positions(config, where, scorer)
-    if config.rollout.routing_replay and not family_of(folder.config).is_moe:
+    wanted = {
+        "rollout.routing_replay": config.rollout.routing_replay,
+        "model.grouped_experts": config.model.grouped_experts,
+    }
+    for name in (name for name, on in wanted.items() if on and not family_of(folder.config).is_moe):
         kind = f"a {folder.config.get('model_type')} model has no experts"
-        raise ConfigError(f"rollout.routing_replay: {kind} (set it to false)")
+        raise ConfigError(f"{name}: {kind} (set it to false)")
     check_frozen(folder.config, config.actor, "actor")
     if config.has_critic:
         check_frozen((critic or folder).config, config.critic, "critic")
@@ -269,8 +273,10 @@ def _check_machine(config: Config, device: str, world: int | None = None) -> Non
         layout_for(config.parallel, world or launched_world())
     if broken := broken_transformer_engine():
         raise ConfigError(broken)
-    if config.model.layers == "te" and (problem := transformer_engine_problem(device)):
-        raise ConfigError(f"model.layers: te {problem} (make install-gpu, or use auto or portable)")
+    asked = config.model.layers == "te" or config.model.grouped_experts
+    if asked and (problem := transformer_engine_problem(device)):
+        key = "model.layers: te" if config.model.layers == "te" else "model.grouped_experts:"
+        raise ConfigError(f"{key} {problem} (make install-gpu, or use auto or portable)")
     if config.model.fp8.format != "none" and (problem := transformer_engine_problem(device)):
         raise ConfigError(f"model.fp8.format: {problem} (make install-gpu, or set it to none)")
     for package, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):

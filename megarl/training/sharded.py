@@ -130,7 +130,8 @@ def model_state(model: Actor | Critic, **options: Any) -> dict[str, Any]:
         else model.sharded_state_dict(**options)
     )
     matters = model.config.fp8 and model.config.fp8_recipe == "delayed"
-    return {name: value for name, value in state.items() if matters or not name.endswith(EXTRA)}
+    # Grouped experts have several in one module: `_extra_state`, `_extra_state1` and so on.
+    return {name: value for name, value in state.items() if matters or f".{EXTRA}" not in name}
 
 
 def _mend(optimizer: Any) -> None:

@@ -703,7 +703,13 @@ def whole_optimizer(learner: Any, folder: Path, runtime: Runtime, critic: bool) 
 
 
 def optimizer_around_a_checkpoint(
-    runtime: Runtime, folder: Path, checkpoint: Path, batch: Experience, which: str, read: bool
+    runtime: Runtime,
+    folder: Path,
+    checkpoint: Path,
+    batch: Experience,
+    which: str,
+    read: bool,
+    model: Mapping[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
     """The whole model and its optimizer after an update and a checkpoint, or after reading that one."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
@@ -714,14 +720,14 @@ def optimizer_around_a_checkpoint(
     from tests.checkpoints import save_model
 
     critic = which == "critic"
-    config = make_config(folder, mini_batch=batch.num_sequences, nll_weight=0.1)
-    model = (build_critic if critic else build_actor)(config, read_hf_config(folder), runtime)
-    load(model, folder, runtime, critic=critic)
-    learner = TrainableModel(which, model, config.critic, config.steps, runtime)
+    config = make_config(folder, mini_batch=batch.num_sequences, nll_weight=0.1, model=model)
+    built = (build_critic if critic else build_actor)(config, read_hf_config(folder), runtime)
+    load(built, folder, runtime, critic=critic)
+    learner = TrainableModel(which, built, config.critic, config.steps, runtime)
     if read:
         load_trainable(learner, checkpoint)
     else:
-        local = distribute(batch, config, config.update.mini_batch, 3, [model], runtime)
+        local = distribute(batch, config, config.update.mini_batch, 3, [built], runtime)
         learner.begin_step()
         loss = (critic_loss if critic else actor_loss)(config.algorithm, local.experience)
         learner.update(local.mini_batches[0], loss)
