@@ -22,7 +22,8 @@ SAMPLED = (
     "reward.model",
     "reward.terms",
     "reward.weight",
-    *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight", "dual_clip", "whiten")),
+    *(f"algorithm.{key}" for key in ("surrogate", "old_logprobs", "dual_clip", "whiten")),
+    *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight")),
     "algorithm.mismatch",
     "evaluation.every",
 )

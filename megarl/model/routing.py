@@ -22,9 +22,9 @@ class Routing:
 
     layer     number among all layers of the model, from 0
     tp_rank   which share of a pack's tokens this rank routes (sequence parallelism)
-    packed    the pack that the layer is given: `real_tokens` of it are sequences' (the rest fills it up), and
-              `routing` has the engine's choice, integers [layers, tokens, topk] on the host, numbers that are
-              no expert's where there is none; or None
+    packed    the pack that the layer is given, with two things on the host: `real_tokens`, bool [tokens] of
+              this context-parallel rank, False on what fills the pack up (None: nothing does); and `routing`,
+              the engine's choice, integers [layers, tokens, topk], no expert's where there is none, or None
     grad      count in passes with gradients, without, or not at all (None). Recomputation runs a layer twice,
               and once with gradients
     load      tokens of each expert, int64 [experts]
@@ -50,20 +50,20 @@ class Routing:
         """Return the scores of the chosen experts and their numbers, [tokens, topk] each, of this rank's
         scores [tokens, experts]. Scores are the router's own, so that gradients flow, whoever chooses."""
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        chosen, first = own, self.tp_rank * len(scores)
-        real = max(0, min(len(scores), self.packed.real_tokens - first))
+        chosen, here = own, slice(self.tp_rank * len(scores), (self.tp_rank + 1) * len(scores))
         counts = self.grad is not None and self.grad == torch.is_grad_enabled()
         if self.packed.routing is not None:
-            recorded = self.packed.routing[self.layer, first : first + len(scores)].to(scores.device).long()
+            recorded = self.packed.routing[self.layer, here].to(scores.device).long()
             known = recorded[:, :1] < scores.shape[1]
             chosen = torch.where(known, recorded, own)
             values = scores.gather(1, chosen)
-            if counts:
+            if counts:  # what fills the pack up has no recorded choice
                 same = (own[:, :, None] == recorded[:, None, :]).any(-1).all(-1, keepdim=True)
-                self.compared += torch.stack([known[:real].sum(), (known & ~same)[:real].sum()])
+                self.compared += torch.stack([known.sum(), (known & ~same).sum()])
         if counts:
-            of_each = chosen[:real].flatten()
-            self.load.index_add_(0, of_each, torch.ones_like(of_each))
+            real = self.packed.real_tokens
+            ones = torch.ones_like(chosen) if real is None else real[here, None].to(chosen).expand_as(chosen)
+            self.load.index_add_(0, chosen.flatten(), ones.flatten())
         return values, chosen
 
 

@@ -86,11 +86,11 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         _check_vocabulary(scorer, key, tokenizer)
         _check_same_tokenizer(scorer.path, key, tokenizer)
         _check_positions(config, where, scorer)
-    wanted = {
+    of_mixtures = {
         "rollout.routing_replay": config.rollout.routing_replay,
         "model.grouped_experts": config.model.grouped_experts,
     }
-    for name in (name for name, on in wanted.items() if on and not family_of(folder.config).is_moe):
+    for name in (name for name, on in of_mixtures.items() if on and not family_of(folder.config).is_moe):
         kind = f"a {folder.config.get('model_type')} model has no experts"
         raise ConfigError(f"{name}: {kind} (set it to false)")
     check_frozen(folder.config, config.actor, "actor")

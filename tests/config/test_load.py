@@ -459,6 +459,8 @@ class TestContradictions:
         ),
         "reward.model.weight=2": "reward.model.weight: has no effect without a reward model",
         "recipe=sft reward.model.path=m": "reward.model.path: recipe sft learns from given responses",
+        "recipe=sft algorithm.surrogate=gspo": "algorithm.surrogate: recipe sft learns from given responses",
+        "recipe=sft algorithm.old_logprobs=engine": "algorithm.old_logprobs: recipe sft learns from",
         "residency.keep=[reward.weights]": "residency.keep: reward.weights: this run has none",
         "run_dir=s/run reward.model.path=s": "run_dir: s/run is in reward.model.path s",
         "reward.terms.a/b.function=m:f": (

@@ -95,7 +95,8 @@ def logprobs(
     if routing is not None:
         experience["routing"] = routing
     rows = range(len(prompts)) if routing is None else range(runtime.dp_rank, len(prompts), runtime.layout.dp)
-    batches = make_micro_batches(experience, rows, 40, actor)
+    # Experts on several replicas need equally many passes of all.
+    batches = make_micro_batches(experience, rows, 40, actor, at_least=1 if routing is None else len(prompts))
     inference = InferenceModel("actor", actor, runtime)
     inference.replays_routing = routing is not None
     start_counting(actor.routings, grad=False)
@@ -211,7 +212,7 @@ def _gather_shards(learner: Any) -> None:
     all of them again."""
     import torch.distributed as dist
 
-    for buffer in (*learner.chunk.buffers, *learner.chunk.expert_parallel_buffers):
+    for buffer in learner.buffers:
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
@@ -522,9 +523,7 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
     again = learner()
     load_trainable(again, checkpoint)
     back = {name: p.detach().clone() for name, p in again.model.named_parameters()}
-    buckets = sum(
-        len(buffer.buckets) for buffer in (*ours.chunk.buffers, *ours.chunk.expert_parallel_buffers)
-    )
+    buckets = sum(len(buffer.buckets) for buffer in ours.buffers)
     return {"norms": norms, "weights": weights, "back": back, "alike": alike, "buckets": buckets}
 
 
@@ -691,7 +690,11 @@ def whole_optimizer(learner: Any, folder: Path, runtime: Runtime, critic: bool) 
                     place = part._get_model_param_range_map(parameter)["param"]
                     states = part._get_main_param_and_optimizer_states(parameter)
                     whole.view(-1)[place.start : place.end] = states[moment]
-            buffers = (*learner.chunk.buffers, *learner.chunk.expert_parallel_buffers)
+            buffers = [
+                buffer
+                for chunk in learner.chunks
+                for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+            ]
             [holds] = [buffer for buffer in buffers if parameter in buffer.param_to_bucket]
             dist.all_reduce(whole, group=holds.data_parallel_group)  # the others' stretches are zeros here
             found[moment][name] = whole

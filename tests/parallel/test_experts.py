@@ -18,11 +18,14 @@ from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 
 Ranks = Callable[..., RankPool]
-Layout = tuple[int, int, int, int]  # tp, pp, dp, ep
+Layout = tuple[int, ...]  # tp, pp, dp, ep, and cp where it is not 1
 SLOW = pytest.mark.slow
 # Experts shared by neighbours under TP, by replicas, by both, and by neither; with and without a pipeline.
-LAYOUTS: list[Layout] = [(2, 2, 1, 2), (1, 2, 2, 2), (2, 1, 2, 4), (2, 1, 2, 2), (2, 2, 1, 1), (1, 1, 4, 2)]
-NAMES = "tp{0[0]}-pp{0[1]}-dp{0[2]}-ep{0[3]}".format
+LAYOUTS: list[Layout] = [
+    *((2, 2, 1, 2), (1, 2, 2, 2), (2, 1, 2, 4), (2, 1, 2, 2), (2, 2, 1, 1), (1, 1, 4, 2)),
+    *((1, 1, 1, 2, 2), (1, 1, 2, 4, 2), (2, 1, 1, 2, 2)),
+]
+NAMES = str
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "DAPO": ("actor", {"clip_high": 0.28, "aggregation": "token", "overlong": True}),
     "VAPO": ("actor", {"clip_high": 0.28, "aggregation": "token", "nll_weight": 0.1}),

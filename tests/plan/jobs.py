@@ -97,7 +97,7 @@ def group_sizes(
     learner.update(
         batches(learner, 1, LENGTH), lambda output, _: ((output if critic else output[0]).sum(), {})
     )
-    buffers = [*learner.chunk.buffers, *learner.chunk.expert_parallel_buffers]
+    buffers = learner.buffers
     weights, gradients = storages(b.param_data for b in buffers), storages(b.grad_data for b in buffers)
     weights |= storages(learner.model.parameters())
     optimizer: dict[int, int] = {}
