@@ -431,15 +431,17 @@ class SGLangEngine(RolloutEngine):
         ended = []
         for number, answer in self.process.poll(seconds):
             try:
-                ended.append((number, self._completion(self._outstanding[number][0], answer)))
+                request, params = self._outstanding[number]
+                ended.append((number, self._completion(request, answer, params.routing)))
             except EngineFailure as failure:
                 self._failure = failure  # raised by the next call: the good answers of this one are not lost
                 continue
             del self._outstanding[number]
         return ended
 
-    def _completion(self, request: Request, answer: Any) -> Completion:
-        """Return SGLang's answer behind the partial response. EngineFailure where it is nonsense."""
+    def _completion(self, request: Request, answer: Any, routed: bool = False) -> Completion:
+        """Return SGLang's answer behind the partial response. routed: whether its experts were asked for.
+        EngineFailure where it is nonsense."""
         if isinstance(answer, str):
             raise EngineFailure(f"SGLang: generate: {answer}")
         tokens, logprobs, finish, version, routing = answer
@@ -456,10 +458,10 @@ class SGLangEngine(RolloutEngine):
         elif not all(-math.inf < logprob <= LOGPROB_ABOVE_ZERO for logprob in logprobs):
             problem = "a log-probability that is not a finite number below 0"
         chosen = None
-        if not problem and routing is not None and finish != "abort":
+        if not problem and routed and finish != "abort":
             # Of the whole sequence, a partial response included, which these weights have read again.
             length = len(request.prompt) + len(before.tokens) + count
-            chosen, problem = self._routing(routing, length)
+            chosen, problem = self._routing(routing or "", length)
         if problem:
             raise EngineFailure(f"SGLang answered {problem}")
         versions = before.versions + [self.weight_version] * count

@@ -70,6 +70,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     device = choose_device(config.parallel.device)
     _check_machine(config, device.type, world)
     world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
+    layout_for(config.parallel, world)
     folder = check_model(config.model.path, "model.path", config)
     tokenizer = check_tokenizer(config, folder)
     critic = None
@@ -266,6 +267,9 @@ def _check_machine(config: Config, device: str, world: int | None = None) -> Non
             raise ConfigError(
                 "rollout.engine: sglang is not installed (make install-gpu, or use transformers)"
             )
+        if device == "cpu" and config.rollout.routing_replay:
+            problem = "SGLang records experts on a GPU only (set it to false, or use transformers)"
+            raise ConfigError(f"rollout.routing_replay: {problem}")
         # On a CPU it does without most of what it asks for.
         if device == "cuda" and (lines := list(unmet("sglang"))):
             raise ConfigError(f"rollout.engine: {lines[0]}")
@@ -273,10 +277,10 @@ def _check_machine(config: Config, device: str, world: int | None = None) -> Non
         layout_for(config.parallel, world or launched_world())
     if broken := broken_transformer_engine():
         raise ConfigError(broken)
-    asked = config.model.layers == "te" or config.model.grouped_experts
-    if asked and (problem := transformer_engine_problem(device)):
-        key = "model.layers: te" if config.model.layers == "te" else "model.grouped_experts:"
-        raise ConfigError(f"{key} {problem} (make install-gpu, or use auto or portable)")
+    if config.model.layers == "te" and (problem := transformer_engine_problem(device)):
+        raise ConfigError(f"model.layers: te {problem} (make install-gpu, or use auto or portable)")
+    if config.model.grouped_experts and (problem := transformer_engine_problem(device)):
+        raise ConfigError(f"model.grouped_experts: {problem} (make install-gpu, or set it to false)")
     if config.model.fp8.format != "none" and (problem := transformer_engine_problem(device)):
         raise ConfigError(f"model.fp8.format: {problem} (make install-gpu, or set it to none)")
     for package, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):
