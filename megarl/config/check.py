@@ -68,6 +68,10 @@ def _problems(c: Config) -> Iterator[str]:
             what = f"{model} is one of the folders that the run writes in run_dir {c.run_dir}"
             yield f"{key}: {what} (choose another run_dir)"
 
+    if c.model.recompute_layers is not None and c.model.recompute != "full":
+        what = f"has no effect with model.recompute {c.model.recompute}"
+        yield f"model.recompute_layers: {what} (set model.recompute=full, or leave it out)"
+
     fp8, needs = c.model.fp8, f"model.fp8.format: {c.model.fp8.format} needs"
     if fp8.format == "none":
         for key in _changed(c, "model.fp8.recipe", "model.fp8.first_last_layers_bf16"):
@@ -87,6 +91,13 @@ def _problems(c: Config) -> Iterator[str]:
         what = "needs Transformer Engine's layers, without FP8"
         yield f"model.grouped_experts: {what} (set it to false)"
 
+    if (c.model.recompute_layers or 0) % c.parallel.vpp:
+        what = f"{c.model.recompute_layers} of a stage's layers are not as many in each of its chunks"
+        yield f"model.recompute_layers: {what} (choose a multiple of parallel.vpp {c.parallel.vpp})"
+    longest, chunks = c.data.max_prompt_tokens + c.rollout.max_response_tokens, 2 * c.parallel.cp
+    if chunks > max(longest, 2):
+        what = f"{c.parallel.cp} ranks cut each sequence into {chunks} chunks, and none has over {longest}"
+        yield f"parallel.cp: {what} tokens (lower it)"
     if c.residency.keep and c.residency.offload is False:
         what = "has no effect with residency.offload false, with which everything stays"
         yield f"residency.keep: {what} (leave one of them out)"

@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -42,13 +43,13 @@ from megarl.model.fp8 import check_device, fp8_options
 from megarl.model.hf_config import head_dim, rope_frequencies
 from megarl.model.hf_config import read_hf_config as read_hf_config
 from megarl.model.logprob_head import vocab_parallel_logprobs
-from megarl.model.portable import PackedAttention, PackedPlan, RMSNorm
+from megarl.model.portable import AddToResidual, PackedAttention, PackedPlan, RMSNorm
 from megarl.model.routing import Routing, watch_routers
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import padded_vocab
 from megarl.parallel.machine import transformer_engine_problem
 from megarl.parallel.runtime import Runtime
-from megarl.weights.families import family_of, is_frozen, table_names
+from megarl.weights.families import Family, family_of, is_frozen, table_names
 from megarl.weights.layout import parameters
 
 LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
@@ -88,10 +89,11 @@ class _Body(GPTModel):
         self, config: Config, hf: PretrainedConfig, runtime: Runtime, vp_stage: int, *, tied: bool
     ) -> None:
         layers = choose_layers(config.model, runtime.device)
-        megatron = _transformer_config(config, hf, runtime, layers)
+        family = family_of(hf.to_dict())
+        megatron = _transformer_config(config, hf, runtime, layers, family)
         super().__init__(
             config=megatron,
-            transformer_layer_spec=_layer_spec(megatron, layers),
+            transformer_layer_spec=_layer_spec(megatron, layers, family),
             vocab_size=padded_vocab(hf.vocab_size, runtime.layout.tp),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=runtime.pp_rank == 0 and vp_stage == 0,
@@ -306,16 +308,20 @@ def _prepare(
 
 
 def _transformer_config(
-    config: Config, hf: PretrainedConfig, runtime: Runtime, layers: str
+    config: Config, hf: PretrainedConfig, runtime: Runtime, layers: str, family: Family
 ) -> TransformerConfig:
     layout, dtype = runtime.layout, DTYPES[config.model.dtype]
-    family = family_of(hf.to_dict())
     sequence_parallel = layout.tp > 1 and config.parallel.sequence_parallel is not False
     recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective"},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }
+    if config.model.recompute_layers is not None:  # Megatron's block: the first layers of a stage alone
+        recompute["full"] |= {
+            "recompute_method": "block",
+            "recompute_num_layers": config.model.recompute_layers,
+        }
     mlp = {"ffn_hidden_size": hf.intermediate_size}
     if family.is_moe:
         if layout.tp > 1 and not sequence_parallel:
@@ -368,7 +374,9 @@ def _transformer_config(
         gradient_accumulation_fusion=runtime.device.type == "cuda" and _has_apex(),
         bias_activation_fusion=layers == "te",
         bias_dropout_fusion=layers == "te",
-        apply_rope_fusion=layers == "te",
+        rotary_interleaved=family.rotary_pairs,
+        # Megatron does not tell Transformer Engine's kernel for packed sequences that pairs are to be turned.
+        apply_rope_fusion=layers == "te" and not family.rotary_pairs,
         masked_softmax_fusion=False,
         **mlp,
         **fp8_options(config),
@@ -376,13 +384,22 @@ def _transformer_config(
     )
 
 
-def _layer_spec(config: TransformerConfig, kind: str) -> Any:
+def _layer_spec(config: TransformerConfig, kind: str, family: Family) -> Any:
+    def with_output_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
+        if family.has("_bda.output_norm.weight"):
+            block = ModuleSpec(module=AddToResidual, params={"config": config, "norm": norm})
+            layer.submodules.self_attn_bda = layer.submodules.mlp_bda = block
+        return layer
+
     if kind == "te":
-        return get_gpt_layer_with_transformer_engine_spec(
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer = get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm,
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
         )
+        return with_output_norms(layer, TENorm)
     layer = get_gpt_layer_local_spec(
         normalization="RMSNorm", qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts
     )
@@ -396,5 +413,6 @@ def _layer_spec(config: TransformerConfig, kind: str) -> Any:
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    with_output_norms(layer, RMSNorm)
     layers_here = config.num_layers // config.pipeline_model_parallel_size
     return TransformerBlockSubmodules(layer_specs=[layer] * layers_here, layer_norm=RMSNorm)

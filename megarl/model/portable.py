@@ -230,3 +230,19 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class AddToResidual(torch.nn.Module):
+    """Normalises what attention or a feed-forward block has made and adds it to the residual, in the place of
+    Megatron's bias-dropout-add: the families that have such norms have neither bias nor dropout there.
+    norm: the class that the layers' other norms are of."""
+
+    def __init__(self, config: Any, norm: Any) -> None:
+        super().__init__()
+        self.output_norm = norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Any:
+        return self._add
+
+    def _add(self, output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        return residual + self.output_norm(output[0])

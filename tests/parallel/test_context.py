@@ -101,3 +101,28 @@ def test_gradients_equal_one_ranks(
     assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
     for name, value in expected["sums"].items():
         assert found["sums"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(1, 1, 1, 1, 2), (1, 1, 1, 2, 2)], ids=NAMES)
+def test_a_mixtures_tokens_go_to_experts_of_other_ranks(
+    layout: tuple[int, ...], ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
+    """A group of experts may lie on the context-parallel ranks of a replica."""
+    prompts, responses = sequences(307)
+    folder = make_tiny_model(tmp_path / "logprobs", "qwen3_moe", vocab=307)
+    expected, _ = hf_logprobs(folder, prompts, responses, 1.0)
+    arguments = {"folder": folder, "prompts": prompts, "responses": responses}
+    for found, _ in ranks(*layout).run(jobs.logprobs, **arguments):
+        assert (found - expected).abs().max() <= 1e-5
+    folder = make_tiny_model(tmp_path / "gradients", "qwen3_moe", vocab=VOCAB, layers=2)
+    arguments = {
+        "folder": folder,
+        "batch": make_batch(),
+        "which": "actor",
+        "options": {**TERMS["VAPO"][1], "budget": 48},
+    }
+    [alone] = ranks(1, 1, 1).run(jobs.gradients, **arguments)
+    found = ranks(*layout).run(jobs.gradients, **arguments)[0]
+    assert relative_difference(found["gradients"], alone["gradients"]) <= 1e-5
+    assert found["norm"] == pytest.approx(alone["norm"], rel=1e-5)

@@ -24,6 +24,8 @@ CASES = [
     ((2, 2, 1), "llama", {"rope": "llama3"}),
     ((1, 1, 2), "qwen2", {}),
     ((2, 1, 1, 2), "qwen3_moe", {}),
+    ((1, 2, 1), "mistral", {"kv_heads": 1}),
+    ((2, 1, 1), "glm4", {"head_dim": 12}),
 ]
 
 
