@@ -16,6 +16,8 @@ CRITICS = ("critic", "value_pretraining", "algorithm.value_clip")
 SAMPLED = (
     *CRITICS,
     "rollout.dynamic_sampling",
+    "rollout.routing_replay",
+    "rollout.routing_compare",
     "reward.overlong",
     "reward.model",
     "reward.terms",
@@ -85,6 +87,13 @@ def _problems(c: Config) -> Iterator[str]:
             what = "recipe delayed scales all layers or none"
             yield f"model.fp8.first_last_layers_bf16: {what} (choose tensorwise, or set it to false)"
 
+    if c.model.grouped_experts and (c.model.layers == "portable" or fp8.format != "none"):
+        what = "needs Transformer Engine's layers, without FP8"
+        yield f"model.grouped_experts: {what} (set it to false)"
+
+    if (c.model.recompute_layers or 0) % c.parallel.vpp:
+        what = f"{c.model.recompute_layers} of a stage's layers are not as many in each of its chunks"
+        yield f"model.recompute_layers: {what} (choose a multiple of parallel.vpp {c.parallel.vpp})"
     longest, chunks = c.data.max_prompt_tokens + c.rollout.max_response_tokens, 2 * c.parallel.cp
     if chunks > max(longest, 2):
         what = f"{c.parallel.cp} ranks cut each sequence into {chunks} chunks, and none has over {longest}"
@@ -161,6 +170,9 @@ def _rollout_problems(c: Config) -> Iterator[str]:
         yield f"rollout.engine_tp: {what} (got {r.engine_tp})"
     if r.engine == "transformers" and r.weights_dtype != "model":
         yield f"rollout.weights_dtype: must be model for rollout.engine transformers (got {r.weights_dtype})"
+    if r.routing_compare and not (r.routing_replay and c.algorithm.old_logprobs == "trainer"):
+        what = "needs rollout.routing_replay true and algorithm.old_logprobs trainer"
+        yield f"rollout.routing_compare: {what} (set it to false)"
     if "trust_remote_code" in r.engine_options:
         what = "code that lies in a model's folder is never run"
         yield f"rollout.engine_options: trust_remote_code: {what} (leave it out)"

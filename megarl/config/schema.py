@@ -110,6 +110,10 @@ class ModelConfig(Section):
         "auto", "Transformer Engine's layers or plain torch; auto: te where CUDA and Transformer Engine are"
     )
     fp8: Fp8Config = section(Fp8Config)
+    grouped_experts: bool = field(
+        False,
+        "all experts of a rank in one grouped product of Transformer Engine, instead of one after the other",
+    )
     recompute: Literal["none", "selective", "full"] = field("none", "activation recomputation of Megatron")
     recompute_layers: int | None = field(
         None,
@@ -292,6 +296,14 @@ class RolloutConfig(Section):
     )
     continue_partial: bool = field(
         False, "continue responses aborted at a step's end in the next one; false: draw their prompts anew"
+    )
+    routing_replay: bool = field(
+        False,
+        "record which experts the engine chose for each token, and have the actor's routers choose them too",
+        source="R3, arXiv 2510.11370",
+    )
+    routing_compare: bool = field(
+        False, "one more log-prob pass a step, without replay: how far the engine's log-probs are from that"
     )
     engine_options: dict[str, bool | int | float | str | tuple[str, ...]] = field(
         {}, "further arguments of sglang.Engine, e.g. {attention_backend: triton}"

@@ -33,7 +33,7 @@ from megarl.rewards import VerifierPool
 from megarl.rewards.verdict import get_term, get_verifier
 from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
-from megarl.weights.families import read_config
+from megarl.weights.families import family_of, read_config
 from megarl.weights.hf import ModelFolder
 from megarl.weights.layout import check_frozen, check_layout
 from megarl.weights.megatron import open_model
@@ -70,6 +70,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     device = choose_device(config.parallel.device)
     _check_machine(config, device.type, world)
     world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
+    layout_for(config.parallel, world)
     folder = check_model(config.model.path, "model.path", config)
     tokenizer = check_tokenizer(config, folder)
     critic = None
@@ -86,6 +87,13 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         _check_vocabulary(scorer, key, tokenizer)
         _check_same_tokenizer(scorer.path, key, tokenizer)
         _check_positions(config, where, scorer)
+    of_mixtures = {
+        "rollout.routing_replay": config.rollout.routing_replay,
+        "model.grouped_experts": config.model.grouped_experts,
+    }
+    for name in (name for name, on in of_mixtures.items() if on and not family_of(folder.config).is_moe):
+        kind = f"a {folder.config.get('model_type')} model has no experts"
+        raise ConfigError(f"{name}: {kind} (set it to false)")
     check_frozen(folder.config, config.actor, "actor")
     if config.has_critic:
         check_frozen((critic or folder).config, config.critic, "critic")
@@ -259,6 +267,9 @@ def _check_machine(config: Config, device: str, world: int | None = None) -> Non
             raise ConfigError(
                 "rollout.engine: sglang is not installed (make install-gpu, or use transformers)"
             )
+        if device == "cpu" and config.rollout.routing_replay:
+            problem = "SGLang records experts on a GPU only (set it to false, or use transformers)"
+            raise ConfigError(f"rollout.routing_replay: {problem}")
         # On a CPU it does without most of what it asks for.
         if device == "cuda" and (lines := list(unmet("sglang"))):
             raise ConfigError(f"rollout.engine: {lines[0]}")
@@ -268,6 +279,8 @@ def _check_machine(config: Config, device: str, world: int | None = None) -> Non
         raise ConfigError(broken)
     if config.model.layers == "te" and (problem := transformer_engine_problem(device)):
         raise ConfigError(f"model.layers: te {problem} (make install-gpu, or use auto or portable)")
+    if config.model.grouped_experts and (problem := transformer_engine_problem(device)):
+        raise ConfigError(f"model.grouped_experts: {problem} (make install-gpu, or set it to false)")
     if config.model.fp8.format != "none" and (problem := transformer_engine_problem(device)):
         raise ConfigError(f"model.fp8.format: {problem} (make install-gpu, or set it to none)")
     for package, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):
