@@ -20,7 +20,8 @@ SAMPLED = (
     "reward.model",
     "reward.terms",
     "reward.weight",
-    *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight", "dual_clip", "whiten")),
+    *(f"algorithm.{key}" for key in ("surrogate", "old_logprobs", "dual_clip", "whiten")),
+    *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight")),
     "algorithm.mismatch",
     "evaluation.every",
 )
@@ -65,6 +66,10 @@ def _problems(c: Config) -> Iterator[str]:
             what = f"{model} is one of the folders that the run writes in run_dir {c.run_dir}"
             yield f"{key}: {what} (choose another run_dir)"
 
+    if c.model.recompute_layers is not None and c.model.recompute != "full":
+        what = f"has no effect with model.recompute {c.model.recompute}"
+        yield f"model.recompute_layers: {what} (set model.recompute=full, or leave it out)"
+
     fp8, needs = c.model.fp8, f"model.fp8.format: {c.model.fp8.format} needs"
     if fp8.format == "none":
         for key in _changed(c, "model.fp8.recipe", "model.fp8.first_last_layers_bf16"):
@@ -80,6 +85,10 @@ def _problems(c: Config) -> Iterator[str]:
             what = "recipe delayed scales all layers or none"
             yield f"model.fp8.first_last_layers_bf16: {what} (choose tensorwise, or set it to false)"
 
+    longest, chunks = c.data.max_prompt_tokens + c.rollout.max_response_tokens, 2 * c.parallel.cp
+    if chunks > max(longest, 2):
+        what = f"{c.parallel.cp} ranks cut each sequence into {chunks} chunks, and none has over {longest}"
+        yield f"parallel.cp: {what} tokens (lower it)"
     if c.residency.keep and c.residency.offload is False:
         what = "has no effect with residency.offload false, with which everything stays"
         yield f"residency.keep: {what} (leave one of them out)"

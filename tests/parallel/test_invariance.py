@@ -122,6 +122,29 @@ def test_gradients_do_not_depend_on_the_layout(
             assert found["sums"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), (layout, name)
 
 
+@pytest.mark.parametrize(
+    ("which", "layers", "layout"),
+    [
+        ("actor", 1, (1, 1, 1)),
+        pytest.param("actor", 2, (2, 2, 1), marks=pytest.mark.slow),
+        pytest.param("critic", 1, (2, 2, 1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_gradients_do_not_depend_on_how_many_layers_are_recomputed(
+    which: str, layers: int, layout: tuple[int, int, int], ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
+    kind: Any = "token" if which == "critic" else None
+    folder = make_tiny_model(
+        tmp_path / "model", "qwen3", vocab=VOCAB, layers=4, tied=True, classification=kind
+    )
+    given = {"folder": folder, "batch": make_batch(), "which": which}
+    [expected] = ranks(1, 1, 1).run(jobs.gradients, **given, options={"budget": 10_000})
+    model = {"recompute": "full", "recompute_layers": layers}
+    found = ranks(*layout).run(jobs.gradients, **given, options={"budget": 48, "model": model})
+    assert relative_difference(found[0]["gradients"], expected["gradients"]) <= 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["actor", "critic"])
 def test_gradients_of_norms_behind_blocks_do_not_depend_on_the_layout(

@@ -257,7 +257,7 @@ def names(runtime: Runtime, folder: Path, critic: bool) -> dict[str, Any]:
     fused = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
     return {
         "portable": [name for name, _ in model.named_parameters()],
-        "checkpoint": {value.key for value in model_state(model).values()},
+        "checkpoint": {value.key for value in model_state(model)["0"].values()},
         "fused": dict(fused),
     }
 
