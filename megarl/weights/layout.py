@@ -227,8 +227,8 @@ def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_ra
 
 
 # SGLang: fused tensors under tensor parallelism. Proved bit for bit against SGLang 0.5.23 on a CPU, at TP 1
-# for Qwen3 and at TP 2 for Qwen2, GLM-4 and Mistral; the copies of key/value heads that a GPU build makes when
-# there are fewer of them than ranks, and experts, follow its source and are unverified.
+# for Qwen3 and at TP 2 for Qwen2, GLM-4 and Mistral; the copies of key/value heads that a GPU build makes
+# when there are fewer of them than ranks, and experts, follow its source and are unverified.
 
 
 def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: bool = False) -> Shards:
