@@ -226,9 +226,9 @@ def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_ra
     return _joined(parts, hf[0][1], axis)
 
 
-# SGLang: fused tensors under tensor parallelism. Proved bit for bit against SGLang 0.5.23 on a CPU at TP 1
-# and 2 for Qwen2 and Qwen3; the copies of key/value heads that a GPU build makes when there are fewer of them
-# than ranks, and experts, follow its source and are unverified.
+# SGLang: fused tensors under tensor parallelism. Proved bit for bit against SGLang 0.5.23 on a CPU, at TP 1
+# for Qwen3 and at TP 2 for Qwen2, GLM-4 and Mistral; the copies of key/value heads that a GPU build makes
+# when there are fewer of them than ranks, and experts, follow its source and are unverified.
 
 
 def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: bool = False) -> Shards:
