@@ -204,6 +204,7 @@ def build_parser() -> Parser:
     demo.number("--seed", None, f"of model, task and training {DEFAULT}", default=0)
     text = f"{below}, for other seeds than 0 in its seed-N {DEFAULT}"
     demo.path("--folder", None, text, default=Path("runs/demo"))
+    demo.number("--layers", "N", f"of the model; pipeline stages must divide them {DEFAULT}", default=2)
     demo.flag("--data-only", "write the data and the untrained model, and train nothing")
     demo.overrides("parallel.tp=1; they are for the reinforcement run")
 

@@ -65,6 +65,12 @@ def _problems(c: Config) -> Iterator[str]:
             what = f"{model} is one of the folders that the run writes in run_dir {c.run_dir}"
             yield f"{key}: {what} (choose another run_dir)"
 
+    if c.parallel.vpp > 1 and c.parallel.pp == 1:
+        what = f"{c.parallel.vpp} virtual stages on each rank of a pipeline of one rank"
+        yield f"parallel.vpp: {what} (set it to 1, or raise parallel.pp)"
+    if c.parallel.vpp == 1 and c.parallel.overlap_warmup_flush:
+        yield "parallel.overlap_warmup_flush: has no effect while parallel.vpp is 1 (leave it out)"
+
     fp8, needs = c.model.fp8, f"model.fp8.format: {c.model.fp8.format} needs"
     if fp8.format == "none":
         for key in _changed(c, "model.fp8.recipe", "model.fp8.first_last_layers_bf16"):

@@ -130,8 +130,8 @@ def style_shares(responses: Iterable[tuple[str, bool]]) -> dict[Style, float]:
     return {name: found.count(name) / max(len(found), 1) for name in STYLES}
 
 
-def write_demo(folder: Path, seed: int) -> None:
-    """Write what the demo starts from into `folder`, the same bytes for the same seed.
+def write_demo(folder: Path, seed: int, layers: int = 2) -> None:
+    """Write what the demo starts from into `folder`, the same bytes for the same seed and size.
 
     model/       Hugging Face folder: untrained model and tokenizer
     sft.jsonl    28,800 rows prompt, response, answer: 450 steps of 64
@@ -144,7 +144,7 @@ def write_demo(folder: Path, seed: int) -> None:
     def answer(problem: Problem, rng: random.Random) -> tuple[Problem, str]:
         return problem, teach(problem, rng)
 
-    write_task_files(folder, seed, draw_problem, answer, SFT_ROWS, TRAIN_ROWS, build_tokenizer())
+    write_task_files(folder, seed, draw_problem, answer, SFT_ROWS, TRAIN_ROWS, build_tokenizer(), layers)
 
 
 def held_out(prompt: str) -> bool:
@@ -162,6 +162,7 @@ def write_task_files(
     sft_rows: int,
     train_rows: int,
     tokenizer: PreTrainedTokenizerFast,
+    layers: int = 2,
 ) -> None:
     """Write sft.jsonl, train.jsonl and eval.jsonl of a task, and model/; no prompt of the first two is held
     out.
@@ -201,7 +202,7 @@ def write_task_files(
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (place / f"{name}.jsonl").write_text(text, encoding="utf-8")
         place = folder / "model"
-        model = build_model(tokenizer, seed)
+        model = build_model(tokenizer, seed, layers)
         # Not model.save_pretrained: for 0.4 MB it draws a progress bar over the demo's own output.
         weights = model.state_dict()
         del weights["lm_head.weight"]  # tied
@@ -236,13 +237,13 @@ def build_tokenizer(alphabet: str = ALPHABET, words: Sequence[str] = WORDS) -> P
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Build an untrained Qwen3 of 2 layers, drawn from the seed; torch's own generator is left as it was."""
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 2) -> Qwen3ForCausalLM:
+    """Build an untrained Qwen3, drawn from the seed; torch's own generator is left as it was."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=192,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

@@ -84,7 +84,8 @@ class Shape:
         # Frozen layers are the lowest: what is trained in any is trained in the uppermost.
         pairs = [pair for pair in family_of(self.config).layer if counts(pair, top)]
         if optimizer is not None:
-            layers = max(0, min(layers, (pp_rank + 1) * layers - optimizer.frozen_layers))
+            own = layout.layers(sizes.layers, pp_rank)
+            layers = sum(layer >= optimizer.frozen_layers for layer in own)
         shared = layers * sum(local(pair, layout.tp) for pair in pairs if not pair.per_expert)
         experts = (
             layers * (sizes.experts // layout.ep) * sum(local(pair, 1) for pair in pairs if pair.per_expert)
@@ -160,7 +161,7 @@ class Activations:
     forward: float
     recompute: Recompute
 
-    def training(self, tokens: float, layers: int, in_flight: int, last: bool) -> float:
+    def training(self, tokens: float, layers: int, in_flight: float, last: bool) -> float:
         """Return the most in forward and backward of a stage with so many layers.
         in_flight: micro-batches of `tokens` whose backward pass is still to come; last: the last stage."""
         kept = tokens * self.layer * layers * in_flight
@@ -171,6 +172,18 @@ class Activations:
     def forward_only(self, tokens: float, last: bool) -> float:
         """Return the most in a forward pass alone."""
         return tokens * (max(self.forward, self.head) if last else self.forward)
+
+
+def in_flight(layout: Layout, stage: int) -> float:
+    """Return the most micro-batches whose activations a pipeline stage keeps at once.
+
+    With virtual stages it keeps those of chunks, each a part of 1 / vpp of the stage: on the first one 1 +
+    (pp - 1) / (pp * vpp) times as many as without (arXiv 2104.04473, section 2.2)."""
+    later = layout.pp - stage - 1
+    if layout.vpp == 1:
+        return later + 1
+    # Megatron's warm-up (schedules.py:get_pp_rank_microbatches), and one forward before the first backward.
+    return (2 * later + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
 
 
 def activations(

@@ -14,7 +14,7 @@ from megarl.model.builder import build_actor, build_critic
 from megarl.parallel.comm import barrier
 from megarl.parallel.runtime import Runtime
 from megarl.plan.memory import Plan, plan_of
-from megarl.plan.sizes import Shape, activations
+from megarl.plan.sizes import Shape, activations, in_flight
 from megarl.training.batch import make_micro_batches
 from megarl.training.model import TrainableModel
 from tests.checkpoints import save_model
@@ -164,6 +164,6 @@ def measure(
         sequence_parallel=sequence_parallel,
         critic=critic,
     )
-    in_flight = min(micro_batches, layout.pp - runtime.pp_rank)
+    kept = min(micro_batches, in_flight(layout, runtime.pp_rank))
     layers = hf.num_hidden_layers // layout.pp
-    return float(memory.peak), predicted.training(PACK * LENGTH, layers, in_flight, runtime.is_last_stage)
+    return float(memory.peak), predicted.training(PACK * LENGTH, layers, kept, runtime.is_last_stage)
