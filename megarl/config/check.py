@@ -20,7 +20,8 @@ SAMPLED = (
     "reward.model",
     "reward.terms",
     "reward.weight",
-    *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight", "dual_clip", "whiten")),
+    *(f"algorithm.{key}" for key in ("surrogate", "old_logprobs", "dual_clip", "whiten")),
+    *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight")),
     "algorithm.mismatch",
     "evaluation.every",
 )
@@ -70,6 +71,9 @@ def _problems(c: Config) -> Iterator[str]:
         yield f"parallel.vpp: {what} (set it to 1, or raise parallel.pp)"
     if c.parallel.vpp == 1 and c.parallel.overlap_warmup_flush:
         yield "parallel.overlap_warmup_flush: has no effect while parallel.vpp is 1 (leave it out)"
+    if c.model.recompute_layers is not None and c.model.recompute != "full":
+        what = f"has no effect with model.recompute {c.model.recompute}"
+        yield f"model.recompute_layers: {what} (set model.recompute=full, or leave it out)"
 
     fp8, needs = c.model.fp8, f"model.fp8.format: {c.model.fp8.format} needs"
     if fp8.format == "none":
@@ -86,6 +90,10 @@ def _problems(c: Config) -> Iterator[str]:
             what = "recipe delayed scales all layers or none"
             yield f"model.fp8.first_last_layers_bf16: {what} (choose tensorwise, or set it to false)"
 
+    longest, chunks = c.data.max_prompt_tokens + c.rollout.max_response_tokens, 2 * c.parallel.cp
+    if chunks > max(longest, 2):
+        what = f"{c.parallel.cp} ranks cut each sequence into {chunks} chunks, and none has over {longest}"
+        yield f"parallel.cp: {what} tokens (lower it)"
     if c.residency.keep and c.residency.offload is False:
         what = "has no effect with residency.offload false, with which everything stays"
         yield f"residency.keep: {what} (leave one of them out)"

@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -42,12 +43,12 @@ from megarl.model.fp8 import check_device, fp8_options
 from megarl.model.hf_config import head_dim, rope_frequencies
 from megarl.model.hf_config import read_hf_config as read_hf_config
 from megarl.model.logprob_head import vocab_parallel_logprobs
-from megarl.model.portable import PackedAttention, PackedPlan, RMSNorm
+from megarl.model.portable import AddToResidual, PackedAttention, PackedPlan, RMSNorm
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import padded_vocab
 from megarl.parallel.machine import transformer_engine_problem
 from megarl.parallel.runtime import Runtime
-from megarl.weights.families import family_of, is_frozen, table_names
+from megarl.weights.families import Family, family_of, is_frozen, table_names
 from megarl.weights.layout import parameters
 
 LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
@@ -86,10 +87,11 @@ class _Body(GPTModel):
         self, config: Config, hf: PretrainedConfig, runtime: Runtime, vp_stage: int, *, tied: bool
     ) -> None:
         layers = choose_layers(config.model, runtime.device)
-        megatron = _transformer_config(config, hf, runtime, layers)
+        family = family_of(hf.to_dict())
+        megatron = _transformer_config(config, hf, runtime, layers, family)
         super().__init__(
             config=megatron,
-            transformer_layer_spec=_layer_spec(megatron, layers),
+            transformer_layer_spec=_layer_spec(megatron, layers, family),
             vocab_size=padded_vocab(hf.vocab_size, runtime.layout.tp),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=runtime.pp_rank == 0 and vp_stage == 0,
@@ -101,16 +103,23 @@ class _Body(GPTModel):
         self.layers_kind = layers
         self.input_needs_gradient = False  # see _prepare
         self.rotary_pos_emb.inv_freq = rope_frequencies(hf).to(runtime.device)
+        # Angles of all positions: `_preprocess`, or Transformer Engine, picks this context-parallel rank's.
+        self.rotary_pos_emb.cp_group = None
+        self.cp_rank = runtime.cp_rank
 
     def pack(self, cu_seqlens: Tensor) -> PackedSeqParams:
-        """Return what the layers need to know of packed sequences. cu_seqlens: int64 [n+1] on the host."""
-        device = self.rotary_pos_emb.inv_freq.device
+        """Return what the layers need to know of packed sequences. cu_seqlens: int64 [n+1] on the host, of
+        the whole pack under context parallelism too."""
+        device, cp = self.rotary_pos_emb.inv_freq.device, self.config.context_parallel_size
         if self.layers_kind == "portable":
-            return PackedPlan.of(cu_seqlens, device)
+            return PackedPlan.of(cu_seqlens, device, cp, self.cp_rank)
         longest = int(cu_seqlens.diff().max())
         lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
         ends = cu_seqlens.to(device, torch.int32)
-        return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **lengths)
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **lengths)
+        if cp > 1:  # without them Transformer Engine's ring attention cuts nothing (context_parallel.py)
+            packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = ends
+        return packed
 
     def forward(
         self, tokens: Tensor, positions: Tensor, packed: PackedSeqParams, indices: Tensor, labels: Tensor
@@ -119,7 +128,7 @@ class _Body(GPTModel):
         themselves.
 
         tokens, positions: int64 [1, t]; indices: int64 [r], tokens of the pack that predict; labels: int64
-        [r], the tokens that came there."""
+        [r], the tokens that came there. Under context parallelism all are this rank's."""
         hidden = super().forward(tokens, positions, None, packed_seq_params=packed)
         return self._head(hidden, indices, labels) if self.post_process else hidden
 
@@ -287,16 +296,20 @@ def _prepare(
 
 
 def _transformer_config(
-    config: Config, hf: PretrainedConfig, runtime: Runtime, layers: str
+    config: Config, hf: PretrainedConfig, runtime: Runtime, layers: str, family: Family
 ) -> TransformerConfig:
     layout, dtype = runtime.layout, DTYPES[config.model.dtype]
-    family = family_of(hf.to_dict())
     sequence_parallel = layout.tp > 1 and config.parallel.sequence_parallel is not False
     recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective"},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }
+    if config.model.recompute_layers is not None:  # Megatron's block: the first layers of a stage alone
+        recompute["full"] |= {
+            "recompute_method": "block",
+            "recompute_num_layers": config.model.recompute_layers,
+        }
     mlp = {"ffn_hidden_size": hf.intermediate_size}
     if family.is_moe:
         if layout.tp > 1 and not sequence_parallel:
@@ -332,6 +345,7 @@ def _transformer_config(
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         sequence_parallel=sequence_parallel,
         params_dtype=dtype,
@@ -355,7 +369,9 @@ def _transformer_config(
         gradient_accumulation_fusion=runtime.device.type == "cuda" and _has_apex(),
         bias_activation_fusion=layers == "te",
         bias_dropout_fusion=layers == "te",
-        apply_rope_fusion=layers == "te",
+        rotary_interleaved=family.rotary_pairs,
+        # Megatron does not tell Transformer Engine's kernel for packed sequences that pairs are to be turned.
+        apply_rope_fusion=layers == "te" and not family.rotary_pairs,
         masked_softmax_fusion=False,
         **mlp,
         **fp8_options(config),
@@ -363,11 +379,20 @@ def _transformer_config(
     )
 
 
-def _layer_spec(config: TransformerConfig, kind: str) -> Any:
+def _layer_spec(config: TransformerConfig, kind: str, family: Family) -> Any:
+    def with_output_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
+        if family.has("_bda.output_norm.weight"):
+            block = ModuleSpec(module=AddToResidual, params={"config": config, "norm": norm})
+            layer.submodules.self_attn_bda = layer.submodules.mlp_bda = block
+        return layer
+
     if kind == "te":
-        return get_gpt_layer_with_transformer_engine_spec(
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer = get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts
         )
+        return with_output_norms(layer, TENorm)
     layer = get_gpt_layer_local_spec(
         normalization="RMSNorm", qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts
     )
@@ -381,6 +406,7 @@ def _layer_spec(config: TransformerConfig, kind: str) -> Any:
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    with_output_norms(layer, RMSNorm)
     virtual = config.virtual_pipeline_model_parallel_size or 1
     layers_here = config.num_layers // (config.pipeline_model_parallel_size * virtual)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers_here, layer_norm=RMSNorm)

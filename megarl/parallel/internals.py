@@ -87,7 +87,7 @@ def _parameters(module: str, node: ast.AST) -> tuple[list[str], set[str], bool]:
     """Return (parameters that can be given by position, all names, whether any other name is taken) of a
     function, or of the constructor of a class."""
     if isinstance(node, ast.ClassDef):
-        made = _member(module, node, "__init__")
+        made = _member(module, node, "__init__") or _member(module, node, "__new__")
         if made is not None:
             return _parameters(*made)
         fields = list(_fields(module, node))

@@ -169,9 +169,10 @@ class Plan:
         if part == "gradients":  # summed in float32, whole on every rank
             return float(held.all * SINGLE)
         # Adam's two moments, and float32 weights where the model's own are bf16, sharded by Megatron over
-        # data-parallel replicas, an expert's over the ranks that hold the same one.
-        sharded = held.shared / layout.dp + held.experts / (layout.tp * layout.dp // layout.ep)
-        single = held.single / layout.dp
+        # data- and context-parallel ranks, an expert's over the ranks that hold the same one.
+        replicas = layout.dp * layout.cp
+        sharded = held.shared / replicas + held.experts / (layout.stage // layout.ep)
+        single = held.single / replicas
         return (sharded + single) * 2 * SINGLE + (sharded * SINGLE if itemsize < SINGLE else 0.0)
 
     def activations(self, model: str) -> Activations:
@@ -179,11 +180,13 @@ class Plan:
         return activations(
             self.shape(model),
             tp,
+            cp=self.layout.cp,
             recompute=config.model.recompute,
             chunk=config.update.logprob_chunk,
             layers=self.layers,
             sequence_parallel=tp > 1 and config.parallel.sequence_parallel is not False,
             critic=model in SCALAR,
+            recomputed=(config.model.recompute_layers or 0) * self.layout.vpp or None,
         )
 
     def work(self, phase: Phase, stage: int, tokens: float) -> dict[str, float]:
@@ -195,6 +198,7 @@ class Plan:
         if phase.model is None:
             return {}
         found = self.activations(phase.model)
+        tokens /= self.layout.cp  # of each sequence a rank has its part
         if not phase.updates_weights:
             return {"activations": found.forward_only(tokens, last) * FRAGMENTATION}
         layers = self.shape(phase.model).sizes.layers // pp
@@ -264,7 +268,7 @@ class Plan:
         copies of one of them, and the rank's own part of all three."""
         stages = range(self.layout.pp)
         held = [self.trained_of(model, self.layout, stage).all for model in self.trained for stage in stages]
-        return max(held) * SINGLE * (3 + 2 + 3 / self.layout.dp)
+        return max(held) * SINGLE * (3 + 2 + 3 / (self.layout.dp * self.layout.cp))
 
     def checkpoint(self) -> float:
         """Return the bytes of one checkpoint, without padding."""
@@ -362,7 +366,7 @@ def check_fits(
 ) -> None:
     """Raise ConfigError where this run does not fit on `world` GPUs of `memory` bytes."""
     parallel = config.parallel
-    dp = world // (parallel.tp * parallel.pp)
+    dp = world // (parallel.tp * parallel.pp * parallel.cp)
     config = config.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
     problem = plan_of(config, actor, critic, memory=memory).problem()
     if problem:

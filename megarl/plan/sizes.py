@@ -151,7 +151,8 @@ class Activations:
     work         what the backward pass of a layer needs besides
     head         the most in the last stage's head, forward or backward
     head_fixed   what that head needs besides, however many tokens there are
-    forward      the most in a layer without gradients"""
+    forward      the most in a layer without gradients
+    recomputed   with recompute full: layers of a rank that are recomputed; None: all"""
 
     layer: float
     one_layer: float
@@ -160,12 +161,16 @@ class Activations:
     head_fixed: float
     forward: float
     recompute: Recompute
+    recomputed: int | None = None
 
     def training(self, tokens: float, layers: int, in_flight: float, last: bool) -> float:
         """Return the most in forward and backward of a stage with so many layers.
         in_flight: micro-batches of `tokens` whose backward pass is still to come; last: the last stage."""
-        kept = tokens * self.layer * layers * in_flight
-        again = self.one_layer if self.recompute == "full" else 0.0
+        full = self.recompute == "full"
+        whole = layers - min(layers, self.recomputed or layers) if full else 0
+        kept = tokens * (self.layer * (layers - whole) + self.one_layer * whole) * in_flight
+        # The highest layers are the first to go back: what they kept makes room for a lower one's recompute.
+        again = self.one_layer if full and not whole else 0.0
         inside = tokens * (again + self.work)
         return kept + (max(inside, tokens * self.head + self.head_fixed) if last else inside)
 
@@ -190,13 +195,16 @@ def activations(
     shape: Shape,
     tp: int,
     *,
+    cp: int = 1,
     recompute: Recompute,
     chunk: int,
     layers: str,
     sequence_parallel: bool,
     critic: bool,
+    recomputed: int | None = None,
 ) -> Activations:
-    """Count the activations of a model. chunk: vocabulary entries whose logits exist at once."""
+    """Count the activations of a model, for each token of a context-parallel rank's share. chunk: vocabulary
+    entries whose logits exist at once; recomputed: layers of a rank with model.recompute_layers."""
     sizes, b = shape.sizes, shape.itemsize
     h, heads = sizes.hidden / (tp if sequence_parallel else 1), sizes.heads / tp
     q, kv = sizes.q / tp, 2 * sizes.kv / tp
@@ -210,6 +218,7 @@ def activations(
         attention = b * (2 * q + kv) + SINGLE * heads + b * q + 4 * b * sizes.head_dim
         mlp = 5 * b * f  # gate and up, silu, the up part again, their product
         qk_norms = b * (3 * q + 1.5 * kv + q + kv)
+        output_norms = 2 * 2 * SINGLE * h + 2 * SINGLE  # input, normalised input
     else:
         # Fused norm and linear, twice: input, output, statistics; the residual's masks.
         norms = 2 * (2 * b * h + 2 * SINGLE) + 2 * h
@@ -217,11 +226,20 @@ def activations(
         attention = b * (q + kv) + b * (q + kv / 2) + b * q + SINGLE * heads
         mlp = 3 * b * f  # gate and up, their product
         qk_norms = b * (q + kv / 2)
-    if family_of(shape.config).has("q_layernorm.weight"):
+        output_norms = 2 * b * h + 2 * SINGLE
+    family = family_of(shape.config)
+    if family.has("q_layernorm.weight"):
         attention += qk_norms
+    if family.has("_bda.output_norm.weight"):
+        norms += output_norms
     one_layer = norms + attention + mlp
     # Recomputed attention keeps q, k, v as they come instead of padded, and neither its output nor its sums.
     selective = one_layer + b * (2 * q + 1.5 * kv) - (b * (2 * q + kv) + SINGLE * heads)
+    if cp > 1 and layers == "portable":
+        # Attention over gathered keys is always recomputed. (v as it comes lies in what q and k were made of,
+        # which their norms keep anyway.)
+        counted = family_of(shape.config).has("q_layernorm.weight")
+        one_layer = selective = selective - (b * (q + kv) if counted else 0.0)
     layer = {"none": one_layer, "full": b * h, "selective": selective}[recompute]
     # Norms compute in float32, and keep what they made of a bf16 input.
     final_norm = h * (3 * b + 2 * (SINGLE - b))
@@ -238,9 +256,14 @@ def activations(
         gathered = whole * b if sequence_parallel and tp > 1 else 0.0
         head = final_norm + whole * b - h * b + gathered + max(forward, backward)
         fixed = float(shard * sizes.hidden * b)
-    return Activations(
-        layer, one_layer, b * (2 * f + h), head, fixed, forward=b * (h + q + kv + 5 * f), recompute=recompute
-    )
+    work, passing = b * (2 * f + h), b * (h + q + kv + 5 * f)
+    if cp > 1:
+        # Attention, backward, when the layer's MLP has been through: in portable layers keys and values of
+        # all context-parallel ranks, as gathered and by bucket, queries and outputs, and gradients of all;
+        # Transformer Engine passes keys, values and their gradients on in buffers of one rank's share.
+        attended = 4 * b * (cp * kv + q) if layers == "portable" else b * (4 * kv + 2 * q)
+        work = max(work, attended - mlp)
+    return Activations(layer, one_layer, work, head, fixed, passing, recompute, recomputed)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from megarl.parallel.comm import any_rank, from_last_stage, gather_objects, sum_
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.offload import HostPool, Movable
 from megarl.parallel.runtime import Runtime
-from megarl.training.batch import MicroBatch
+from megarl.training.batch import MicroBatch, locate
 
 Stats = dict[str, Tensor]
 # loss(output of the head, micro-batch) -> (sum whose global denominators are inside, statistics as sums)
@@ -77,15 +77,10 @@ class InferenceModel:
         at_ends = []
         for batch in micro_batches:
             last = torch.isin(batch.token_indices, ends)
-            there = last.to(batch.labels.device)
-            at_ends.append(
-                replace(
-                    batch,
-                    logit_indices=batch.logit_indices[there] + 1,
-                    labels=batch.labels[there],
-                    token_indices=batch.token_indices[last],
-                )
-            )
+            at = batch.at[last] + 1
+            # Whatever the labels are: values do not depend on them.
+            ends_of = locate(at, torch.zeros_like(at), batch.cut, batch.tokens.device)
+            at_ends.append(replace(batch, token_indices=batch.token_indices[last], **ends_of))
         return self._columns(("scores",), experience, at_ends)["scores"][ends]
 
     def _columns(
@@ -124,7 +119,7 @@ class InferenceModel:
 
             def loss_func(output: Any) -> tuple[Tensor, Tensor, Any]:
                 started = time.perf_counter()
-                value, stats = loss(output, batch)
+                value, stats = loss(batch.gather(output), batch)
                 self.megatron_seconds -= time.perf_counter() - started
                 return value, torch.zeros((), dtype=torch.int, device=value.device), stats
 

@@ -1,5 +1,5 @@
 """Virtual stages (`parallel.vpp`): the interleaved schedule gives what one rank gives, and its checkpoints
-are read at any other layout. Layouts are (tp, pp, dp, ep, vpp)."""
+are read at any other layout. Layouts are (tp, pp, dp, ep, cp, vpp)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,22 @@ from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 
 Ranks = Callable[..., RankPool]
-Layout = tuple[int, int, int, int, int]
-ONE: Layout = (1, 1, 1, 1, 1)
+Layout = tuple[int, int, int, int, int, int]
+ONE: Layout = (1, 1, 1, 1, 1, 1)
+MORE: list[Layout] = [
+    (1, 2, 2, 1, 1, 2),
+    (2, 2, 1, 1, 1, 2),
+    (1, 4, 1, 1, 1, 2),
+    (1, 2, 1, 1, 2, 2),
+    (1, 2, 1, 1, 1, 4),
+]
 SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "layout", [(1, 2, 1, 1, 2), pytest.param((2, 2, 1, 1, 2), marks=SLOW)], ids=lambda layout: str(layout)
+    "layout",
+    [(1, 2, 1, 1, 1, 2), pytest.param((2, 2, 1, 1, 1, 2), marks=SLOW)],
+    ids=lambda layout: str(layout),
 )
 def test_logprobs_and_values_equal_hugging_face(layout: Layout, ranks: Ranks, tmp_path: Path) -> None:
     prompts, responses = sequences(307)
@@ -65,15 +74,10 @@ def gradients(
 @pytest.mark.parametrize(
     ("term", "layouts"),
     [
-        ("DAPO", [(1, 2, 1, 1, 2)]),
-        ("VAPO", [(1, 2, 1, 1, 2)]),
-        ("value", [(1, 2, 1, 1, 2)]),
-        *(
-            pytest.param(
-                term, [(1, 2, 2, 1, 2), (2, 2, 1, 1, 2), (1, 4, 1, 1, 2), (1, 2, 1, 1, 4)], marks=SLOW
-            )
-            for term in ("DAPO", "VAPO", "value")
-        ),
+        ("DAPO", [(1, 2, 1, 1, 1, 2)]),
+        ("VAPO", [(1, 2, 1, 1, 1, 2)]),
+        ("value", [(1, 2, 1, 1, 1, 2)]),
+        *(pytest.param(term, MORE, marks=SLOW) for term in ("DAPO", "VAPO", "value")),
     ],
 )
 def test_gradients_do_not_depend_on_virtual_stages(
@@ -101,10 +105,10 @@ def test_gradients_do_not_depend_on_virtual_stages(
 @pytest.mark.parametrize(
     ("layout", "recompute", "optimizer"),
     [
-        ((1, 2, 1, 1, 2), "full", {"frozen": ["embeddings"], "frozen_layers": 1}),
-        pytest.param((1, 2, 1, 1, 2), "selective", {}, marks=SLOW),
-        pytest.param((1, 2, 1, 1, 2), "none", {"frozen": ["embeddings"], "frozen_layers": 3}, marks=SLOW),
-        pytest.param((1, 2, 2, 1, 2), "full", {"frozen": ["embeddings"], "frozen_layers": 3}, marks=SLOW),
+        ((1, 2, 1, 1, 1, 2), "full", {"frozen": ["embeddings"], "frozen_layers": 1}),
+        pytest.param((1, 2, 1, 1, 1, 2), "selective", {}, marks=SLOW),
+        pytest.param((1, 2, 1, 1, 1, 2), "none", {"frozen": ["embeddings"], "frozen_layers": 3}, marks=SLOW),
+        pytest.param((1, 2, 2, 1, 1, 2), "full", {"frozen": ["embeddings"], "frozen_layers": 3}, marks=SLOW),
     ],
 )
 def test_gradients_with_recomputation_and_frozen_layers(
@@ -123,7 +127,7 @@ def test_an_engine_gets_the_weights_of_every_chunk(ranks: Ranks, tmp_path: Path)
     """To the bit, as they are exported, after an update; and samples with the trainer's probabilities."""
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, layers=4, tied=True)
     out = tmp_path / "out"
-    answers = ranks(1, 2, 1, 1, 2).run(jobs.rollout_after_update, folder=folder, out=out, prompts=PROMPTS)
+    answers = ranks(1, 2, 1, 1, 1, 2).run(jobs.rollout_after_update, folder=folder, out=out, prompts=PROMPTS)
     exported = changed_tensors(out, folder)
     AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     for answer in answers:
@@ -136,10 +140,12 @@ def test_an_engine_gets_the_weights_of_every_chunk(ranks: Ranks, tmp_path: Path)
 @pytest.mark.parametrize(
     ("written", "read"),
     [
-        ((1, 2, 1, 1, 2), [(1, 2, 1, 1, 2), (1, 2, 1, 1, 1), ONE]),
-        ((1, 2, 1, 1, 1), [(1, 2, 1, 1, 2)]),
-        pytest.param((1, 2, 2, 1, 2), [(1, 2, 2, 1, 2), (2, 2, 1, 1, 2), (1, 4, 1, 1, 1)], marks=SLOW),
-        pytest.param((1, 4, 1, 1, 1), [(1, 2, 1, 1, 2), (1, 2, 2, 1, 4)], marks=SLOW),
+        ((1, 2, 1, 1, 1, 2), [(1, 2, 1, 1, 1, 2), (1, 2, 1, 1, 1, 1), ONE]),
+        ((1, 2, 1, 1, 1, 1), [(1, 2, 1, 1, 1, 2)]),
+        pytest.param(
+            (1, 2, 2, 1, 1, 2), [(1, 2, 2, 1, 1, 2), (2, 2, 1, 1, 1, 2), (1, 4, 1, 1, 1, 1)], marks=SLOW
+        ),
+        pytest.param((1, 4, 1, 1, 1, 1), [(1, 2, 1, 1, 1, 2), (1, 2, 2, 1, 1, 4)], marks=SLOW),
     ],
     ids=str,
 )
@@ -172,7 +178,7 @@ def test_checkpoints_are_read_with_and_without_virtual_stages(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(1, 2, 2, 1, 2), (1, 2, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(1, 2, 2, 1, 1, 2), (1, 2, 2, 2, 1, 2)], ids=str)
 def test_overlaps_over_replicas_change_nothing(layout: Layout, ranks: Ranks, tmp_path: Path) -> None:
     """Gradients reduced and weights gathered beside computing, chunk by chunk; without and with experts."""
     make_tiny_model(tmp_path / "model", "qwen3" if layout[3] == 1 else "qwen3_moe", layers=4)
@@ -196,7 +202,7 @@ def test_overlaps_over_replicas_change_nothing(layout: Layout, ranks: Ranks, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(1, 2, 1, 1, 2), (1, 2, 2, 2, 2), (2, 2, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(1, 2, 1, 1, 1, 2), (1, 2, 2, 2, 1, 2), (2, 2, 1, 2, 1, 2)], ids=str)
 def test_gradients_of_a_mixture_of_experts(layout: Layout, ranks: Ranks, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen3_moe", vocab=VOCAB, layers=4)
     expected = gradients(ranks, ONE, folder, "actor", {"budget": 10_000})

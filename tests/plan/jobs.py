@@ -44,13 +44,15 @@ def config_of(
     sequence_parallel: bool | None = None,
     chunk: int = 256,
     optimizer: Mapping[str, Any] | None = None,
+    recompute_layers: int | None = None,
     **parallel: int,
 ) -> Config:
+    model = {"dtype": dtype, "recompute": recompute, "recompute_layers": recompute_layers}
     settings = {
         "recipe": "vapo",
         "run_dir": Path("unused"),
         "steps": 1,
-        "model": {"path": Path("unused"), "dtype": dtype, "recompute": recompute, "layers": "portable"},
+        "model": {"path": Path("unused"), "layers": "portable", **model},
         "parallel": {"sequence_parallel": sequence_parallel, **parallel},
         "algorithm": {"advantage": "gae"},
         "update": {"logprob_chunk": chunk},
@@ -61,7 +63,7 @@ def config_of(
 
 
 def plan_for(
-    layout: tuple[int, int, int, int],
+    layout: tuple[int, ...],
     family: str,
     dtype: str,
     critic: bool = False,
@@ -69,9 +71,9 @@ def plan_for(
     **keys: Any,
 ) -> Plan:
     """The plan of a run of such models."""
-    tp, pp, dp, ep = layout
+    tp, pp, dp, ep, cp = (*layout, 1)[:5]
     described = hf_of(family, **keys).to_dict()
-    return plan_of(config_of(dtype, optimizer=optimizer, tp=tp, pp=pp, dp=dp, ep=ep), described)
+    return plan_of(config_of(dtype, optimizer=optimizer, tp=tp, pp=pp, dp=dp, ep=ep, cp=cp), described)
 
 
 def learner_of(
@@ -79,7 +81,8 @@ def learner_of(
 ) -> tuple[Any, TrainableModel]:
     """A model with random weights, and its optimizer."""
     optimizer, sequence_parallel = keys.pop("optimizer", None), keys.pop("sequence_parallel", None)
-    config = config_of(dtype, recompute, sequence_parallel, keys.pop("chunk", 256), optimizer)
+    layers = keys.pop("recompute_layers", None)
+    config = config_of(dtype, recompute, sequence_parallel, keys.pop("chunk", 256), optimizer, layers)
     hf = hf_of(family, **keys)
     model = (build_critic if critic else build_actor)(config, hf, runtime)
     for parameter in model.parameters():
@@ -154,16 +157,19 @@ def measure(
     with LiveMemory() as memory:
         learner.compute_gradients(made, loss)
     layout = runtime.layout
+    tokens = PACK * LENGTH // layout.cp
     sequence_parallel = layout.tp > 1 and keys.get("sequence_parallel") is not False
     predicted = activations(
         Shape(hf.to_dict(), dtype),
         layout.tp,
+        cp=layout.cp,
         recompute=keys.get("recompute", "none"),
         chunk=keys.get("chunk", 256),
         layers="portable",
         sequence_parallel=sequence_parallel,
         critic=critic,
+        recomputed=keys.get("recompute_layers"),
     )
     kept = min(micro_batches, in_flight(layout, runtime.pp_rank))
     layers = hf.num_hidden_layers // layout.pp
-    return float(memory.peak), predicted.training(PACK * LENGTH, layers, kept, runtime.is_last_stage)
+    return float(memory.peak), predicted.training(tokens, layers, kept, runtime.is_last_stage)

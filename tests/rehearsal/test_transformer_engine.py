@@ -32,7 +32,14 @@ SIZES = {
     "max_position_embeddings": 4096,
 }
 EXPERTS = {"head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-FAMILIES = {"qwen2": {}, "qwen3": {"head_dim": 64}, "llama": {}, "qwen3_moe": EXPERTS}
+FAMILIES = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 64},
+    "llama": {},
+    "mistral": {},
+    "glm4": {"head_dim": 64},
+    "qwen3_moe": EXPERTS,
+}
 RECIPES = {
     "tensorwise": "Float8CurrentScaling",
     "delayed": "DelayedScaling",
