@@ -204,8 +204,10 @@ def build_parser() -> Parser:
     demo.number("--seed", None, f"of model, task and training {DEFAULT}", default=0)
     text = f"{below}, for other seeds than 0 in its seed-N {DEFAULT}"
     demo.path("--folder", None, text, default=Path("runs/demo"))
-    text = f"of a tiny mixture in the place of the dense model {DEFAULT}"
-    demo.number("--experts", None, text, default=0)
+    text = f"of the model; pipeline stages must divide them {DEFAULT}"
+    demo.number("--layers", "N", text, default=2)
+    text = f"of each layer, of which a token goes to two; 0: a dense model {DEFAULT}"
+    demo.number("--experts", "N", text, default=0)
     demo.flag("--data-only", "write the data and the untrained model, and train nothing")
     demo.overrides("parallel.tp=1; they are for the reinforcement run")
 

@@ -137,7 +137,19 @@ class ParallelConfig(Section):
     )
     cp: int = field(1, "context-parallel size: ranks over which each sequence is cut", "devices", ge=1)
     ep: int = field(1, "ranks of a stage (tp x cp x dp) that share a mixture's experts", "devices", ge=1)
-    vpp: int = field(1, "virtual stages of each pipeline rank (only 1 is implemented)", "stages", ge=1, le=1)
+    vpp: int = field(
+        1,
+        "virtual stages of each pipeline rank: the interleaved schedule",
+        "stages",
+        "arXiv 2104.04473",
+        ge=1,
+    )
+    overlap_warmup_flush: bool = field(
+        False,
+        "with vpp > 1 stages send and receive beside computing while the pipeline fills and empties too",
+        "",
+        "Megatron's overlap_p2p_comm_warmup_flush",
+    )
     sequence_parallel: bool | None = field(None, "Megatron's sequence parallelism; null: on whenever tp > 1")
     overlap_grad_reduce: bool | None = field(
         None, "reduce gradients over data-parallel ranks during the backward pass; null: where dp x cp > 4"

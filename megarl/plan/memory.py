@@ -15,7 +15,17 @@ from megarl.config.errors import ConfigError
 from megarl.config.phases import WEIGHT_TRANSFER, Phase, never_offloaded, training_phases
 from megarl.config.schema import Config
 from megarl.parallel.layout import Layout
-from megarl.plan.sizes import GIB, SINGLE, Activations, Device, Held, Shape, activations, device_of
+from megarl.plan.sizes import (
+    GIB,
+    SINGLE,
+    Activations,
+    Device,
+    Held,
+    Shape,
+    activations,
+    device_of,
+    in_flight,
+)
 from megarl.weights.families import read_config
 from megarl.weights.layout import check_frozen, check_layout
 
@@ -176,7 +186,7 @@ class Plan:
             layers=self.layers,
             sequence_parallel=tp > 1 and config.parallel.sequence_parallel is not False,
             critic=model in SCALAR,
-            recomputed=config.model.recompute_layers,
+            recomputed=(config.model.recompute_layers or 0) * self.layout.vpp or None,
         )
 
     def work(self, phase: Phase, stage: int, tokens: float) -> dict[str, float]:
@@ -192,7 +202,9 @@ class Plan:
         if not phase.updates_weights:
             return {"activations": found.forward_only(tokens, last) * FRAGMENTATION}
         layers = self.shape(phase.model).sizes.layers // pp
-        whole, without_head = (found.training(tokens, layers, pp - stage, head) for head in (last, False))
+        whole, without_head = (
+            found.training(tokens, layers, in_flight(self.layout, stage), head) for head in (last, False)
+        )
         head = (whole - without_head) * FRAGMENTATION
         return {"activations": without_head * FRAGMENTATION, "head": head}
 
@@ -312,7 +324,8 @@ class Plan:
 def with_layout(plan: Plan, tp: int, pp: int, dp: int, engine_tp: int) -> Plan:
     """Return the plan of the same run with another layout."""
     config = plan.config
-    parallel = config.parallel.model_copy(update={"tp": tp, "pp": pp, "dp": dp})
+    vpp = config.parallel.vpp if pp > 1 else 1
+    parallel = config.parallel.model_copy(update={"tp": tp, "pp": pp, "dp": dp, "vpp": vpp})
     rollout = config.rollout.model_copy(update={"engine_tp": engine_tp})
     return replace(plan, config=config.model_copy(update={"parallel": parallel, "rollout": rollout}))
 
@@ -331,7 +344,7 @@ def plan_of(
     parallel, dtype, scorer = config.parallel, config.model.dtype, config.reward.model.path
     reward = read_config(scorer) if scorer and (scorer / "config.json").is_file() else actor
     for described in (actor, critic or actor, reward):
-        check_layout(described, parallel.tp, parallel.pp, parallel.ep)
+        check_layout(described, parallel.tp, parallel.pp, parallel.ep, parallel.vpp)
     check_frozen(actor, config.actor, "actor")
     check_frozen(critic or actor, config.critic, "critic")
     shapes = Shape(actor, dtype), Shape(critic or actor, dtype)

@@ -84,7 +84,8 @@ class Shape:
         # Frozen layers are the lowest: what is trained in any is trained in the uppermost.
         pairs = [pair for pair in family_of(self.config).layer if counts(pair, top)]
         if optimizer is not None:
-            layers = max(0, min(layers, (pp_rank + 1) * layers - optimizer.frozen_layers))
+            own = layout.layers(sizes.layers, pp_rank)
+            layers = sum(layer >= optimizer.frozen_layers for layer in own)
         shared = layers * sum(local(pair, layout.tp) for pair in pairs if not pair.per_expert)
         experts = (
             layers * (sizes.experts // layout.ep) * sum(local(pair, 1) for pair in pairs if pair.per_expert)
@@ -151,7 +152,7 @@ class Activations:
     head         the most in the last stage's head, forward or backward
     head_fixed   what that head needs besides, however many tokens there are
     forward      the most in a layer without gradients
-    recomputed   with recompute full: lowest layers of a stage that are recomputed; None: all"""
+    recomputed   with recompute full: layers of a rank that are recomputed; None: all"""
 
     layer: float
     one_layer: float
@@ -178,6 +179,18 @@ class Activations:
         return tokens * (max(self.forward, self.head) if last else self.forward)
 
 
+def in_flight(layout: Layout, stage: int) -> float:
+    """Return the most micro-batches whose activations a pipeline stage keeps at once.
+
+    With virtual stages it keeps those of chunks, each a part of 1 / vpp of the stage: on the first one 1 +
+    (pp - 1) / (pp * vpp) times as many as without (arXiv 2104.04473, section 2.2)."""
+    later = layout.pp - stage - 1
+    if layout.vpp == 1:
+        return later + 1
+    # Megatron's warm-up (schedules.py:get_pp_rank_microbatches), and one forward before the first backward.
+    return (2 * later + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
+
+
 def activations(
     shape: Shape,
     tp: int,
@@ -191,7 +204,7 @@ def activations(
     recomputed: int | None = None,
 ) -> Activations:
     """Count the activations of a model, for each token of a context-parallel rank's share. chunk: vocabulary
-    entries whose logits exist at once; recomputed: model.recompute_layers."""
+    entries whose logits exist at once; recomputed: layers of a rank with model.recompute_layers."""
     sizes, b = shape.sizes, shape.itemsize
     h, heads = sizes.hidden / (tp if sequence_parallel else 1), sizes.heads / tp
     q, kv = sizes.q / tp, 2 * sizes.kv / tp

@@ -28,8 +28,10 @@ def lines(plan: Plan, where: str, lengths: Lengths, made: Estimate) -> Iterator[
     size = f"{plan.actor.parameters / 1e9:.2f} B parameters, {plan.actor.dtype}"
     yield f"model    {where}: {size}, recompute {config.model.recompute}, {plan.layers} layers"
     gpus = f"{layout.world} x {device.name} ({device.memory / GIB:.1f} GiB)"
+    virtual = f" (vpp {layout.vpp})" if layout.vpp > 1 else ""
     context = f", cp {layout.cp}" if layout.cp > 1 else ""
-    yield f"layout   tp {layout.tp}, pp {layout.pp}, dp {layout.dp}{context}: {gpus} on {plan.nodes} nodes"
+    sizes = f"tp {layout.tp}, pp {layout.pp}{virtual}, dp {layout.dp}{context}"
+    yield f"layout   {sizes}: {gpus} on {plan.nodes} nodes"
     if config.recipe != "sft":
         engines = f"{layout.world // plan.engine_tp} of tp {plan.engine_tp} ({config.rollout.engine})"
         yield f"engines  {engines}, KV cache of each {plan.cache_tokens:,.0f} tokens"

@@ -76,7 +76,7 @@ def estimate(plan: Plan, lengths: Lengths) -> Estimate:
     # Each optimizer step begins and ends a pipeline of its own.
     updates = 1 if config.recipe == "sft" else max(1, config.responses // config.update.mini_batch)
     packs = max(1.0, tokens / config.update.tokens_per_micro_batch / layout.dp)
-    bubble = 1 + (layout.pp - 1) / max(packs / updates, 1.0)
+    bubble = 1 + (layout.pp - 1) / (max(packs / updates, 1.0) * layout.vpp)
     speed = device.tflops * 1e12 * TRAINING * layout.world
     square = fmean(length + prompt for length in quantiles)
     # One pass through a stage: each layer gathers and scatters the hidden states twice, within a node.
@@ -185,7 +185,7 @@ def search(plan: Plan, lengths: Lengths) -> list[Found]:
 def _judge(plan: Plan, lengths: Lengths) -> Found:
     try:
         for shape in (plan.actor, plan.critic, plan.shape("reward")):
-            check_layout(shape.config, plan.layout.tp, plan.layout.pp, plan.layout.ep)
+            check_layout(shape.config, plan.layout.tp, plan.layout.pp, plan.layout.ep, plan.layout.vpp)
         problem = plan.problem()
     except (MegarlError, ValueError) as error:
         problem = str(error)

@@ -132,7 +132,8 @@ def preflight_evaluation(
         folder = _open_folder(config.model.path, key)
     else:
         folder = Described(config.model.path, read_config(config.model.path))
-    check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
+    sizes = config.parallel
+    check_layout(folder.config, sizes.tp, sizes.pp, sizes.ep, sizes.vpp)
     _check_buildable(folder.path, key)
     tokenizer = check_tokenizer(config, folder, key)
     _check_positions(config, where, folder)
@@ -146,7 +147,8 @@ def preflight_evaluation(
 def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> ModelFolder:
     """Read a folder's headers, check its sizes against the parallel layout, and return it."""
     folder = _open_folder(path, key, critic=critic)
-    check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
+    sizes = config.parallel
+    check_layout(folder.config, sizes.tp, sizes.pp, sizes.ep, sizes.vpp)
     check_sizes(config, folder.config, key)
     _check_buildable(folder.path, key)
     return folder
