@@ -6,7 +6,7 @@ All of it comes from the configuration and the models' sizes alone.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -71,6 +71,22 @@ class Plan:
     def layout(self) -> Layout:
         sizes = self.config.parallel
         return Layout(sizes.tp, sizes.pp, sizes.dp or 1, sizes.ep, sizes.cp, sizes.vpp)
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """Return the pipeline stages one of which is the fullest: the first has the embedding and the most
+        micro-batches in flight, the last a head. Frozen layers, which are the lowest, empty the first."""
+        last = self.layout.pp - 1
+        if self.config.actor.frozen_layers or self.config.critic.frozen_layers:
+            return tuple(range(last + 1))
+        return (0, last) if last else (0,)
+
+    @property
+    def recomputed_share(self) -> float:
+        """Return the share of the layers that model.recompute full computes again."""
+        model, chunks = self.config.model, self.layout.pp * self.layout.vpp
+        layers = max(1, self.actor.sizes.layers // chunks)
+        return min(1.0, (model.recompute_layers or layers) / layers) if model.recompute == "full" else 0.0
 
     @property
     def nodes(self) -> int:
@@ -159,9 +175,10 @@ class Plan:
         if part == "gradients":  # summed in float32, whole on every rank
             return float(held.all * SINGLE)
         # Adam's two moments, and float32 weights where the model's own are bf16, sharded by Megatron over
-        # data-parallel replicas, an expert's over the ranks that hold the same one.
-        sharded = held.shared / layout.dp + held.experts / (layout.tp * layout.dp // layout.ep)
-        single = held.single / layout.dp
+        # data- and context-parallel ranks, an expert's over the ranks that hold the same one.
+        replicas = layout.dp * layout.cp
+        sharded = held.shared / replicas + held.experts / (layout.stage // layout.ep)
+        single = held.single / replicas
         return (sharded + single) * 2 * SINGLE + (sharded * SINGLE if itemsize < SINGLE else 0.0)
 
     def activations(self, model: str) -> Activations:
@@ -181,24 +198,29 @@ class Plan:
         """Return the bytes that a phase allocates besides its tensor groups. tokens: of a micro-batch."""
         if phase.name == WEIGHT_TRANSFER.name:
             return {"transfer buckets": self.transfer_memory}
-        pp = self.layout.pp
+        pp, vpp = self.layout.pp, self.layout.vpp
         last = stage == pp - 1
         if phase.model is None:
             return {}
         found = self.activations(phase.model)
+        tokens /= self.layout.cp  # of each sequence a rank has its part
         if not phase.updates_weights:
             return {"activations": found.forward_only(tokens, last) * FRAGMENTATION}
+        # Megatron's interleaved schedule begins 2 (pp - 1 - stage) + (vpp - 1) pp + 1 micro-batches of a
+        # virtual stage before the first goes back; without it pp - stage.
+        in_flight = (2 * (pp - 1 - stage) + (vpp - 1) * pp + 1) / vpp if vpp > 1 else pp - stage
         layers = self.shape(phase.model).sizes.layers // pp
-        whole, without_head = (found.training(tokens, layers, pp - stage, head) for head in (last, False))
+        whole, without_head = (found.training(tokens, layers, in_flight, head) for head in (last, False))
         head = (whole - without_head) * FRAGMENTATION
         return {"activations": without_head * FRAGMENTATION, "head": head}
 
-    def needs(self, tokens: float | None = None) -> Iterator[Need]:
-        """Yield each phase's need on the fullest stage. tokens: of a micro-batch; None: `pack`."""
+    def needs(self, tokens: float | None = None, phases: Sequence[Phase] | None = None) -> Iterator[Need]:
+        """Yield each phase's need on the fullest stage. tokens: of a micro-batch; None: `pack`; phases: None:
+        all."""
         tokens = self.pack if tokens is None else tokens
-        for phase in self.phases:
+        for phase in self.phases if phases is None else phases:
             needs = []
-            for stage in range(self.layout.pp):
+            for stage in self.stages:
                 parts = {name: self.group(name, stage) for name in sorted(phase.on_gpu | self.keep)}
                 parts |= {**self.work(phase, stage, tokens), "contexts": OVERHEAD}
                 needs.append(Need(phase.name, parts, stage))
@@ -224,7 +246,7 @@ class Plan:
         away = max(
             sum(self.group(name, stage) for name in sorted(returning - phase.on_gpu - self.keep))
             for phase in self.phases
-            for stage in range(self.layout.pp)
+            for stage in self.stages
         )
         columns = frozenset[str]().union(*(phase.writes for phase in training_phases(config))) - {"tokens"}
         # Every rank has the step's whole batch.
@@ -251,9 +273,8 @@ class Plan:
         """Return the bytes of a rank's host memory while a model is saved or loaded: each replica gathers the
         whole optimizer of its shard, three float32 numbers a parameter. On the way Megatron has two more
         copies of one of them, and the rank's own part of all three."""
-        stages = range(self.layout.pp)
-        held = [self.trained_of(model, self.layout, stage).all for model in self.trained for stage in stages]
-        return max(held) * SINGLE * (3 + 2 + 3 / self.layout.dp)
+        held = [self.trained_of(m, self.layout, s).all for m in self.trained for s in self.stages]
+        return max(held) * SINGLE * (3 + 2 + 3 / (self.layout.dp * self.layout.cp))
 
     def checkpoint(self) -> float:
         """Return the bytes of one checkpoint, without padding."""
@@ -264,11 +285,12 @@ class Plan:
             total += self.trained_of(model, Layout(), 0).all * 3 * SINGLE
         return total
 
-    def problem(self) -> str | None:
-        """Return why the run does not fit, in one line that says what to change; None where it does."""
+    def problem(self, room: float = 0.0) -> str | None:
+        """Return why the run does not fit, in one line that says what to change; None where it does.
+        room: bytes of each GPU that must stay free."""
         rollout, memory = self.config.rollout, self.device.memory
         for need in self.needs():
-            if need.total > memory:
+            if need.total + room > memory:
                 parts = sorted(need.parts.items(), key=lambda pair: -pair[1])[:4]
                 listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
                 return (
@@ -303,15 +325,12 @@ class Plan:
             return f"lower update.tokens_per_micro_batch to {budget}"
         if self.config.model.recompute != "full":
             return "set model.recompute=full"
+        if self.config.model.recompute_layers:
+            model = self.config.model.model_copy(update={"recompute_layers": None})
+            all_layers = replace(self, config=self.config.model_copy(update={"model": model}))
+            if max(need.total for need in all_layers.needs()) <= self.device.memory:
+                return f"raise model.recompute_layers {self.config.model.recompute_layers}, or set it to null"
         return "raise parallel.tp or parallel.pp, or lower rollout.max_response_tokens"
-
-
-def with_layout(plan: Plan, tp: int, pp: int, dp: int, engine_tp: int) -> Plan:
-    """Return the plan of the same run with another layout."""
-    config = plan.config
-    parallel = config.parallel.model_copy(update={"tp": tp, "pp": pp, "dp": dp})
-    rollout = config.rollout.model_copy(update={"engine_tp": engine_tp})
-    return replace(plan, config=config.model_copy(update={"parallel": parallel, "rollout": rollout}))
 
 
 def plan_of(
