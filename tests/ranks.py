@@ -46,22 +46,23 @@ class RankPool:
     """The ranks of one layout on this machine. A job that fails on any rank raises RuntimeError with that
     rank's traceback."""
 
-    def __init__(self, tp: int, pp: int, dp: int, ep: int = 1, *, forked: bool = True) -> None:
+    def __init__(self, tp: int, pp: int, dp: int, ep: int = 1, cp: int = 1, *, forked: bool = True) -> None:
         """forked: else each rank imports for itself, with the environment of now."""
         from torch.distributed import TCPStore
 
         context: Any = FORK if forked else multiprocessing.get_context("spawn")
-        config = ParallelConfig(tp=tp, pp=pp, ep=ep, device="cpu", timeout=120)
+        config = ParallelConfig(tp=tp, pp=pp, ep=ep, cp=cp, device="cpu", timeout=120)
         # The store is ours and listens before a rank starts: a port that was merely free a moment ago may be
         # anybody's by then.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(tp * pp * dp):
+        world = tp * pp * dp * cp
+        for rank in range(world):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, tp * pp * dp, self.store.port, config, theirs, list(sys.path)),
+                args=(rank, world, self.store.port, config, theirs, list(sys.path)),
                 daemon=True,
             )
             process.start()

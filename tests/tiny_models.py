@@ -14,15 +14,31 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     GenerationConfig,
+    Glm4Config,
     LlamaConfig,
+    MistralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
-Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama"]
-CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "llama": LlamaConfig}
+Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "glm4"]
+CONFIGS = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "glm4": Glm4Config,
+}
+# What a family's configuration must say besides sizes (megarl/weights/families.py, `requires`).
+SWITCHES: dict[str, dict[str, Any]] = {
+    "qwen3": {"attention_bias": False},
+    "qwen3_moe": {"attention_bias": False},
+    "llama": {"attention_bias": False},
+    "mistral": {"sliding_window": None},
+}
 MODELS = {
     None: AutoModelForCausalLM,
     "sequence": AutoModelForSequenceClassification,
@@ -81,14 +97,13 @@ def make_config(
         if rope == "default"
         else {"rope_theta": 500000.0, **LLAMA3_ROPE}
     )
-    extra = {"attention_bias": False} if family in ("qwen3", "qwen3_moe", "llama") else {}
     return CONFIGS[family](
         tie_word_embeddings=tied,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=2,
         rope_parameters=rope_parameters,
-        **extra,
+        **SWITCHES.get(family, {}),
         **sizes,
     )
 
@@ -116,6 +131,7 @@ def make_tiny_model(
     rope_style: Literal["classic", "parameters"] = "classic",
     chat_template: bool = True,
     max_shard_bytes: int | None = None,
+    **keys: Any,
 ) -> Path:
     """Writes config.json, safetensors, tokenizer and generation_config.json into `folder` and returns it.
 
@@ -124,7 +140,7 @@ def make_tiny_model(
     (not qwen2) may differ from hidden / heads. `experts` and `active` are of qwen3_moe; an expert is half as
     wide as `ffn`. `rope_style`: "classic" writes rope_theta and rope_scaling as published models do,
     "parameters" what transformers 5 writes. `max_shard_bytes` splits the weights into several files with an
-    index.
+    index. `keys`: others of config.json.
     """
     sizes = {
         "vocab_size": vocab,
@@ -137,7 +153,7 @@ def make_tiny_model(
     }
     if head_dim is not None and family != "qwen2":
         sizes["head_dim"] = head_dim
-    elif family in ("qwen3", "qwen3_moe"):
+    elif family in ("qwen3", "qwen3_moe", "glm4"):
         sizes["head_dim"] = hidden // heads
     if family == "qwen3_moe":
         sizes |= {
@@ -148,7 +164,7 @@ def make_tiny_model(
         }
     if classification:
         sizes["num_labels"] = 1
-    config = make_config(family, tied=tied, rope=rope, **sizes)
+    config = make_config(family, tied=tied, rope=rope, **sizes, **keys)
     model = MODELS[classification].from_config(config)
     randomise(model, seed)
     model = model.to(dtype)
@@ -179,6 +195,8 @@ def use_classic_rope(path: Path) -> None:
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config["torch_dtype"] = config.pop("dtype")
     path.write_text(json.dumps(config, indent=2) + "\n")

@@ -158,7 +158,8 @@ def plan_weights(path: Path, overrides: Sequence[str], model: str | None, verify
     experts = f", ep {layout.ep}" if layout.ep > 1 else ""
     tp, engine = config.rollout.engine_tp, config.rollout.engine
     engine_dtype = dtype if config.rollout.weights_dtype == "model" else "fp8 in blocks"
-    actor = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}{experts}"
+    context = f", cp {layout.cp}" if layout.cp > 1 else ""
+    actor = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}{context}{experts}"
     print(f"model    {where}: {size}")
     print(f"actor    {actor}: {layout.world} GPUs on {nodes} nodes")
     print(f"engines  {layout.world // tp} of tp {tp} ({engine}), weights in {engine_dtype}")

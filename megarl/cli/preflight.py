@@ -128,7 +128,7 @@ def preflight(
 def planned_needs(config: Config, world: int) -> tuple[float, float]:
     """Return the bytes of a node's memory and of the disk that a run of `world` ranks needs: as `megarl plan`
     says, and one checkpoint more than are kept, because the oldest goes when the newest is complete."""
-    dp = world // (config.parallel.tp * config.parallel.pp)
+    dp = world // (config.parallel.tp * config.parallel.pp * config.parallel.cp)
     parallel = config.parallel.model_copy(update={"dp": dp})
     made = plan_of(config.model_copy(update={"parallel": parallel}), planning_config(config.model.path)[1])
     checkpoints = config.checkpoint.keep + 1 if config.checkpoint.every else 0

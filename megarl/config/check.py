@@ -20,7 +20,8 @@ SAMPLED = (
     "reward.model",
     "reward.terms",
     "reward.weight",
-    *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight", "dual_clip", "whiten")),
+    *(f"algorithm.{key}" for key in ("surrogate", "old_logprobs", "dual_clip", "whiten")),
+    *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight")),
     "algorithm.mismatch",
     "evaluation.every",
 )
@@ -84,6 +85,10 @@ def _problems(c: Config) -> Iterator[str]:
             what = "recipe delayed scales all layers or none"
             yield f"model.fp8.first_last_layers_bf16: {what} (choose tensorwise, or set it to false)"
 
+    longest, chunks = c.data.max_prompt_tokens + c.rollout.max_response_tokens, 2 * c.parallel.cp
+    if chunks > max(longest, 2):
+        what = f"{c.parallel.cp} ranks cut each sequence into {chunks} chunks, and none has over {longest}"
+        yield f"parallel.cp: {what} tokens (lower it)"
     if c.residency.keep and c.residency.offload is False:
         what = "has no effect with residency.offload false, with which everything stays"
         yield f"residency.keep: {what} (leave one of them out)"

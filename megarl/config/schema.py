@@ -131,7 +131,7 @@ class ParallelConfig(Section):
     dp: int | None = field(
         None, "data-parallel size; null: what the launcher gives (1 where megarl launches)", "devices", ge=1
     )
-    cp: int = field(1, "context-parallel size (only 1 is implemented)", "devices", ge=1, le=1)
+    cp: int = field(1, "context-parallel size: ranks over which each sequence is cut", "devices", ge=1)
     ep: int = field(1, "ranks of a stage (tp x cp x dp) that share a mixture's experts", "devices", ge=1)
     vpp: int = field(1, "virtual stages of each pipeline rank (only 1 is implemented)", "stages", ge=1, le=1)
     sequence_parallel: bool | None = field(None, "Megatron's sequence parallelism; null: on whenever tp > 1")
@@ -498,7 +498,11 @@ class UpdateConfig(Section):
     )
     epochs: int = field(1, "actor passes over each rollout", "epochs", ge=1)
     tokens_per_micro_batch: int = field(
-        32768, "packed tokens per micro-batch; one longer sample has a micro-batch of its own", "tokens", ge=1
+        32768,
+        "packed tokens per micro-batch, of which a context-parallel rank has its share; "
+        "one longer sample has a micro-batch of its own",
+        "tokens",
+        ge=1,
     )
     logprob_chunk: int = field(
         1024, "vocabulary entries whose logits exist at once", "entries of a shard", ge=1

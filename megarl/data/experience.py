@@ -195,6 +195,22 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return batches
 
 
+def cut(cu_seqlens: Tensor, cp: int) -> tuple[Tensor, Tensor]:
+    """Return for each token of a pack the context-parallel rank that has it, and its place there, int64 [t]
+    each.
+
+    Each sequence, of a multiple of 2 * cp tokens, is cut into 2 * cp chunks, and rank r has chunks r and
+    2 * cp - 1 - r of every one: as many causal pairs on each rank (what Transformer Engine's
+    thd_get_partitioned_indices gives)."""
+    chunk = cu_seqlens.diff() // (2 * cp)
+    starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
+    sizes = torch.repeat_interleave(chunk, cu_seqlens.diff())
+    positions = torch.arange(int(cu_seqlens[-1])) - starts
+    number = positions // sizes
+    rank = torch.minimum(number, 2 * cp - 1 - number)
+    return rank, starts // cp + positions % sizes + torch.where(number < cp, 0, sizes)
+
+
 def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Return one list of indices into `costs` per rank, of nearly equal sums.
 

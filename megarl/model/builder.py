@@ -8,7 +8,9 @@ critic.head_std says.
 from __future__ import annotations
 
 import importlib
-from typing import Any, TypeVar
+import re
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +30,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -40,15 +43,15 @@ from megarl.model.fp8 import check_device, fp8_options
 from megarl.model.hf_config import head_dim, rope_frequencies
 from megarl.model.hf_config import read_hf_config as read_hf_config
 from megarl.model.logprob_head import vocab_parallel_logprobs
-from megarl.model.portable import PackedAttention, PackedPlan, RMSNorm
+from megarl.model.portable import AddToResidual, PackedAttention, PackedPlan, RMSNorm
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import padded_vocab
 from megarl.parallel.machine import transformer_engine_problem
 from megarl.parallel.runtime import Runtime
-from megarl.weights.families import family_of, is_frozen, table_names
+from megarl.weights.families import Family, family_of, is_frozen, table_names
 from megarl.weights.layout import parameters
 
-Model = TypeVar("Model", bound=GPTModel)
+LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -80,32 +83,43 @@ def _has_apex() -> bool:
 class _Body(GPTModel):
     """GPTModel over packed sequences that stops at the hidden states."""
 
-    def __init__(self, config: Config, hf: PretrainedConfig, runtime: Runtime, *, tied: bool) -> None:
+    def __init__(
+        self, config: Config, hf: PretrainedConfig, runtime: Runtime, vp_stage: int, *, tied: bool
+    ) -> None:
         layers = choose_layers(config.model, runtime.device)
-        megatron = _transformer_config(config, hf, runtime, layers)
+        family = family_of(hf.to_dict())
+        megatron = _transformer_config(config, hf, runtime, layers, family)
         super().__init__(
             config=megatron,
-            transformer_layer_spec=_layer_spec(megatron, layers),
+            transformer_layer_spec=_layer_spec(megatron, layers, family),
             vocab_size=padded_vocab(hf.vocab_size, runtime.layout.tp),
             max_sequence_length=hf.max_position_embeddings,
-            pre_process=runtime.pp_rank == 0,
-            post_process=runtime.is_last_stage,
+            pre_process=runtime.pp_rank == 0 and vp_stage == 0,
+            post_process=runtime.is_last_stage and vp_stage == runtime.layout.vpp - 1,
             share_embeddings_and_output_weights=tied,
             position_embedding_type="rope",
+            vp_stage=vp_stage,
         )
         self.layers_kind = layers
         self.input_needs_gradient = False  # see _prepare
         self.rotary_pos_emb.inv_freq = rope_frequencies(hf).to(runtime.device)
+        # Angles of all positions: `_preprocess`, or Transformer Engine, picks this context-parallel rank's.
+        self.rotary_pos_emb.cp_group = None
+        self.cp_rank = runtime.cp_rank
 
     def pack(self, cu_seqlens: Tensor) -> PackedSeqParams:
-        """Return what the layers need to know of packed sequences. cu_seqlens: int64 [n+1] on the host."""
-        device = self.rotary_pos_emb.inv_freq.device
+        """Return what the layers need to know of packed sequences. cu_seqlens: int64 [n+1] on the host, of
+        the whole pack under context parallelism too."""
+        device, cp = self.rotary_pos_emb.inv_freq.device, self.config.context_parallel_size
         if self.layers_kind == "portable":
-            return PackedPlan.of(cu_seqlens, device)
+            return PackedPlan.of(cu_seqlens, device, cp, self.cp_rank)
         longest = int(cu_seqlens.diff().max())
         lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
         ends = cu_seqlens.to(device, torch.int32)
-        return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **lengths)
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **lengths)
+        if cp > 1:  # without them Transformer Engine's ring attention cuts nothing (context_parallel.py)
+            packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = ends
+        return packed
 
     def forward(
         self, tokens: Tensor, positions: Tensor, packed: PackedSeqParams, indices: Tensor, labels: Tensor
@@ -114,7 +128,7 @@ class _Body(GPTModel):
         themselves.
 
         tokens, positions: int64 [1, t]; indices: int64 [r], tokens of the pack that predict; labels: int64
-        [r], the tokens that came there."""
+        [r], the tokens that came there. Under context parallelism all are this rank's."""
         hidden = super().forward(tokens, positions, None, packed_seq_params=packed)
         return self._head(hidden, indices, labels) if self.post_process else hidden
 
@@ -138,8 +152,8 @@ class _Body(GPTModel):
 class Actor(_Body):
     """forward(...) -> (logprobs, entropy), float32 [r] each."""
 
-    def __init__(self, config: Config, hf: PretrainedConfig, runtime: Runtime) -> None:
-        super().__init__(config, hf, runtime, tied=bool(hf.tie_word_embeddings))
+    def __init__(self, config: Config, hf: PretrainedConfig, runtime: Runtime, vp_stage: int) -> None:
+        super().__init__(config, hf, runtime, vp_stage, tied=bool(hf.tie_word_embeddings))
         shard = padded_vocab(hf.vocab_size, runtime.layout.tp) // runtime.layout.tp
         self.vocab_start = shard * runtime.tp_rank
         self.vocab_shard_size = max(0, min(shard, hf.vocab_size - self.vocab_start))
@@ -167,8 +181,8 @@ class Actor(_Body):
 class Critic(_Body):
     """forward(...) -> values, float32 [r]. Its embeddings are not tied."""
 
-    def __init__(self, config: Config, hf: PretrainedConfig, runtime: Runtime) -> None:
-        super().__init__(config, hf, runtime, tied=False)
+    def __init__(self, config: Config, hf: PretrainedConfig, runtime: Runtime, vp_stage: int) -> None:
+        super().__init__(config, hf, runtime, vp_stage, tied=False)
         if self.post_process:
             del self.output_layer
             self.value_head = skip_init(
@@ -187,28 +201,65 @@ class Critic(_Body):
         return values.squeeze(1).index_select(0, indices)
 
 
-def build_actor(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Actor:
+class ModelChunks(torch.nn.Module):
+    """A rank's part of an actor or critic: its chunks, one for each virtual stage (`parallel.vpp`), in the
+    order in which a token goes through them."""
+
+    def __init__(
+        self, kind: type[Actor | Critic], config: Config, hf: PretrainedConfig, runtime: Runtime
+    ) -> None:
+        super().__init__()
+        with on_cpu():
+            made = [kind(config, hf, runtime, stage) for stage in range(runtime.layout.vpp)]
+        self.chunks: Any = torch.nn.ModuleList(made)
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Return what the first chunk was built from: Megatron's schedule reads no other's."""
+        return self.chunks[0].config
+
+    @property
+    def device(self) -> torch.device:
+        """Return where inputs belong."""
+        return self.chunks[0].rotary_pos_emb.inv_freq.device
+
+    def pack(self, cu_seqlens: Tensor) -> PackedSeqParams:
+        """Return what the layers need to know of packed sequences; see `_Body.pack`."""
+        return self.chunks[0].pack(cu_seqlens)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the parameters as if the chunks were one model, the rank's layers numbered through
+        (weights/layout.py:parameters)."""
+        before = 0
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters(*args, **kwargs):
+                yield LAYER.sub(lambda match: str(int(match[0]) + before), name), parameter  # noqa: B023
+            before += len(chunk.decoder.layers)
+
+
+def build_actor(config: Config, hf: PretrainedConfig, runtime: Runtime) -> ModelChunks:
     """Build this rank's part of the actor, weights undefined."""
-    with on_cpu():
-        model = Actor(config, hf, runtime)
+    model = ModelChunks(Actor, config, hf, runtime)
     return _prepare(model, hf, config.actor, runtime)
 
 
-def build_critic(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Critic:
+def build_critic(config: Config, hf: PretrainedConfig, runtime: Runtime) -> ModelChunks:
     """Build this rank's part of the critic, weights undefined but for the value head's."""
-    with on_cpu():
-        model = Critic(config, hf, runtime)
-    if model.post_process and config.critic.head_std:
-        weight = model.value_head.weight.data
+    model = ModelChunks(Critic, config, hf, runtime)
+    if model.chunks[-1].post_process and config.critic.head_std:
+        weight = model.chunks[-1].value_head.weight.data
         alike = torch.Generator().manual_seed(config.seed)  # on all ranks
         weight.copy_(config.critic.head_std * torch.randn(weight.shape, generator=alike))
     return _prepare(model, hf, config.critic, runtime)
 
 
-def _prepare(model: Model, hf: PretrainedConfig, optimizer: OptimizerConfig, runtime: Runtime) -> Model:
+def _prepare(
+    model: ModelChunks, hf: PretrainedConfig, optimizer: OptimizerConfig, runtime: Runtime
+) -> ModelChunks:
     """Fuse gradients, mark shards, freeze what the optimizer leaves alone, and move the model to its
     device."""
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         # Transformer Engine's linears add a weight's gradient to Megatron's FP32 buffer by themselves.
         # Megatron would have them told by gradient_accumulation_fusion, but without apex its head then
         # refuses to be built, whose forward is never called.
@@ -231,23 +282,23 @@ def _prepare(model: Model, hf: PretrainedConfig, optimizer: OptimizerConfig, run
             parameter.allreduce = False
     if optimizer.freezes:
         # Before Megatron's DDP and optimizer are built, which pass over what needs no gradient.
-        own = parameters(hf.to_dict(), runtime.layout, runtime.pp_rank, 0, critic=isinstance(model, Critic))
+        critic = isinstance(model.chunks[0], Critic)
+        own = parameters(hf.to_dict(), runtime.layout, runtime.pp_rank, 0, critic=critic)
         frozen = {name for name, pair, layer, _ in own if is_frozen(pair, layer, optimizer)}
         for name, parameter in table_names(dict(model.named_parameters())).items():
             parameter.requires_grad_(name not in frozen)
         # Recomputation of whole layers gives a layer's weights no gradients where its input needs none, as
         # the first layer's does not behind frozen embeddings, nor any behind frozen layers.
-        trained = any(parameter.requires_grad for parameter in model.decoder.layers.parameters())
-        full = model.config.recompute_granularity == "full"
-        model.input_needs_gradient = model.pre_process and full and trained
+        first, full = model.chunks[0], model.config.recompute_granularity == "full"
+        trained = any(parameter.requires_grad for parameter in first.decoder.layers.parameters())
+        first.input_needs_gradient = first.pre_process and full and trained
     return model.to(runtime.device)
 
 
 def _transformer_config(
-    config: Config, hf: PretrainedConfig, runtime: Runtime, layers: str
+    config: Config, hf: PretrainedConfig, runtime: Runtime, layers: str, family: Family
 ) -> TransformerConfig:
     layout, dtype = runtime.layout, DTYPES[config.model.dtype]
-    family = family_of(hf.to_dict())
     sequence_parallel = layout.tp > 1 and config.parallel.sequence_parallel is not False
     recompute: dict[str, dict[str, Any]] = {
         "none": {},
@@ -294,6 +345,7 @@ def _transformer_config(
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         sequence_parallel=sequence_parallel,
         params_dtype=dtype,
@@ -309,7 +361,9 @@ def _transformer_config(
         gradient_accumulation_fusion=runtime.device.type == "cuda" and _has_apex(),
         bias_activation_fusion=layers == "te",
         bias_dropout_fusion=layers == "te",
-        apply_rope_fusion=layers == "te",
+        rotary_interleaved=family.rotary_pairs,
+        # Megatron does not tell Transformer Engine's kernel for packed sequences that pairs are to be turned.
+        apply_rope_fusion=layers == "te" and not family.rotary_pairs,
         masked_softmax_fusion=False,
         **mlp,
         **fp8_options(config),
@@ -317,11 +371,20 @@ def _transformer_config(
     )
 
 
-def _layer_spec(config: TransformerConfig, kind: str) -> Any:
+def _layer_spec(config: TransformerConfig, kind: str, family: Family) -> Any:
+    def with_output_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
+        if family.has("_bda.output_norm.weight"):
+            block = ModuleSpec(module=AddToResidual, params={"config": config, "norm": norm})
+            layer.submodules.self_attn_bda = layer.submodules.mlp_bda = block
+        return layer
+
     if kind == "te":
-        return get_gpt_layer_with_transformer_engine_spec(
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer = get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts
         )
+        return with_output_norms(layer, TENorm)
     layer = get_gpt_layer_local_spec(
         normalization="RMSNorm", qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts
     )
@@ -335,5 +398,6 @@ def _layer_spec(config: TransformerConfig, kind: str) -> Any:
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    with_output_norms(layer, RMSNorm)
     layers_here = config.num_layers // config.pipeline_model_parallel_size
     return TransformerBlockSubmodules(layer_specs=[layer] * layers_here, layer_norm=RMSNorm)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 import torch
@@ -40,10 +41,12 @@ RECIPES = {
 
 def pack_multiple(config: Any) -> int:
     """Return what the number of a pack's tokens must be a multiple of, for a Megatron TransformerConfig: with
-    sequence parallelism each tensor-parallel rank has its share of them, and with FP8 each share is
-    quantised."""
+    sequence parallelism each tensor-parallel rank has its share of them, with context parallelism each rank
+    its two chunks, and with FP8 each share is quantised."""
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    return ranks * (RECIPES[config.fp8_recipe].multiple if config.fp8 else 1)
+    multiple = ranks * (RECIPES[config.fp8_recipe].multiple if config.fp8 else 1)
+    cp = config.context_parallel_size
+    return cp * lcm(2, multiple) if cp > 1 else multiple
 
 
 def fp8_options(config: Config) -> dict[str, Any]:

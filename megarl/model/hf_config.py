@@ -3,7 +3,9 @@ Imports without Megatron, so that it can be asked before ranks are started."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,18 +34,20 @@ def check_buildable(folder: Path) -> None:
     CheckpointError naming config.json and the key."""
     described, hf = read_config(folder), read_hf_config(folder)
     sizes = Sizes.of(described)
-    taken = {
+    taken: dict[str, tuple[Any, Any]] = {
         "num_hidden_layers": (sizes.layers, hf.num_hidden_layers),
         "num_key_value_heads": (sizes.kv_heads, hf.num_key_value_heads),
         "head_dim": (sizes.head_dim, head_dim(hf)),
         "tie_word_embeddings": (is_tied(described), hf.tie_word_embeddings),
     }
+    for key, value in family_of(described).requires:
+        found = getattr(hf, key, None)
+        taken[key] = (value, value if found is None else found)
     try:
         for key, (ours, theirs) in taken.items():
             if ours != theirs:  # left out, and transformers' default is not that of the weights' table
-                raise CheckpointError(
-                    f"config.json: {key}: is missing, and transformers takes {theirs}, not {ours} (add it)"
-                )
+                meant = f"transformers takes {json.dumps(theirs)}, not {json.dumps(ours)}"
+                raise CheckpointError(f"config.json: {key}: is missing, and {meant} (add it)")
         if not bool(rope_frequencies(hf).isfinite().all()):
             problem = "gives frequencies that are not finite (is it, or a factor, very small?)"
             raise CheckpointError(f"config.json: rope_theta: {problem}")
@@ -56,13 +60,13 @@ def check_buildable(folder: Path) -> None:
 
 def rope_frequencies(hf: PretrainedConfig) -> Tensor:
     """Return the inverse frequencies by Hugging Face's own functions, so that every scaling that it knows is
-    exact. float32 [head_dim / 2].
+    exact. float32 [half of what is rotated of a head].
 
     Raises CheckpointError for a rope_type that cannot be computed or scales attention too."""
     rope = hf.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        dim = head_dim(hf)
+        dim = int(head_dim(hf) * rope.get("partial_rotary_factor", 1.0))
         return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     try:
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf)

@@ -61,8 +61,9 @@ class Runtime:
 
     @property
     def is_replica_leader(self) -> bool:
-        """True on the rank whose numbers count for its replica: the first TP rank of the last stage."""
-        return self.tp_rank == 0 and self.is_last_stage
+        """True on the rank whose numbers count for its replica: the first TP and CP rank of the last
+        stage."""
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.is_last_stage
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -104,12 +105,12 @@ def launched_world() -> int:
 def layout_for(config: ParallelConfig, world: int) -> Layout:
     """Return the layout on `world` devices. Raises ConfigError where the sizes do not fit."""
     model_parallel = config.tp * config.pp * config.cp
+    sizes = f"tp {config.tp} x pp {config.pp}" + (f" x cp {config.cp}" if config.cp > 1 else "")
     if world % model_parallel:
-        sizes = f"tp {config.tp} x pp {config.pp}"
         raise ConfigError(f"parallel: {sizes} does not divide the {world} launched processes")
     dp = world // model_parallel
     if config.dp is not None and config.dp != dp:
-        given = f"{world} processes / (tp {config.tp} x pp {config.pp}) give {dp}"
+        given = f"{world} processes / ({sizes}) give {dp}"
         raise ConfigError(f"parallel.dp: {config.dp} was asked for, but {given}")
     stage = config.tp * config.cp * dp
     if stage % config.ep:
@@ -175,6 +176,7 @@ def _connect(device: torch.device) -> None:
     used = [
         dist.group.WORLD,
         groups.get_tensor_model_parallel_group(),
+        groups.get_context_parallel_group(),
         groups.get_pipeline_model_parallel_group(),
         groups.get_data_parallel_group(with_context_parallel=True),
         groups.get_intra_distributed_optimizer_instance_group(),

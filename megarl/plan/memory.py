@@ -186,6 +186,7 @@ class Plan:
         return activations(
             self.shape(model),
             tp,
+            cp=self.layout.cp,
             recompute=config.model.recompute,
             chunk=config.update.logprob_chunk,
             layers=self.layers,
@@ -369,7 +370,7 @@ def check_fits(
 ) -> None:
     """Raise ConfigError where this run does not fit on `world` GPUs of `memory` bytes."""
     parallel = config.parallel
-    dp = world // (parallel.tp * parallel.pp)
+    dp = world // (parallel.tp * parallel.pp * parallel.cp)
     config = config.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
     problem = plan_of(config, actor, critic, memory=memory).problem()
     if problem:

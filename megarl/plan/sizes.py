@@ -200,6 +200,7 @@ def activations(
     shape: Shape,
     tp: int,
     *,
+    cp: int = 1,
     recompute: Recompute,
     chunk: int,
     layers: str,
@@ -207,8 +208,8 @@ def activations(
     critic: bool,
     recomputed: int | None = None,
 ) -> Activations:
-    """Count the activations of a model. chunk: vocabulary entries whose logits exist at once; recomputed:
-    model.recompute_layers."""
+    """Count the activations of a model, for each token of a context-parallel rank's share. chunk: vocabulary
+    entries whose logits exist at once; recomputed: model.recompute_layers."""
     sizes, b = shape.sizes, shape.itemsize
     h, heads = sizes.hidden / (tp if sequence_parallel else 1), sizes.heads / tp
     q, kv = sizes.q / tp, 2 * sizes.kv / tp
@@ -222,6 +223,7 @@ def activations(
         attention = b * (2 * q + kv) + SINGLE * heads + b * q + 4 * b * sizes.head_dim
         mlp = 5 * b * f  # gate and up, silu, the up part again, their product
         qk_norms = b * (3 * q + 1.5 * kv + q + kv)
+        output_norms = 2 * 2 * SINGLE * h + 2 * SINGLE  # input, normalised input
     else:
         # Fused norm and linear, twice: input, output, statistics; the residual's masks.
         norms = 2 * (2 * b * h + 2 * SINGLE) + 2 * h
@@ -229,11 +231,20 @@ def activations(
         attention = b * (q + kv) + b * (q + kv / 2) + b * q + SINGLE * heads
         mlp = 3 * b * f  # gate and up, their product
         qk_norms = b * (q + kv / 2)
-    if family_of(shape.config).has("q_layernorm.weight"):
+        output_norms = 2 * b * h + 2 * SINGLE
+    family = family_of(shape.config)
+    if family.has("q_layernorm.weight"):
         attention += qk_norms
+    if family.has("_bda.output_norm.weight"):
+        norms += output_norms
     one_layer = norms + attention + mlp
     # Recomputed attention keeps q, k, v as they come instead of padded, and neither its output nor its sums.
     selective = one_layer + b * (2 * q + 1.5 * kv) - (b * (2 * q + kv) + SINGLE * heads)
+    if cp > 1 and layers == "portable":
+        # Attention over gathered keys is always recomputed. (v as it comes lies in what q and k were made of,
+        # which their norms keep anyway.)
+        counted = family_of(shape.config).has("q_layernorm.weight")
+        one_layer = selective = selective - (b * (q + kv) if counted else 0.0)
     layer = {"none": one_layer, "full": b * h, "selective": selective}[recompute]
     # Norms compute in float32, and keep what they made of a bf16 input.
     final_norm = h * (3 * b + 2 * (SINGLE - b))
@@ -250,8 +261,14 @@ def activations(
         gathered = whole * b if sequence_parallel and tp > 1 else 0.0
         head = final_norm + whole * b - h * b + gathered + max(forward, backward)
         fixed = float(shard * sizes.hidden * b)
-    work, alone = b * (2 * f + h), b * (h + q + kv + 5 * f)
-    return Activations(layer, one_layer, work, head, fixed, alone, recompute, recomputed)
+    work, passing = b * (2 * f + h), b * (h + q + kv + 5 * f)
+    if cp > 1:
+        # Attention, backward, when the layer's MLP has been through: in portable layers keys and values of
+        # all context-parallel ranks, as gathered and by bucket, queries and outputs, and gradients of all;
+        # Transformer Engine passes keys, values and their gradients on in buffers of one rank's share.
+        attended = 4 * b * (cp * kv + q) if layers == "portable" else b * (4 * kv + 2 * q)
+        work = max(work, attended - mlp)
+    return Activations(layer, one_layer, work, head, fixed, passing, recompute, recomputed)
 
 
 @dataclass(frozen=True)

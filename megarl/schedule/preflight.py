@@ -278,7 +278,8 @@ def _check_machine(config: Config, device: str, world: int | None = None) -> Non
     if device == "cuda" and not world and not is_launched() and ranks > torch.cuda.device_count():
         sizes = config.parallel
         raise ConfigError(
-            f"parallel: tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp or 1} = {ranks} devices, "
+            f"parallel: tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp or 1}"
+            f"{f' x cp {sizes.cp}' if sizes.cp > 1 else ''} = {ranks} devices, "
             f"but there are {torch.cuda.device_count()} here "
             "(lower one of them, or start megarl with torchrun on several machines)"
         )

@@ -55,7 +55,8 @@ class Trainer:
             name=self.folder.name,
             recipe=config.recipe,
             model=f"{run.hf.model_type} {run.hf.num_hidden_layers} layers x {run.hf.hidden_size}",
-            layout=f"TP {layout.tp} x PP {layout.pp} x DP {layout.dp}",
+            layout=f"TP {layout.tp} x PP {layout.pp} x DP {layout.dp}"
+            + (f" x CP {layout.cp}" if layout.cp > 1 else ""),
             device=str(self.runtime.device.type),
             steps=config.steps,
             value_pretraining_steps=config.value_pretraining.steps if config.has_critic else 0,

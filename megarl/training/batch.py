@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megarl.algorithms.advantages import response_lengths
 from megarl.algorithms.losses import token_weights
 from megarl.config.schema import Config
-from megarl.data.experience import Experience, balance, cost, even_length, pack
-from megarl.model.builder import Actor, Critic
+from megarl.data.experience import Experience, balance, cost, cut, even_length, pack
+from megarl.model.builder import ModelChunks
 from megarl.model.fp8 import pack_multiple
 from megarl.parallel.comm import sum_over_replicas
 from megarl.parallel.runtime import Runtime
@@ -28,6 +31,12 @@ class MicroBatch:
     logit_indices      int64 [r], the positions in the pack that predict the response tokens: one before each
     labels             int64 [r], the response tokens
     token_indices      int64 [r] on the host, where these tokens stand in the Experience's columns [T]
+    at                 int64 [r], logit_indices on the host
+
+    Under context parallelism t and r are the whole pack's in token_indices and at, this rank's in the others,
+    where r is the same on each rank (filled up), and:
+    cut                (rank, place) of each token of the pack (data/experience.py), on the host
+    order              int64 [r], where each response token is among the ranks' numbers, rank after rank
     """
 
     tokens: Tensor
@@ -36,6 +45,20 @@ class MicroBatch:
     logit_indices: Tensor
     labels: Tensor
     token_indices: Tensor
+    at: Tensor
+    cut: tuple[Tensor, Tensor] | None = None
+    order: Tensor | None = None
+
+    def gather(self, of_head: Any) -> Any:
+        """Return what the head gives on all context-parallel ranks, [r] for each of its outputs; the gradient
+        takes this rank's part, as every rank computes the same loss."""
+        if self.order is None or not self.order.numel():
+            return of_head
+        if isinstance(of_head, tuple):
+            return tuple(map(self.gather, of_head))
+        group = parallel_state.get_context_parallel_group()
+        whole = gather_from_sequence_parallel_region(of_head, tensor_parallel_output_grad=False, group=group)
+        return whole.index_select(0, self.order)
 
     def column(self, experience: Experience, name: str) -> Tensor:
         """Return column `name` at this micro-batch's response tokens, [r] on the device."""
@@ -71,7 +94,7 @@ def distribute(
     config: Config,
     mini_batch: int,
     seed: int,
-    models: Sequence[Actor | Critic],
+    models: Sequence[ModelChunks],
     runtime: Runtime,
 ) -> LocalBatch:
     """Return this replica's share of `batch`, which every rank holds whole; every rank computes the same
@@ -101,7 +124,7 @@ def distribute(
         for first in range(0, len(mine), size // finest):
             stop, at_least = min(first + size // finest, len(mine)), 1
             # Where experts lie on other replicas too, all replicas do as many passes.
-            if runtime.layout.tp % runtime.layout.ep:
+            if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:
                 for replica in range(runtime.layout.dp):
                     theirs = [lengths[i] for shares in shares_of[first:stop] for i in shares[replica]]
                     at_least = max(at_least, len(pack(theirs, budget)))
@@ -143,7 +166,7 @@ def add_weights(experience: Experience, ids: Tensor, critic_ids: Tensor, config:
         experience[name] = experience.spread(of_responses)
 
 
-def matrix_shape(model: Actor | Critic) -> tuple[int, int]:
+def matrix_shape(model: ModelChunks) -> tuple[int, int]:
     """Return (matrix parameters that a token goes through, query width) of all layers, from which
     `even_length` has the FLOPs of a sequence."""
     c = model.config
@@ -156,38 +179,68 @@ def matrix_shape(model: Actor | Critic) -> tuple[int, int]:
     return c.num_layers * c.hidden_size * (2 * queries + 2 * keys + mlp), c.num_layers * queries
 
 
+def locate(at: Tensor, labels: Tensor, places: tuple[Tensor, Tensor] | None, device: Any) -> dict[str, Any]:
+    """Return a MicroBatch's at, logit_indices, labels and order on this rank.
+
+    at: int64 [r] on the host, positions in the pack; labels: [r], the tokens after them; places: its `cut`"""
+    if places is None:
+        return {"at": at, "logit_indices": at.to(device), "labels": labels.to(device)}
+    cp = parallel_state.get_context_parallel_world_size()
+    rank, place = (of[at] for of in places)
+    counts = torch.bincount(rank, minlength=cp)
+    most = int(counts.max())
+    order = torch.empty_like(at)
+    for r in range(cp):
+        order[rank == r] = r * most + torch.arange(int(counts[r]))
+    mine = rank == parallel_state.get_context_parallel_rank()
+    filled = F.pad(torch.stack((place, labels))[:, mine], (0, most - int(mine.sum()))).to(device)
+    return {"at": at, "logit_indices": filled[0], "labels": filled[1], "order": order.to(device)}
+
+
 def make_micro_batches(
-    experience: Experience, indices: Sequence[int], max_tokens: int, model: Actor | Critic, at_least: int = 1
+    experience: Experience, indices: Sequence[int], max_tokens: int, model: ModelChunks, at_least: int = 1
 ) -> list[MicroBatch]:
     """Pack the sequences `indices` by token budget. Returns at least so many micro-batches, if only of one
     token that counts nowhere: every data-parallel replica must take part in an update, with or without
     sequences."""
-    device, multiple = model.rotary_pos_emb.inv_freq.device, pack_multiple(model.config)
+    device, multiple = model.device, pack_multiple(model.config)
+    cp = model.config.context_parallel_size
     wanted = torch.as_tensor(indices, dtype=torch.int64)
     groups = pack(experience.lengths[wanted].tolist(), max_tokens)
     micro_batches = []
     for group in groups + [[]] * (at_least - len(groups)):
         index = wanted[torch.as_tensor(group, dtype=torch.int64)]
         lengths = experience.lengths[index]
-        total = int(lengths.sum())
-        # One more sequence fills the pack up to a multiple; its tokens are nobody's response.
+        # Each sequence is filled up so that it can be cut, and the pack by one more sequence; what fills up
+        # is nobody's response.
+        sizes = lengths + -lengths % (2 * cp) if cp > 1 else lengths
+        total = int(sizes.sum())
         filler = -total % multiple or (multiple if total == 0 else 0)
-        sizes = torch.cat([lengths, lengths.new_tensor([filler])]) if filler else lengths
+        if filler:
+            lengths, sizes = (
+                torch.cat([of, of.new_tensor([n])]) for of, n in ((lengths, 0), (sizes, filler))
+            )
+            index = torch.cat([index, index.new_zeros(1)])
         cu_seqlens = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        starts_in_experience = torch.repeat_interleave(experience.cu_seqlens[:-1][index], lengths)
         positions = torch.arange(total + filler) - torch.repeat_interleave(cu_seqlens[:-1], sizes)
-        token_indices = starts_in_experience + positions[:total]
-        tokens = torch.cat([experience.tokens[token_indices], torch.zeros(filler, dtype=torch.int64)])
-        is_response = experience.response_mask[token_indices]
-        logit_indices = is_response.nonzero().squeeze(-1) - 1
+        is_real = positions < torch.repeat_interleave(lengths, sizes)
+        starts = torch.repeat_interleave(experience.cu_seqlens[index], sizes)
+        token_indices = (starts + positions)[is_real]
+        tokens = torch.zeros(total + filler, dtype=torch.int64)
+        tokens[is_real] = experience.tokens[token_indices]
+        is_response = torch.zeros(total + filler, dtype=torch.bool)
+        is_response[is_real] = experience.response_mask[token_indices]
+        at = is_response.nonzero().squeeze(-1) - 1
+        places = cut(cu_seqlens, cp) if cp > 1 else None
+        here = places[0] == parallel_state.get_context_parallel_rank() if places else slice(None)
         micro_batches.append(
             MicroBatch(
-                tokens=tokens[None].to(device),
-                positions=positions[None].to(device),
+                tokens=tokens[here][None].to(device),
+                positions=positions[here][None].to(device),
                 packed=model.pack(cu_seqlens),
-                logit_indices=logit_indices.to(device),
-                labels=tokens[logit_indices + 1].to(device),
-                token_indices=token_indices[is_response],
+                token_indices=token_indices[experience.response_mask[token_indices]],
+                cut=places,
+                **locate(at, tokens[at + 1], places, device),
             )
         )
     return micro_batches

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +25,12 @@ from megarl.algorithms.losses import loss_metrics
 from megarl.config.errors import NumericalError
 from megarl.config.schema import OptimizerConfig, ParallelConfig
 from megarl.data.experience import Experience
-from megarl.model.builder import Actor, Critic
+from megarl.model.builder import ModelChunks
 from megarl.parallel.comm import any_rank, from_last_stage, gather_objects, sum_stats
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.offload import HostPool, Movable
 from megarl.parallel.runtime import Runtime
-from megarl.training.batch import MicroBatch
+from megarl.training.batch import MicroBatch, locate
 
 Stats = dict[str, Tensor]
 # loss(output of the head, micro-batch) -> (sum whose global denominators are inside, statistics as sums)
@@ -49,9 +50,11 @@ def _finalize(model: Any, num_tokens: Any = None, **groups: Any) -> None:
 class InferenceModel:
     """A forward-only model (the reference policy, the reward model)."""
 
-    def __init__(self, name: str, model: Actor | Critic, runtime: Runtime) -> None:
+    def __init__(self, name: str, model: ModelChunks, runtime: Runtime) -> None:
         self.name, self.model, self.runtime = name, model, runtime
-        self.chunk: Any = model  # what Megatron's schedule calls: the model, or DDP around it
+        self.chunks: list[Any] = list(
+            model.chunks
+        )  # what Megatron's schedule calls: each chunk, or DDP around it
         # So far in Megatron's schedules and optimizer, our loss functions excluded.
         self.megatron_seconds = 0.0
 
@@ -74,15 +77,10 @@ class InferenceModel:
         at_ends = []
         for batch in micro_batches:
             last = torch.isin(batch.token_indices, ends)
-            there = last.to(batch.labels.device)
-            at_ends.append(
-                replace(
-                    batch,
-                    logit_indices=batch.logit_indices[there] + 1,
-                    labels=batch.labels[there],
-                    token_indices=batch.token_indices[last],
-                )
-            )
+            at = batch.at[last] + 1
+            # Whatever the labels are: values do not depend on them.
+            ends_of = locate(at, torch.zeros_like(at), batch.cut, batch.tokens.device)
+            at_ends.append(replace(batch, token_indices=batch.token_indices[last], **ends_of))
         return self._columns(("scores",), experience, at_ends)["scores"][ends]
 
     def _columns(
@@ -121,7 +119,7 @@ class InferenceModel:
 
             def loss_func(output: Any) -> tuple[Tensor, Tensor, Any]:
                 started = time.perf_counter()
-                value, stats = loss(output, batch)
+                value, stats = loss(batch.gather(output), batch)
                 self.megatron_seconds -= time.perf_counter() - started
                 return value, torch.zeros((), dtype=torch.int, device=value.device), stats
 
@@ -130,8 +128,8 @@ class InferenceModel:
         started = time.perf_counter()
         outputs = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=[self.chunk],
+            data_iterator=[iter(micro_batches) for _ in self.chunks],
+            model=self.chunks,
             num_microbatches=len(micro_batches),
             seq_length=max(b.tokens.shape[1] for b in micro_batches),
             micro_batch_size=1,
@@ -155,7 +153,7 @@ class TrainableModel(InferenceModel):
     def __init__(
         self,
         name: str,
-        model: Actor | Critic,
+        model: ModelChunks,
         config: OptimizerConfig,
         steps: int,
         runtime: Runtime,
@@ -169,17 +167,14 @@ class TrainableModel(InferenceModel):
             for wanted in (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
         )
         with on_cpu():
-            self.chunk = DistributedDataParallel(
-                model.config,
-                DistributedDataParallelConfig(
-                    use_distributed_optimizer=True,
-                    grad_reduce_in_fp32=True,
-                    overlap_grad_reduce=reduce or gather,  # without it Megatron makes one bucket of all
-                    overlap_param_gather=gather,
-                    bucket_size=parallel.overlap_bucket,
-                ),
-                model,
+            buckets = DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=reduce or gather,  # without it Megatron makes one bucket of all
+                overlap_param_gather=gather,
+                bucket_size=parallel.overlap_bucket,
             )
+            self.chunks = [DistributedDataParallel(chunk.config, buckets, chunk) for chunk in model.chunks]
             self.optimizer = get_megatron_optimizer(
                 MegatronOptimizerConfig(
                     optimizer="adam",
@@ -195,15 +190,16 @@ class TrainableModel(InferenceModel):
                     use_distributed_optimizer=True,
                     overlap_param_gather=gather,
                 ),
-                [self.chunk],
+                self.chunks,
             )
         # With overlapped gathers the next update's forward pass gathers the weights, and only that one: hooks
         # are on from one update to the end of the decoder in the next.
-        self._overlaps_gather, self._gather_due = gather, False
-        if gather:
-            self.chunk.disable_forward_pre_hook(param_sync=False)
-            model.decoder.register_forward_hook(lambda *_: self._finish_gather())
-        model.config.no_sync_func = self.chunk.no_sync
+        self._overlaps_gather, self._gather_due = gather, set[Any]()
+        for chunk in self.chunks if gather else ():
+            chunk.disable_forward_pre_hook(param_sync=False)
+            chunk.module.decoder.register_forward_hook(partial(self._finish_gather, chunk))
+        no_sync = [chunk.no_sync for chunk in self.chunks]
+        model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         model.config.finalize_model_grads_func = _finalize
         model.config.grad_scale_func = self.optimizer.scale_loss
         self.start_schedule(steps)
@@ -241,6 +237,12 @@ class TrainableModel(InferenceModel):
         """Return Megatron's distributed optimizers: one for dense models."""
         return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
 
+    @property
+    def buffers(self) -> list[Any]:
+        """Return Megatron's ParamAndGradBuffers of every chunk, for each dtype and for experts: parameters
+        are views of their param_data."""
+        return [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
     def update_mini_batches(
         self, mini_batches: Sequence[Sequence[MicroBatch]], loss: Loss, epochs: int, prefix: str
     ) -> dict[str, float]:
@@ -271,16 +273,17 @@ class TrainableModel(InferenceModel):
         offloaded. Raises NumericalError on every rank, and leaves the weights as they were, where a loss or
         gradient is not finite.
         """
-        if self._gather_due:
-            self.chunk.enable_forward_pre_hook()
+        for chunk in self._gather_due:
+            chunk.enable_forward_pre_hook()
         sums = self.compute_gradients(micro_batches, loss)
         started = time.perf_counter()
         with on_cpu():
             _, grad_norm, _ = self.optimizer.step()
             if self._overlaps_gather and more:
-                self._gather_due = True
+                self._gather_due = set(self.chunks)
             elif self._overlaps_gather:
-                self.chunk.start_param_sync(force_sync=True)
+                for chunk in self.chunks:
+                    chunk.start_param_sync(force_sync=True)
         self.megatron_seconds += time.perf_counter() - started
         # This rank's share of the weights: the others' may still be on their way. The sums stay on the device
         # until one number of them all is read.
@@ -301,7 +304,8 @@ class TrainableModel(InferenceModel):
     def compute_gradients(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
         """Run forward and backward of one mini-batch into Megatron's gradient buffers; return this rank's
         statistics as sums. Raises as `update`."""
-        self.chunk.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def with_loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
@@ -315,8 +319,7 @@ class TrainableModel(InferenceModel):
             for i, value in enumerate(losses)
             if not math.isfinite(value)
         ]
-        buffers = [*self.chunk.buffers, *self.chunk.expert_parallel_buffers]
-        if not all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in buffers):
+        if not all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in self.buffers):
             bad.append("gradient is not finite")
         if any_rank(self.runtime, bool(bad)):
             reports = gather_objects(self.runtime, bad)
@@ -330,15 +333,15 @@ class TrainableModel(InferenceModel):
                 sums[key] = sums.get(key, 0.0) + float(number)
         return sums
 
-    def _finish_gather(self) -> None:
-        """Wait for the weights at the end of the decoder, in the first forward pass after an update:
+    def _finish_gather(self, chunk: Any, *_: Any) -> None:
+        """Wait for a chunk's weights at the end of its decoder, in the first forward pass after an update:
         Megatron's hooks have waited for every module's but the output layer's, whose weight the actor's head
         reads without calling the layer. Left on, the hooks would begin gathers in any other pass."""
-        if self._gather_due:
-            for group in (*self.chunk.bucket_groups, *self.chunk.expert_parallel_bucket_groups):
+        if chunk in self._gather_due:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
-            self.chunk.disable_forward_pre_hook(param_sync=False)
-            self._gather_due = False
+            chunk.disable_forward_pre_hook(param_sync=False)
+            self._gather_due.remove(chunk)
 
 
 def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
@@ -349,9 +352,7 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
         weights = _Weights(model.model.parameters, device, pool, "constant")
         weights.model = model.model
         return {f"{model.name}.weights": weights}
-    # Megatron's ParamAndGradBuffers, for each dtype and for experts: parameters are views of their
-    # param_data.
-    buffers: list[Any] = [*model.chunk.buffers, *model.chunk.expert_parallel_buffers]
+    buffers = model.buffers
 
     def optimizer() -> Iterator[Tensor]:
         """List this rank's share of the FP32 main parameters and of Adam's moments. FP32 parameters are their

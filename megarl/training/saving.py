@@ -308,9 +308,9 @@ class HostCopier:
         return HostCopy(named, {item.index: copy for item, copy in own}, self._index, common)
 
     def _own(self, parts: list[ShardedBase]) -> list[ShardedBase]:
-        """Choose the parts that this rank writes. Every data-parallel replica holds the same weights, and the
-        same gathered optimizer: each writes as many bytes as the others. Experts and small objects go by the
-        first replica."""
+        """Choose the parts that this rank writes. Every data-parallel replica, and every context-parallel
+        rank of it, holds the same weights, and the same gathered optimizer: each writes as many bytes as the
+        others. Experts and small objects go by the first replica."""
         shared, own = [], []
         for part in parts:
             # Megatron numbers the holders of a part by (pipeline stage, tensor-parallel rank, data-parallel
@@ -322,8 +322,9 @@ class HostCopier:
             elif is_main_replica(number):
                 own.append(part)
         shared.sort(key=lambda part: (part.key, part.global_offset))
-        mine = balance([part.data.nbytes for part in shared], self.runtime.layout.dp)[self.runtime.dp_rank]
-        return own + [shared[i] for i in mine]
+        layout, place = self.runtime.layout, self.runtime.layout.coords(self.runtime.rank)
+        shares = balance([part.data.nbytes for part in shared], layout.dp * layout.cp)
+        return own + [shared[i] for i in shares[place.dp * layout.cp + place.cp]]
 
     def _agree(self, plan: SavePlan) -> Metadata | None:
         """Return the index of all ranks' parts, on rank 0; None on the others."""

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megarl.config.errors import CheckpointError
 from megarl.config.files import check_index
-from megarl.model.builder import Actor, Critic
+from megarl.model.builder import Critic, ModelChunks
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.training.checkpoint import Checkpoint
@@ -77,7 +77,7 @@ def load_trainable(model: TrainableModel, folder: Path) -> None:
     model.schedule.num_steps = loaded["schedule_steps"]
 
 
-def load_model(model: Actor | Critic, folder: Path) -> None:
+def load_model(model: ModelChunks, folder: Path) -> None:
     """Fill a model alone with the weights of a checkpoint's folder; every rank calls this. Raises
     CheckpointError where they cannot be read."""
     with quiet_warnings(), on_cpu():
@@ -85,7 +85,7 @@ def load_model(model: Actor | Critic, folder: Path) -> None:
     _load(wanted, folder, model, "choose another checkpoint")
 
 
-def _load(wanted: dict[str, Any], folder: Path, model: Actor | Critic, remedy: str) -> dict[str, Any]:
+def _load(wanted: dict[str, Any], folder: Path, model: ModelChunks, remedy: str) -> dict[str, Any]:
     """Read the state `wanted`, fill the model with its part of it, and return all of it."""
     try:
         check_index(folder / ".metadata")
@@ -95,7 +95,12 @@ def _load(wanted: dict[str, Any], folder: Path, model: Actor | Critic, remedy: s
         raise CheckpointError(f"{folder}: {error}") from None
     except FAILURES as error:
         raise CheckpointError(f"{folder}: cannot be read: {reason(error)} ({remedy})") from error
-    keys = [name for names in model.load_state_dict(loaded["model"], strict=False) for name in names]
+    keys = [
+        name
+        for number, chunk in enumerate(model.chunks)
+        for names in chunk.load_state_dict(loaded["model"][str(number)], strict=False)
+        for name in names
+    ]
     if wrong := [name for name in keys if not name.endswith(EXTRA)]:
         raise CheckpointError(
             f"{folder}: does not fit the model: {wrong[0]} (remove it to continue from an older one)"
@@ -119,18 +124,23 @@ def quiet_warnings() -> Iterator[None]:
         common.setLevel(before)
 
 
-def model_state(model: Actor | Critic, **options: Any) -> dict[str, Any]:
-    """Return Megatron's sharded state of the weights; options: of its method. A critic has a value head in
-    the place of the output layer, on which GPTModel's own method insists. Names are the same for both kinds
-    of layers, but for the extra state of FP8, which matters with recipe delayed alone: there it is what the
+def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:
+    """Return Megatron's sharded state of the weights of each chunk, by its number on this rank; options: of
+    its method. In the file layers go by their numbers in the whole model. A critic has a value head in the
+    place of the output layer, on which GPTModel's own method insists. Names are the same for both kinds of
+    layers, but for the extra state of FP8, which matters with recipe delayed alone: there it is what the
     scales were made from."""
-    state = (
-        MegatronModule.sharded_state_dict(model, **options)
-        if isinstance(model, Critic)
-        else model.sharded_state_dict(**options)
-    )
     matters = model.config.fp8 and model.config.fp8_recipe == "delayed"
-    return {name: value for name, value in state.items() if matters or not name.endswith(EXTRA)}
+    states = {}
+    for number, chunk in enumerate(model.chunks):
+        state = (
+            MegatronModule.sharded_state_dict(chunk, **options)
+            if isinstance(chunk, Critic)
+            else chunk.sharded_state_dict(**options)
+        )
+        kept = {name: value for name, value in state.items() if matters or not name.endswith(EXTRA)}
+        states[str(number)] = kept
+    return states
 
 
 def _mend(optimizer: Any) -> None:

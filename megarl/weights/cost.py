@@ -150,6 +150,14 @@ _KNOWN: dict[str, tuple[str | int | bool, ...]] = {
     "Llama-3.2-3B": ("llama", 28, 3072, 24, 8, 128, 8192, 128256, True),
     "Llama-3.1-8B": ("llama", 32, 4096, 32, 8, 128, 14336, 128256, False),
     "Llama-3.1-70B": ("llama", 80, 8192, 64, 8, 128, 28672, 128256, False),
+    "Mistral-7B": ("mistral", 32, 4096, 32, 8, 128, 14336, 32768, False),  # v0.3
+    "Mistral-Nemo": ("mistral", 40, 5120, 32, 8, 128, 14336, 131072, False),
+    "Mistral-Small-24B": ("mistral", 40, 5120, 32, 8, 128, 32768, 131072, False),
+    "Magistral-Small": ("mistral", 40, 5120, 32, 8, 128, 32768, 131072, False),  # 2506
+    "GLM-4-9B": ("glm4", 40, 4096, 32, 2, 128, 13696, 151552, False),  # 0414, as all of them
+    "GLM-Z1-9B": ("glm4", 40, 4096, 32, 2, 128, 13696, 151552, False),
+    "GLM-4-32B": ("glm4", 61, 6144, 48, 2, 128, 23040, 151552, False),
+    "GLM-Z1-32B": ("glm4", 61, 6144, 48, 2, 128, 23040, 151552, False),
     "Qwen3-30B-A3B": ("qwen3_moe", 48, 2048, 32, 4, 128, 6144, 151936, False, 128, 8, 768),
     "Qwen3-235B-A22B": ("qwen3_moe", 94, 4096, 64, 4, 128, 12288, 151936, False, 128, 8, 1536),
 }
@@ -161,6 +169,8 @@ _KEYS = (
 KNOWN_MODELS: dict[str, dict[str, Any]] = {
     name: dict(zip(_KEYS, sizes, strict=False)) for name, sizes in _KNOWN.items()
 }
+for _name in ("GLM-4-32B", "GLM-Z1-32B"):
+    KNOWN_MODELS[_name]["attention_bias"] = False
 
 
 def planning_config(path: Path, name: str | None = None) -> tuple[str, Mapping[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as _short  # no longer than a line has room for
 from typing import Any, Literal, TypeVar
@@ -23,11 +23,12 @@ Shape = tuple[int, ...]
 # How a Megatron tensor is cut over tensor-parallel ranks; the functions are in layout.py.
 #   replicated  every rank holds all of it
 #   column      a rank's rows of each Hugging Face tensor, stacked (gate over up)
+#   halves      a rank's rows of either half of one Hugging Face tensor, stacked (gate over up in one tensor)
 #   qkv         as column, but per query group: [queries of a group, its key, its value], group after group
 #   row         a rank's columns
 #   vocabulary  a rank's rows, padded with zero rows to a multiple of the tensor-parallel size
 # A pair with `{e}` in its names stands for one expert: whole on each rank that has it, never cut.
-Operation = Literal["replicated", "column", "qkv", "row", "vocabulary"]
+Operation = Literal["replicated", "column", "halves", "qkv", "row", "vocabulary"]
 
 # Beyond every model, and small enough that a nonsensical config.json does not fill the memory.
 MAX_SIZE, MAX_LAYERS, MAX_EXPERTS = 2**24, 10_000, 4096
@@ -48,6 +49,7 @@ class Sizes:
     kv: int  # rows of k_proj and of v_proj: kv_heads * head_dim
     experts: int = 0  # 0: a dense model
     expert_ffn: int = 0
+    gate_up: int = 0  # rows of a gate_up_proj: 2 * ffn
     one: int = 1
 
     @staticmethod
@@ -84,6 +86,7 @@ class Sizes:
             kv=kv_heads * head_dim,
             experts=experts,
             expert_ffn=get("moe_intermediate_size") if moe else 0,
+            gate_up=2 * get("intermediate_size"),
         )
 
     def shape(self, dims: str) -> Shape:
@@ -95,11 +98,12 @@ class Sizes:
 class Pair:
     """A Megatron parameter and the Hugging Face tensors in it, each with its dimensions. `{l}` is the index
     of the layer and `{e}` that of the expert: global ones in Hugging Face names, those within the rank in
-    Megatron's."""
+    Megatron's. switch: the key of config.json that takes the parameter away where it is false."""
 
     megatron: str
     operation: Operation
     hf: tuple[tuple[str, str], ...]
+    switch: str = ""
 
     @property
     def per_expert(self) -> bool:
@@ -132,6 +136,7 @@ ATTENTION_LAYER = (
     _layer("self_attention.linear_proj.weight", "row", ("self_attn.o_proj.weight", "hidden q")),
     _layer("pre_mlp_layernorm.weight", "replicated", ("post_attention_layernorm.weight", "hidden")),
 )
+DOWN = _layer("mlp.linear_fc2.weight", "row", ("mlp.down_proj.weight", "hidden ffn"))
 DENSE_LAYER = (
     *ATTENTION_LAYER,
     _layer(
@@ -140,7 +145,12 @@ DENSE_LAYER = (
         ("mlp.gate_proj.weight", "ffn hidden"),
         ("mlp.up_proj.weight", "ffn hidden"),
     ),
-    _layer("mlp.linear_fc2.weight", "row", ("mlp.down_proj.weight", "hidden ffn")),
+    DOWN,
+)
+FUSED_DENSE_LAYER = (
+    *ATTENTION_LAYER,
+    _layer("mlp.linear_fc1.weight", "halves", ("mlp.gate_up_proj.weight", "gate_up hidden")),
+    DOWN,
 )
 QKV_BIAS = _layer(
     "self_attention.linear_qkv.bias",
@@ -152,6 +162,12 @@ QKV_BIAS = _layer(
 QK_NORMS = (
     _layer("self_attention.q_layernorm.weight", "replicated", ("self_attn.q_norm.weight", "head_dim")),
     _layer("self_attention.k_layernorm.weight", "replicated", ("self_attn.k_norm.weight", "head_dim")),
+)
+# Norms of what attention and feed-forward add to the residual ("sandwich norms"), beside those before them;
+# Megatron's names are those of the places where it adds.
+OUTPUT_NORMS = (
+    _layer("self_attn_bda.output_norm.weight", "replicated", ("post_self_attn_layernorm.weight", "hidden")),
+    _layer("mlp_bda.output_norm.weight", "replicated", ("post_mlp_layernorm.weight", "hidden")),
 )
 # Megatron's names of experts that are modules of their own (SequentialMLP), which every layer spec has.
 EXPERTS = (
@@ -174,12 +190,17 @@ EXPERTS = (
 class Family:
     """A model family, with `model_type` and `prefix` as in config.json ("qwen2", "Qwen2ForCausalLM").
     requires: config keys that must be absent, null or of this value, as others would mean parameters that the
-    table does not have."""
+    table does not have.
+    rotary_pairs: rotary embeddings turn neighbouring numbers of a head, instead of one of each half.
+    partial_rotary: config.json may say what share of a head they turn, its first numbers
+    (`partial_rotary_factor`)."""
 
     model_type: str
     prefix: str
     layer: tuple[Pair, ...]
     requires: tuple[tuple[str, Any], ...] = ()
+    rotary_pairs: bool = False
+    partial_rotary: bool = False
 
     def has(self, parameter: str) -> bool:
         """Return whether its layers have a Megatron parameter whose name ends so."""
@@ -195,12 +216,13 @@ def is_frozen(pair: Pair, layer: int, optimizer: OptimizerConfig) -> bool:
     """Return whether a model's optimizer leaves this parameter of global layer `layer` as it is.
 
     attention   the whole self-attention block: the norm before it (Transformer Engine fuses that with the
-                block's first matrix), q, k, v with their biases and norms, and the output projection
+                block's first matrix), q, k, v with their biases and norms, the output projection and its norm
     embeddings  the word embeddings, and the actor's output layer where it shares their weights"""
     if pair.hf == (EMBEDDED,):
         return "embeddings" in optimizer.frozen
     _, in_layer, name = pair.megatron.partition(".layers.{l}.")
-    attention = "attention" in optimizer.frozen and name.startswith(("input_layernorm.", "self_attention."))
+    block = name.startswith(("input_layernorm.", "self_attention.", "self_attn_bda."))
+    attention = "attention" in optimizer.frozen and block
     return bool(in_layer) and (attention or layer < optimizer.frozen_layers)
 
 
@@ -234,6 +256,17 @@ FAMILIES = {
             (*SWIGLU, ("attention_bias", False), ("mlp_only_layers", []), ("decoder_sparse_step", 1)),
         ),
         Family("llama", "Llama", DENSE_LAYER, (*SWIGLU, ("attention_bias", False), ("mlp_bias", False))),
+        # The first of them (Mistral-7B-v0.1) and Ministral have sliding windows.
+        Family("mistral", "Mistral", DENSE_LAYER, (*SWIGLU, ("sliding_window", None))),
+        Family(
+            "glm4",
+            "Glm4",
+            # 9B has biases on q, k and v, 32B has none.
+            (*FUSED_DENSE_LAYER, replace(QKV_BIAS, switch="attention_bias"), *OUTPUT_NORMS),
+            SWIGLU,
+            rotary_pairs=True,
+            partial_rotary=True,
+        ),
     )
 }
 
@@ -259,7 +292,8 @@ def table_names(tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
-    """Return the family of a config.json; CheckpointError if no table describes it."""
+    """Return the family of a config.json, with the parameters that its switches leave; CheckpointError if no
+    table describes it."""
     model_type = hf_config.get("model_type")
     family = FAMILIES.get(str(model_type))
     if family is None:
@@ -275,7 +309,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         found = hf_config.get(key)
         if found is not None and found != value:
             raise _bad(key, f"{found!r} is not supported for {model_type} (only {value!r} is)")
-    return family
+    layer = tuple(pair for pair in family.layer if not pair.switch or hf_config.get(pair.switch) is not False)
+    return family if layer == family.layer else replace(family, layer=layer)
 
 
 def is_tied(hf_config: Mapping[str, Any]) -> bool:
@@ -315,6 +350,7 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
     active: Any = hf_config.get("num_experts_per_tok")
     if family.is_moe and not (_is_count(active) and active <= sizes.experts):
         raise _bad("num_experts_per_tok", f"must be 1 to {sizes.experts}, the experts (got {_short(active)})")
+    _check_rotated(family, sizes, "", hf_config)
     for key in ("rope_scaling", "rope_parameters"):
         rope = hf_config.get(key) or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -326,12 +362,25 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
         for name, value in rope.items():
             if name in ROPE_NUMBERS and not _is_positive(value):
                 raise _bad(f"{key}.{name}", f"must be a number > 0 (got {_short(value)})")
-            if isinstance(value, Mapping) or (name == "partial_rotary_factor" and value != 1):
-                what = f"{_short(value)} is not supported (heads are rotated whole, and alike in all layers)"
-                raise _bad(f"{key}.{name}", what)
+            if isinstance(value, Mapping):
+                raise _bad(f"{key}.{name}", f"{_short(value)} is not supported (layers are rotated alike)")
+        _check_rotated(family, sizes, f"{key}.", rope)
         if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
             low = _short(rope["low_freq_factor"])
             raise _bad(f"{key}.low_freq_factor", f"must be below high_freq_factor (got {low})")
+
+
+def _check_rotated(family: Family, sizes: Sizes, place: str, keys: Mapping[str, Any]) -> None:
+    """Check the share of a head that is rotated, which config.json has in one place or the other."""
+    share = keys.get("partial_rotary_factor")
+    if share is None or share == 1:
+        return
+    key = f"{place}partial_rotary_factor"
+    if not family.partial_rotary:
+        raise _bad(key, f"must be 1, as heads are rotated whole (got {_short(share)})")
+    if not (_is_positive(share) and share < 1 and sizes.head_dim * share % 2 == 0):
+        what = f"must leave an even number of a head's {sizes.head_dim} to be rotated"
+        raise _bad(key, f"{what} (got {_short(share)})")
 
 
 def _is_positive(value: Any) -> bool:
@@ -347,7 +396,6 @@ VALUES: dict[str, tuple[Callable[[Any], bool], str, bool]] = {
     "max_position_embeddings": (_is_count, "a positive integer", False),
     "rms_norm_eps": (lambda value: _is_positive(value) and value < 1, "a number between 0 and 1", False),
     "rope_theta": (_is_positive, "a number > 0", False),
-    "partial_rotary_factor": (lambda value: value == 1, "1, as heads are rotated whole", True),
     "layer_types": (
         lambda value: isinstance(value, list) and all(kind == "full_attention" for kind in value),
         "full_attention throughout",

@@ -207,6 +207,11 @@ def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_ra
             for name, shape in hf:
                 width = shape[axis] // tp
                 parts.append(_Part(name, tp_rank * width, (tp_rank + 1) * width, width))
+        case "halves":
+            ((name, shape),) = hf
+            width = shape[0] // 2 // tp
+            starts = (tp_rank * width, shape[0] // 2 + tp_rank * width)
+            parts = [_Part(name, start, start + width, width) for start in starts]
         case "vocabulary":  # the padding is at the end, so it may fill the last rank or ranks altogether
             ((name, shape),) = hf
             width = padded_vocab(shape[0], tp) // tp
@@ -241,8 +246,10 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
         parts = []
         for name, dims in pair.hf:
             shape = sizes.shape(dims)
-            cut = cuts.get(dims.split()[axis], (0, shape[0], shape[0]))  # a dimension without a cut is whole
-            parts.append(_Part(name.format(l=layer, e=expert), *cut))
+            # A dimension without a cut is whole.
+            start, stop, width = cuts.get(dims.split()[axis], (0, shape[0], shape[0]))
+            for first in (0, shape[0] // 2) if pair.operation == "halves" else (0,):
+                parts.append(_Part(name.format(l=layer, e=expert), first + start, first + stop, width))
         name = parts[0].name.replace("self_attn.q_proj", "self_attn.qkv_proj")
         name = name.replace("mlp.gate_proj", "mlp.gate_up_proj")
         if pair.per_expert:
@@ -286,6 +293,7 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
         "q": cut(sizes.q, heads * sizes.head_dim),
         "kv": cut(sizes.kv, kv_heads * sizes.head_dim, kv_ranks, kv_rank),
         "ffn": cut(sizes.ffn, ffn),
+        "gate_up": cut(sizes.ffn, ffn),  # of either half
         "expert_ffn": cut(sizes.expert_ffn, expert_ffn),
         "vocab": cut(sizes.vocab, vocab),
     }

@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import BytesIO
 from itertools import product
 from math import gcd, prod
@@ -342,18 +342,21 @@ def rank_chunks(
             continue
         tp, tp_rank = (1, 0) if pair.per_expert else (layout.tp, place.tp)
         key, size, lead = keys_of(pair)[0], _key_shape(pair, sizes, tp), _lead(pair, layer, expert)
-        parts, first = [pair], 0
-        if pair.operation == "column":  # Megatron keeps the ranks' gates together, and then their ups
-            parts = [replace(pair, hf=(tensor,)) for tensor in pair.hf]
-        for part in parts:
-            shard = pair_shard(sizes, part, layer, expert, tp, tp_rank)
-            offsets = [0] * len(shard.shape)
+        shard = pair_shard(sizes, pair, layer, expert, tp, tp_rank)
+        parts, first = [(shard.shape, shard.regions, pair.hf[0][0].format(l=layer, e=expert))], 0
+        if pair.operation in ("column", "halves"):
+            # Megatron keeps the ranks' gates together, and then their ups.
+            parts = []
+            for region in shard.regions:
+                shape = tuple(stop - start for start, stop in region.local_box)
+                parts.append((shape, (region._replace(local_box=full_box(shape)),), region.hf_name))
+        for shape, regions, hf_name in parts:
+            offsets = [0] * len(shape)
             if pair.operation != "replicated":
                 axis = 1 if pair.operation == "row" else 0
-                offsets[axis] = first + tp_rank * shard.shape[axis]
-            hf_name = part.hf[0][0].format(l=layer, e=expert)
-            yield Chunk(key, size, (*lead, *offsets), shard.shape, shard.regions, hf_name)
-            first += tp * shard.shape[0]
+                offsets[axis] = first + tp_rank * shape[axis]
+            yield Chunk(key, size, (*lead, *offsets), shape, regions, hf_name)
+            first += tp * shape[0]
 
 
 class _Framed:

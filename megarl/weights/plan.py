@@ -446,7 +446,7 @@ def engine_targets(
     cpu: SGLang's CPU engine. Raises ConfigError if the ranks or the model cannot be divided so."""
     tp = config.rollout.engine_tp
     if world % tp:
-        devices = f"{world} devices (parallel.tp * parallel.pp * parallel.dp)"
+        devices = f"{world} devices (parallel.tp * parallel.pp * parallel.dp * parallel.cp)"
         raise ConfigError(f"rollout.engine_tp: {tp} does not divide the {devices}")
     match config.rollout.engine:
         case "transformers":

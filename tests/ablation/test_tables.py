@@ -218,9 +218,10 @@ class TestRows:
         assert changes(config, small) == {k: value for k, value in expected.items() if value != base[k]}
         assert config.responses == small.responses
 
-    def test_runs_have_folders_of_their_own(self, table: AblationTable, row: AblationRow) -> None:
-        folders = {load_config(FOLDER / file).run_dir for file in {other.config for _, other in ROWS}}
-        assert len(folders) == len({(FOLDER / other.config).resolve() for _, other in ROWS})
+
+def test_runs_have_folders_of_their_own() -> None:
+    files = {(FOLDER / row.config).resolve() for _, row in ROWS}
+    assert len({load_config(file).run_dir for file in files}) == len(files)
 
 
 def test_every_file_of_the_folder_is_a_row() -> None:

@@ -187,7 +187,7 @@ class TestModelFolder:
     CONFIGS: list[tuple[dict[str, Any], str]] = [
         (
             {"model_type": "gpt2"},
-            "/config.json: model_type: 'gpt2' is not a known family (known: qwen2, qwen3, qwen3_moe, llama)",
+            "/config.json: model_type: 'gpt2' is not a known family (known: qwen2, qwen3, qwen3_moe, llama, ",
         ),
         ({"model_type": None}, "/config.json: model_type: None is not a known family"),
         (

@@ -377,6 +377,9 @@ class TestRefusals:
 class TestContradictions:
     CASES = {
         "data.train=[]": "data.train: must name at least one file",
+        "parallel.cp=64 data.max_prompt_tokens=50 rollout.max_response_tokens=70": (
+            "parallel.cp: 64 ranks cut each sequence into 128 chunks, and none has over 120 tokens (lower it)"
+        ),
         "rollout.group_size=1": (
             "rollout.group_size: must be >= 2 for algorithm.advantage group, which compares a group's "
             "responses (got 1"
@@ -459,6 +462,8 @@ class TestContradictions:
         ),
         "reward.model.weight=2": "reward.model.weight: has no effect without a reward model",
         "recipe=sft reward.model.path=m": "reward.model.path: recipe sft learns from given responses",
+        "recipe=sft algorithm.surrogate=gspo": "algorithm.surrogate: recipe sft learns from given responses",
+        "recipe=sft algorithm.old_logprobs=engine": "algorithm.old_logprobs: recipe sft learns from",
         "model.recompute_layers=4": "model.recompute_layers: has no effect with model.recompute none",
         "residency.keep=[reward.weights]": "residency.keep: reward.weights: this run has none",
         "run_dir=s/run reward.model.path=s": "run_dir: s/run is in reward.model.path s",

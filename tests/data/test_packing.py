@@ -10,10 +10,11 @@ from collections import Counter
 from itertools import product
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.experience import balance, cost, even_length, pack
+from megarl.data.experience import balance, cost, cut, even_length, pack
 
 
 def lengths_of_responses(n: int, seed: int) -> list[int]:
@@ -45,6 +46,25 @@ def test_pack(lengths: list[int], budget: int, rng: random.Random) -> None:
     assert [[lengths[i] for i in batch] for batch in batches] == [
         [shuffled[i] for i in batch] for batch in other
     ]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(2, 5))
+def test_cut_gives_each_rank_two_chunks_of_every_sequence(chunks: list[int], cp: int) -> None:
+    """In Megatron's order (get_batch_on_this_cp_rank), so that each rank has as many causal pairs."""
+    cu_seqlens = torch.tensor([0, *(2 * cp * size for size in chunks)]).cumsum(0)
+    rank, place = cut(cu_seqlens, cp)
+    pairs = []
+    for r in range(cp):
+        expected = []
+        for start, size in zip(cu_seqlens.tolist(), chunks, strict=False):
+            first, second = start + r * size, start + (2 * cp - 1 - r) * size
+            expected += [*range(first, first + size), *range(second, second + size)]
+        mine = (rank == r).nonzero().squeeze(-1)
+        assert mine[place[mine].argsort()].tolist() == expected
+        assert sorted(place[mine].tolist()) == list(range(len(expected)))
+        starts = cu_seqlens[torch.searchsorted(cu_seqlens, mine, right=True) - 1]
+        pairs.append(int((mine - starts + 1).sum()))
+    assert len(set(pairs)) == 1
 
 
 @settings(deadline=None)

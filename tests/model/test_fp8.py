@@ -82,11 +82,13 @@ def test_published_models_fit_every_recipe_at_tp_2(name: str) -> None:
         ("Qwen2.5-7B", 4, "blockwise", ""),
         ("Qwen2.5-72B", 8, "blockwise", "intermediate_size"),
         ("Qwen2.5-72B", 8, "tensorwise", ""),
+        ("GLM-4-9B", 2, "blockwise", "intermediate_size"),
+        ("GLM-4-32B", 4, "blockwise", ""),
     ],
 )
 def test_sizes(name: str, tp: int, recipe: str, side: str) -> None:
     """The first side that is no multiple, by hand: 0.5B has 14 heads of 64, so 448 on a rank; 72B has 29568 /
-    8 = 3696 = 16 * 231."""
+    8 = 3696 = 16 * 231, GLM-4-9B 13696 / 2 = 6848 = 64 * 107."""
     config = make_config(tp, fp8={"format": "hybrid", "recipe": recipe})
     if not side:
         check_sizes(config, KNOWN_MODELS[name])
@@ -143,26 +145,36 @@ def test_a_layer_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fp8", "recipe", "tp", "sequence_parallel", "expected"),
+    ("fp8", "recipe", "tp", "cp", "sequence_parallel", "expected"),
     [
-        (None, "delayed", 4, True, 4),
-        ("e4m3", "delayed", 4, False, 16),
-        ("e4m3", "mxfp8", 1, False, 32),
-        ("hybrid", "blockwise", 2, True, 256),
+        (None, "delayed", 4, 1, True, 4),
+        (None, "delayed", 1, 4, False, 8),
+        (None, "delayed", 2, 2, True, 4),
+        ("e4m3", "delayed", 4, 1, False, 16),
+        ("e4m3", "mxfp8", 1, 1, False, 32),
+        ("hybrid", "blockwise", 2, 1, True, 256),
+        ("hybrid", "blockwise", 2, 3, True, 768),
     ],
 )
 def test_packs_are_filled_up(
-    fp8: str | None, recipe: str, tp: int, sequence_parallel: bool, expected: int
+    fp8: str | None, recipe: str, tp: int, cp: int, sequence_parallel: bool, expected: int
 ) -> None:
-    """By one more sequence of its own, whose tokens are nobody's response; the others are as they were."""
+    """By one more sequence of its own, whose tokens are nobody's response; the others are as they were
+    (context parallelism: tests/parallel/test_context.py)."""
     config = SimpleNamespace(
-        tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel, fp8=fp8, fp8_recipe=recipe
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        sequence_parallel=sequence_parallel,
+        fp8=fp8,
+        fp8_recipe=recipe,
     )
     assert pack_multiple(config) == expected
+    if cp > 1:
+        return
     seen: list[torch.Tensor] = []
     model: Any = SimpleNamespace(
         config=config,
-        rotary_pos_emb=SimpleNamespace(inv_freq=torch.zeros(1)),
+        device=torch.device("cpu"),
         pack=lambda cu_seqlens: seen.append(cu_seqlens),
     )
     experience = Experience.build([[3, 4]] * 5, [[5] * n for n in (1, 7, 30, 2, 11)])

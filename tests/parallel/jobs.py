@@ -194,7 +194,7 @@ def _gather_shards(learner: Any) -> None:
     all of them again."""
     import torch.distributed as dist
 
-    for buffer in (*learner.chunk.buffers, *learner.chunk.expert_parallel_buffers):
+    for buffer in learner.buffers:
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
@@ -505,9 +505,7 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
     again = learner()
     load_trainable(again, checkpoint)
     back = {name: p.detach().clone() for name, p in again.model.named_parameters()}
-    buckets = sum(
-        len(buffer.buckets) for buffer in (*ours.chunk.buffers, *ours.chunk.expert_parallel_buffers)
-    )
+    buckets = sum(len(buffer.buckets) for buffer in ours.buffers)
     return {"norms": norms, "weights": weights, "back": back, "alike": alike, "buckets": buckets}
 
 

@@ -26,7 +26,7 @@ def head(runtime: Runtime, folder: Path, std: float, seed: int) -> Tensor | None
     )
     model = build_critic(config, read_hf_config(folder), runtime)
     load(model, folder, runtime, critic=True)
-    return model.value_head.weight.detach().clone() if model.post_process else None
+    return model.chunks[-1].value_head.weight.detach().clone() if model.chunks[-1].post_process else None
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 2, 1)])

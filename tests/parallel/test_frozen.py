@@ -48,10 +48,10 @@ def tiny_model(folder: Path, which: str, layout: tuple[int, ...]) -> Path:
     ("which", "optimizer", "layout", "recompute"),
     [
         ("critic", ATTENTION, (2, 1, 1), "none"),
-        ("critic", BOTH, (1, 1, 2), "full"),
-        ("actor", EMBEDDINGS, (1, 2, 1), "full"),
         ("actor", LOWER_HALF, (1, 2, 1), "none"),
         ("actor", LOWER_HALF, (2, 1, 1), "full 1"),
+        pytest.param("critic", BOTH, (1, 1, 2), "full", marks=SLOW),
+        pytest.param("actor", EMBEDDINGS, (1, 2, 1), "full", marks=SLOW),
         pytest.param("actor", LOWER_HALF, (1, 2, 2), "full", marks=SLOW),
         pytest.param("actor", LOWER_HALF, (2, 1, 1), "full", marks=SLOW),
         pytest.param("actor", ATTENTION, (2, 2, 1), "selective", marks=SLOW),
@@ -96,7 +96,7 @@ def test_gradients_are_those_of_the_whole_model(
     ("which", "optimizer", "written", "read"),
     [
         ("actor", LOWER_HALF, (1, 2, 1), [(1, 2, 1), (1, 1, 2)]),
-        ("critic", ATTENTION, (1, 1, 2), [(1, 1, 2), (2, 1, 1)]),
+        pytest.param("critic", ATTENTION, (1, 1, 2), [(1, 1, 2), (2, 1, 1)], marks=SLOW),
         pytest.param("actor", LOWER_HALF, (1, 1, 1), [(1, 2, 2), (2, 2, 1)], marks=SLOW),
         pytest.param("critic", ALL_LAYERS, (1, 2, 1), [(1, 2, 1), (1, 1, 2)], marks=SLOW),
         pytest.param("actor", LOWER_HALF, (1, 2, 2), [(1, 2, 2), (1, 2, 1)], marks=SLOW),

@@ -145,6 +145,28 @@ def test_gradients_do_not_depend_on_how_many_layers_are_recomputed(
     assert relative_difference(found[0]["gradients"], expected["gradients"]) <= 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["actor", "critic"])
+def test_gradients_of_norms_behind_blocks_do_not_depend_on_the_layout(
+    which: str, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+) -> None:
+    """GLM-4's: each tensor-parallel rank has them whole and sees a part of the tokens. With each kind of
+    recomputation."""
+    kind: Any = "token" if which == "critic" else None
+    folder = make_tiny_model(tmp_path / "model", "glm4", vocab=VOCAB, layers=2, classification=kind)
+    arguments = {"folder": folder, "which": which, "batch": make_batch()}
+    options = TERMS["VAPO" if which == "actor" else "value"][1]
+    expected = ranks(1, 1, 1).run(jobs.gradients, **arguments, options={**options, "budget": 10_000})[0]
+    norms = [name for name in expected["gradients"] if "post_self_attn" in name or "post_mlp" in name]
+    assert len(norms) == 4 and all(expected["gradients"][name].any() for name in norms)
+    for number, layout in enumerate(LAYOUTS):
+        model = {"recompute": ("none", "selective", "full")[number % 3]}
+        found = ranks(*layout).run(
+            jobs.gradients, **arguments, options={**options, "budget": 48, "model": model}
+        )[0]
+        assert relative_difference(found["gradients"], expected["gradients"]) <= 1e-5, layout
+
+
 @pytest.mark.parametrize("layout", [(2, 2, 1), (1, 2, 2)], ids=str)
 def test_every_group_that_a_run_uses_was_used_by_all_its_members_at_start(
     layout: tuple[int, int, int], ranks: Callable[[int, int, int], RankPool], tmp_path: Path

@@ -25,6 +25,9 @@ FAMILIES = [
     ("qwen3", {"head_dim": 12}),
     ("qwen3", {"tied": True}),
     ("llama", {"rope": "llama3"}),
+    ("mistral", {"head_dim": 12}),
+    ("glm4", {"head_dim": 12}),
+    ("glm4", {"tied": True, "attention_bias": False, "partial_rotary_factor": 0.25, "head_dim": 16}),
 ]
 
 
@@ -88,17 +91,19 @@ def test_values_equal_hugging_face(
 ) -> None:
     """A reward model with one label becomes a critic whose values are that model's scores."""
     tp, pp, dp = layout
-    folder = make_tiny_model(
-        tmp_path / "token", "qwen2", vocab=101, layers=2 * pp, tied=True, classification="token"
-    )
     prompts, responses = sequences(101)
-    model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
-    expected = []
-    for prompt, response in zip(prompts, responses, strict=True):
-        with torch.no_grad():
-            expected.append(model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1, 0])
-    for found in ranks(tp, pp, dp).run(jobs.values, folder=folder, prompts=prompts, responses=responses):
-        assert (found - torch.cat(expected)).abs().max() <= 1e-5
+    for family, tied in (("qwen2", True), ("glm4", False)):
+        folder = make_tiny_model(
+            tmp_path / family, family, vocab=101, layers=2 * pp, tied=tied, classification="token"
+        )
+        model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
+        expected = []
+        for prompt, response in zip(prompts, responses, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + response])).logits
+                expected.append(logits[0, len(prompt) - 1 : -1, 0])
+        for found in ranks(tp, pp, dp).run(jobs.values, folder=folder, prompts=prompts, responses=responses):
+            assert (found - torch.cat(expected)).abs().max() <= 1e-5, family
 
     # A sequence classifier scores the last token of what it is given: the state in which the last response
     # token was chosen.

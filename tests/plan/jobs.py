@@ -63,7 +63,7 @@ def config_of(
 
 
 def plan_for(
-    layout: tuple[int, int, int, int],
+    layout: tuple[int, ...],
     family: str,
     dtype: str,
     critic: bool = False,
@@ -71,9 +71,9 @@ def plan_for(
     **keys: Any,
 ) -> Plan:
     """The plan of a run of such models."""
-    tp, pp, dp, ep = layout
+    tp, pp, dp, ep, cp = (*layout, 1)[:5]
     described = hf_of(family, **keys).to_dict()
-    return plan_of(config_of(dtype, optimizer=optimizer, tp=tp, pp=pp, dp=dp, ep=ep), described)
+    return plan_of(config_of(dtype, optimizer=optimizer, tp=tp, pp=pp, dp=dp, ep=ep, cp=cp), described)
 
 
 def learner_of(
@@ -100,7 +100,7 @@ def group_sizes(
     learner.update(
         batches(learner, 1, LENGTH), lambda output, _: ((output if critic else output[0]).sum(), {})
     )
-    buffers = [*learner.chunk.buffers, *learner.chunk.expert_parallel_buffers]
+    buffers = learner.buffers
     weights, gradients = storages(b.param_data for b in buffers), storages(b.grad_data for b in buffers)
     weights |= storages(learner.model.parameters())
     optimizer: dict[int, int] = {}
@@ -157,10 +157,12 @@ def measure(
     with LiveMemory() as memory:
         learner.compute_gradients(made, loss)
     layout = runtime.layout
+    tokens = PACK * LENGTH // layout.cp
     sequence_parallel = layout.tp > 1 and keys.get("sequence_parallel") is not False
     predicted = activations(
         Shape(hf.to_dict(), dtype),
         layout.tp,
+        cp=layout.cp,
         recompute=keys.get("recompute", "none"),
         chunk=keys.get("chunk", 256),
         layers="portable",
@@ -170,4 +172,4 @@ def measure(
     )
     in_flight = min(micro_batches, layout.pp - runtime.pp_rank)
     layers = hf.num_hidden_layers // layout.pp
-    return float(memory.peak), predicted.training(PACK * LENGTH, layers, in_flight, runtime.is_last_stage)
+    return float(memory.peak), predicted.training(tokens, layers, in_flight, runtime.is_last_stage)

@@ -22,6 +22,8 @@ CASES: list[Any] = [
     {"critic": True},
     {"critic": True, "recompute": "full"},
     {"family": "qwen3"},
+    {"family": "glm4"},
+    pytest.param({"family": "glm4", "recompute": "full", "dtype": "bf16"}, marks=pytest.mark.slow),
     {"num_hidden_layers": 1, "vocab_size": 4096},  # the head is most of it
     {"num_hidden_layers": 1, "chunk": 2048},
     {"intermediate_size": 2048, "num_key_value_heads": 8},
@@ -54,6 +56,29 @@ def test_prediction_under_tensor_parallelism(ranks: Callable[..., RankPool], cas
 def test_prediction_under_pipeline_parallelism(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
     """The first stage has begun two micro-batches when it goes back through the first."""
     check(ranks(1, 2, 1), {**case, "micro_batches": 3})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"critic": True, "recompute": "full"},
+        pytest.param({"recompute": "selective"}, marks=pytest.mark.slow),
+        pytest.param({"family": "qwen3", "num_key_value_heads": 8}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_context_parallelism_divides_them(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
+    """A rank keeps its part of each sequence, of the gathered keys and values nothing."""
+    [(alone, _)] = ranks(1, 1, 1).run(measure, **case)
+    check(ranks(1, 1, 1, 1, 2), case)
+    for measured, _ in ranks(1, 1, 1, 1, 2).run(measure, **case):
+        assert measured <= 0.55 * alone, f"{measured / alone:.3f} of one rank's"
+
+
+@pytest.mark.slow
+def test_prediction_over_four_context_parallel_ranks(ranks: Callable[..., RankPool]) -> None:
+    check(ranks(1, 1, 1, 1, 4), {})
 
 
 def check(pool: RankPool, case: dict[str, Any]) -> None:

@@ -31,11 +31,11 @@ def searched(plan: Plan) -> list[Found]:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_layouts_are_the_planners_best(name: str) -> None:
-    """Within a few percent: estimates are no better, and a file has its base's layout."""
+    """Within 10 percent: estimates are no better than that, and a file has its base's layout."""
     plan = plan_for(name)
     best = best_of(searched(plan)).estimate
     assert plan.problem() is None and best is not None
-    assert estimate(plan, default_lengths(plan)).total <= 1.03 * best.total
+    assert estimate(plan, default_lengths(plan)).total <= 1.1 * best.total
 
 
 def test_those_that_fit_come_first_the_quickest_first_and_all_use_all_gpus() -> None:

@@ -32,7 +32,14 @@ SIZES = {
     "max_position_embeddings": 4096,
 }
 EXPERTS = {"head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-FAMILIES = {"qwen2": {}, "qwen3": {"head_dim": 64}, "llama": {}, "qwen3_moe": EXPERTS}
+FAMILIES = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 64},
+    "llama": {},
+    "mistral": {},
+    "glm4": {"head_dim": 64},
+    "qwen3_moe": EXPERTS,
+}
 RECIPES = {
     "tensorwise": "Float8CurrentScaling",
     "delayed": "DelayedScaling",
@@ -85,7 +92,7 @@ def from_transformer_engine(model: Any) -> None:
     """No layer is another's by mistake: matrix products, norms and attention."""
     parts = [
         module
-        for module in model.decoder.modules()
+        for module in model.chunks[0].decoder.modules()
         if any(word in type(module).__name__ for word in ("Linear", "Norm", "DotProduct"))
     ]
     others = {
@@ -115,13 +122,13 @@ def test_layers(family: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with rank_of(Layout(tp=tp, pp=1, dp=2 // tp, ep=1), rank=1) as runtime:
         for kind in ("actor", "critic"):
             plain = build(kind, settings(layers="portable", tp=tp), hf, runtime, monkeypatch)
-            names = {value.key for value in model_state(plain).values()}
+            names = {value.key for value in model_state(plain)["0"].values()}
             for recompute, recipe in cases:
                 model = build(kind, settings(recompute, recipe, tp=tp), hf, runtime, monkeypatch)
                 as_laid_out(model, hf, runtime, kind)
                 well_marked(model, sequence=tp > 1)
                 from_transformer_engine(model)
-                found = {value.key for value in model_state(model).values()}
+                found = {value.key for value in model_state(model)["0"].values()}
                 assert {name for name in found if EXTRA not in name} == names
                 assert any(EXTRA in name for name in found) == (recipe == "delayed")
                 if recipe:

@@ -13,7 +13,7 @@ from megarl.rollout.transformers_engine import TransformersEngine
 from tests.engines import load_folder
 from tests.tiny_models import make_tiny_model
 
-FAMILIES = ["qwen2", "qwen3", "llama"]
+FAMILIES = ["qwen2", "qwen3", "llama", "glm4"]
 TINIEST = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 16, "head_dim": 8}
 EOS = 1
 
@@ -42,6 +42,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         "qwen2": make_tiny_model(root / "qwen2", "qwen2"),
         "qwen3": make_tiny_model(root / "qwen3", "qwen3", tied=True, head_dim=16),
         "llama": make_tiny_model(root / "llama", "llama", kv_heads=4, rope="llama3"),
+        "glm4": make_tiny_model(root / "glm4", "glm4", head_dim=12),
     }
 
 

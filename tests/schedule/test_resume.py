@@ -211,20 +211,19 @@ def test_a_killed_run_ends_in_the_same_bits(folder: Path, undisturbed: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("pp", "dp", "cp"), [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_another_layout_gets_the_same_values(
-    folder: Path, undisturbed: Path, ranks: Callable[[int, int, int], RankPool], pp: int, dp: int
+    folder: Path, undisturbed: Path, ranks: Callable[..., RankPool], pp: int, dp: int, cp: int
 ) -> None:
     """Saved at TP=2; weights and optimizer, and what is written again from there. A full disk is an error on
     every rank, at once."""
-    out = folder / f"pp{pp}-dp{dp}"
+    out = folder / f"pp{pp}-dp{dp}-cp{cp}"
     full = out / "full"
     full.mkdir(parents=True)
     (full / "__0_0.distcp").symlink_to("/dev/full")
     started = time.monotonic()
-    messages = ranks(1, pp, dp).run(
-        write_again, config=make_config(folder, out, parallel={"pp": pp}), source=undisturbed, full=full
-    )
+    config = make_config(folder, out, parallel={"pp": pp, "cp": cp})
+    messages = ranks(1, pp, dp, 1, cp).run(write_again, config=config, source=undisturbed, full=full)
     assert all("No space left" in message and "\n" not in message for message in messages), messages
     assert time.monotonic() - started < LIMIT
     assert_same_export(out / "hf", undisturbed / "hf")
@@ -233,6 +232,25 @@ def test_another_layout_gets_the_same_values(
     )
     assert sum("exp_avg_sq" in name for name in one) == sum(not name.startswith("optimizer.") for name in one)
     assert_same_tensors(one, other)
+
+
+@pytest.mark.slow
+def test_a_context_parallel_run_goes_on_in_the_same_bits(folder: Path, undisturbed: Path) -> None:
+    """And says what a run at TP=2 says, to rounding."""
+    for name, steps in (("cp", 4), ("cp-added", 2), ("cp-added", 4)):
+        train(
+            make_config(
+                folder, folder / name, parallel={"cp": 2}, steps=steps, actor={"schedule": "constant"}
+            )
+        )
+    straight, added = folder / "cp", folder / "cp-added"
+    assert_same_export(added / "hf", straight / "hf")
+    assert records(added) == records(straight)
+    first, expected = records(straight)[0], records(undisturbed)[0]
+    assert first["policy/grad_norm"] > 0.1
+    for name, value in expected.items():
+        if name.startswith(("policy/", "response/", "reward/")):
+            assert first[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.slow

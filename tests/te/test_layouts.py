@@ -90,7 +90,7 @@ def test_gradients_equal_those_of_portable_layers_on_one_rank(
         check(found, expected, layout)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3_moe", "glm4"])
 def test_gradients_of_the_other_families(family: Any, ranks: Ranks, tmp_path: Path) -> None:
     """With VAPO's whole loss; mixtures also where expert-parallel ranks share them."""
     folder = make_tiny_model(tmp_path / "model", family, vocab=VOCAB, layers=2)

@@ -28,7 +28,7 @@ def whole(batch: Batch) -> MicroBatch:
     """All response tokens as one micro-batch."""
     slots = batch.experience.response_mask.nonzero().squeeze(-1)
     none = torch.zeros(0, dtype=torch.int64)
-    return MicroBatch(none, none, None, none, none, slots)
+    return MicroBatch(none, none, None, none, none, slots, none)
 
 
 def loss_of(config: AlgorithmConfig, batch: Batch) -> float:

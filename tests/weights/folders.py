@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.parallel.layout import Layout
+from megarl.weights.families import FAMILIES
 from megarl.weights.hf import HFFolder, load_into
 from megarl.weights.layout import Shards, hf_shapes
 from megarl.weights.plan import Plan
 
-PREFIX = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+PREFIX = {name: family.prefix for name, family in FAMILIES.items() if not family.is_moe}
 
 
 def described(
@@ -68,6 +69,8 @@ def hf_configs(
         "vocab_size": draw(st.sampled_from((1, 2, 5, 13, 31, 32))),
         "tie_word_embeddings": draw(st.booleans()),
     }
+    for key in {pair.switch for pair in FAMILIES[family].layer} - {""}:
+        config[key] = draw(st.booleans())
     if draw(st.booleans()):
         config["head_dim"] = 2 * draw(st.integers(1, 3))  # rotary embeddings turn pairs
     return config, layouts

@@ -39,6 +39,9 @@ MODELS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [
     ("qwen2", {"dtype": FP16, "tied": True, "vocab": 263, "layers": 4}, (1, 4, 1)),
     ("qwen3", {"tied": True, "head_dim": 12, "vocab": 307, "max_shard_bytes": 20_000}, (2, 2, 1)),
     ("llama", {"rope": "llama3", "head_dim": 10, "dtype": BF16, "heads": 8, "kv_heads": 4}, (4, 1, 1)),
+    ("mistral", {"head_dim": 12, "dtype": BF16, "vocab": 101}, (1, 2, 1)),
+    ("glm4", {"dtype": BF16, "head_dim": 12, "vocab": 307, "max_shard_bytes": 20_000}, (2, 2, 1)),
+    ("glm4", {"tied": True, "attention_bias": False, "layers": 4}, (1, 4, 1)),
     ("qwen3_moe", {"dtype": BF16, "vocab": 101, "max_shard_bytes": 20_000}, (2, 2, 3)),
     ("qwen3_moe", {"tied": True, "head_dim": 6}, (1, 1, 1)),
 ]
@@ -46,6 +49,7 @@ CRITICS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [
     ("qwen2", {"classification": "token", "dtype": BF16}, (2, 2, 1)),
     ("qwen3", {"classification": "sequence", "tied": True}, (1, 2, 1)),
     ("qwen3_moe", {"classification": "token"}, (1, 1, 2)),
+    ("glm4", {"classification": "token"}, (2, 1, 1)),
 ]
 CARRIED = (
     "config.json",

@@ -42,6 +42,14 @@ PUBLISHED = {
     "Llama-3.2-3B": 3.21,
     "Llama-3.1-8B": 8.03,
     "Llama-3.1-70B": 70.55,
+    "Mistral-7B": 7.25,
+    "Mistral-Nemo": 12.25,
+    "Mistral-Small-24B": 23.57,
+    "Magistral-Small": 23.57,
+    "GLM-4-9B": 9.40,
+    "GLM-Z1-9B": 9.40,
+    "GLM-4-32B": 32.57,
+    "GLM-Z1-32B": 32.57,
 }
 
 

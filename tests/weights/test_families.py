@@ -6,6 +6,7 @@ map between its two layer specs, one table, one checkpoint.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from transformers import AutoModelForTokenClassification, SeedOssConfig
 
 from megarl.config.errors import CheckpointError, ConfigError
+from megarl.model.hf_config import check_buildable
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 from megarl.weights.families import FAMILIES, TE_ALIASES, family_of, read_config, table_names
@@ -172,6 +174,40 @@ def test_layouts_that_the_experts_do_not_fit() -> None:
         Layout(tp=2, ep=4)
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (4096, "sliding_window: 4096 is not supported for mistral (only None is)"),
+        (..., "sliding_window: is missing, and transformers takes 4096, not null (add it)"),
+    ],
+)
+def test_a_switch_that_is_left_out_is_read_as_transformers_reads_it(
+    value: Any, message: str, tmp_path: Path
+) -> None:
+    """Mistral's first models have windows, and transformers takes a config.json that says nothing for one."""
+    folder = make_tiny_model(tmp_path, "mistral", vocab=101)
+    check_buildable(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("sliding_window") is None
+    config |= {} if value is ... else {"sliding_window": value}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as refused:
+        check_buildable(folder)
+    assert str(refused.value) == f"{folder}/config.json: {message}"
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9, 2.0, 0, -0.5, "half"])
+@pytest.mark.parametrize("place", ["", "rope_parameters."])
+def test_shares_of_a_head_that_cannot_be_rotated(share: Any, place: str, tmp_path: Path) -> None:
+    config: dict[str, Any] = described("glm4", 2, 32, 4, 2, 8, 11, head_dim=8)
+    (config.setdefault("rope_parameters", {}) if place else config)["partial_rotary_factor"] = share
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as refused:
+        read_config(tmp_path)
+    problem = f"must leave an even number of a head's 8 to be rotated (got {share!r})"
+    assert str(refused.value) == f"{tmp_path}/config.json: {place}partial_rotary_factor: {problem}"
+
+
 def with_table(runtime: Runtime, table: str, **arguments: Any) -> Any:
     """Adds a family on a rank, and gives the log-probabilities of a model of it."""
     family = run_block(table)
@@ -221,13 +257,14 @@ def names(runtime: Runtime, folder: Path, critic: bool) -> dict[str, Any]:
     fused = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
     return {
         "portable": [name for name, _ in model.named_parameters()],
-        "checkpoint": {value.key for value in model_state(model).values()},
+        "checkpoint": {value.key for value in model_state(model)["0"].values()},
         "fused": dict(fused),
     }
 
 
 @pytest.mark.parametrize(
-    ("family", "critic"), [("qwen2", False), ("qwen3", True), ("llama", False), ("qwen3_moe", False)]
+    ("family", "critic"),
+    [("qwen2", False), ("qwen3", True), ("llama", False), ("qwen3_moe", False), ("glm4", False)],
 )
 def test_one_table_and_one_checkpoint_for_both(
     family: Any, critic: bool, ranks: Callable[..., RankPool], tmp_path: Path

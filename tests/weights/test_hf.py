@@ -23,7 +23,7 @@ from megarl.weights.layout import megatron_layout
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 from tests.weights import jobs
-from tests.weights.folders import folder_tensors, loaded, same_bits, set_config
+from tests.weights.folders import PREFIX, folder_tensors, loaded, same_bits, set_config
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
 BIAS = "model.layers.0.self_attn.o_proj.bias"
@@ -266,7 +266,7 @@ def export_alone(
     export_hf(out, source, Layout(), 0, tensors, critic=critic, **options)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", PREFIX)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_actor_comes_back_bitwise(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     for tied in (False, True):

@@ -18,7 +18,7 @@ from megarl.weights.families import Pair, Sizes, family_of, is_frozen, table_nam
 from megarl.weights.hf import HFFolder
 from megarl.weights.layout import check_layout, hf_shapes, megatron_layout, whole_model
 from tests.ranks import in_a_fork
-from tests.tiny_models import CONFIGS, make_tiny_model
+from tests.tiny_models import CONFIGS, SWITCHES, make_tiny_model
 from tests.weights.folders import PREFIX, described, hf_configs, loaded, numbered, write_folder
 
 CONFIG = described("qwen2", 6, 32, 8, 4, 24, 31, architectures=["Qwen2ForCausalLM"])
@@ -36,7 +36,7 @@ def test_ranks_are_numbered_as_megatron_does(tp: int, pp: int, dp: int, cp: int)
         layout.rank(tp=tp, pp=0, dp=0)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", PREFIX)
 @pytest.mark.parametrize("tied", [False, True])
 def test_tables_have_the_tensors_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     for kind, critic in ((None, False), ("token", True), ("sequence", True)):
@@ -250,12 +250,22 @@ BIASES = [f"self_attn.{part}_proj.bias" for part in "qkv"]
 
 
 @pytest.mark.parametrize(
-    ("family", "more"), [("qwen2", BIASES), ("qwen3", NORMS), ("qwen3_moe", NORMS), ("llama", [])]
+    ("family", "more"),
+    [
+        ("qwen2", BIASES),
+        ("qwen3", NORMS),
+        ("qwen3_moe", NORMS),
+        ("llama", []),
+        ("mistral", []),
+        ("glm4", [*BIASES, "post_self_attn_layernorm.weight"]),
+    ],
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_frozen_in_each_family(family: str, more: list[str], tied: bool) -> None:
     """Every other tensor learns."""
-    config = CONFIGS[family](num_hidden_layers=3, tie_word_embeddings=tied).to_dict()
+    config = CONFIGS[family](
+        num_hidden_layers=3, tie_word_embeddings=tied, **SWITCHES.get(family, {})
+    ).to_dict()
     everything = {n for pair, la, e in whole_model(config) for n in hf_names(pair, la, e)}
 
     def frozen(**keys: Any) -> set[str]:

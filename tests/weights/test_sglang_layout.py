@@ -59,6 +59,8 @@ def expected(
             )
         elif "o_proj" in name:
             out[name] = take(tensor, mine, 1)
+        elif "gate_up_proj" in name:
+            out[name] = torch.cat([chunk(part, 0, multiple) for part in tensor.chunk(2)])
         elif "gate_proj" in name:
             fused = torch.cat(
                 [chunk(part, 0, multiple) for part in (tensor, hf[name.replace("gate_proj", "up_proj")])]

@@ -1,0 +1,128 @@
+"""Context parallelism: each sequence of a pack in 2 * cp chunks over the ranks, against Hugging Face and
+against one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parallel import jobs
+from tests.parallel.test_invariance import TERMS, VOCAB, make_batch, relative_difference
+from tests.parallel.test_parity import hf_logprobs, sequences
+from tests.ranks import RankPool
+from tests.tiny_models import make_tiny_model
+
+SLOW = pytest.mark.slow
+LAYOUTS = [  # tp, pp, dp, ep, cp
+    (1, 1, 1, 1, 2),
+    pytest.param((1, 1, 1, 1, 4), marks=SLOW),
+    (2, 2, 1, 1, 2),
+    pytest.param((1, 2, 1, 1, 4), marks=SLOW),
+]
+NAMES = "tp{0[0]}-pp{0[1]}-dp{0[2]}-ep{0[3]}-cp{0[4]}".format
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)
+def test_logprobs_equal_hugging_face(
+    layout: tuple[int, ...], ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
+    prompts, responses = sequences(307)
+    for number, (family, options) in enumerate([("qwen3", {"tied": True}), ("llama", {"rope": "llama3"})]):
+        folder = make_tiny_model(tmp_path / str(number), family, vocab=307, layers=2 * layout[1], **options)
+        expected, entropy = hf_logprobs(folder, prompts, responses, 0.7)
+        arguments = {"folder": folder, "prompts": prompts, "responses": responses, "temperature": 0.7}
+        for found, found_entropy in ranks(*layout).run(jobs.logprobs, **arguments):
+            assert (found - expected).abs().max() <= 1e-5, (family, options)
+            assert (found_entropy - entropy).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1, 1, 2), pytest.param((2, 2, 1, 1, 2), marks=SLOW)], ids=NAMES)
+def test_values_and_scores_equal_one_ranks(
+    layout: tuple[int, ...], ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
+    """The critic's, and a reward model's at the last token, which lies on another rank than the one before
+    it where a chunk ends."""
+    prompts, responses = sequences(101)
+    for kind, job in (("token", jobs.values), ("sequence", jobs.reward_scores)):
+        folder = make_tiny_model(tmp_path / kind, "qwen3", vocab=101, layers=2, classification=kind)
+        count = 6 if kind == "token" else 4
+        arguments = {"folder": folder, "prompts": prompts[:count], "responses": responses[:count]}
+        [expected] = ranks(1, 1, 1).run(job, **arguments)
+        for found in ranks(*layout).run(job, **arguments):
+            difference = found - expected if kind == "token" else found[0] - expected[0]
+            assert difference.abs().max() <= 1e-5, kind
+
+
+GRADIENTS: list[Any] = [
+    ("DAPO", (1, 1, 1, 1, 2), {}),
+    ("VAPO", (2, 1, 1, 1, 2), {}),
+    ("value", (1, 1, 1, 1, 2), {}),
+    ("GSPO", (1, 1, 1, 1, 2), {}),
+    ("VAPO", (1, 1, 1, 1, 4), {}),
+    ("VAPO", (1, 1, 2, 1, 2), {}),
+    ("VAPO", (1, 2, 1, 1, 2), {}),
+    ("value", (2, 2, 1, 1, 2), {}),
+    ("entropy", (2, 1, 1, 1, 2), {"sequence_parallel": False}),
+    ("VAPO", (1, 1, 1, 1, 2), {"model": {"recompute": "full"}}),
+    ("VAPO", (1, 1, 1, 1, 2), {"model": {"recompute": "selective"}}),
+    ("VAPO", (1, 1, 1, 1, 2), {"optimizer": {"frozen_layers": 1, "frozen": ["embeddings"]}}),
+    ("VAPO", (1, 1, 1, 1, 2), {"optimizer": {"frozen_layers": 1}, "model": {"recompute": "full"}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("term", "layout", "options"),
+    [pytest.param(*case, marks=SLOW if number > 2 else ()) for number, case in enumerate(GRADIENTS)],
+    ids=lambda value: NAMES(value) if isinstance(value, tuple) else str(value),
+)
+def test_gradients_equal_one_ranks(
+    term: str,
+    layout: tuple[int, ...],
+    options: dict[str, Any],
+    ranks: Callable[..., RankPool],
+    tmp_path: Path,
+) -> None:
+    """Of whole losses, statistics and the norm that clips too: each rank's tokens count once."""
+    which, of_term = TERMS[term]
+    kind = "token" if which == "critic" else None
+    folder = make_tiny_model(
+        tmp_path, "qwen3", vocab=VOCAB, layers=2, tied=which == "actor", classification=kind
+    )
+    arguments = {"folder": folder, "batch": make_batch(), "which": which}
+    parts = {key: value for key, value in options.items() if key == "optimizer"}
+    [expected] = ranks(1, 1, 1).run(
+        jobs.gradients, options={**of_term, **parts, "budget": 10_000}, **arguments
+    )
+    found = ranks(*layout).run(jobs.gradients, options={**of_term, **options, "budget": 48}, **arguments)[0]
+    assert relative_difference(found["gradients"], expected["gradients"]) <= 1e-5
+    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+    for name, value in expected["sums"].items():
+        assert found["sums"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(1, 1, 1, 1, 2), (1, 1, 1, 2, 2)], ids=NAMES)
+def test_a_mixtures_tokens_go_to_experts_of_other_ranks(
+    layout: tuple[int, ...], ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
+    """A group of experts may lie on the context-parallel ranks of a replica."""
+    prompts, responses = sequences(307)
+    folder = make_tiny_model(tmp_path / "logprobs", "qwen3_moe", vocab=307)
+    expected, _ = hf_logprobs(folder, prompts, responses, 1.0)
+    arguments = {"folder": folder, "prompts": prompts, "responses": responses}
+    for found, _ in ranks(*layout).run(jobs.logprobs, **arguments):
+        assert (found - expected).abs().max() <= 1e-5
+    folder = make_tiny_model(tmp_path / "gradients", "qwen3_moe", vocab=VOCAB, layers=2)
+    arguments = {
+        "folder": folder,
+        "batch": make_batch(),
+        "which": "actor",
+        "options": {**TERMS["VAPO"][1], "budget": 48},
+    }
+    [alone] = ranks(1, 1, 1).run(jobs.gradients, **arguments)
+    found = ranks(*layout).run(jobs.gradients, **arguments)[0]
+    assert relative_difference(found["gradients"], alone["gradients"]) <= 1e-5
+    assert found["norm"] == pytest.approx(alone["norm"], rel=1e-5)
