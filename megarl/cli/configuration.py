@@ -101,7 +101,9 @@ def plan(
     best: bool,
 ) -> int:
     """Print memory, times and layouts, or the overrides of the best layout alone. Return 2 where the
-    configuration does not fit, after the line with which `megarl train` would stop."""
+    configuration does not fit, after the line with which `megarl train` would stop. Where a run would be on
+    this machine's CPU, print what it needs of that."""
+    from megarl.parallel.machine import driver_version, memory_here
     from megarl.plan import text
     from megarl.plan.memory import plan_of
     from megarl.plan.search import Found, best_of, search
@@ -111,6 +113,15 @@ def plan(
     config = load_config(path, overrides)
     check_config(config, str(path))
     where, described = planning_config(config.model.path, model)
+    here = config.parallel.device == "auto" and config.model.layers != "te" and driver_version() is None
+    if config.parallel.device == "cpu" or (here and model is None and config.model.path.is_dir()):
+        portable = config.model.model_copy(update={"layers": "portable"})
+        made, memory = plan_of(config.model_copy(update={"model": portable}), described), memory_here()
+        print("\n".join(text.on_cpu(made, where, memory)))
+        problem, near = made.problem_on_cpu(memory), made.warning_on_cpu(memory)
+        if problem or near:
+            print(f"\nmegarl: {path}: {problem or near}", file=sys.stderr)
+        return 2 if problem else 0
     made = plan_of(config, described)
     lengths = default_lengths(made)
     if mean_length is not None:

@@ -23,7 +23,10 @@ from megarl.weights.layout import check_frozen, check_layout
 OVERHEAD = 4 * GIB  # of each GPU: CUDA contexts of the rank and its engine, buffers of communicators
 FRAGMENTATION = 1.05  # what torch's allocator takes for each byte of activations
 HOST_PROCESS = 4 * GIB  # a rank with torch, Megatron and its engine's processes, without tensors
-
+# Of a run on a CPU, found in runs of up to 128 ranks: the launcher with what it has imported, and what a rank
+# that is forked from it owns besides tensors.
+LAUNCHER, FORKED = 0.5 * GIB, 0.15 * GIB
+NEAR = 0.9  # share of a machine's memory from which on a plan warns
 
 SCALAR = ("critic", "reward")  # models whose head gives one number
 
@@ -261,6 +264,74 @@ class Plan:
             "verifiers": config.reward.workers * 0.3 * GIB * per_node if config.recipe != "sft" else 0.0,
         }
 
+    @cached_property
+    def on_cpu(self) -> dict[str, float]:
+        """Return the bytes that a run on this machine's CPU holds all the time, on all ranks together, by
+        what takes them. Nothing is offloaded."""
+        ranks, held = self.layout.stage, dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
+        held["engines' weights"] = 0.0
+        for name in sorted(self.groups - {"engine.kv_cache"}):
+            owner, _, part = name.partition(".")
+            key = "engines' weights" if owner == "engine" else part
+            held[key] += ranks * sum(self.group(name, stage) for stage in range(self.layout.pp))
+        return held | {"processes": LAUNCHER + FORKED * self.layout.world}
+
+    @cached_property
+    def on_cpu_at_times(self) -> dict[str, float]:
+        """Return the bytes that such a run needs besides, each at another time, with the copy of a checkpoint
+        that is being written."""
+        config, world = self.config, self.layout.world
+        stages = [(phase, stage) for phase in self.phases for stage in range(self.layout.pp)]
+        mini_batch = max(config.update.mini_batch, config.critic.mini_batch or 0)
+        together = config.supervised.batch if config.recipe == "sft" else mini_batch
+        tokens = min(self.pack, -(-together // self.layout.dp) * self.longest)
+        work = max(sum(self.work(phase, stage, tokens).values()) for phase, stage in stages)
+        # What is saved is written from a copy while the run goes on.
+        copy = self.checkpoint() if config.checkpoint.every and config.checkpoint.background else 0.0
+        at_times = {"activations": work * world + copy}
+        if config.recipe != "sft" and config.rollout.engine == "transformers":
+            decoded = min(config.rollout.max_batch, -(-config.responses // world))
+            at_times["KV cache"] = decoded * self.longest * self.actor.cache_bytes(1) * world + copy
+        if config.checkpoint.every:
+            at_times["checkpoint"] = self.gathered_optimizer() * world
+        return at_times
+
+    def problem_on_cpu(self, memory: float) -> str | None:
+        """Return why a run on the CPUs of a machine of so many bytes surely does not fit, in one line that
+        says what to change; None where it may."""
+        held = sum(self.on_cpu.values())
+        # Of what a save takes, the three numbers of each parameter are surely there.
+        saved = self.on_cpu_at_times.get("checkpoint", 0.0) * 3 / 5
+        if held + saved <= memory:
+            return None
+        parts = [*self.on_cpu.items(), *([("a checkpoint", saved)] if saved else [])]
+        listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
+        remedy = "use a smaller model, or a machine with more memory"
+        if self.engine_tp == 1 and self.layout.world > 1 and self.config.recipe != "sft":
+            remedy = f"start fewer ranks, each of which has a whole engine, {remedy}"
+        if held <= memory:
+            remedy = f"set checkpoint.every=0, or {remedy}"
+        return (
+            f"{self.layout.world} ranks on this machine's CPU need {(held + saved) / GIB:.1f} GiB of its "
+            f"{memory / GIB:.1f} ({listed}); {remedy}"
+        )
+
+    def warning_on_cpu(self, memory: float) -> str | None:
+        """Return that such a run comes near to the machine's memory; None where it does not."""
+        part, size = max(self.on_cpu_at_times.items(), key=lambda pair: pair[1])
+        total = sum(self.on_cpu.values()) + size
+        if total <= NEAR * memory:
+            return None
+        what = (
+            f"up to {total / GIB:.1f} GiB of this machine's {memory / GIB:.1f}, {size / GIB:.1f} of it {part}"
+        )
+        change = {
+            "activations": "lower update.tokens_per_micro_batch or rollout.max_response_tokens",
+            "KV cache": "lower rollout.max_batch",
+            "checkpoint": "set checkpoint.every=0",
+        }
+        return f"the run may need {what}: the kernel ends what takes too much ({change[part]})"
+
     def step_tokens(self, length: float) -> float:
         """Return the tokens of a step's batch whose sequences have this length."""
         config = self.config
@@ -367,11 +438,18 @@ def check_fits(
     critic: Mapping[str, Any] | None,
     world: int,
     memory: float,
-) -> None:
-    """Raise ConfigError where this run does not fit on `world` GPUs of `memory` bytes."""
+    *,
+    cpu: bool = False,
+) -> str | None:
+    """Raise ConfigError where this run does not fit on `world` GPUs of `memory` bytes each; with cpu: surely
+    not on a machine of `memory` bytes. Return a warning where it comes near to it."""
     parallel = config.parallel
     dp = world // (parallel.tp * parallel.pp * parallel.cp)
     config = config.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
-    problem = plan_of(config, actor, critic, memory=memory).problem()
+    if cpu:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"layers": "portable"})})
+    plan = plan_of(config, actor, critic, memory=None if cpu else memory)
+    problem = plan.problem_on_cpu(memory) if cpu else plan.problem()
     if problem:
         raise ConfigError(f"{where}: {problem}")
+    return plan.warning_on_cpu(memory) if cpu else None

@@ -78,6 +78,22 @@ def lines(plan: Plan, where: str, lengths: Lengths, made: Estimate) -> Iterator[
         yield f"    {name:24s}{clock(seconds):>10s}  {seconds / made.total:4.0%}"
 
 
+def on_cpu(plan: Plan, where: str, memory: float) -> Iterator[str]:
+    """Yield what a run on this machine's CPU needs. memory: bytes that the machine has."""
+    size = f"{plan.actor.parameters / 1e9:.3f} B parameters, {plan.actor.dtype}"
+    yield f"model    {where}: {size}, recompute {plan.config.model.recompute}, portable layers"
+    yield f"layout   {name_of(plan.layout)}: {plan.layout.world} ranks on this machine's CPU"
+    yield ""
+    yield "GiB of all ranks together, all the time"
+    for name, size_of in plan.on_cpu.items():
+        yield f"    {name:24s}{size_of / GIB:10.2f}"
+    yield "and at times, one or the other"
+    for name, size_of in plan.on_cpu_at_times.items():
+        yield f"    {name:24s}{size_of / GIB:10.2f}"
+    most = sum(plan.on_cpu.values()) + max(plan.on_cpu_at_times.values())
+    yield f"at most  {most / GIB:.2f} of the {memory / GIB:.2f} that this machine has"
+
+
 def layouts(found: Sequence[Found], current: Found, *, everything: bool = False) -> Iterator[str]:
     """Yield the layouts that fit with the best of the other choices, the configuration as it is among them,
     and why others do not."""
