@@ -108,6 +108,7 @@ def build_parser() -> Parser:
     plan.model()
     plan.number("--mean-length", "TOKENS", "mean length of responses; default: a third of the longest")
     plan.flag("--all", "list every layout", dest="everything")
+    plan.flag("--best", "print only the overrides of the quickest layout, as a command and as YAML")
     plan.config()
 
     config = group("config", "print, validate or explain a configuration", "Configurations.")

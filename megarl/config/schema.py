@@ -330,7 +330,9 @@ class ClusterConfig(Section):
     """The machines, for plans and estimates alone. Speeds are one GPU's, in one direction; the defaults are
     peak figures of data sheets."""
 
-    gpu: str = field("H100", "H100, H200, H800, A100 (megarl/plan/sizes.py); else give all figures below")
+    gpu: str = field(
+        "H100", "H100, H200, H800, H20, GB200, A100 (megarl/plan/sizes.py); else give all figures"
+    )
     gpu_memory: float | None = field(None, "of one GPU, as nvidia-smi has it; null: the table's", "GiB", gt=0)
     gpu_tflops: float | None = field(None, "dense bf16; null: the table's", "TFLOP/s", gt=0)
     gpu_memory_speed: float | None = field(None, "of its own memory; null: the table's", "GB/s", gt=0)
