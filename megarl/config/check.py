@@ -68,6 +68,11 @@ def _problems(c: Config) -> Iterator[str]:
             what = f"{model} is one of the folders that the run writes in run_dir {c.run_dir}"
             yield f"{key}: {what} (choose another run_dir)"
 
+    if c.parallel.vpp > 1 and c.parallel.pp == 1:
+        what = f"{c.parallel.vpp} virtual stages on each rank of a pipeline of one rank"
+        yield f"parallel.vpp: {what} (set it to 1, or raise parallel.pp)"
+    if c.parallel.vpp == 1 and c.parallel.overlap_warmup_flush:
+        yield "parallel.overlap_warmup_flush: has no effect while parallel.vpp is 1 (leave it out)"
     if c.model.recompute_layers is not None and c.model.recompute != "full":
         what = f"has no effect with model.recompute {c.model.recompute}"
         yield f"model.recompute_layers: {what} (set model.recompute=full, or leave it out)"

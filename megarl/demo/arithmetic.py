@@ -138,9 +138,9 @@ def style_shares(responses: Iterable[tuple[str, bool]]) -> dict[Style, float]:
     return {name: found.count(name) / max(len(found), 1) for name in STYLES}
 
 
-def write_demo(folder: Path, seed: int, experts: int = 0) -> None:
-    """Write what the demo starts from into `folder`, the same bytes for the same seed. experts: of each layer
-    of the model, 0: a dense one.
+def write_demo(folder: Path, seed: int, layers: int = 2, experts: int = 0) -> None:
+    """Write what the demo starts from into `folder`, the same bytes for the same seed and sizes. experts: of
+    each layer of the model, 0: a dense one.
 
     model/       Hugging Face folder: untrained model and tokenizer
     sft.jsonl    28,800 rows prompt, response, answer: 450 steps of 64
@@ -153,7 +153,10 @@ def write_demo(folder: Path, seed: int, experts: int = 0) -> None:
     def answer(problem: Problem, rng: random.Random) -> tuple[Problem, str]:
         return problem, teach(problem, rng)
 
-    write_task_files(folder, seed, draw_problem, answer, SFT_ROWS, TRAIN_ROWS, build_tokenizer(), experts)
+    tokenizer = build_tokenizer()
+    write_task_files(
+        folder, seed, draw_problem, answer, SFT_ROWS, TRAIN_ROWS, tokenizer, layers=layers, experts=experts
+    )
 
 
 def held_out(prompt: str) -> bool:
@@ -171,6 +174,8 @@ def write_task_files(
     sft_rows: int,
     train_rows: int,
     tokenizer: PreTrainedTokenizerFast,
+    *,
+    layers: int = 2,
     experts: int = 0,
 ) -> None:
     """Write sft.jsonl, train.jsonl and eval.jsonl of a task, and model/; no prompt of the first two is held
@@ -211,7 +216,7 @@ def write_task_files(
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (place / f"{name}.jsonl").write_text(text, encoding="utf-8")
         place = folder / "model"
-        model = build_model(tokenizer, seed, experts)
+        model = build_model(tokenizer, seed, layers, experts)
         # Not model.save_pretrained: for 0.4 MB it draws a progress bar over the demo's own output.
         weights = revert_weight_conversion(model, model.state_dict())
         del weights["lm_head.weight"]  # tied
@@ -250,10 +255,9 @@ def build_tokenizer(alphabet: str = ALPHABET, words: Sequence[str] = WORDS) -> P
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, experts: int = 0) -> Any:
-    """Build an untrained Qwen3 of 2 layers, drawn from the seed; torch's own generator is left as it was.
-    experts: a Qwen3-MoE of so many a layer, of which a token goes to two, together as wide as the dense
-    layer."""
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 2, experts: int = 0) -> Any:
+    """Build an untrained Qwen3, drawn from the seed; torch's own generator is left as it was. experts: a
+    Qwen3-MoE of so many a layer, of which a token goes to two, together as wide as the dense layer."""
     family = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
     mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
     described, made = family
@@ -261,7 +265,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, experts: int = 0)
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=192,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

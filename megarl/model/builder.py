@@ -365,6 +365,14 @@ def _transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=layout.pp > 1,
+        # Megatron's interleaved schedule always overlaps its messages with computing. Where it batches them
+        # instead, the exchange of packs' lengths deadlocks (seen over gloo with four stages: one sends hidden
+        # states to the next, which waits in the exchange for it), and two stages, each the other's next and
+        # previous one, mix up activations and gradients.
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        overlap_p2p_comm=layout.vpp > 1,
+        overlap_p2p_comm_warmup_flush=layout.vpp > 1 and config.parallel.overlap_warmup_flush,
+        batch_p2p_comm=layout.vpp == 1,
         moe_token_dispatcher_type="alltoall",  # what variable_seq_lengths insists on, dense models included
         calculate_per_token_loss=True,  # neither the schedule nor DDP divides the loss: see training/model.py
         perform_initialization=False,
@@ -414,5 +422,6 @@ def _layer_spec(config: TransformerConfig, kind: str, family: Family) -> Any:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     with_output_norms(layer, RMSNorm)
-    layers_here = config.num_layers // config.pipeline_model_parallel_size
+    virtual = config.virtual_pipeline_model_parallel_size or 1
+    layers_here = config.num_layers // (config.pipeline_model_parallel_size * virtual)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers_here, layer_norm=RMSNorm)

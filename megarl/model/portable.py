@@ -7,8 +7,8 @@ on any device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from megarl.data.experience import cut
 
 MAX_PADDING = 0.10  # of a bucket's tokens, before shorter sequences get a bucket of their own
-MASK = 2**24  # pairs of queries and keys that are masked at once under context parallelism
+MASK = 2**22  # pairs of queries and keys that are masked at once under context parallelism
 
 
 @dataclass
@@ -130,6 +130,79 @@ class _Unpad(torch.autograd.Function):
         return padded.index_copy_(0, ctx.plan.packed_from_padded, grad), None
 
 
+class _AttendOverRanks(torch.autograd.Function):
+    """Causal attention of a rank's queries to the keys and values of all context-parallel ranks: [t, heads,
+    d], as they come.
+
+    Keeps the rank's share alone. The backward pass gathers again, goes through one block of masked pairs at
+    a time, and gives each rank the sum of its keys' and values' gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group: Any
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.plan, ctx.group = plan, group
+        q, both = _gather(query, key, value, plan, group)
+        output = torch.empty_like(q)
+        for into, *block in _blocks(plan, output, q, both):
+            into.copy_(_attend_block(*block))
+        return output.index_select(0, plan.packed_from_padded)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        plan, (query, key, value) = ctx.plan, ctx.saved_tensors
+        q, both = _gather(query, key, value, plan, ctx.group)
+        d_output = torch.zeros_like(q).index_copy_(0, plan.packed_from_padded, grad)
+        d_q, d_both = torch.empty_like(q), torch.zeros_like(both)
+        blocks = zip(_blocks(plan, d_output, q, both), _blocks(plan, d_output, d_q, d_both), strict=True)
+        for (d_block, queries, seen, positions), (_, d_queries, d_seen, _) in blocks:
+            queries, seen = queries.detach().requires_grad_(), seen.detach().requires_grad_()
+            with torch.enable_grad():
+                attended = _attend_block(queries, seen, positions)
+            ours, theirs = torch.autograd.grad(attended, (queries, seen), d_block)
+            d_queries.copy_(ours)
+            d_seen.add_(theirs)
+        d_whole = torch.zeros_like(both[: ctx.group.size() * len(grad)]).index_add_(0, plan.keys, d_both)
+        d_local = tensor_parallel.reduce_scatter_to_sequence_parallel_region(d_whole, group=ctx.group)
+        return d_q.index_select(0, plan.packed_from_padded), *d_local.chunk(2, dim=-1), None, None
+
+
+def _gather(
+    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group: Any
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's queries, and keys with values [.., groups, 2 d] of whole sequences, at padded
+    positions."""
+    assert plan.keys is not None
+    local = torch.cat((key, value), dim=-1)
+    whole = tensor_parallel.gather_from_sequence_parallel_region(local, group=group)
+    return query.index_select(0, plan.padded_from_packed), whole.index_select(0, plan.keys)
+
+
+def _blocks(plan: AttentionPlan, output: Tensor, q: Tensor, both: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of output and q [rows, queries, heads, d], of both [rows, keys, groups, 2 d], and the
+    queries' positions [rows, 1, queries, 1]."""
+    assert plan.positions is not None
+    cp = len(both) // len(q)
+    for bucket in plan.buckets:
+        stop, shape = bucket.start + bucket.rows * bucket.width, (bucket.rows, bucket.width)
+        mine = [x[bucket.start : stop].unflatten(0, shape) for x in (output, q, plan.positions)]
+        seen = both[cp * bucket.start : cp * stop].unflatten(0, (bucket.rows, cp * bucket.width))
+        for first, after, keys in bucket.blocks:
+            into, queries, positions = (x[:, first:after] for x in mine)
+            yield into, queries, seen[:, :keys], positions[:, None, :, None]
+
+
+def _attend_block(queries: Tensor, seen: Tensor, positions: Tensor) -> Tensor:
+    keys, values = seen.transpose(1, 2).chunk(2, dim=-1)
+    mask = torch.arange(seen.shape[1], device=seen.device) <= positions
+    gqa = queries.shape[2] != seen.shape[2]
+    attended = F.scaled_dot_product_attention(
+        queries.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=gqa
+    )
+    return attended.transpose(1, 2)
+
+
 class PackedPlan(PackedSeqParams):
     """Packed sequences for portable layers: cu_seqlens and the attention plan, made once per micro-batch for
     all layers.
@@ -168,16 +241,9 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         assert packed_seq_params is not None, "portable attention takes packed sequences only"
         plan = packed_seq_params.plan
-        if plan.keys is None:
-            return self._attend(plan, query, key, value)
-        attend = partial(self._attend_gathered, plan)
-        if torch.is_grad_enabled() and self.config.recompute_granularity is None:
-            # The backward pass gathers again: a rank keeps its own keys and values. (With recomputation
-            # Megatron's checkpoint around this one does so.)
-            return tensor_parallel.checkpoint(attend, False, query, key, value)
-        return attend(query, key, value)
-
-    def _attend(self, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if plan.keys is not None:
+            local = (x.squeeze(1) for x in (query, key, value))
+            return _AttendOverRanks.apply(*local, plan, self.group).flatten(1).unsqueeze(1)
         q, k, v = (_Pad.apply(x.squeeze(1), plan) for x in (query, key, value))
         outputs = []
         for bucket in plan.buckets:
@@ -190,33 +256,6 @@ class PackedAttention(MegatronModule):
             outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return _Unpad.apply(output, plan).unsqueeze(1)
-
-    def _attend_gathered(self, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend to the keys and values of all context-parallel ranks; their gradients go back to these."""
-        assert plan.keys is not None and plan.positions is not None
-        q, cp = _Pad.apply(query.squeeze(1), plan), self.group.size()
-        local = torch.cat((key, value), dim=-1).squeeze(1)
-        gathered = tensor_parallel.gather_from_sequence_parallel_region(local, group=self.group)
-        both = gathered.index_select(0, plan.keys)
-        outputs = []
-        for bucket in plan.buckets:
-            part = slice(bucket.start, bucket.start + bucket.rows * bucket.width)
-            queries = q[part].unflatten(0, (bucket.rows, bucket.width)).transpose(1, 2)
-            seen = both[cp * part.start : cp * part.stop].unflatten(0, (bucket.rows, cp * bucket.width))
-            keys, values = seen.transpose(1, 2).chunk(2, dim=-1)
-            positions = plan.positions[part].view(bucket.rows, 1, bucket.width, 1)
-            attended = [
-                F.scaled_dot_product_attention(
-                    queries[:, :, first:stop],
-                    keys[:, :, :last],
-                    values[:, :, :last],
-                    attn_mask=torch.arange(last, device=q.device) <= positions[:, :, first:stop],
-                    enable_gqa=queries.shape[1] != keys.shape[1],
-                )
-                for first, stop, last in bucket.blocks
-            ]
-            outputs.append(torch.cat(attended, dim=2).transpose(1, 2).flatten(2).flatten(0, 1))
-        return _Unpad.apply(torch.cat(outputs), plan).unsqueeze(1)
 
 
 class RMSNorm(torch.nn.Module):

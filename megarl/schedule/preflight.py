@@ -23,6 +23,7 @@ from megarl.parallel.launch import ranks_here, without_tokenizer_threads
 from megarl.parallel.machine import (
     allocator_problem,
     broken_transformer_engine,
+    memory_here,
     transformer_engine_problem,
     unmet,
     version_of,
@@ -69,6 +70,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     check_config(config, where)
     device = choose_device(config.parallel.device)
     _check_machine(config, device.type, world)
+    alone = world is None and not is_launched()  # all ranks will be on this machine
     world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
     layout_for(config.parallel, world)
     folder = check_model(config.model.path, "model.path", config)
@@ -106,6 +108,10 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         check_fits(config, where, folder.config, critic.config if critic else None, world, memory)
+    near = None
+    if device.type == "cpu" and alone:
+        described = (folder.config, critic.config if critic else None)
+        near = check_fits(config, where, *described, world, memory_here(), cpu=True)
     response_key = config.supervised.response_key if config.recipe == "sft" else None
     with without_tokenizer_threads():
         answer = validate_files(config.data, response_key, tokenizer)
@@ -114,7 +120,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     check_pretraining_rollouts(config)
     if device.type == "cuda" and config.rollout.engine == "sglang":
         return [line for line in (allocator_problem(),) if line]
-    return []
+    return [near] if near else []
 
 
 def preflight_evaluation(
@@ -132,7 +138,8 @@ def preflight_evaluation(
         folder = _open_folder(config.model.path, key)
     else:
         folder = Described(config.model.path, read_config(config.model.path))
-    check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
+    sizes = config.parallel
+    check_layout(folder.config, sizes.tp, sizes.pp, sizes.ep, sizes.vpp)
     _check_buildable(folder.path, key)
     tokenizer = check_tokenizer(config, folder, key)
     _check_positions(config, where, folder)
@@ -146,7 +153,8 @@ def preflight_evaluation(
 def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> ModelFolder:
     """Read a folder's headers, check its sizes against the parallel layout, and return it."""
     folder = _open_folder(path, key, critic=critic)
-    check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
+    sizes = config.parallel
+    check_layout(folder.config, sizes.tp, sizes.pp, sizes.ep, sizes.vpp)
     check_sizes(config, folder.config, key)
     _check_buildable(folder.path, key)
     return folder

@@ -204,13 +204,17 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Pack the sequences `indices` by token budget. Returns at least so many micro-batches, if only of one
     token that counts nowhere: every data-parallel replica must take part in an update, with or without
-    sequences."""
+    sequences. With virtual stages their number is a multiple of the pipeline's ranks, each of which takes so
+    many through a chunk before it turns to the next."""
     device, multiple = model.device, pack_multiple(model.config)
     cp = model.config.context_parallel_size
     wanted = torch.as_tensor(indices, dtype=torch.int64)
     groups = pack(experience.lengths[wanted].tolist(), max_tokens)
+    wanted_groups, c = max(len(groups), at_least), model.config
+    if c.virtual_pipeline_model_parallel_size is not None:
+        wanted_groups += -wanted_groups % c.pipeline_model_parallel_size
     micro_batches = []
-    for group in groups + [[]] * (at_least - len(groups)):
+    for group in groups + [[]] * (wanted_groups - len(groups)):
         index = wanted[torch.as_tensor(group, dtype=torch.int64)]
         lengths = experience.lengths[index]
         # Each sequence is filled up so that it can be cut, and the pack by one more sequence; what fills up

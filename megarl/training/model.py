@@ -36,8 +36,9 @@ from megarl.training.batch import MicroBatch, locate
 Stats = dict[str, Tensor]
 # loss(output of the head, micro-batch) -> (sum whose global denominators are inside, statistics as sums)
 Loss = Callable[[Any, MicroBatch], tuple[Tensor, Stats]]
-# Data-parallel size above which communication overlaps with computation unless the config decides: below it,
-# there is little to hide. (What was measured is only that overlap changes nothing but rounding.)
+# Data- and context-parallel ranks above which communication overlaps with computation unless the config
+# decides: below it, there is little to hide. (What was measured is only that overlap changes nothing but
+# rounding.)
 OVERLAP_ABOVE = 4
 
 
@@ -176,7 +177,7 @@ class TrainableModel(InferenceModel):
         self.config = config
         parallel = parallel or ParallelConfig()
         reduce, gather = (
-            runtime.layout.dp > OVERLAP_ABOVE if wanted is None else wanted
+            runtime.layout.dp * runtime.layout.cp > OVERLAP_ABOVE if wanted is None else wanted
             for wanted in (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
         )
         with on_cpu():

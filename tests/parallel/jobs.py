@@ -33,6 +33,7 @@ def make_config(
     folder: Path,
     *,
     sequence_parallel: bool | None = None,
+    overlap_warmup_flush: bool = False,
     dtype: str = "fp32",
     budget: int = 64,
     mini_batch: int = 8,
@@ -48,7 +49,9 @@ def make_config(
         run_dir=folder,
         steps=4,
         model=ModelConfig(path=folder, dtype=dtype, **(model or {})),
-        parallel=ParallelConfig(sequence_parallel=sequence_parallel),
+        parallel=ParallelConfig(
+            sequence_parallel=sequence_parallel, overlap_warmup_flush=overlap_warmup_flush
+        ),
         actor=OptimizerConfig(**(optimizer or {})),
         critic=CriticConfig(**{"lr": 1e-3, **(optimizer or {})}),
         reward=RewardConfig(overlong=OverlongConfig(filter=overlong)),

@@ -14,7 +14,7 @@ from megarl.model.builder import build_actor, build_critic
 from megarl.parallel.comm import barrier
 from megarl.parallel.runtime import Runtime
 from megarl.plan.memory import Plan, plan_of
-from megarl.plan.sizes import Shape, activations
+from megarl.plan.sizes import Shape, activations, in_flight
 from megarl.training.batch import make_micro_batches
 from megarl.training.model import TrainableModel
 from tests.checkpoints import save_model
@@ -170,6 +170,20 @@ def measure(
         critic=critic,
         recomputed=keys.get("recompute_layers"),
     )
-    in_flight = min(micro_batches, layout.pp - runtime.pp_rank)
+    kept = min(micro_batches, in_flight(layout, runtime.pp_rank))
     layers = hf.num_hidden_layers // layout.pp
-    return float(memory.peak), predicted.training(tokens, layers, in_flight, runtime.is_last_stage)
+    return float(memory.peak), predicted.training(tokens, layers, kept, runtime.is_last_stage)
+
+
+def long_sequence(runtime: Runtime, length: int) -> tuple[int, float, float]:
+    """Return this rank's tokens of one sequence of `length`, the most MiB alive in an update with it, and the
+    gradient's norm."""
+    narrow = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    keys = {**narrow, **heads, "max_position_embeddings": length}
+    _, learner = learner_of(runtime, "qwen3", "fp32", critic=False, **keys)
+    drawn = torch.randint(0, 512, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+    made = make_micro_batches(Experience.build([drawn[:64]], [drawn[64:]]), [0], length, learner.model)
+    with LiveMemory() as memory:
+        result = learner.update(made, lambda output, _: (-output[0].mean(), {}))
+    return made[0].tokens.numel(), memory.peak / 2**20, result.grad_norm
