@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -80,9 +80,10 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
                 raise CheckpointError(damaged[0])
             state = load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)
             run.load_state_dict(state["samplers"])
-            layout = {key: getattr(runtime.layout, key) for key in ("tp", "pp", "dp", "ep")}
-            if checkpoint.manifest["layout"] != layout:
-                remarks.append(f"the layout is another: {layout}, not {checkpoint.manifest['layout']}")
+            layout = asdict(runtime.layout)
+            wrote = {"cp": 1, "vpp": 1, **checkpoint.manifest["layout"]}  # older checkpoints have neither
+            if wrote != layout:
+                remarks.append(f"the layout is another: {layout}, not {wrote}")
             if checkpoint.manifest["versions"] != versions():
                 remarks.append("versions have changed since (manifest.json)")
         if runtime.device.type == "cuda":

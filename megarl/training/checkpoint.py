@@ -45,7 +45,7 @@ MARK = "$numbers"  # {MARK: name of the tensor}
 FREE = (
     *("run_dir", "steps", "parallel", "cluster", "residency", "log", "guard", "watchdog", "evaluation"),
     *("checkpoint", "data.eval", "model.layers", "model.recompute", "model.recompute_layers"),
-    *("reward.workers", "model.grouped_experts"),
+    *("reward.workers", "model.grouped_experts", "rollout.routing_compare"),
     *("rollout.max_batch", "rollout.engine_memory", "rollout.engine_timeout", "rollout.engine_start_timeout"),
     *("rollout.engine_failures", "rollout.transfer_bucket"),
     *("update.tokens_per_micro_batch", "update.logprob_chunk", "value_pretraining.rollouts"),
@@ -53,6 +53,7 @@ FREE = (
 # Keys that decide the result and that checkpoints of older versions lack, with what those versions did.
 ADDED: dict[str, Any] = {f"{model}.frozen": [] for model in ("actor", "critic")}
 ADDED |= {f"{model}.frozen_layers": 0 for model in ("actor", "critic")}
+ADDED["rollout.routing_replay"] = False
 
 
 @dataclass(frozen=True)
