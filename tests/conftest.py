@@ -32,12 +32,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[..., RankPool]]:
-    """`ranks(tp, pp, dp)`, or `ranks(tp, pp, dp, ep, cp)`: the session's ranks of that layout, started at
-    first use."""
+    """`ranks(tp, pp, dp)`, or `ranks(tp, pp, dp, ep, cp, vpp)`: the session's ranks of that layout, started
+    at first use."""
     pools: dict[tuple[int, ...], RankPool] = {}
 
-    def pool(tp: int, pp: int, dp: int, ep: int = 1, cp: int = 1) -> RankPool:
-        layout = (tp, pp, dp, ep, cp)
+    def pool(tp: int, pp: int, dp: int, ep: int = 1, cp: int = 1, vpp: int = 1) -> RankPool:
+        layout = (tp, pp, dp, ep, cp, vpp)
         if layout not in pools or not pools[layout].alive:
             pools[layout] = RankPool(*layout)
         return pools[layout]

@@ -46,12 +46,14 @@ class RankPool:
     """The ranks of one layout on this machine. A job that fails on any rank raises RuntimeError with that
     rank's traceback."""
 
-    def __init__(self, tp: int, pp: int, dp: int, ep: int = 1, cp: int = 1, *, forked: bool = True) -> None:
+    def __init__(
+        self, tp: int, pp: int, dp: int, ep: int = 1, cp: int = 1, vpp: int = 1, *, forked: bool = True
+    ) -> None:
         """forked: else each rank imports for itself, with the environment of now."""
         from torch.distributed import TCPStore
 
         context: Any = FORK if forked else multiprocessing.get_context("spawn")
-        config = ParallelConfig(tp=tp, pp=pp, ep=ep, cp=cp, device="cpu", timeout=120)
+        config = ParallelConfig(tp=tp, pp=pp, ep=ep, cp=cp, vpp=vpp, device="cpu", timeout=120)
         # The store is ours and listens before a rank starts: a port that was merely free a moment ago may be
         # anybody's by then.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from statistics import fmean
@@ -92,26 +93,47 @@ def _kinds(annotation: Any) -> list[str]:
 
 
 def plan(
-    path: Path, overrides: Sequence[str], model: str | None, mean_length: float | None, everything: bool
+    path: Path,
+    overrides: Sequence[str],
+    model: str | None,
+    mean_length: float | None,
+    everything: bool,
+    best: bool,
 ) -> int:
-    """Print memory, times and layouts. Return 2 where the configuration does not fit, after the line with
-    which `megarl train` would stop."""
+    """Print memory, times and layouts, or the overrides of the best layout alone. Return 2 where the
+    configuration does not fit, after the line with which `megarl train` would stop. Where a run would be on
+    this machine's CPU, print what it needs of that."""
+    from megarl.parallel.machine import driver_version, memory_here
+    from megarl.plan import text
     from megarl.plan.memory import plan_of
-    from megarl.plan.text import layouts, lines
-    from megarl.plan.times import Lengths, default_lengths, estimate, search
+    from megarl.plan.search import Found, best_of, search
+    from megarl.plan.times import default_lengths, estimate
     from megarl.weights.cost import planning_config
 
     config = load_config(path, overrides)
     check_config(config, str(path))
     where, described = planning_config(config.model.path, model)
+    here = config.parallel.device == "auto" and config.model.layers != "te" and driver_version() is None
+    if config.parallel.device == "cpu" or (here and model is None and config.model.path.is_dir()):
+        portable = config.model.model_copy(update={"layers": "portable"})
+        made, memory = plan_of(config.model_copy(update={"model": portable}), described), memory_here()
+        print("\n".join(text.on_cpu(made, where, memory)))
+        problem, near = made.problem_on_cpu(memory), made.warning_on_cpu(memory)
+        if problem or near:
+            print(f"\nmegarl: {path}: {problem or near}", file=sys.stderr)
+        return 2 if problem else 0
     made = plan_of(config, described)
     lengths = default_lengths(made)
     if mean_length is not None:
-        lengths = Lengths(mean_length, config.rollout.max_response_tokens)
-    print("\n".join(lines(made, where, lengths, estimate(made, lengths))))
+        lengths = replace(lengths, mean=mean_length)
+    seconds, problem = estimate(made, lengths), made.problem()
+    current = Found(made, None if problem else seconds, problem)
+    if best:
+        print("\n".join(text.best(best_of(search(made, lengths)), current, path)))
+        return 0
+    print("\n".join(text.lines(made, where, lengths, seconds)))
     print()
-    print("\n".join(layouts(search(made, lengths), made, everything=everything)))
-    problem = made.problem()
+    print("\n".join(text.layouts(search(made, lengths), current, everything=everything)))
     if problem:
         print(f"\nmegarl: {path}: {problem}", file=sys.stderr)
     return 2 if problem else 0

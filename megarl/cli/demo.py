@@ -24,13 +24,29 @@ MARK_WARM_START = ".megarl-demo-warm-start"  # after a warm start: what it was m
 MARK_RUN = ".megarl-demo-run"  # in a run's folder, which the next run of its recipe may delete
 
 
-def demo(recipe: str, seed: int, folder: Path, overrides: Sequence[str], *, data_only: bool = False) -> int:
-    """Warm start, then DAPO or VAPO, in `folder` (seed 0) or its seed-N. data_only: write the data and the
-    untrained model alone."""
+def demo(
+    recipe: str,
+    seed: int,
+    folder: Path,
+    overrides: Sequence[str],
+    *,
+    layers: int = 2,
+    experts: int = 0,
+    data_only: bool = False,
+) -> int:
+    """Warm start, then DAPO or VAPO, in `folder` (seed 0) or its seed-N; with `experts` a layer in experts-N
+    there. data_only: write the data and the untrained model alone."""
     from megarl.demo.arithmetic import write_demo
+    from megarl.weights.families import read_config
+    from megarl.weights.layout import check_layout
 
+    if layers < 1:
+        raise ConfigError(f"--layers: must be at least 1 (got {layers})")
     started = time.time()
+    if experts and experts < 2:
+        raise ConfigError(f"--experts: a token goes to two of them (got {experts}; 0 is a dense model)")
     place = folder if seed == 0 else folder / f"seed-{seed}"
+    place = place / f"experts-{experts}" if experts else place
     file = config_file(f"configs/demo_{recipe}.yaml")
     supervised = [
         set_key("seed", seed),
@@ -65,7 +81,9 @@ def demo(recipe: str, seed: int, folder: Path, overrides: Sequence[str], *, data
     with locked(folder, "megarl demo"):
         (folder / MARK).touch()
         shutil.rmtree(place / "model", ignore_errors=True)
-        write_demo(place, seed)
+        write_demo(place, seed, layers, experts)
+        sizes = config.parallel
+        check_layout(read_config(place / "model"), sizes.tp, sizes.pp, sizes.ep, sizes.vpp)
         if data_only:
             print(f"data and untrained model written to {place}")
             return 0

@@ -108,6 +108,7 @@ def build_parser() -> Parser:
     plan.model()
     plan.number("--mean-length", "TOKENS", "mean length of responses; default: a third of the longest")
     plan.flag("--all", "list every layout", dest="everything")
+    plan.flag("--best", "print only the overrides of the quickest layout, as a command and as YAML")
     plan.config()
 
     config = group("config", "print, validate or explain a configuration", "Configurations.")
@@ -204,6 +205,10 @@ def build_parser() -> Parser:
     demo.number("--seed", None, f"of model, task and training {DEFAULT}", default=0)
     text = f"{below}, for other seeds than 0 in its seed-N {DEFAULT}"
     demo.path("--folder", None, text, default=Path("runs/demo"))
+    text = f"of the model; pipeline stages must divide them {DEFAULT}"
+    demo.number("--layers", "N", text, default=2)
+    text = f"of each layer, of which a token goes to two; 0: a dense model {DEFAULT}"
+    demo.number("--experts", "N", text, default=0)
     demo.flag("--data-only", "write the data and the untrained model, and train nothing")
     demo.overrides("parallel.tp=1; they are for the reinforcement run")
 

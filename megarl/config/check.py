@@ -16,6 +16,8 @@ CRITICS = ("critic", "value_pretraining", "algorithm.value_clip")
 SAMPLED = (
     *CRITICS,
     "rollout.dynamic_sampling",
+    "rollout.routing_replay",
+    "rollout.routing_compare",
     "reward.overlong",
     "reward.model",
     "reward.terms",
@@ -66,6 +68,11 @@ def _problems(c: Config) -> Iterator[str]:
             what = f"{model} is one of the folders that the run writes in run_dir {c.run_dir}"
             yield f"{key}: {what} (choose another run_dir)"
 
+    if c.parallel.vpp > 1 and c.parallel.pp == 1:
+        what = f"{c.parallel.vpp} virtual stages on each rank of a pipeline of one rank"
+        yield f"parallel.vpp: {what} (set it to 1, or raise parallel.pp)"
+    if c.parallel.vpp == 1 and c.parallel.overlap_warmup_flush:
+        yield "parallel.overlap_warmup_flush: has no effect while parallel.vpp is 1 (leave it out)"
     if c.model.recompute_layers is not None and c.model.recompute != "full":
         what = f"has no effect with model.recompute {c.model.recompute}"
         yield f"model.recompute_layers: {what} (set model.recompute=full, or leave it out)"
@@ -85,6 +92,13 @@ def _problems(c: Config) -> Iterator[str]:
             what = "recipe delayed scales all layers or none"
             yield f"model.fp8.first_last_layers_bf16: {what} (choose tensorwise, or set it to false)"
 
+    if c.model.grouped_experts and (c.model.layers == "portable" or fp8.format != "none"):
+        what = "needs Transformer Engine's layers, without FP8"
+        yield f"model.grouped_experts: {what} (set it to false)"
+
+    if (c.model.recompute_layers or 0) % c.parallel.vpp:
+        what = f"{c.model.recompute_layers} of a stage's layers are not as many in each of its chunks"
+        yield f"model.recompute_layers: {what} (choose a multiple of parallel.vpp {c.parallel.vpp})"
     longest, chunks = c.data.max_prompt_tokens + c.rollout.max_response_tokens, 2 * c.parallel.cp
     if chunks > max(longest, 2):
         what = f"{c.parallel.cp} ranks cut each sequence into {chunks} chunks, and none has over {longest}"
@@ -161,6 +175,9 @@ def _rollout_problems(c: Config) -> Iterator[str]:
         yield f"rollout.engine_tp: {what} (got {r.engine_tp})"
     if r.engine == "transformers" and r.weights_dtype != "model":
         yield f"rollout.weights_dtype: must be model for rollout.engine transformers (got {r.weights_dtype})"
+    if r.routing_compare and not (r.routing_replay and c.algorithm.old_logprobs == "trainer"):
+        what = "needs rollout.routing_replay true and algorithm.old_logprobs trainer"
+        yield f"rollout.routing_compare: {what} (set it to false)"
     if "trust_remote_code" in r.engine_options:
         what = "code that lies in a model's folder is never run"
         yield f"rollout.engine_options: trust_remote_code: {what} (leave it out)"

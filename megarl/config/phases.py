@@ -150,7 +150,8 @@ def declare(name: str, *, reads: str = "", writes: str = "", on_gpu: str = "", m
 ROLLOUT = declare(
     "rollout",
     writes="tokens engine_logprobs policy_version rewards correct truncated group_ids response_index",
-    may_write="token_versions",  # where responses were continued under newer weights
+    # Where responses were continued under newer weights; where the engine's choice of experts was recorded.
+    may_write="token_versions routing",
     on_gpu="engine.weights engine.kv_cache",
 )
 DISTRIBUTE = declare(

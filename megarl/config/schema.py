@@ -110,6 +110,10 @@ class ModelConfig(Section):
         "auto", "Transformer Engine's layers or plain torch; auto: te where CUDA and Transformer Engine are"
     )
     fp8: Fp8Config = section(Fp8Config)
+    grouped_experts: bool = field(
+        False,
+        "all experts of a rank in one grouped product of Transformer Engine, instead of one after the other",
+    )
     recompute: Literal["none", "selective", "full"] = field("none", "activation recomputation of Megatron")
     recompute_layers: int | None = field(
         None,
@@ -133,7 +137,19 @@ class ParallelConfig(Section):
     )
     cp: int = field(1, "context-parallel size: ranks over which each sequence is cut", "devices", ge=1)
     ep: int = field(1, "ranks of a stage (tp x cp x dp) that share a mixture's experts", "devices", ge=1)
-    vpp: int = field(1, "virtual stages of each pipeline rank (only 1 is implemented)", "stages", ge=1, le=1)
+    vpp: int = field(
+        1,
+        "virtual stages of each pipeline rank: the interleaved schedule",
+        "stages",
+        "arXiv 2104.04473",
+        ge=1,
+    )
+    overlap_warmup_flush: bool = field(
+        False,
+        "with vpp > 1 stages send and receive beside computing while the pipeline fills and empties too",
+        "",
+        "Megatron's overlap_p2p_comm_warmup_flush",
+    )
     sequence_parallel: bool | None = field(None, "Megatron's sequence parallelism; null: on whenever tp > 1")
     overlap_grad_reduce: bool | None = field(
         None, "reduce gradients over data-parallel ranks during the backward pass; null: where dp x cp > 4"
@@ -293,6 +309,14 @@ class RolloutConfig(Section):
     continue_partial: bool = field(
         False, "continue responses aborted at a step's end in the next one; false: draw their prompts anew"
     )
+    routing_replay: bool = field(
+        False,
+        "record which experts the engine chose for each token, and have the actor's routers choose them too",
+        source="R3, arXiv 2510.11370",
+    )
+    routing_compare: bool = field(
+        False, "one more log-prob pass a step, without replay: how far the engine's log-probs are from that"
+    )
     engine_options: dict[str, bool | int | float | str | tuple[str, ...]] = field(
         {}, "further arguments of sglang.Engine, e.g. {attention_backend: triton}"
     )
@@ -306,7 +330,9 @@ class ClusterConfig(Section):
     """The machines, for plans and estimates alone. Speeds are one GPU's, in one direction; the defaults are
     peak figures of data sheets."""
 
-    gpu: str = field("H100", "H100, H200, H800, A100 (megarl/plan/sizes.py); else give all figures below")
+    gpu: str = field(
+        "H100", "H100, H200, H800, H20, GB200, A100 (megarl/plan/sizes.py); else give all figures"
+    )
     gpu_memory: float | None = field(None, "of one GPU, as nvidia-smi has it; null: the table's", "GiB", gt=0)
     gpu_tflops: float | None = field(None, "dense bf16; null: the table's", "TFLOP/s", gt=0)
     gpu_memory_speed: float | None = field(None, "of its own memory; null: the table's", "GB/s", gt=0)

@@ -1,7 +1,8 @@
 """The demo's task: sums of 3 to 7 numbers, worked out in a chain of additions by a teacher who makes
 mistakes.
 
-Also what both tasks share: tokenizer, model of 101,000 parameters (Qwen3), and the files of a task.
+Also what both tasks share: tokenizer, model of 101,000 parameters (Qwen3; or a mixture), and the files of a
+task.
 """
 
 from __future__ import annotations
@@ -13,12 +14,19 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.config.errors import DataError
 
@@ -130,8 +138,9 @@ def style_shares(responses: Iterable[tuple[str, bool]]) -> dict[Style, float]:
     return {name: found.count(name) / max(len(found), 1) for name in STYLES}
 
 
-def write_demo(folder: Path, seed: int) -> None:
-    """Write what the demo starts from into `folder`, the same bytes for the same seed.
+def write_demo(folder: Path, seed: int, layers: int = 2, experts: int = 0) -> None:
+    """Write what the demo starts from into `folder`, the same bytes for the same seed and sizes. experts: of
+    each layer of the model, 0: a dense one.
 
     model/       Hugging Face folder: untrained model and tokenizer
     sft.jsonl    28,800 rows prompt, response, answer: 450 steps of 64
@@ -144,7 +153,10 @@ def write_demo(folder: Path, seed: int) -> None:
     def answer(problem: Problem, rng: random.Random) -> tuple[Problem, str]:
         return problem, teach(problem, rng)
 
-    write_task_files(folder, seed, draw_problem, answer, SFT_ROWS, TRAIN_ROWS, build_tokenizer())
+    tokenizer = build_tokenizer()
+    write_task_files(
+        folder, seed, draw_problem, answer, SFT_ROWS, TRAIN_ROWS, tokenizer, layers=layers, experts=experts
+    )
 
 
 def held_out(prompt: str) -> bool:
@@ -162,6 +174,9 @@ def write_task_files(
     sft_rows: int,
     train_rows: int,
     tokenizer: PreTrainedTokenizerFast,
+    *,
+    layers: int = 2,
+    experts: int = 0,
 ) -> None:
     """Write sft.jsonl, train.jsonl and eval.jsonl of a task, and model/; no prompt of the first two is held
     out.
@@ -201,14 +216,18 @@ def write_task_files(
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (place / f"{name}.jsonl").write_text(text, encoding="utf-8")
         place = folder / "model"
-        model = build_model(tokenizer, seed)
+        model = build_model(tokenizer, seed, layers, experts)
         # Not model.save_pretrained: for 0.4 MB it draws a progress bar over the demo's own output.
-        weights = model.state_dict()
+        weights = revert_weight_conversion(model, model.state_dict())
         del weights["lm_head.weight"]  # tied
         tokenizer.save_pretrained(place)
         model.config.save_pretrained(place)
         model.generation_config.save_pretrained(place)
-        save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            {name: tensor.contiguous() for name, tensor in weights.items()},
+            place / "model.safetensors",
+            metadata={"format": "pt"},
+        )
     except OSError as error:
         problem = f"cannot be written: {error.strerror or error} (choose another folder)"
         raise DataError(f"{place}: {problem}") from error
@@ -236,25 +255,30 @@ def build_tokenizer(alphabet: str = ALPHABET, words: Sequence[str] = WORDS) -> P
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Build an untrained Qwen3 of 2 layers, drawn from the seed; torch's own generator is left as it was."""
-    config = Qwen3Config(
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 2, experts: int = 0) -> Any:
+    """Build an untrained Qwen3, drawn from the seed; torch's own generator is left as it was. experts: a
+    Qwen3-MoE of so many a layer, of which a token goes to two, together as wide as the dense layer."""
+    family = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
+    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    described, made = family
+    config = described(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=192,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=MAX_POSITIONS,
         initializer_range=0.06,  # Qwen's 0.02 is for wide models: at width 64 it learns much later
         tie_word_embeddings=True,
-        architectures=["Qwen3ForCausalLM"],
+        architectures=[made.__name__],
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
+        **(mixture | {"norm_topk_prob": True} if experts else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config)
+        return made(config)

@@ -44,6 +44,7 @@ from megarl.model.hf_config import head_dim, rope_frequencies
 from megarl.model.hf_config import read_hf_config as read_hf_config
 from megarl.model.logprob_head import vocab_parallel_logprobs
 from megarl.model.portable import AddToResidual, PackedAttention, PackedPlan, RMSNorm
+from megarl.model.routing import Routing, watch_routers
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import padded_vocab
 from megarl.parallel.machine import transformer_engine_problem
@@ -59,12 +60,13 @@ def choose_layers(model: ModelConfig, device: torch.device) -> str:
     """Return `te` or `portable`. Raises ConfigError where te or FP8 is asked for and CUDA or Transformer
     Engine is missing, or the device has no FP8."""
     fp8 = model.fp8.format != "none"
-    asked = model.layers == "te" or fp8
+    asked = model.layers == "te" or fp8 or model.grouped_experts
     if not asked and (model.layers == "portable" or device.type != "cuda"):
         return "portable"
     problem = transformer_engine_problem(device.type)
     if problem and asked:
         key = "model.fp8.format: " if fp8 else "model.layers: te "
+        key = "model.grouped_experts: " if model.grouped_experts else key
         raise ConfigError(f"{key}{problem} (make install-gpu, or use portable layers without FP8)")
     if fp8:
         check_device(model.fp8.recipe, device)
@@ -106,19 +108,24 @@ class _Body(GPTModel):
         # Angles of all positions: `_preprocess`, or Transformer Engine, picks this context-parallel rank's.
         self.rotary_pos_emb.cp_group = None
         self.cp_rank = runtime.cp_rank
+        self.routings = watch_routers(self)
 
-    def pack(self, cu_seqlens: Tensor) -> PackedSeqParams:
-        """Return what the layers need to know of packed sequences. cu_seqlens: int64 [n+1] on the host, of
-        the whole pack under context parallelism too."""
+    def pack(self, cu_seqlens: Tensor) -> Any:
+        """Return what the layers need to know of packed sequences; routers need `routing` and `real_tokens`
+        too (model/routing.py). cu_seqlens: int64 [n+1] on the host, of the whole pack under context
+        parallelism too."""
         device, cp = self.rotary_pos_emb.inv_freq.device, self.config.context_parallel_size
+        packed: Any
         if self.layers_kind == "portable":
-            return PackedPlan.of(cu_seqlens, device, cp, self.cp_rank)
-        longest = int(cu_seqlens.diff().max())
-        lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
-        ends = cu_seqlens.to(device, torch.int32)
-        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **lengths)
-        if cp > 1:  # without them Transformer Engine's ring attention cuts nothing (context_parallel.py)
-            packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = ends
+            packed = PackedPlan.of(cu_seqlens, device, cp, self.cp_rank)
+        else:
+            longest = int(cu_seqlens.diff().max())
+            lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+            ends = cu_seqlens.to(device, torch.int32)
+            packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **lengths)
+            if cp > 1:  # without them Transformer Engine's ring attention cuts nothing (context_parallel.py)
+                packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = ends
+        packed.real_tokens = packed.routing = None
         return packed
 
     def forward(
@@ -223,7 +230,12 @@ class ModelChunks(torch.nn.Module):
         """Return where inputs belong."""
         return self.chunks[0].rotary_pos_emb.inv_freq.device
 
-    def pack(self, cu_seqlens: Tensor) -> PackedSeqParams:
+    @property
+    def routings(self) -> list[Routing]:
+        """Return what stands in the routers of a mixture's layers; [] for a dense model."""
+        return [routing for chunk in self.chunks for routing in chunk.routings]
+
+    def pack(self, cu_seqlens: Tensor) -> Any:
         """Return what the layers need to know of packed sequences; see `_Body.pack`."""
         return self.chunks[0].pack(cu_seqlens)
 
@@ -328,6 +340,7 @@ def _transformer_config(
             "moe_aux_loss_coeff": 0.0,
             "expert_model_parallel_size": layout.ep,
             "expert_tensor_parallel_size": 1,
+            "moe_grouped_gemm": config.model.grouped_experts,
         }
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
@@ -352,6 +365,14 @@ def _transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=layout.pp > 1,
+        # Megatron's interleaved schedule always overlaps its messages with computing. Where it batches them
+        # instead, the exchange of packs' lengths deadlocks (seen over gloo with four stages: one sends hidden
+        # states to the next, which waits in the exchange for it), and two stages, each the other's next and
+        # previous one, mix up activations and gradients.
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        overlap_p2p_comm=layout.vpp > 1,
+        overlap_p2p_comm_warmup_flush=layout.vpp > 1 and config.parallel.overlap_warmup_flush,
+        batch_p2p_comm=layout.vpp == 1,
         moe_token_dispatcher_type="alltoall",  # what variable_seq_lengths insists on, dense models included
         calculate_per_token_loss=True,  # neither the schedule nor DDP divides the loss: see training/model.py
         perform_initialization=False,
@@ -382,7 +403,9 @@ def _layer_spec(config: TransformerConfig, kind: str, family: Family) -> Any:
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts
+            qk_layernorm=config.qk_layernorm,
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
         )
         return with_output_norms(layer, TENorm)
     layer = get_gpt_layer_local_spec(
@@ -399,5 +422,6 @@ def _layer_spec(config: TransformerConfig, kind: str, family: Family) -> Any:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     with_output_norms(layer, RMSNorm)
-    layers_here = config.num_layers // config.pipeline_model_parallel_size
+    virtual = config.virtual_pipeline_model_parallel_size or 1
+    layers_here = config.num_layers // (config.pipeline_model_parallel_size * virtual)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers_here, layer_norm=RMSNorm)

@@ -118,6 +118,13 @@ def sum_over_replicas(runtime: Runtime, sums: Tensor) -> Tensor:
     return total
 
 
+def sum_over_ranks(runtime: Runtime, counts: Tensor) -> Tensor:
+    """Return the element-wise sum of a host tensor over all ranks, on every rank."""
+    if runtime.world > 1:
+        dist.all_reduce(counts, group=runtime.cpu_group)
+    return counts
+
+
 def max_over_ranks(runtime: Runtime, value: float) -> float:
     """Return the largest `value` of all ranks, on every rank."""
     return max(gather_objects(runtime, float(value)))

@@ -66,6 +66,12 @@ class Layout:
         pp, dp = divmod(rest, self.dp)
         return Coords(tp, cp, dp, pp)
 
+    def layers(self, layers: int, pp_rank: int) -> list[int]:
+        """Return which of a model's layers a pipeline stage has: they are cut into pp * vpp chunks, of which
+        stage s has s, s + pp, s + 2 pp, ... (arXiv 2104.04473, section 2.2)."""
+        size = layers // (self.pp * self.vpp)
+        return [layer for layer in range(layers) if layer // size % self.pp == pp_rank]
+
     def ep_rank(self, rank: int) -> int:
         """Return which share of the experts a global rank has: its number within the stage, modulo EP."""
         return rank % self.stage % self.ep

@@ -213,6 +213,29 @@ def allocator_problem(environment: Mapping[str, str] = os.environ) -> str | None
     return None
 
 
+def memory_here(root: Path = Path("/")) -> int:
+    """Return the bytes of memory that this process and its children may have: the machine's, or less where a
+    control group of theirs has a limit (containers, Slurm; version 1 and 2). root: for tests."""
+    total = re.search(r"MemTotal:\s+(\d+) kB", (root / "proc/meminfo").read_text())
+    limits = [int(total[1]) * 1024] if total else []
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # a kernel without control groups
+        groups = []
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top, name = ("", "memory.max") if not controllers else ("memory", "memory.limit_in_bytes")
+        mount, place = root / "sys/fs/cgroup" / top, Path(path.lstrip("/"))
+        for folder in (place, *place.parents):
+            # A container may see its own group at the top and not under the path that the kernel names.
+            file = mount / folder / name
+            text = file.read_text().strip() if file.is_file() else ""
+            limits += [int(text)] if text.isdecimal() else []
+    return min(limits, default=0)
+
+
 def hostname_problem() -> str | None:
     """Return why other nodes would not reach this one over gloo, which takes the hostname's address where no
     interface is set."""

@@ -147,6 +147,7 @@ def start(config: ParallelConfig, seed: int) -> Runtime:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
+        virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
         context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=1,  # experts are whole on the rank that has them (parallel/layout.py)

@@ -6,7 +6,7 @@ All of it comes from the configuration and the models' sizes alone.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,17 @@ from megarl.config.errors import ConfigError
 from megarl.config.phases import WEIGHT_TRANSFER, Phase, never_offloaded, training_phases
 from megarl.config.schema import Config
 from megarl.parallel.layout import Layout
-from megarl.plan.sizes import GIB, SINGLE, Activations, Device, Held, Shape, activations, device_of
+from megarl.plan.sizes import (
+    GIB,
+    SINGLE,
+    Activations,
+    Device,
+    Held,
+    Shape,
+    activations,
+    device_of,
+    in_flight,
+)
 from megarl.weights.families import read_config
 from megarl.weights.layout import check_frozen, check_layout
 
@@ -23,7 +33,10 @@ from megarl.weights.layout import check_frozen, check_layout
 OVERHEAD = 4 * GIB  # of each GPU: CUDA contexts of the rank and its engine, buffers of communicators
 FRAGMENTATION = 1.05  # what torch's allocator takes for each byte of activations
 HOST_PROCESS = 4 * GIB  # a rank with torch, Megatron and its engine's processes, without tensors
-
+# Of a run on a CPU, found in runs of up to 128 ranks: the launcher with what it has imported, and what a rank
+# that is forked from it owns besides tensors.
+LAUNCHER, FORKED = 0.5 * GIB, 0.15 * GIB
+NEAR = 0.9  # share of a machine's memory from which on a plan warns
 
 SCALAR = ("critic", "reward")  # models whose head gives one number
 
@@ -71,6 +84,22 @@ class Plan:
     def layout(self) -> Layout:
         sizes = self.config.parallel
         return Layout(sizes.tp, sizes.pp, sizes.dp or 1, sizes.ep, sizes.cp, sizes.vpp)
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """Return the pipeline stages one of which is the fullest: the first has the embedding and the most
+        micro-batches in flight, the last a head. Frozen layers, which are the lowest, empty the first."""
+        last = self.layout.pp - 1
+        if self.config.actor.frozen_layers or self.config.critic.frozen_layers:
+            return tuple(range(last + 1))
+        return (0, last) if last else (0,)
+
+    @property
+    def recomputed_share(self) -> float:
+        """Return the share of the layers that model.recompute full computes again."""
+        model, chunks = self.config.model, self.layout.pp * self.layout.vpp
+        layers = max(1, self.actor.sizes.layers // chunks)
+        return min(1.0, (model.recompute_layers or layers) / layers) if model.recompute == "full" else 0.0
 
     @property
     def nodes(self) -> int:
@@ -176,7 +205,7 @@ class Plan:
             layers=self.layers,
             sequence_parallel=tp > 1 and config.parallel.sequence_parallel is not False,
             critic=model in SCALAR,
-            recomputed=config.model.recompute_layers,
+            recomputed=(config.model.recompute_layers or 0) * self.layout.vpp or None,
         )
 
     def work(self, phase: Phase, stage: int, tokens: float) -> dict[str, float]:
@@ -192,16 +221,19 @@ class Plan:
         if not phase.updates_weights:
             return {"activations": found.forward_only(tokens, last) * FRAGMENTATION}
         layers = self.shape(phase.model).sizes.layers // pp
-        whole, without_head = (found.training(tokens, layers, pp - stage, head) for head in (last, False))
+        whole, without_head = (
+            found.training(tokens, layers, in_flight(self.layout, stage), head) for head in (last, False)
+        )
         head = (whole - without_head) * FRAGMENTATION
         return {"activations": without_head * FRAGMENTATION, "head": head}
 
-    def needs(self, tokens: float | None = None) -> Iterator[Need]:
-        """Yield each phase's need on the fullest stage. tokens: of a micro-batch; None: `pack`."""
+    def needs(self, tokens: float | None = None, phases: Sequence[Phase] | None = None) -> Iterator[Need]:
+        """Yield each phase's need on the fullest stage. tokens: of a micro-batch; None: `pack`; phases: None:
+        all."""
         tokens = self.pack if tokens is None else tokens
-        for phase in self.phases:
+        for phase in self.phases if phases is None else phases:
             needs = []
-            for stage in range(self.layout.pp):
+            for stage in self.stages:
                 parts = {name: self.group(name, stage) for name in sorted(phase.on_gpu | self.keep)}
                 parts |= {**self.work(phase, stage, tokens), "contexts": OVERHEAD}
                 needs.append(Need(phase.name, parts, stage))
@@ -227,7 +259,7 @@ class Plan:
         away = max(
             sum(self.group(name, stage) for name in sorted(returning - phase.on_gpu - self.keep))
             for phase in self.phases
-            for stage in range(self.layout.pp)
+            for stage in self.stages
         )
         columns = frozenset[str]().union(*(phase.writes for phase in training_phases(config))) - {"tokens"}
         # Every rank has the step's whole batch.
@@ -240,6 +272,74 @@ class Plan:
             "processes": HOST_PROCESS * per_node,
             "verifiers": config.reward.workers * 0.3 * GIB * per_node if config.recipe != "sft" else 0.0,
         }
+
+    @cached_property
+    def on_cpu(self) -> dict[str, float]:
+        """Return the bytes that a run on this machine's CPU holds all the time, on all ranks together, by
+        what takes them. Nothing is offloaded."""
+        ranks, held = self.layout.stage, dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
+        held["engines' weights"] = 0.0
+        for name in sorted(self.groups - {"engine.kv_cache"}):
+            owner, _, part = name.partition(".")
+            key = "engines' weights" if owner == "engine" else part
+            held[key] += ranks * sum(self.group(name, stage) for stage in range(self.layout.pp))
+        return held | {"processes": LAUNCHER + FORKED * self.layout.world}
+
+    @cached_property
+    def on_cpu_at_times(self) -> dict[str, float]:
+        """Return the bytes that such a run needs besides, each at another time, with the copy of a checkpoint
+        that is being written."""
+        config, world = self.config, self.layout.world
+        stages = [(phase, stage) for phase in self.phases for stage in range(self.layout.pp)]
+        mini_batch = max(config.update.mini_batch, config.critic.mini_batch or 0)
+        together = config.supervised.batch if config.recipe == "sft" else mini_batch
+        tokens = min(self.pack, -(-together // self.layout.dp) * self.longest)
+        work = max(sum(self.work(phase, stage, tokens).values()) for phase, stage in stages)
+        # What is saved is written from a copy while the run goes on.
+        copy = self.checkpoint() if config.checkpoint.every and config.checkpoint.background else 0.0
+        at_times = {"activations": work * world + copy}
+        if config.recipe != "sft" and config.rollout.engine == "transformers":
+            decoded = min(config.rollout.max_batch, -(-config.responses // world))
+            at_times["KV cache"] = decoded * self.longest * self.actor.cache_bytes(1) * world + copy
+        if config.checkpoint.every:
+            at_times["checkpoint"] = self.gathered_optimizer() * world
+        return at_times
+
+    def problem_on_cpu(self, memory: float) -> str | None:
+        """Return why a run on the CPUs of a machine of so many bytes surely does not fit, in one line that
+        says what to change; None where it may."""
+        held = sum(self.on_cpu.values())
+        # Of what a save takes, the three numbers of each parameter are surely there.
+        saved = self.on_cpu_at_times.get("checkpoint", 0.0) * 3 / 5
+        if held + saved <= memory:
+            return None
+        parts = [*self.on_cpu.items(), *([("a checkpoint", saved)] if saved else [])]
+        listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
+        remedy = "use a smaller model, or a machine with more memory"
+        if self.engine_tp == 1 and self.layout.world > 1 and self.config.recipe != "sft":
+            remedy = f"start fewer ranks, each of which has a whole engine, {remedy}"
+        if held <= memory:
+            remedy = f"set checkpoint.every=0, or {remedy}"
+        return (
+            f"{self.layout.world} ranks on this machine's CPU need {(held + saved) / GIB:.1f} GiB of its "
+            f"{memory / GIB:.1f} ({listed}); {remedy}"
+        )
+
+    def warning_on_cpu(self, memory: float) -> str | None:
+        """Return that such a run comes near to the machine's memory; None where it does not."""
+        part, size = max(self.on_cpu_at_times.items(), key=lambda pair: pair[1])
+        total = sum(self.on_cpu.values()) + size
+        if total <= NEAR * memory:
+            return None
+        what = (
+            f"up to {total / GIB:.1f} GiB of this machine's {memory / GIB:.1f}, {size / GIB:.1f} of it {part}"
+        )
+        change = {
+            "activations": "lower update.tokens_per_micro_batch or rollout.max_response_tokens",
+            "KV cache": "lower rollout.max_batch",
+            "checkpoint": "set checkpoint.every=0",
+        }
+        return f"the run may need {what}: the kernel ends what takes too much ({change[part]})"
 
     def step_tokens(self, length: float) -> float:
         """Return the tokens of a step's batch whose sequences have this length."""
@@ -254,8 +354,7 @@ class Plan:
         """Return the bytes of a rank's host memory while a model is saved or loaded: each replica gathers the
         whole optimizer of its shard, three float32 numbers a parameter. On the way Megatron has two more
         copies of one of them, and the rank's own part of all three."""
-        stages = range(self.layout.pp)
-        held = [self.trained_of(model, self.layout, stage).all for model in self.trained for stage in stages]
+        held = [self.trained_of(m, self.layout, s).all for m in self.trained for s in self.stages]
         return max(held) * SINGLE * (3 + 2 + 3 / (self.layout.dp * self.layout.cp))
 
     def checkpoint(self) -> float:
@@ -267,11 +366,12 @@ class Plan:
             total += self.trained_of(model, Layout(), 0).all * 3 * SINGLE
         return total
 
-    def problem(self) -> str | None:
-        """Return why the run does not fit, in one line that says what to change; None where it does."""
+    def problem(self, room: float = 0.0) -> str | None:
+        """Return why the run does not fit, in one line that says what to change; None where it does.
+        room: bytes of each GPU that must stay free."""
         rollout, memory = self.config.rollout, self.device.memory
         for need in self.needs():
-            if need.total > memory:
+            if need.total + room > memory:
                 parts = sorted(need.parts.items(), key=lambda pair: -pair[1])[:4]
                 listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
                 return (
@@ -306,15 +406,12 @@ class Plan:
             return f"lower update.tokens_per_micro_batch to {budget}"
         if self.config.model.recompute != "full":
             return "set model.recompute=full"
+        if self.config.model.recompute_layers:
+            model = self.config.model.model_copy(update={"recompute_layers": None})
+            all_layers = replace(self, config=self.config.model_copy(update={"model": model}))
+            if max(need.total for need in all_layers.needs()) <= self.device.memory:
+                return f"raise model.recompute_layers {self.config.model.recompute_layers}, or set it to null"
         return "raise parallel.tp or parallel.pp, or lower rollout.max_response_tokens"
-
-
-def with_layout(plan: Plan, tp: int, pp: int, dp: int, engine_tp: int) -> Plan:
-    """Return the plan of the same run with another layout."""
-    config = plan.config
-    parallel = config.parallel.model_copy(update={"tp": tp, "pp": pp, "dp": dp})
-    rollout = config.rollout.model_copy(update={"engine_tp": engine_tp})
-    return replace(plan, config=config.model_copy(update={"parallel": parallel, "rollout": rollout}))
 
 
 def plan_of(
@@ -331,7 +428,7 @@ def plan_of(
     parallel, dtype, scorer = config.parallel, config.model.dtype, config.reward.model.path
     reward = read_config(scorer) if scorer and (scorer / "config.json").is_file() else actor
     for described in (actor, critic or actor, reward):
-        check_layout(described, parallel.tp, parallel.pp, parallel.ep)
+        check_layout(described, parallel.tp, parallel.pp, parallel.ep, parallel.vpp)
     check_frozen(actor, config.actor, "actor")
     check_frozen(critic or actor, config.critic, "critic")
     shapes = Shape(actor, dtype), Shape(critic or actor, dtype)
@@ -350,11 +447,18 @@ def check_fits(
     critic: Mapping[str, Any] | None,
     world: int,
     memory: float,
-) -> None:
-    """Raise ConfigError where this run does not fit on `world` GPUs of `memory` bytes."""
+    *,
+    cpu: bool = False,
+) -> str | None:
+    """Raise ConfigError where this run does not fit on `world` GPUs of `memory` bytes each; with cpu: surely
+    not on a machine of `memory` bytes. Return a warning where it comes near to it."""
     parallel = config.parallel
     dp = world // (parallel.tp * parallel.pp * parallel.cp)
     config = config.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
-    problem = plan_of(config, actor, critic, memory=memory).problem()
+    if cpu:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"layers": "portable"})})
+    plan = plan_of(config, actor, critic, memory=None if cpu else memory)
+    problem = plan.problem_on_cpu(memory) if cpu else plan.problem()
     if problem:
         raise ConfigError(f"{where}: {problem}")
+    return plan.warning_on_cpu(memory) if cpu else None

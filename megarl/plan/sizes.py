@@ -6,7 +6,7 @@ Parameters are exact, from the family's table. Quick enough to search over layou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, Literal
@@ -51,6 +51,7 @@ class Shape:
 
     config: Mapping[str, Any]
     dtype: str
+    _held: dict[Any, Held] = field(default_factory=dict)
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -66,6 +67,13 @@ class Shape:
         """Count the parameters of a rank of this pipeline stage, padding of the vocabulary included. All
         tensor-parallel ranks have the same number. A critic's value head is in float32.
         optimizer: count only what it trains."""
+        trained = optimizer and (optimizer.frozen, optimizer.frozen_layers)
+        key = (layout.tp, layout.pp, layout.ep, pp_rank, critic, trained)
+        if key not in self._held:  # a search asks for the same ones over and over
+            self._held[key] = self._count(layout, pp_rank, critic, optimizer)
+        return self._held[key]
+
+    def _count(self, layout: Layout, pp_rank: int, critic: bool, optimizer: OptimizerConfig | None) -> Held:
         sizes = self.sizes
 
         def local(pair: Pair, tp: int) -> int:
@@ -84,7 +92,8 @@ class Shape:
         # Frozen layers are the lowest: what is trained in any is trained in the uppermost.
         pairs = [pair for pair in family_of(self.config).layer if counts(pair, top)]
         if optimizer is not None:
-            layers = max(0, min(layers, (pp_rank + 1) * layers - optimizer.frozen_layers))
+            own = layout.layers(sizes.layers, pp_rank)
+            layers = sum(layer >= optimizer.frozen_layers for layer in own)
         shared = layers * sum(local(pair, layout.tp) for pair in pairs if not pair.per_expert)
         experts = (
             layers * (sizes.experts // layout.ep) * sum(local(pair, 1) for pair in pairs if pair.per_expert)
@@ -113,6 +122,16 @@ class Shape:
             chosen = int(self.config.get("num_experts_per_tok", 0))
             mlp = sizes.hidden * (sizes.experts + 3 * sizes.expert_ffn * chosen) if chosen else mlp
         return sizes.layers * (sizes.hidden * (2 * sizes.q + 2 * sizes.kv) + mlp) + sizes.vocab * sizes.hidden
+
+    @cached_property
+    def chosen_share(self) -> float:
+        """Return the share of the experts that a token goes through; 1 without any."""
+        return int(self.config["num_experts_per_tok"]) / self.sizes.experts if self.sizes.experts else 1.0
+
+    @cached_property
+    def expert_share(self) -> float:
+        """Return the share of the parameters that are experts."""
+        return self.held(Layout(), 0).experts / self.parameters
 
     def cache_bytes(self, tp: int) -> int:
         """Return the bytes of one token's keys and values on one rank of an engine. A key/value head is not
@@ -151,7 +170,7 @@ class Activations:
     head         the most in the last stage's head, forward or backward
     head_fixed   what that head needs besides, however many tokens there are
     forward      the most in a layer without gradients
-    recomputed   with recompute full: lowest layers of a stage that are recomputed; None: all"""
+    recomputed   with recompute full: layers of a rank that are recomputed; None: all"""
 
     layer: float
     one_layer: float
@@ -178,6 +197,18 @@ class Activations:
         return tokens * (max(self.forward, self.head) if last else self.forward)
 
 
+def in_flight(layout: Layout, stage: int) -> float:
+    """Return the most micro-batches whose activations a pipeline stage keeps at once.
+
+    With virtual stages it keeps those of chunks, each a part of 1 / vpp of the stage: on the first one 1 +
+    (pp - 1) / (pp * vpp) times as many as without (arXiv 2104.04473, section 2.2)."""
+    later = layout.pp - stage - 1
+    if layout.vpp == 1:
+        return later + 1
+    # Megatron's warm-up (schedules.py:get_pp_rank_microbatches), and one forward before the first backward.
+    return (2 * later + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
+
+
 def activations(
     shape: Shape,
     tp: int,
@@ -191,7 +222,7 @@ def activations(
     recomputed: int | None = None,
 ) -> Activations:
     """Count the activations of a model, for each token of a context-parallel rank's share. chunk: vocabulary
-    entries whose logits exist at once; recomputed: model.recompute_layers."""
+    entries whose logits exist at once; recomputed: layers of a rank with model.recompute_layers."""
     sizes, b = shape.sizes, shape.itemsize
     h, heads = sizes.hidden / (tp if sequence_parallel else 1), sizes.heads / tp
     q, kv = sizes.q / tp, 2 * sizes.kv / tp
@@ -264,12 +295,14 @@ class Device:
     host_speed: float
 
 
-# Data sheets: H100 SXM5, H200 SXM, H800 SXM, A100 SXM4 80 GB. What nvidia-smi shows is a little less than the
-# round number.
+# Data sheets: H100 SXM5, H200 SXM, H800 SXM, H20 SXM, GB200 NVL72, A100 SXM4 80 GB. What
+# nvidia-smi shows is a little less than the round number.
 DEVICES = {
     "H100": Device("H100", 79.2 * GIB, 989.0, 3350.0, 55.0),
     "H200": Device("H200", 139.8 * GIB, 989.0, 4800.0, 55.0),
     "H800": Device("H800", 79.2 * GIB, 989.0, 3350.0, 55.0),
+    "H20": Device("H20", 95.6 * GIB, 148.0, 4000.0, 55.0),
+    "GB200": Device("GB200", 185.0 * GIB, 2500.0, 8000.0, 225.0),
     "A100": Device("A100", 79.2 * GIB, 312.0, 2039.0, 25.0),
 }
 

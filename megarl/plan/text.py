@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from megarl.plan.memory import Plan
+from megarl.plan.search import Found, name_of, overrides
 from megarl.plan.sizes import GIB
-from megarl.plan.times import Estimate, Found, Lengths
+from megarl.plan.times import Estimate, Lengths
 
 COLUMNS = (
     ("weights", ("actor.weights", "critic.weights", "reference.weights", "reward.weights")),
@@ -28,8 +31,7 @@ def lines(plan: Plan, where: str, lengths: Lengths, made: Estimate) -> Iterator[
     size = f"{plan.actor.parameters / 1e9:.2f} B parameters, {plan.actor.dtype}"
     yield f"model    {where}: {size}, recompute {config.model.recompute}, {plan.layers} layers"
     gpus = f"{layout.world} x {device.name} ({device.memory / GIB:.1f} GiB)"
-    context = f", cp {layout.cp}" if layout.cp > 1 else ""
-    yield f"layout   tp {layout.tp}, pp {layout.pp}, dp {layout.dp}{context}: {gpus} on {plan.nodes} nodes"
+    yield f"layout   {name_of(layout)}: {gpus} on {plan.nodes} nodes"
     if config.recipe != "sft":
         engines = f"{layout.world // plan.engine_tp} of tp {plan.engine_tp} ({config.rollout.engine})"
         yield f"engines  {engines}, KV cache of each {plan.cache_tokens:,.0f} tokens"
@@ -76,35 +78,82 @@ def lines(plan: Plan, where: str, lengths: Lengths, made: Estimate) -> Iterator[
         yield f"    {name:24s}{clock(seconds):>10s}  {seconds / made.total:4.0%}"
 
 
-def layouts(found: Sequence[Found], current: Plan, *, everything: bool = False) -> Iterator[str]:
-    """Yield the layouts that fit, and why others do not."""
-    good = [(one.plan, one.estimate) for one in found if one.estimate is not None]
+def on_cpu(plan: Plan, where: str, memory: float) -> Iterator[str]:
+    """Yield what a run on this machine's CPU needs. memory: bytes that the machine has."""
+    size = f"{plan.actor.parameters / 1e9:.3f} B parameters, {plan.actor.dtype}"
+    yield f"model    {where}: {size}, recompute {plan.config.model.recompute}, portable layers"
+    yield f"layout   {name_of(plan.layout)}: {plan.layout.world} ranks on this machine's CPU"
+    yield ""
+    yield "GiB of all ranks together, all the time"
+    for name, size_of in plan.on_cpu.items():
+        yield f"    {name:24s}{size_of / GIB:10.2f}"
+    yield "and at times, one or the other"
+    for name, size_of in plan.on_cpu_at_times.items():
+        yield f"    {name:24s}{size_of / GIB:10.2f}"
+    most = sum(plan.on_cpu.values()) + max(plan.on_cpu_at_times.values())
+    yield f"at most  {most / GIB:.2f} of the {memory / GIB:.2f} that this machine has"
+
+
+def layouts(found: Sequence[Found], current: Found, *, everything: bool = False) -> Iterator[str]:
+    """Yield the layouts that fit with the best of the other choices, the configuration as it is among them,
+    and why others do not."""
+    good = [(one, one.estimate) for one in found if one.estimate is not None]
     limit = len(found) if everything else SHOWN
     bad = len(found) - len(good)
-    yield f"layouts of {current.layout.world} GPUs: {len(good)} fit, {bad} do not; best first"
-    if good:
-        heads = f"{'tp':>4s}{'pp':>4s}{'dp':>5s}{'engine tp':>11s}{'a step':>10s}{'rollout':>10s}"
-        yield heads + f"{'largest budget':>16s}{'KV tokens':>12s}"
-    for plan, made in good[:limit]:
-        layout = plan.layout
-        same = (layout, plan.engine_tp) == (current.layout, current.engine_tp)
+    yield (
+        f"layouts of {current.plan.layout.world} GPUs, each with its best engines, recomputation, budget and "
+        f"residency: {len(good)} fit, {bad} do not; best first"
+    )
+    shown = good[:limit]
+    if current.estimate is not None:
+        shown = sorted([*shown, (current, current.estimate)], key=lambda pair: pair[1].total)
+    if shown:
+        heads = f"{'layout':28s}{'engine tp':>11s}{'recompute':>16s}{'budget':>9s}{'a step':>10s}"
+        yield f"  {heads}{'rollout':>9s}{'GiB free':>10s}  kept on the GPU"
+    for one, made in shown:
+        config = one.plan.config
+        kept = ", ".join(config.residency.keep) or "-"
+        layers = config.model.recompute_layers
+        recompute = config.model.recompute + (f", {layers} layers" if layers else "")
         yield (
-            f"{layout.tp:4d}{layout.pp:4d}{layout.dp:5d}{plan.engine_tp:11d}{clock(made.total):>10s}"
-            f"{clock(made.parts.get('rollout', 0.0)):>10s}{plan.budget():16,d}{plan.cache_tokens:12,.0f}"
-            + ("  <- the configuration" if same else "")
+            f"  {name_of(one.plan.layout):28s}{one.plan.engine_tp:11d}{recompute:>16s}"
+            f"{config.update.tokens_per_micro_batch:9,d}{clock(made.total):>10s}"
+            f"{clock(made.parts.get('rollout', 0.0)):>9s}{one.free / GIB:10.1f}  "
+            + ("<- the configuration" if one is current else kept)
         )
     if len(good) > limit:
         yield f"    and {len(good) - limit} more (--all)"
-    reasons: dict[tuple[str, str], list[int]] = {}
-    for one in found:
-        if one.problem:
-            layout = one.plan.layout
-            place = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}"
-            reasons.setdefault((place, one.problem), []).append(one.plan.engine_tp)
-    for (place, problem), engines in list(reasons.items())[:limit]:
-        yield f"    not {place}, engine tp {'/'.join(map(str, engines))}: {problem}"
-    if len(reasons) > limit:
-        yield f"    and {len(reasons) - limit} more that do not (--all)"
+    refused = [one for one in found if one.problem]
+    for one in refused[:limit]:
+        yield f"    not {name_of(one.plan.layout)}: {one.problem}"
+    if len(refused) > limit:
+        yield f"    and {len(refused) - limit} more that do not (--all)"
+
+
+def best(found: Found, current: Found, path: Path) -> Iterator[str]:
+    """Yield the overrides that make the configuration the best one, as a command and as YAML."""
+    made, now = found.estimate, current.estimate
+    assert made is not None
+    keys = overrides(found.plan, current.plan)
+    before = f"; the configuration as it is: {clock(now.total)}" if now else "; as it is it does not fit"
+    yield f"# {name_of(found.plan.layout)}: a step takes about {clock(made.total)}{before}"
+    yield f"# {found.free / GIB:.1f} GiB of each {found.plan.device.name} stay free"
+    line = " ".join(f"{key}={_value(value)}" for key, value in keys.items())
+    yield f"megarl train {path} {line}"
+    yield ""
+    sections: dict[str, dict[str, Any]] = {}
+    for dotted, value in keys.items():
+        section, _, key = dotted.partition(".")
+        sections.setdefault(section, {})[key] = value
+    for section, values in sections.items():
+        yield f"{section}:"
+        yield from (f"  {key}: {_value(value)}" for key, value in values.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(value)}]"
+    return "null" if value is None else str(value)
 
 
 def clock(seconds: float) -> str:

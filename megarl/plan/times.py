@@ -1,6 +1,8 @@
-"""How long a step takes, by its parts: data-sheet figures, with efficiencies that are our estimates.
+"""How long a step takes, by its parts: figures of data sheets, and the shares of them that are reached.
 
-For comparing layouts, and for knowing minutes from hours; not measured on a GPU.
+What is counted: matrix products, narrower ones slower; attention; every message of tensor, pipeline, context,
+expert and data parallelism; decoding by what it reads from memory; moves between GPU and host. The constants
+below were fitted to some published step times and held against others (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -8,19 +10,25 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist, fmean
-from typing import NamedTuple
 
-from megarl.config.errors import MegarlError
 from megarl.parallel.layout import Layout
-from megarl.plan.memory import Plan, with_layout
-from megarl.weights.layout import check_layout
+from megarl.plan.memory import Plan
+from megarl.plan.sizes import Device, Shape
 
-TRAINING = 0.50  # of peak FLOP/s, communication not counted
-DECODING = 0.60  # of the memory's speed
-PREFILL = 0.40
-MESSAGE = 10e-6  # seconds of a small all-reduce within a node, of which a layer has two
+# Fitted to the rows that docs/planning.md marks:
+PRODUCTS = 0.65  # of peak FLOP/s, of a product of wide matrices
+NARROW = 512  # columns or rows on a rank with which half of that is reached
+ITERATION = 4e-3  # seconds of a decoding step on the host: scheduling, launching
+SEQUENCE = 80e-6  # seconds of the host for each sequence of that step: sampling, tokens back to text
+LAYER = 60e-6  # seconds of a layer in a decoding step that are no reading: starts of its kernels
+DISPATCH = 2e-3  # seconds in which a mixture's layer waits for the host to count each expert's tokens
+# Our estimates:
+READING = 0.75  # of the memory's speed
+PREFILL = 0.40  # of peak FLOP/s
 LINKS = 0.7  # of a link's speed
+MESSAGE = 15e-6  # seconds of a small message to all ranks of a node, besides its bytes
 GROUPS_KEPT = 0.5  # share of groups that dynamic sampling keeps
 QUANTILES = 64
 
@@ -28,13 +36,15 @@ QUANTILES = 64
 @dataclass(frozen=True)
 class Lengths:
     """Response lengths: log-normal, cut at the limit.
-    mean: of what is sampled, cut ones included; longest: the limit; spread: sigma of the logarithm."""
+    mean: of what is sampled, cut ones included; longest: the limit; spread: sigma of the logarithm; prompt:
+    mean tokens of a prompt."""
 
     mean: float
     longest: int
+    prompt: float
     spread: float = 0.6
 
-    def quantiles(self) -> list[float]:
+    def quantiles(self) -> tuple[float, ...]:
         """Return the lengths at the middle of QUANTILES equal shares, shortest first."""
         normal = NormalDist()
         shape = [math.exp(self.spread * normal.inv_cdf((i + 0.5) / QUANTILES)) for i in range(QUANTILES)]
@@ -43,7 +53,7 @@ class Lengths:
             middle = (low + high) / 2
             short = fmean(min(middle * s, self.longest) for s in shape) < self.mean
             low, high = (middle, high) if short else (low, middle)
-        return [min(high * s, self.longest) for s in shape]
+        return tuple(min(high * s, self.longest) for s in shape)
 
 
 @dataclass(frozen=True)
@@ -59,53 +69,53 @@ class Estimate:
 
 
 def default_lengths(plan: Plan) -> Lengths:
-    """Return lengths of a third of the limit on average."""
+    """Return lengths of a third of the limit on average, and a quarter of it for prompts."""
     longest = plan.config.rollout.max_response_tokens
-    return Lengths(longest / 3, longest)
+    return Lengths(longest / 3, longest, plan.config.data.max_prompt_tokens / 4)
 
 
 def estimate(plan: Plan, lengths: Lengths) -> Estimate:
     """Estimate a step's time on this layout."""
-    config, device, layout, cluster = plan.config, plan.device, plan.layout, plan.config.cluster
-    prompt = config.data.max_prompt_tokens / 4
+    config, layout, cluster = plan.config, plan.layout, plan.config.cluster
     quantiles = lengths.quantiles()
-    tokens = plan.step_tokens(prompt + fmean(quantiles))
+    whole = [length + lengths.prompt for length in quantiles]
+    tokens = plan.step_tokens(fmean(whole))
     parts: dict[str, float] = {}
     if config.recipe != "sft":
-        parts["rollout"] = _rollout(plan, prompt, quantiles)
-    # Each optimizer step begins and ends a pipeline of its own.
-    updates = 1 if config.recipe == "sft" else max(1, config.responses // config.update.mini_batch)
-    packs = max(1.0, tokens / config.update.tokens_per_micro_batch / layout.dp)
-    bubble = 1 + (layout.pp - 1) / max(packs / updates, 1.0)
-    speed = device.tflops * 1e12 * TRAINING * layout.world
-    square = fmean(length + prompt for length in quantiles)
-    # One pass through a stage: each layer gathers and scatters the hidden states twice, within a node.
-    tp, sizes, itemsize = layout.tp, plan.actor.sizes, plan.actor.itemsize
-    volume = 4 * sizes.layers / layout.pp * sizes.hidden * itemsize * (tp - 1) / tp
-    talk_per_token = volume / (cluster.node_speed * 1e9 * LINKS)
-    # One update: float32 gradients between replicas, and weights back. Nothing of it is hidden.
-    replicas = cluster.node_speed if layout.tp * layout.dp <= cluster.gpus_per_node else cluster.network_speed
+        parts["rollout"] = rollout_seconds(plan, lengths.prompt, quantiles)
     for phase in plan.phases:
         if phase.model is None:
             continue
-        model, passes = plan.shape(phase.model), 1.0
+        model, epochs = plan.shape(phase.model), 1
+        responses = config.responses if config.recipe != "sft" else config.supervised.batch
+        updates = 1
         if phase.updates_weights:
-            # Forward, gradients of activations, and of the weights that are not frozen; forward again.
-            trained = plan.trained_of(phase.model, Layout(), 0).all
-            passes = 2 + trained / model.held(Layout(), 0, critic=phase.model == "critic").all
-            passes += config.model.recompute == "full"
-        # Two FLOPs a parameter and token in a forward pass, and causal attention over half of the square.
-        flops = tokens * (2 * model.active + 2 * square * model.sizes.layers * model.sizes.q)
-        talk = passes * tokens / layout.dp * talk_per_token
-        epochs = {"critic_update": config.critic.epochs, "actor_update": config.update.epochs}.get(
-            phase.name, 1
-        )
-        parts[phase.name] = epochs * (passes * flops / speed + talk) * bubble
+            settings, size = (
+                (config.critic, config.critic.mini_batch or config.update.mini_batch)
+                if phase.model == "critic"
+                else (config.update, config.update.mini_batch)
+            )
+            epochs = settings.epochs if config.recipe != "sft" else 1
+            updates = 1 if config.recipe == "sft" else max(1, responses // size)
+        # Each optimizer step begins and ends a pipeline of its own, and waits for the replica whose longest
+        # sequence is more than an even share.
+        share = tokens / updates / layout.dp
+        uneven = max(1.0, max(whole) / share)
+        # The largest micro-batches keep all stages waiting.
+        budget = config.update.tokens_per_micro_batch
+        packs = max(1.0, share * uneven / budget)
+        largest = min(1.0, max(budget, max(whole)) / (share * uneven))
+        bubble = 1 + (layout.pp - 1) / layout.vpp * largest
+        seconds = share * uneven * _token_seconds(plan, phase.model, phase.updates_weights, whole)
+        seconds += packs * _pack_seconds(plan, phase.model, phase.updates_weights)
+        parts[phase.name] = epochs * updates * seconds * bubble
         if phase.updates_weights:
-            stages = range(layout.pp)
-            held = max(plan.trained_of(phase.model, layout, stage).all for stage in stages)
-            exchanged = held * (4 + itemsize) * (layout.dp - 1) / layout.dp
-            parts[phase.name] += epochs * updates * (exchanged / (replicas * 1e9 * LINKS))
+            # float32 gradients between replicas, and weights back. Nothing of it is hidden.
+            replicas = layout.dp * layout.cp
+            link = cluster.node_speed if layout.stage <= cluster.gpus_per_node else cluster.network_speed
+            held = max(plan.trained_of(phase.model, layout, stage).all for stage in plan.stages)
+            exchanged = held * (4 + model.itemsize) * (replicas - 1) / replicas
+            parts[phase.name] += epochs * updates * exchanged / (link * 1e9 * LINKS)
     if config.recipe != "sft":
         # Every GPU gets its engine's shard: from its own node where that holds all of the model.
         within = layout.tp * layout.pp <= cluster.gpus_per_node
@@ -117,76 +127,129 @@ def estimate(plan: Plan, lengths: Lengths) -> Estimate:
     for before, after in zip([sets[-1], *sets[:-1]], sets, strict=True):
         for name in sorted(before ^ after):
             if not name.startswith("engine.") and not name.endswith(".gradients"):
-                moved += max(plan.group(name, stage) for stage in range(layout.pp))
+                moved += max(plan.group(name, stage) for stage in plan.stages)
     if moved:
-        parts["on and off the device"] = moved / (device.host_speed * 1e9 * LINKS)
+        parts["on and off the device"] = moved / (plan.device.host_speed * 1e9 * LINKS)
     return Estimate(parts, tokens)
 
 
-def _rollout(plan: Plan, prompt: float, quantiles: list[float]) -> float:
-    """Return the seconds in which all engines are done. Each takes the next response when one is done; a
-    decoding step of all of them reads the weights once, and each one's keys and values."""
-    config, device, shape, tp = plan.config, plan.device, plan.actor, plan.engine_tp
-    engines = plan.layout.world // tp
+def _token_seconds(plan: Plan, name: str, update: bool, whole: list[float]) -> float:
+    """Return the seconds that a token of a replica's share takes a rank of the fullest stage. whole: lengths
+    of sequences. An update goes forward, and back for activations and for the weights that are not frozen,
+    and forward again through what is recomputed."""
+    config, layout, cluster, shape = plan.config, plan.layout, plan.config.cluster, plan.shape(name)
+    sizes, tp, cp, b = shape.sizes, layout.tp, layout.cp, shape.itemsize
+    layers = sizes.layers / layout.pp
+    peak = plan.device.tflops * 1e12 * PRODUCTS
+
+    def products(*shapes: tuple[float, float]) -> float:
+        return sum(2 * m * n * (1 + NARROW / min(m, n)) for m, n in shapes) / peak
+
+    h = sizes.hidden
+    layer = products((h, (sizes.q + 2 * sizes.kv) / tp), (sizes.q / tp, h))
+    if sizes.experts:
+        # Whole experts, to which the tensor-parallel ranks of a token's replica send their parts of it.
+        chosen = shape.config["num_experts_per_tok"]
+        layer += chosen / tp * products((h, 2 * sizes.expert_ffn), (sizes.expert_ffn, h))
+    else:
+        layer += products((h, 2 * sizes.ffn / tp), (sizes.ffn / tp, h))
+    # Causal attention: a token looks at half of its sequence, which is a longer one the more tokens it has.
+    square = fmean(length**2 for length in whole) / fmean(whole)
+    attention = 2 * square * sizes.q / tp / peak
+    head = products((h, sizes.vocab / tp)) if name in ("actor", "reference") else 0.0
+
+    node, network = cluster.node_speed * 1e9 * LINKS, cluster.network_speed * 1e9 * LINKS
+
+    def link(ranks: int) -> float:
+        """Return the bytes a second between neighbours of so many ranks."""
+        return node if ranks <= cluster.gpus_per_node else network
+
+    # A layer gathers and scatters the hidden states twice.
+    talk = 4 * h * b * (tp - 1) / tp / link(tp)
+    # Keys and values of the other ranks' parts.
+    talk += (cp - 1) * 2 * sizes.kv / tp * b / link(cp * tp)
+    if sizes.experts and layout.ep > 1:
+        # Each copy of a token to its expert and back; those to other nodes by the network.
+        copies = 2 * chosen * h * b / tp
+        inside = min(layout.ep, cluster.gpus_per_node)
+        talk += copies * ((inside - 1) / node + (layout.ep - inside) / network) / layout.ep
+    between = layout.vpp * h * b / tp / link(2 * layout.stage) if layout.pp > 1 else 0.0
+    passes, again, attention_again = 1.0, 0.0, 0.0
+    if update:
+        trained = plan.trained_of(name, Layout(), 0).all
+        passes = 2 + trained / shape.held(Layout(), 0, critic=name == "critic").all
+        again = plan.recomputed_share
+        attention_again = float(config.model.recompute == "selective")
+        head *= 4 / 3  # backward computes the logits again
+    # Norms, rotations and activation functions write what a layer keeps, and it is read again.
+    passed = 2 * plan.activations(name).one_layer / (plan.device.memory_speed * 1e9 * READING)
+    body = (passes + again) * (layer + attention + talk + passed) + attention_again * attention
+    return (layers * body + passes * (head + between)) / cp
+
+
+def _pack_seconds(plan: Plan, name: str, update: bool) -> float:
+    """Return the seconds that each micro-batch takes a rank however small it is: weights are read, their
+    gradients read and written, and tensor-parallel ranks wait for each other."""
+    shape, layout = plan.shape(name), plan.layout
+    held = shape.held(layout, 0, critic=name == "critic").all
+    passes = 3 if update else 1
+    moved = held * (passes * shape.itemsize + 8 * update)
+    waits = (
+        passes
+        * shape.sizes.layers
+        / layout.pp
+        * (4 * MESSAGE * (layout.tp > 1) + DISPATCH * bool(shape.sizes.experts))
+    )
+    return moved / (plan.device.memory_speed * 1e9 * READING) + waits
+
+
+def rollout_seconds(plan: Plan, prompt: float, quantiles: tuple[float, ...]) -> float:
+    """Return the seconds in which all engines are done."""
+    config, cluster, tp = plan.config, plan.config.cluster, plan.engine_tp
     sampled = config.responses / (GROUPS_KEPT if config.rollout.dynamic_sampling.enabled else 1.0)
-    each = max(1, round(sampled / engines))
-    mean = fmean(quantiles) / 2 + prompt
+    each = max(1, round(sampled * tp / plan.layout.world))
     limit = config.rollout.max_batch if config.rollout.engine == "transformers" else each
-    at_once = max(1, min(int(plan.cache_tokens / mean), limit))
+    at_once = max(1, min(int(plan.cache_tokens / (fmean(quantiles) / 2 + prompt)), limit))
+    link = cluster.node_speed if tp <= cluster.gpus_per_node else cluster.network_speed
+    return _decode(
+        plan.actor, plan.device, tp, plan.engine_weights, each, at_once, prompt, quantiles, link * 1e9 * LINKS
+    )
+
+
+@lru_cache(maxsize=256)
+def _decode(
+    shape: Shape,
+    device: Device,
+    tp: int,
+    weights: float,
+    each: int,
+    at_once: int,
+    prompt: float,
+    quantiles: tuple[float, ...],
+    link: float,
+) -> float:
+    """Return the seconds in which an engine has made `each` responses, `at_once` of them at a time: it takes
+    the next one when one is done. A decoding step of all of them reads the weights once, of experts those
+    that any of them chose, and each one's keys and values. link: bytes a second between the engine's
+    ranks."""
+    sizes, mean = shape.sizes, fmean(quantiles) / 2 + prompt
+    memory = device.memory_speed * 1e9 * READING
+    flops = device.tflops * 1e12 * PREFILL * tp
+    experts = shape.expert_share
+    waits = 2 * sizes.layers * MESSAGE * (tp > 1)
+    sent = 2 * sizes.layers * 2 * sizes.hidden * shape.itemsize * (tp - 1) / tp / link
     # The step of a quantile's length comes as often as its share; the longest are spread over the others.
     waiting = [quantiles[(i * 37) % len(quantiles)] for i in range(each)]
     running: list[float] = []
     now = seconds = 0.0  # in decoding steps, and on the clock
-    memory, flops = device.memory_speed * 1e9 * DECODING, device.tflops * 1e12 * PREFILL * tp
-    messages = 2 * shape.sizes.layers * MESSAGE * (tp > 1)
     while waiting or running:
         while waiting and len(running) < at_once:
             heapq.heappush(running, now + waiting.pop())
         until = heapq.heappop(running)
         count = len(running) + 1
-        read = plan.engine_weights + count * mean * shape.cache_bytes(tp)
-        step = max(read / memory, count * 2 * shape.active / flops) + messages
-        seconds += (until - now) * step
+        chosen = 1 - (1 - shape.chosen_share) ** count
+        read = weights * (1 - experts + experts * chosen) + count * mean * shape.cache_bytes(tp)
+        step = max(read / memory, count * 2 * shape.active / flops) + waits + count * sent
+        seconds += (until - now) * (step + ITERATION + count * SEQUENCE + sizes.layers * LAYER)
         now = until
     return seconds + each * prompt * 2 * shape.active / flops
-
-
-class Found(NamedTuple):
-    """A layout that was tried: its estimate if it fits, else why not."""
-
-    plan: Plan
-    estimate: Estimate | None
-    problem: str | None
-
-
-def search(plan: Plan, lengths: Lengths) -> list[Found]:
-    """Try every TP x PP x DP x engine TP of as many GPUs as the plan has. Those that fit come first, the
-    quickest first; of the others those with the least parallelism first."""
-    world, node = plan.layout.world, min(plan.config.cluster.gpus_per_node, plan.layout.world)
-    powers = [2**i for i in range(node.bit_length()) if 2**i <= node]
-    engines = [n for n in powers if world % n == 0]
-    if plan.config.rollout.engine == "transformers":
-        engines = [1]
-    found = []
-    for tp in powers:
-        for pp in range(1, world // tp + 1):
-            if world % (tp * pp) == 0 and plan.actor.sizes.layers % pp == 0:
-                layouts = [with_layout(plan, tp, pp, world // (tp * pp), engine_tp) for engine_tp in engines]
-                found += [_judge(layout, lengths) for layout in layouts]
-
-    def order(one: Found) -> tuple[bool, float, int, int, int]:
-        layout, seconds = one.plan.layout, one.estimate.total if one.estimate else 0.0
-        parallelism = (layout.tp * layout.pp, layout.tp, one.plan.engine_tp)
-        return one.estimate is None, seconds, *parallelism
-
-    return sorted(found, key=order)
-
-
-def _judge(plan: Plan, lengths: Lengths) -> Found:
-    try:
-        for shape in (plan.actor, plan.critic, plan.shape("reward")):
-            check_layout(shape.config, plan.layout.tp, plan.layout.pp, plan.layout.ep)
-        problem = plan.problem()
-    except (MegarlError, ValueError) as error:
-        problem = str(error)
-    return Found(plan, None if problem else estimate(plan, lengths), problem)

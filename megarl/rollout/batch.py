@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ class Response:
     versions   int32 [l], of the weights that each token was sampled from; None where all are the group's
     score      as in Verdict, and terms
     reflects   whether its text holds one of `log.reflection_words`; None where there are none
+    routing    the experts that prompt and response went to in the engine, as Completion.routing
     """
 
     tokens: np.ndarray
@@ -43,6 +45,7 @@ class Response:
     score: float | None = None
     terms: dict[str, float] = field(default_factory=dict)
     reflects: bool | None = None
+    routing: np.ndarray | None = None
 
     @property
     def truncated(self) -> bool:
@@ -82,6 +85,7 @@ class Group:
         """Return lists, dicts, numbers and texts only; exact (a float32 survives as a float64)."""
         responses = [
             {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in vars(response).items()}
+            | {"routing": routing_state(response.routing)}
             for response in self.responses
         ]
         return {"prompt": prompt_state(self.prompt), "responses": responses, "version": self.version}
@@ -89,7 +93,9 @@ class Group:
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> Group:
         """Undo `state_dict`."""
-        responses = [Response(**r) for r in state["responses"]]
+        responses = [
+            Response(**r | {"routing": routing_from_state(r.get("routing"))}) for r in state["responses"]
+        ]
         for r in responses:
             r.tokens = np.array(r.tokens, dtype=np.int32)
             r.logprobs = np.array(r.logprobs, dtype=np.float32)
@@ -105,6 +111,21 @@ def prompt_state(prompt: Prompt) -> dict[str, Any]:
 def prompt_from_state(state: Mapping[str, Any]) -> Prompt:
     """Undo `prompt_state`."""
     return Prompt(**{**state, "tokens": tuple(state["tokens"])})
+
+
+def routing_state(routing: np.ndarray | None) -> list[Any] | None:
+    """Return a response's routing as JSON holds it: it has a hundred numbers and more a token."""
+    if routing is None:
+        return None
+    return [str(routing.dtype), routing.shape, base64.b64encode(routing.tobytes()).decode()]
+
+
+def routing_from_state(state: Sequence[Any] | None) -> np.ndarray | None:
+    """Undo `routing_state`."""
+    if state is None:
+        return None
+    kind, shape, data = state
+    return np.frombuffer(base64.b64decode(data), dtype=kind).reshape(shape)
 
 
 def response_stats(responses: Sequence[Response]) -> dict[str, float]:
@@ -171,7 +192,8 @@ class RolloutBatch:
 
         group_ids[i] is the position of its group in `groups`, response_index[i] its position in the group.
         policy_version is that of a response's oldest token; where some were continued under new weights,
-        token_versions int32 [T] has each token's."""
+        token_versions int32 [T] has each token's. Where the engine's choice of experts was recorded, routing
+        [T, layers, topk] has it (`routing_array`)."""
         rows = [(g, i, r) for g, group in enumerate(self.groups) for i, r in enumerate(group.responses)]
         prompts = [np.array(group.prompt.tokens, dtype=np.int64) for group in self.groups]
         cu_seqlens = np.cumsum([0, *(prompts[g].size + r.tokens.size for g, _, r in rows)], dtype=np.int64)
@@ -196,6 +218,13 @@ class RolloutBatch:
         }
         if any(r.versions is not None for _, _, r in rows):
             columns["token_versions"] = torch.from_numpy(versions)
+        if (first_found := next((r.routing for _, _, r in rows if r.routing is not None), None)) is not None:
+            none = np.iinfo(first_found.dtype).max  # surplus may be of a step that recorded nothing
+            routing = np.full((total, *first_found.shape[1:]), none, dtype=first_found.dtype)
+            for (_, _, r), start, end in zip(rows, cu_seqlens, cu_seqlens[1:], strict=False):
+                if r.routing is not None:
+                    routing[start:end] = r.routing
+            columns["routing"] = torch.from_numpy(routing)
         arrays = torch.from_numpy(tokens), torch.from_numpy(cu_seqlens), torch.from_numpy(mask)
         return Experience(*arrays, columns)
 

@@ -31,6 +31,8 @@ from megarl.rollout.batch import (
     prompt_from_state,
     prompt_state,
     response_stats,
+    routing_from_state,
+    routing_state,
 )
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import Completion, Request, SamplingParams, evaluation_seed, response_seed
@@ -76,9 +78,10 @@ class RolloutSampler:
         Raises DataError at the limit of generation batches where the configuration says so, and what engine
         and verifiers raise."""
         rollout, worker, streams = self.config.rollout, self.worker, self.worker.engine.streams
-        params = SamplingParams(
-            rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop
-        )
+        # In value pretraining (steps below 0) no policy is trained that could use the engine's routing.
+        routing = rollout.routing_replay and step > 0
+        drawn_as = rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop
+        params = SamplingParams(rollout.max_response_tokens, *drawn_as, routing=routing)
         collector = GroupCollector(rollout.prompts, rollout.dynamic_sampling, self.surplus)
         drawn: Counter[int] = Counter()
 
@@ -151,7 +154,10 @@ class RolloutSampler:
                 {
                     "prompt": prompt_state(request.prompt),
                     "seeds": list(request.seeds),
-                    "begun": [completion and vars(completion) for completion in request.partial],
+                    "begun": [
+                        completion and vars(completion) | {"routing": routing_state(completion.routing)}
+                        for completion in request.partial
+                    ],
                 }
                 for request in returned
             ]
@@ -164,7 +170,10 @@ class RolloutSampler:
         self.surplus = [Group.from_state(group) for group in state["surplus"]]
         self.returned = []
         for request in state.get("returned", ()):
-            partial = [Completion(**c) if c else None for c in request["begun"]]
+            partial = [
+                Completion(**c | {"routing": routing_from_state(c.get("routing"))}) if c else None
+                for c in request["begun"]
+            ]
             prompt = prompt_from_state(request["prompt"])
             self.returned.append(GroupRequest(prompt, request["seeds"], partial))
 
@@ -494,6 +503,7 @@ class RolloutWorker:
                 terms=dict(verdict.terms),
                 versions=versions if (versions != version).any() else None,
                 reflects=self.reflection.search(text) is not None if self.reflection else None,
+                routing=completion.routing,
             )
         return responses
 
@@ -526,4 +536,4 @@ class RolloutWorker:
         if r is None:
             return None
         versions = [self._version] * r.tokens.size if r.versions is None else r.versions.tolist()
-        return Completion(r.tokens.tolist(), r.logprobs.tolist(), r.finish, versions)
+        return Completion(r.tokens.tolist(), r.logprobs.tolist(), r.finish, versions, r.routing)

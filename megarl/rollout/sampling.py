@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,13 +24,15 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How responses are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+    """How responses are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. routing: whether
+    the experts that each token went to are wanted too."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     stop: tuple[str, ...] = ()
+    routing: bool = False
 
 
 @dataclass
@@ -40,12 +43,14 @@ class Completion:
     logprobs  of each token under the distribution after temperature and before top-p and top-k, float32
     finish    "stop" (end-of-sequence or a stop text), "length" (max_tokens reached) or "abort"
     versions  version of the weights that each token was sampled from
+    routing   the experts that prompt and response went to, see `routing_array`; None where none was asked for
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Literal["stop", "length", "abort"] = "abort"
     versions: list[int] = field(default_factory=list)
+    routing: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,18 @@ class Request:
     prompt: tuple[int, ...]
     seed: int
     partial: Completion | None = None
+
+
+def routing_array(chosen: np.ndarray, tokens: int, experts: int) -> np.ndarray:
+    """Return the experts that a prompt and its response of together `tokens` tokens went to, [tokens, layers,
+    topk]: uint8 where that has room for each of `experts` and one more, else int16.
+
+    chosen: integers [t, layers, topk] of the first t <= tokens. The others' entries are the dtype's largest
+    number: an engine never feeds a response's last token to the model, and chooses no experts for it."""
+    kind: Any = np.uint8 if experts < 256 else np.int16
+    found = np.full((tokens, *chosen.shape[1:]), np.iinfo(kind).max, dtype=kind)
+    found[: len(chosen)] = chosen
+    return found
 
 
 def _hash(salt: str, *numbers: int) -> int:

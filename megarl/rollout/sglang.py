@@ -6,6 +6,7 @@ messages, with a limit on every wait."""
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -31,7 +33,8 @@ from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.parallel.launch import environment_of_children
 from megarl.rollout.engine import RolloutEngine, check_positions
-from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sampling import Completion, Request, SamplingParams, routing_array
+from megarl.weights.families import Sizes
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
 
@@ -263,6 +266,8 @@ class SGLangEngine(RolloutEngine):
             "log_level": "warning",
             "trust_remote_code": False,
         }
+        if rollout.routing_replay:
+            arguments["enable_return_routed_experts"] = True
         if rollout.weights_dtype == "fp8_block":
             arguments["json_model_override_args"] = json.dumps({"quantization_config": FP8_CONFIG})
         if self.device.type == "cpu":
@@ -426,19 +431,22 @@ class SGLangEngine(RolloutEngine):
         ended = []
         for number, answer in self.process.poll(seconds):
             try:
-                ended.append((number, self._completion(self._outstanding[number][0], answer)))
+                request, params = self._outstanding[number]
+                ended.append((number, self._completion(request, answer, params.routing)))
             except EngineFailure as failure:
                 self._failure = failure  # raised by the next call: the good answers of this one are not lost
                 continue
             del self._outstanding[number]
         return ended
 
-    def _completion(self, request: Request, answer: Any) -> Completion:
-        """Return SGLang's answer behind the partial response. EngineFailure where it is nonsense."""
+    def _completion(self, request: Request, answer: Any, routed: bool = False) -> Completion:
+        """Return SGLang's answer behind the partial response. routed: whether its experts were asked for.
+        EngineFailure where it is nonsense."""
         if isinstance(answer, str):
             raise EngineFailure(f"SGLang: generate: {answer}")
-        tokens, logprobs, finish, version = answer
+        tokens, logprobs, finish, version, routing = answer
         count, vocab = len(tokens), self.hf_config["vocab_size"]
+        before = request.partial or Completion()
         known = finish in ("stop", "length", "abort")
         problem = ""
         if version != str(self.weight_version):
@@ -449,11 +457,28 @@ class SGLangEngine(RolloutEngine):
             problem = f"a token outside of the vocabulary of {vocab}"
         elif not all(-math.inf < logprob <= LOGPROB_ABOVE_ZERO for logprob in logprobs):
             problem = "a log-probability that is not a finite number below 0"
+        chosen = None
+        if not problem and routed and finish != "abort":
+            # Of the whole sequence, a partial response included, which these weights have read again.
+            length = len(request.prompt) + len(before.tokens) + count
+            chosen, problem = self._routing(routing or "", length)
         if problem:
             raise EngineFailure(f"SGLang answered {problem}")
-        before = request.partial or Completion()
         versions = before.versions + [self.weight_version] * count
-        return Completion(before.tokens + tokens, before.logprobs + logprobs, finish, versions)
+        return Completion(before.tokens + tokens, before.logprobs + logprobs, finish, versions, chosen)
+
+    def _routing(self, encoded: str, length: int) -> tuple[np.ndarray | None, str]:
+        """Return the experts of a sequence of `length` tokens (`routing_array`), and what is wrong with them.
+
+        SGLang gives int32 [length - 1, layers, topk] in base64 (srt/state_capturer/routed_experts.py)."""
+        experts = Sizes.of(self.hf_config).experts
+        shape = length - 1, self.hf_config["num_hidden_layers"], self.hf_config["num_experts_per_tok"]
+        found = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
+        if found.size != math.prod(shape):
+            return None, f"{found.size} chosen experts for {length} tokens, not {math.prod(shape)}"
+        if found.size and not 0 <= found.min() <= found.max() < experts:
+            return None, f"an expert outside of 0 to {experts - 1}"
+        return routing_array(found.reshape(shape), length, experts), ""
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         self.submit(dict(enumerate(requests)), params)

@@ -223,7 +223,7 @@ class Host:
 
     def _submit(self, requests: list[tuple[int, list[int], int, int]], params: dict[str, Any]) -> None:
         """Begin the responses; SGLang queues those beyond what it may run at once. `params`: max_tokens,
-        temperature, top_p, top_k, stop, stop_token_ids."""
+        temperature, top_p, top_k, stop, stop_token_ids, routing."""
         drawn = {key: params[key] for key in ("temperature", "top_p", "top_k")}
         for number, prompt, length, seed in requests:
             sampling = {
@@ -233,20 +233,25 @@ class Host:
                 "custom_params": {"seed": seed, "prompt": length, **drawn},
             }
             self.generating += 1
-            self._start(self._generate(number, prompt, sampling))
+            # Versions of SGLang that know no routing are asked for none.
+            more = {"return_routed_experts": True} if params["routing"] else {}
+            self._start(self._generate(number, prompt, sampling, more))
 
-    async def _generate(self, number: int, prompt: list[int], sampling: dict[str, Any]) -> None:
+    async def _generate(
+        self, number: int, prompt: list[int], sampling: dict[str, Any], more: dict[str, Any]
+    ) -> None:
         try:
             answer = await self.engine.async_generate(
                 input_ids=prompt,
                 sampling_params=sampling,
                 return_logprob=True,
                 custom_logit_processor=self.processor,
+                **more,
             )
             meta = answer["meta_info"]
             logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
             finish, version = meta["finish_reason"]["type"], meta["weight_version"]
-            result: Any = (answer["output_ids"], logprobs, finish, version)
+            result: Any = (answer["output_ids"], logprobs, finish, version, meta.get("routed_experts"))
         except Exception as error:  # noqa: BLE001 (the rank raises it)
             result = f"{type(error).__name__}: {error}"
         self.generating -= 1

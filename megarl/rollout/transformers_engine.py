@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from megarl.config.errors import CheckpointError, EngineError
 from megarl.rollout.engine import RolloutEngine, check_positions
-from megarl.rollout.sampling import Completion, Request, SamplingParams, choose
+from megarl.rollout.sampling import Completion, Request, SamplingParams, choose, routing_array
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
 
@@ -112,12 +112,22 @@ class TransformersEngine(RolloutEngine):
             torch.cuda.empty_cache()
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the weights by their Hugging Face names, to be written between begin_update and end_update;
-        of tied weights only the embedding. Raises EngineError before `start` and while asleep."""
+        """Return the weights by the names of Hugging Face's files, to be written between begin_update and
+        end_update; of tied weights only the embedding. Raises EngineError before `start` and while asleep."""
         if self._model is None or self._asleep:
             state = "asleep (call wake)" if self._asleep else "not started"
             raise EngineError(f"rollout engine: it has no weights to write, because it is {state}")
-        return {name: p.data for name, p in self._model.named_parameters()}
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._model.named_parameters():
+            # transformers 5 has all experts of a layer in two tensors, whose parts the files name.
+            layer, of_experts, kind = name.rpartition(".experts.")
+            if not of_experts:
+                found[name] = parameter.data
+            parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            for expert, tensor in enumerate(parameter.data) if of_experts else ():
+                for part, view in zip(parts, tensor.chunk(len(parts)), strict=True):
+                    found[f"{layer}.experts.{expert}.{part}.weight"] = view
+        return found
 
     def buckets(
         self, plan: Plan, memory: Staging, frozen: Collection[str] = ()
@@ -289,9 +299,29 @@ class DecodeLoop:
         # Per step: requests, tokens, log-probabilities.
         self.records: list[tuple[Tensor, Tensor, Tensor]] = []
         self.stopped: set[int] = set()
+        # Of a mixture whose routing is wanted: what the routers of the layers have just chosen, [tokens,
+        # topk] each; what they chose for the prompt of a request, [tokens, layers, topk]; and per step for
+        # the rows' tokens: requests, [rows, layers, topk].
+        self.experts = model.config.num_experts if params.routing else 0
+        self.chosen: list[Tensor] = []
+        self.of_prompts: dict[int, Tensor] = {}
+        self.of_steps: list[tuple[Tensor, Tensor]] = []
 
     def run(self, aborted: threading.Event) -> list[Completion]:
         """Return one completion per request. Raises FloatingPointError at NaN logits, with the place."""
+        if not self.experts:
+            return self._run(aborted)
+        hooks = [
+            layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, output: self.chosen.append(output[2]))
+            for layer in self.body.layers
+        ]
+        try:
+            return self._run(aborted)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _run(self, aborted: threading.Event) -> list[Completion]:
         while not aborted.is_set() and (self.waiting or self.cache.rows):
             # Rows are filled where enough of them are free to pay for a prefill, or the batch has run empty.
             free = self.max_batch - self.cache.rows
@@ -336,6 +366,10 @@ class DecodeLoop:
             input_ids=tokens, position_ids=position, past_key_values=cache, use_cache=True
         ).last_hidden_state
         cache.prefilling = False
+        if self.experts:
+            chosen = self._take_chosen().unflatten(0, tokens.shape)
+            for (prompt, ids), of_prompt in zip(groups, chosen, strict=True):
+                self.of_prompts |= dict.fromkeys(ids, of_prompt[: len(prompt)])
         rows = slice(cache.rows, cache.rows + source.numel())
         cache.place(lengths, source)
         self.request[rows] = torch.tensor([i for _, ids in groups for i in ids]).to(device)
@@ -360,7 +394,15 @@ class DecodeLoop:
             use_cache=True,
         ).last_hidden_state
         cache.column += 1
+        if self.experts:
+            self.of_steps.append((self.request[rows].clone(), self._take_chosen()))
         self._choose(rows, self.head(hidden[:, 0]))
+
+    def _take_chosen(self) -> Tensor:
+        """Return the experts of the forward pass just run, int16 [tokens, layers, topk]."""
+        chosen = torch.stack(self.chosen, dim=1).short()
+        self.chosen.clear()
+        return chosen
 
     def _choose(self, rows: slice, logits: Tensor) -> None:
         """Choose the next token of `rows` from logits [rows, vocab]; ended rows get request len(requests)."""
@@ -424,6 +466,7 @@ class DecodeLoop:
         tokens = torch.cat([t for _, t, _ in self.records]).cpu()[order].tolist()
         logprobs = torch.cat([p for _, _, p in self.records]).cpu()[order].tolist()
         eos = set(self.stopping.eos.nonzero()[:, 0].tolist())
+        fed = self._fed(total) if self.experts else []
         completions = []
         for i in range(total):
             span = slice(ends[i], ends[i + 1])
@@ -432,8 +475,21 @@ class DecodeLoop:
                 completion.finish = "stop"
             elif len(completion.tokens) == self.params.max_tokens:
                 completion.finish = "length"
+            if self.experts:
+                chosen = torch.cat([self.of_prompts[i].cpu(), fed[i]]).numpy()
+                length = len(self.requests[i].prompt) + len(completion.tokens)
+                completion.routing = routing_array(chosen, length, self.experts)
             completions.append(completion)
         return completions
+
+    def _fed(self, total: int) -> Sequence[Tensor]:
+        """Return the experts of each request's response tokens but the last, [tokens, layers, topk]."""
+        if not self.of_steps:
+            return [self.of_prompts[i].cpu()[:0] for i in range(total)]
+        requests = torch.cat([r for r, _ in self.of_steps]).cpu()
+        order = requests.argsort(stable=True)[: int((requests < total).sum())]
+        chosen = torch.cat([c for _, c in self.of_steps]).cpu()[order]
+        return chosen.split(torch.bincount(requests[order], minlength=total).tolist())
 
 
 class KVCache:

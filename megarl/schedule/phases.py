@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megarl.config.phases import PHASES, Phase
 from megarl.data.experience import Experience
+from megarl.model.routing import start_counting
 from megarl.observe.run_log import Sample
 from megarl.rollout.sampling import shuffle_seed
 from megarl.schedule.run import Run, Step
@@ -74,11 +75,20 @@ def old_logprobs(run: Run, step: Step) -> None:
     """Compute the trainer's log-probs before any update, measure how far the engine's are from them, and
     correct the policy loss's token weights for that where `algorithm.mismatch` says so."""
     experience, version = step.local.experience, run.engine.weight_version
+    start_counting(run.actor.model.routings, grad=False)
     columns = run.actor.logprob_columns(experience, step.local.micro_batches)
+    step.metrics |= run.actor.routing_metrics()
     experience["old_logprobs"], experience["entropy"] = columns["logprobs"], columns["entropy"]
     step.count_tokens(passes=1)
     step.add(*policy_statistics(experience, run.runtime))
-    step.add(*mismatch(experience, version, run.runtime))
+    step.add(*mismatch(experience, columns["logprobs"], version, run.runtime))
+    if run.config.rollout.routing_compare:
+        run.actor.replays_routing = False
+        own = run.actor.logprob_columns(experience, step.local.micro_batches)["logprobs"]
+        run.actor.replays_routing = True
+        step.count_tokens(passes=1)
+        without, _ = mismatch(experience, own, version, run.runtime)
+        step.metrics |= {f"mismatch/unreplayed_{name[9:]}": value for name, value in without.items()}
     step.metrics |= correct_mismatch(run.config.algorithm.mismatch, experience, run.runtime)
 
 

@@ -23,6 +23,7 @@ from megarl.parallel.launch import ranks_here, without_tokenizer_threads
 from megarl.parallel.machine import (
     allocator_problem,
     broken_transformer_engine,
+    memory_here,
     transformer_engine_problem,
     unmet,
     version_of,
@@ -33,7 +34,7 @@ from megarl.rewards import VerifierPool
 from megarl.rewards.verdict import get_term, get_verifier
 from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
-from megarl.weights.families import read_config
+from megarl.weights.families import family_of, read_config
 from megarl.weights.hf import ModelFolder
 from megarl.weights.layout import check_frozen, check_layout
 from megarl.weights.megatron import open_model
@@ -69,7 +70,9 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     check_config(config, where)
     device = choose_device(config.parallel.device)
     _check_machine(config, device.type, world)
+    alone = world is None and not is_launched()  # all ranks will be on this machine
     world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
+    layout_for(config.parallel, world)
     folder = check_model(config.model.path, "model.path", config)
     tokenizer = check_tokenizer(config, folder)
     critic = None
@@ -86,6 +89,13 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         _check_vocabulary(scorer, key, tokenizer)
         _check_same_tokenizer(scorer.path, key, tokenizer)
         _check_positions(config, where, scorer)
+    of_mixtures = {
+        "rollout.routing_replay": config.rollout.routing_replay,
+        "model.grouped_experts": config.model.grouped_experts,
+    }
+    for name in (name for name, on in of_mixtures.items() if on and not family_of(folder.config).is_moe):
+        kind = f"a {folder.config.get('model_type')} model has no experts"
+        raise ConfigError(f"{name}: {kind} (set it to false)")
     check_frozen(folder.config, config.actor, "actor")
     if config.has_critic:
         check_frozen((critic or folder).config, config.critic, "critic")
@@ -98,6 +108,10 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         check_fits(config, where, folder.config, critic.config if critic else None, world, memory)
+    near = None
+    if device.type == "cpu" and alone:
+        described = (folder.config, critic.config if critic else None)
+        near = check_fits(config, where, *described, world, memory_here(), cpu=True)
     response_key = config.supervised.response_key if config.recipe == "sft" else None
     with without_tokenizer_threads():
         answer = validate_files(config.data, response_key, tokenizer)
@@ -106,7 +120,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     check_pretraining_rollouts(config)
     if device.type == "cuda" and config.rollout.engine == "sglang":
         return [line for line in (allocator_problem(),) if line]
-    return []
+    return [near] if near else []
 
 
 def preflight_evaluation(
@@ -124,7 +138,8 @@ def preflight_evaluation(
         folder = _open_folder(config.model.path, key)
     else:
         folder = Described(config.model.path, read_config(config.model.path))
-    check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
+    sizes = config.parallel
+    check_layout(folder.config, sizes.tp, sizes.pp, sizes.ep, sizes.vpp)
     _check_buildable(folder.path, key)
     tokenizer = check_tokenizer(config, folder, key)
     _check_positions(config, where, folder)
@@ -138,7 +153,8 @@ def preflight_evaluation(
 def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> ModelFolder:
     """Read a folder's headers, check its sizes against the parallel layout, and return it."""
     folder = _open_folder(path, key, critic=critic)
-    check_layout(folder.config, config.parallel.tp, config.parallel.pp, config.parallel.ep)
+    sizes = config.parallel
+    check_layout(folder.config, sizes.tp, sizes.pp, sizes.ep, sizes.vpp)
     check_sizes(config, folder.config, key)
     _check_buildable(folder.path, key)
     return folder
@@ -259,6 +275,9 @@ def _check_machine(config: Config, device: str, world: int | None = None) -> Non
             raise ConfigError(
                 "rollout.engine: sglang is not installed (make install-gpu, or use transformers)"
             )
+        if device == "cpu" and config.rollout.routing_replay:
+            problem = "SGLang records experts on a GPU only (set it to false, or use transformers)"
+            raise ConfigError(f"rollout.routing_replay: {problem}")
         # On a CPU it does without most of what it asks for.
         if device == "cuda" and (lines := list(unmet("sglang"))):
             raise ConfigError(f"rollout.engine: {lines[0]}")
@@ -268,6 +287,8 @@ def _check_machine(config: Config, device: str, world: int | None = None) -> Non
         raise ConfigError(broken)
     if config.model.layers == "te" and (problem := transformer_engine_problem(device)):
         raise ConfigError(f"model.layers: te {problem} (make install-gpu, or use auto or portable)")
+    if config.model.grouped_experts and (problem := transformer_engine_problem(device)):
+        raise ConfigError(f"model.grouped_experts: {problem} (make install-gpu, or set it to false)")
     if config.model.fp8.format != "none" and (problem := transformer_engine_problem(device)):
         raise ConfigError(f"model.fp8.format: {problem} (make install-gpu, or set it to none)")
     for package, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):

@@ -165,6 +165,7 @@ class Run:
             else:
                 settings = config.critic if name == "critic" else config.actor
                 model = TrainableModel(name, built, settings, config.steps, runtime, config.parallel)
+        model.replays_routing = name == "actor" and config.rollout.routing_replay
         self.offload.register(tensor_groups(model, self.host))
         self.offload.onload("start", ())
         return model

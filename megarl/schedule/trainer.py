@@ -51,11 +51,12 @@ class Trainer:
         check_phases(pretraining_phases(config))
         self.guards = Guards(config.guard)
         self.pretraining_progress: dict[str, Any] = {"steps": 0, "done": False}
+        virtual = f" (VPP {layout.vpp})" if layout.vpp > 1 else ""
         self.facts = RunFacts(
             name=self.folder.name,
             recipe=config.recipe,
             model=f"{run.hf.model_type} {run.hf.num_hidden_layers} layers x {run.hf.hidden_size}",
-            layout=f"TP {layout.tp} x PP {layout.pp} x DP {layout.dp}"
+            layout=f"TP {layout.tp} x PP {layout.pp}{virtual} x DP {layout.dp}"
             + (f" x CP {layout.cp}" if layout.cp > 1 else ""),
             device=str(self.runtime.device.type),
             steps=config.steps,

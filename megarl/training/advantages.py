@@ -150,13 +150,15 @@ def policy_statistics(experience: Experience, runtime: Runtime) -> tuple[dict[st
     return metrics, {"entropy": table}
 
 
-def mismatch(experience: Experience, version: int, runtime: Runtime) -> tuple[dict[str, float], Tables]:
-    """Return mismatch/*: how far the engine's log-probs are from the trainer's, over responses that were
+def mismatch(
+    experience: Experience, trainer: Tensor, version: int, runtime: Runtime
+) -> tuple[dict[str, float], Tables]:
+    """Return mismatch/*: how far the engine's log-probs are from the trainer's [T], over responses that were
     drawn with the present weights, `version`; and how many of these tokens are in each bin of
     `difference_histogram`.
 
     Dynamic sampling's surplus of the step before was drawn with older weights, and is left out."""
-    trainer, engine = experience["old_logprobs"], experience["engine_logprobs"]
+    engine = experience["engine_logprobs"]
     drawn_now = experience.response_mask & (experience["policy_version"] == version)[experience.sequence_ids]
     sums, largest = mismatch_sums(trainer, engine, drawn_now)
     metrics = mismatch_metrics(sum_over_replicas(runtime, sums), max_over_ranks(runtime, float(largest)))

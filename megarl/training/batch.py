@@ -27,11 +27,12 @@ class MicroBatch:
     """One pack of t tokens, r of them response tokens.
 
     tokens, positions  int64 [1, t] on the device; t: a multiple of what sequence parallelism and FP8 ask for
-    packed             what attention needs to know of the sequences
+    packed             what attention and routers need to know of the sequences
     logit_indices      int64 [r], the positions in the pack that predict the response tokens: one before each
     labels             int64 [r], the response tokens
     token_indices      int64 [r] on the host, where these tokens stand in the Experience's columns [T]
     at                 int64 [r], logit_indices on the host
+    routing            the engine's choice of experts, host [layers, t, topk], see model/routing.py; or None
 
     Under context parallelism t and r are the whole pack's in token_indices and at, this rank's in the others,
     where r is the same on each rank (filled up), and:
@@ -46,6 +47,7 @@ class MicroBatch:
     labels: Tensor
     token_indices: Tensor
     at: Tensor
+    routing: Tensor | None = None
     cut: tuple[Tensor, Tensor] | None = None
     order: Tensor | None = None
 
@@ -202,13 +204,17 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Pack the sequences `indices` by token budget. Returns at least so many micro-batches, if only of one
     token that counts nowhere: every data-parallel replica must take part in an update, with or without
-    sequences."""
+    sequences. With virtual stages their number is a multiple of the pipeline's ranks, each of which takes so
+    many through a chunk before it turns to the next."""
     device, multiple = model.device, pack_multiple(model.config)
     cp = model.config.context_parallel_size
     wanted = torch.as_tensor(indices, dtype=torch.int64)
     groups = pack(experience.lengths[wanted].tolist(), max_tokens)
+    wanted_groups, c = max(len(groups), at_least), model.config
+    if c.virtual_pipeline_model_parallel_size is not None:
+        wanted_groups += -wanted_groups % c.pipeline_model_parallel_size
     micro_batches = []
-    for group in groups + [[]] * (at_least - len(groups)):
+    for group in groups + [[]] * (wanted_groups - len(groups)):
         index = wanted[torch.as_tensor(group, dtype=torch.int64)]
         lengths = experience.lengths[index]
         # Each sequence is filled up so that it can be cut, and the pack by one more sequence; what fills up
@@ -233,12 +239,21 @@ def make_micro_batches(
         at = is_response.nonzero().squeeze(-1) - 1
         places = cut(cu_seqlens, cp) if cp > 1 else None
         here = places[0] == parallel_state.get_context_parallel_rank() if places else slice(None)
+        packed, routing = model.pack(cu_seqlens), None
+        packed.real_tokens = is_real[here]
+        if "routing" in experience:
+            recorded = experience["routing"]
+            none = torch.iinfo(recorded.dtype).max
+            routing = recorded.new_full((total + filler, *recorded.shape[1:]), none)
+            routing[is_real] = recorded[token_indices]
+            routing = routing[here].transpose(0, 1).contiguous()
         micro_batches.append(
             MicroBatch(
                 tokens=tokens[here][None].to(device),
                 positions=positions[here][None].to(device),
-                packed=model.pack(cu_seqlens),
+                packed=packed,
                 token_indices=token_indices[experience.response_mask[token_indices]],
+                routing=routing,
                 cut=places,
                 **locate(at, tokens[at + 1], places, device),
             )

@@ -26,7 +26,8 @@ from megarl.config.errors import NumericalError
 from megarl.config.schema import OptimizerConfig, ParallelConfig
 from megarl.data.experience import Experience
 from megarl.model.builder import ModelChunks
-from megarl.parallel.comm import any_rank, from_last_stage, gather_objects, sum_stats
+from megarl.model.routing import routing_counts, routing_metrics, start_counting
+from megarl.parallel.comm import any_rank, from_last_stage, gather_objects, sum_over_ranks, sum_stats
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.offload import HostPool, Movable
 from megarl.parallel.runtime import Runtime
@@ -58,6 +59,7 @@ class InferenceModel:
         )  # what Megatron's schedule calls: each chunk, or DDP around it
         # So far in Megatron's schedules and optimizer, our loss functions excluded.
         self.megatron_seconds = 0.0
+        self.replays_routing = False  # whether routers take the engine's choice, where it was recorded
 
     def logprob_columns(
         self, experience: Experience, micro_batches: Sequence[MicroBatch]
@@ -65,6 +67,15 @@ class InferenceModel:
         """Compute {"logprobs", "entropy"}: float32 [T], 0 outside the responses, on every rank of the
         replica. Raises NumericalError on every rank of the job where a number is not finite."""
         return self._columns(("logprobs", "entropy"), experience, micro_batches)
+
+    def routing_metrics(self) -> dict[str, float]:
+        """Return what the routers of a mixture have chosen since `start_counting`; {} for a dense model.
+        Every rank calls this."""
+        if not self.model.routings:
+            return {}
+        c = self.model.config
+        counts = sum_over_ranks(self.runtime, routing_counts(self.model.routings, c.num_layers))
+        return routing_metrics(counts, c.moe_router_topk)
 
     def value_columns(self, experience: Experience, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """Compute {"values"}: float32 [T], 0 outside the responses. As `logprob_columns`."""
@@ -116,6 +127,8 @@ class InferenceModel:
 
         def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
             batch = next(batches)
+            # Until this model's backward pass: other models have other routers for the same pack.
+            batch.packed.routing = batch.routing if self.replays_routing else None
             output = chunk(batch.tokens, batch.positions, batch.packed, batch.logit_indices, batch.labels)
 
             def loss_func(output: Any) -> tuple[Tensor, Tensor, Any]:
@@ -251,6 +264,7 @@ class TrainableModel(InferenceModel):
         learning-rate schedule. Return the metrics of the loss, and grad_norm and lr under `prefix` ("policy"
         or "value")."""
         self.begin_step()
+        start_counting(self.model.routings, grad=True)
         sums: dict[str, float] = {}
         norms: list[float] = []
         passes = [micro_batches for _ in range(epochs) for micro_batches in mini_batches]
@@ -260,6 +274,8 @@ class TrainableModel(InferenceModel):
             for key, value in result.sums.items():
                 sums[key] = sums.get(key, 0.0) + value
         metrics = loss_metrics(sum_stats(self.runtime, sums), updates=len(norms))
+        if prefix == "policy":
+            metrics |= self.routing_metrics()
         return metrics | {f"{prefix}/grad_norm": sum(norms) / len(norms), f"{prefix}/lr": self.lr}
 
     def begin_step(self) -> None:

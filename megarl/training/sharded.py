@@ -131,6 +131,7 @@ def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:
     layers, but for the extra state of FP8, which matters with recipe delayed alone: there it is what the
     scales were made from."""
     matters = model.config.fp8 and model.config.fp8_recipe == "delayed"
+    # Grouped experts have several in one module: `_extra_state`, `_extra_state1` and so on.
     states = {}
     for number, chunk in enumerate(model.chunks):
         state = (
@@ -138,7 +139,7 @@ def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:
             if isinstance(chunk, Critic)
             else chunk.sharded_state_dict(**options)
         )
-        kept = {name: value for name, value in state.items() if matters or not name.endswith(EXTRA)}
+        kept = {name: value for name, value in state.items() if matters or f".{EXTRA}" not in name}
         states[str(number)] = kept
     return states
 

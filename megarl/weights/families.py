@@ -169,7 +169,8 @@ OUTPUT_NORMS = (
     _layer("self_attn_bda.output_norm.weight", "replicated", ("post_self_attn_layernorm.weight", "hidden")),
     _layer("mlp_bda.output_norm.weight", "replicated", ("post_mlp_layernorm.weight", "hidden")),
 )
-# Megatron's names of experts that are modules of their own (SequentialMLP), which every layer spec has.
+# Megatron's names of experts that are modules of their own (SequentialMLP), which every layer spec has; where
+# they are one module (TEGroupedMLP) they are called experts.linear_fc1.weight{e}: see `table_name`.
 EXPERTS = (
     _layer("mlp.router.weight", "replicated", ("mlp.gate.weight", "experts hidden")),
     _layer(
@@ -283,7 +284,7 @@ def table_name(name: str) -> str:
     for alias, ours in TE_ALIASES.items():
         if name.endswith("." + alias):
             return name.removesuffix(alias) + ours
-    return name
+    return re.sub(r"\.experts\.(linear_fc[12])\.weight(\d+)$", r".experts.local_experts.\2.\1.weight", name)
 
 
 def table_names(tensors: Mapping[str, T]) -> dict[str, T]:

@@ -84,7 +84,7 @@ def _joined(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
     return Shard((*shape[:axis], offset, *shape[axis + 1 :]), tuple(regions), tuple(padding))
 
 
-def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1) -> None:
+def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vpp: int = 1) -> None:
     """Raise ConfigError, naming the key of `parallel`, if the model cannot be divided so."""
     moe = family_of(hf_config).is_moe
     sizes = Sizes.of(hf_config)
@@ -93,7 +93,9 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1) ->
         dividable["feed-forward columns"] = sizes.ffn
     experts = {"experts": sizes.experts} if moe else {}
     layers = {"layers": sizes.layers}
-    for key, size, numbers in (("tp", tp, dividable), ("pp", pp, layers), ("ep", ep, experts)):
+    of_stage = {"layers of a pipeline stage": sizes.layers // pp}
+    keys = (("tp", tp, dividable), ("pp", pp, layers), ("vpp", vpp, of_stage), ("ep", ep, experts))
+    for key, size, numbers in keys:
         for what, number in numbers.items():
             if number % size:
                 good = [n for n in range(1, number + 1) if not any(other % n for other in numbers.values())]
@@ -144,13 +146,13 @@ def parameters(
     hf_config: Mapping[str, Any], layout: Layout, pp_rank: int, ep_rank: int, *, critic: bool = False
 ) -> list[tuple[str, Pair, int, int]]:
     """Return (name, pair, global layer, global expert) of every parameter of a Megatron rank, in order. Names
-    have the stage's own layer and the rank's own expert indices. With tied embeddings the last of several
-    stages holds a copy of the embedding as `output_layer.weight`; a critic has `value_head.weight` [1,
-    hidden] on the last stage and no output layer."""
-    check_layout(hf_config, layout.tp, layout.pp, layout.ep)
+    number the stage's own layers (`Layout.layers`) and the rank's own experts. With tied embeddings the last
+    of several stages holds a copy of the embedding as `output_layer.weight`; a critic has `value_head.weight`
+    [1, hidden] on the last stage and no output layer."""
+    check_layout(hf_config, layout.tp, layout.pp, layout.ep, layout.vpp)
     sizes = Sizes.of(hf_config)
-    per_stage, per_rank = sizes.layers // layout.pp, sizes.experts // layout.ep
-    layers = range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
+    per_rank = sizes.experts // layout.ep
+    layers = {layer: own for own, layer in enumerate(layout.layers(sizes.layers, pp_rank))}
     experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
     first, last = pp_rank == 0, pp_rank == layout.pp - 1
     pairs = family_of(hf_config).layer
@@ -168,7 +170,7 @@ def parameters(
         elif not first:
             places.append((TIED_OUTPUT, 0, 0))
     return [
-        (pair.megatron.format(l=layer - layers.start, e=expert - experts.start), pair, layer, expert)
+        (pair.megatron.format(l=layers.get(layer, 0), e=expert - experts.start), pair, layer, expert)
         for pair, layer, expert in places
     ]
 
@@ -226,9 +228,9 @@ def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_ra
     return _joined(parts, hf[0][1], axis)
 
 
-# SGLang: fused tensors under tensor parallelism. Proved bit for bit against SGLang 0.5.23 on a CPU at TP 1
-# and 2 for Qwen2 and Qwen3; the copies of key/value heads that a GPU build makes when there are fewer of them
-# than ranks, and experts, follow its source and are unverified.
+# SGLang: fused tensors under tensor parallelism. Proved bit for bit against SGLang 0.5.23 on a CPU, at TP 1
+# for Qwen3 and at TP 2 for Qwen2, GLM-4 and Mistral; the copies of key/value heads that a GPU build makes
+# when there are fewer of them than ranks, and experts, follow its source and are unverified.
 
 
 def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: bool = False) -> Shards:

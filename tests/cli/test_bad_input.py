@@ -55,6 +55,18 @@ class TestKeys:
         ),
         "parallel.tp=4": "parallel.tp: 4 does not divide the model's 2 key/value heads (possible: 1, 2)",
         "parallel.pp=3": "parallel.pp: 3 does not divide the model's 2 layers (possible: 1, 2)",
+        "rollout.routing_replay=true": (
+            "rollout.routing_replay: a qwen2 model has no experts (set it to false)"
+        ),
+        "rollout.routing_compare=true": (
+            "{x}: rollout.routing_compare: needs rollout.routing_replay true and "
+        ),
+        "model.grouped_experts=true model.layers=portable": (
+            "{x}: model.grouped_experts: needs Transformer Engine's layers, without FP8 (set it to false)"
+        ),
+        "model.grouped_experts=true": (
+            "model.grouped_experts: needs a CUDA device and transformer-engine (make install-gpu, or set it"
+        ),
         "actor.frozen_layers=3": (
             "actor.frozen_layers: 3, but the model has 2 layers (at most 2, with which the final norm and "
             "the head still learn)"
@@ -128,6 +140,14 @@ class TestKeys:
         assert sorted(scene.folder.rglob("*")) == before
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+    def test_mixtures(self, scene: Scene, tmp_path: Path) -> None:
+        folder = make_tiny_model(tmp_path / "mixture", "qwen3_moe", experts=6, max_positions=256)
+        where = f"model.path={folder}"
+        line = scene.train_refused(where, "parallel.ep=4", "parallel.dp=2")
+        assert line == "parallel.ep: 4 does not divide the model's 6 experts (possible: 1, 2, 3, 6)"
+        line = scene.train_refused(where, "parallel.ep=3")
+        assert line.startswith("parallel.ep: 3 does not divide the 2 processes of a pipeline stage")
+
     def test_cuda_where_there_is_none(self, scene: Scene) -> None:
         assert scene.train_refused("parallel.device=cuda") == (
             "parallel.device: cuda was asked for, but torch sees no CUDA device (use auto or cpu)"

@@ -164,6 +164,7 @@ def test_packs_are_filled_up(
     config = SimpleNamespace(
         tensor_model_parallel_size=tp,
         context_parallel_size=cp,
+        virtual_pipeline_model_parallel_size=None,
         sequence_parallel=sequence_parallel,
         fp8=fp8,
         fp8_recipe=recipe,

@@ -99,6 +99,7 @@ def test_report_of_a_vapo_run(vapo: Path, tmp_path: Path) -> None:
     )
     assert left_out(parsed) == {
         "Filter waste",
+        "Load of the experts",
         "Parts of the reward",
         "Peak memory per phase",
         "Supervised loss",
@@ -106,7 +107,7 @@ def test_report_of_a_vapo_run(vapo: Path, tmp_path: Path) -> None:
         "Supervised gradient norm",
     }
     assert set(TITLES) - set(parsed.headings) == left_out(parsed)
-    assert html.count("<svg") == len(TITLES) - 6
+    assert html.count("<svg") == len(TITLES) - 7
     text = " ".join(parsed.text)
     run = load_run(vapo)
     first, last = (

@@ -21,6 +21,8 @@ from megarl.config.schema import (
     UpdateConfig,
 )
 from megarl.data.experience import Experience
+from megarl.model.routing import routing_counts, start_counting
+from megarl.parallel.comm import sum_over_ranks, sum_over_replicas
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import make_micro_batches
@@ -31,6 +33,7 @@ def make_config(
     folder: Path,
     *,
     sequence_parallel: bool | None = None,
+    overlap_warmup_flush: bool = False,
     dtype: str = "fp32",
     budget: int = 64,
     mini_batch: int = 8,
@@ -46,7 +49,9 @@ def make_config(
         run_dir=folder,
         steps=4,
         model=ModelConfig(path=folder, dtype=dtype, **(model or {})),
-        parallel=ParallelConfig(sequence_parallel=sequence_parallel),
+        parallel=ParallelConfig(
+            sequence_parallel=sequence_parallel, overlap_warmup_flush=overlap_warmup_flush
+        ),
         actor=OptimizerConfig(**(optimizer or {})),
         critic=CriticConfig(**{"lr": 1e-3, **(optimizer or {})}),
         reward=RewardConfig(overlong=OverlongConfig(filter=overlong)),
@@ -74,8 +79,12 @@ def logprobs(
     temperature: float = 1.0,
     sequence_parallel: bool | None = None,
     model: Mapping[str, Any] | None = None,
+    routing: torch.Tensor | None = None,
 ) -> Any:
-    """Log-probabilities and entropy of all response tokens, in the order given, on every rank."""
+    """Log-probabilities and entropy of all response tokens, in the order given, on every rank.
+
+    With `routing`, the engine's choice of experts [T, layers, topk]: log-probabilities, and what is counted
+    of the routers; then each replica takes its share of the sequences."""
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.training.model import InferenceModel
 
@@ -86,10 +95,21 @@ def logprobs(
     actor = build_actor(config, read_hf_config(folder), runtime)
     load(actor, folder, runtime)
     experience = Experience.build(prompts, responses)
-    batches = make_micro_batches(experience, range(len(prompts)), 40, actor)
-    columns = InferenceModel("actor", actor, runtime).logprob_columns(experience, batches)
+    if routing is not None:
+        experience["routing"] = routing
+    rows = range(len(prompts)) if routing is None else range(runtime.dp_rank, len(prompts), runtime.layout.dp)
+    # Experts on several replicas need equally many passes of all.
+    batches = make_micro_batches(experience, rows, 40, actor, at_least=1 if routing is None else len(prompts))
+    inference = InferenceModel("actor", actor, runtime)
+    inference.replays_routing = routing is not None
+    start_counting(actor.routings, grad=False)
+    columns = inference.logprob_columns(experience, batches)
     mask = experience.response_mask
-    return columns["logprobs"][mask], columns["entropy"][mask]
+    if routing is None:
+        return columns["logprobs"][mask], columns["entropy"][mask]
+    counts = sum_over_ranks(runtime, routing_counts(actor.routings, actor.config.num_layers))
+    shared = sum_over_replicas(runtime, columns["logprobs"][mask])
+    return shared, counts
 
 
 def values(
@@ -155,6 +175,7 @@ def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, opt
     copy = batch.select(range(batch.num_sequences))
     local = distribute(copy, config, config.update.mini_batch, 3, [model], runtime)
     correct_mismatch(config.algorithm.mismatch, local.experience, runtime)
+    learner.replays_routing = "routing" in batch
     loss = (critic_loss if which == "critic" else actor_loss)(config.algorithm, local.experience)
     [micro_batches] = local.mini_batches
     sums = sum_stats(runtime, learner.compute_gradients(micro_batches, loss))
@@ -656,3 +677,65 @@ def syncs_of_frozen(runtime: Runtime, folder: Path, optimizer: dict[str, Any]) -
             if parameter.requires_grad:
                 parameter.data.add_(0.5)
     return found
+
+
+def whole_optimizer(learner: Any, folder: Path, runtime: Runtime, critic: bool) -> dict[str, torch.Tensor]:
+    """Weights and Adam's two moments of the whole model, in Hugging Face's names and shapes: on rank 0, {}
+    elsewhere. Of a moment each rank of the distributed optimizer has a stretch."""
+    named = dict(learner.model.named_parameters())
+    found = {"weights": {name: p.detach().float() for name, p in named.items()}}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        found[moment] = {}
+        for name, parameter in named.items():
+            whole = torch.zeros(parameter.shape)
+            for part in learner.optimizers:
+                if parameter in part.model_param_gbuf_map:
+                    place = part._get_model_param_range_map(parameter)["param"]
+                    states = part._get_main_param_and_optimizer_states(parameter)
+                    whole.view(-1)[place.start : place.end] = states[moment]
+            buffers = [
+                buffer
+                for chunk in learner.chunks
+                for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+            ]
+            [holds] = [buffer for buffer in buffers if parameter in buffer.param_to_bucket]
+            dist.all_reduce(whole, group=holds.data_parallel_group)  # the others' stretches are zeros here
+            found[moment][name] = whole
+    return {
+        f"{kind} {name}": tensor
+        for kind, tensors in found.items()
+        for name, tensor in _in_hf_names(tensors, folder, runtime, critic).items()
+    }
+
+
+def optimizer_around_a_checkpoint(
+    runtime: Runtime,
+    folder: Path,
+    checkpoint: Path,
+    batch: Experience,
+    which: str,
+    read: bool,
+    model: Mapping[str, Any] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The whole model and its optimizer after an update and a checkpoint, or after reading that one."""
+    from megarl.model.builder import build_actor, build_critic, read_hf_config
+    from megarl.training.batch import distribute
+    from megarl.training.losses import actor_loss, critic_loss
+    from megarl.training.model import TrainableModel
+    from megarl.training.sharded import load_trainable
+    from tests.checkpoints import save_model
+
+    critic = which == "critic"
+    config = make_config(folder, mini_batch=batch.num_sequences, nll_weight=0.1, model=model)
+    built = (build_critic if critic else build_actor)(config, read_hf_config(folder), runtime)
+    load(built, folder, runtime, critic=critic)
+    learner = TrainableModel(which, built, config.critic, config.steps, runtime)
+    if read:
+        load_trainable(learner, checkpoint)
+    else:
+        local = distribute(batch, config, config.update.mini_batch, 3, [built], runtime)
+        learner.begin_step()
+        loss = (critic_loss if critic else actor_loss)(config.algorithm, local.experience)
+        learner.update(local.mini_batches[0], loss)
+        save_model(learner, checkpoint)
+    return whole_optimizer(learner, folder, runtime, critic)

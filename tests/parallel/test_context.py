@@ -23,6 +23,11 @@ LAYOUTS = [  # tp, pp, dp, ep, cp
     (2, 2, 1, 1, 2),
     pytest.param((1, 2, 1, 1, 4), marks=SLOW),
 ]
+FAMILIES: list[tuple[Any, dict[str, Any]]] = [
+    ("qwen3", {"tied": True}),
+    ("llama", {"rope": "llama3"}),
+    ("glm4", {"head_dim": 12}),
+]
 NAMES = "tp{0[0]}-pp{0[1]}-dp{0[2]}-ep{0[3]}-cp{0[4]}".format
 
 
@@ -31,7 +36,7 @@ def test_logprobs_equal_hugging_face(
     layout: tuple[int, ...], ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
     prompts, responses = sequences(307)
-    for number, (family, options) in enumerate([("qwen3", {"tied": True}), ("llama", {"rope": "llama3"})]):
+    for number, (family, options) in enumerate(FAMILIES):
         folder = make_tiny_model(tmp_path / str(number), family, vocab=307, layers=2 * layout[1], **options)
         expected, entropy = hf_logprobs(folder, prompts, responses, 0.7)
         arguments = {"folder": folder, "prompts": prompts, "responses": responses, "temperature": 0.7}

@@ -23,6 +23,7 @@ CASES = [
     ((1, 2, 1), "qwen3", {"tied": True}),
     ((2, 2, 1), "llama", {"rope": "llama3"}),
     ((1, 1, 2), "qwen2", {}),
+    ((2, 1, 1, 2), "qwen3_moe", {}),
     ((1, 2, 1), "mistral", {"kv_heads": 1}),
     ((2, 1, 1), "glm4", {"head_dim": 12}),
 ]

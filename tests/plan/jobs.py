@@ -14,7 +14,7 @@ from megarl.model.builder import build_actor, build_critic
 from megarl.parallel.comm import barrier
 from megarl.parallel.runtime import Runtime
 from megarl.plan.memory import Plan, plan_of
-from megarl.plan.sizes import Shape, activations
+from megarl.plan.sizes import Shape, activations, in_flight
 from megarl.training.batch import make_micro_batches
 from megarl.training.model import TrainableModel
 from tests.checkpoints import save_model
@@ -170,9 +170,9 @@ def measure(
         critic=critic,
         recomputed=keys.get("recompute_layers"),
     )
-    in_flight = min(micro_batches, layout.pp - runtime.pp_rank)
+    kept = min(micro_batches, in_flight(layout, runtime.pp_rank))
     layers = hf.num_hidden_layers // layout.pp
-    return float(memory.peak), predicted.training(tokens, layers, in_flight, runtime.is_last_stage)
+    return float(memory.peak), predicted.training(tokens, layers, kept, runtime.is_last_stage)
 
 
 def long_sequence(runtime: Runtime, length: int) -> tuple[int, float, float]:

@@ -60,6 +60,17 @@ def test_prediction_under_pipeline_parallelism(ranks: Callable[..., RankPool], c
 
 @pytest.mark.parametrize(
     "case",
+    [{}, pytest.param({"recompute": "full"}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_prediction_with_virtual_stages(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
+    """The first of two stages has begun 5 chunks, half a stage each, when it goes back through the first:
+    1 + (pp - 1) / (pp * vpp) = 1.25 times the 2 micro-batches without virtual stages."""
+    check(ranks(1, 2, 1, 1, 1, 2), {**case, "micro_batches": 4})
+
+
+@pytest.mark.parametrize(
+    "case",
     [
         {},
         {"critic": True, "recompute": "full"},

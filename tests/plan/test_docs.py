@@ -27,7 +27,7 @@ def printed(command: str) -> str:
 
 def test_the_page_shows_what_is_printed() -> None:
     found = SHOWN.findall(PAGE.read_text())
-    assert len(found) == 4
+    assert len(found) == 6
     for _, command, block, _ in found:
         assert block == printed(command), f"python {Path(__file__).relative_to(ROOT)} writes the page anew"
 
@@ -36,7 +36,7 @@ def test_it_does_not_fit_in_the_same_words_and_with_an_exit_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    command = SHOWN.findall(PAGE.read_text())[3][1]
+    command = SHOWN.findall(PAGE.read_text())[-1][1]
     assert main(shlex.split(command)) == 2
     assert re.search(r"phase \w+ needs [\d.]+ GiB of the 79.2 of each H100", capsys.readouterr().err)
 
@@ -49,27 +49,28 @@ def test_all_layouts_are_listed_on_demand(
     assert main(["plan", "configs/dapo_32b.yaml", "--all", "--mean-length", "2000"]) == 0
     text = capsys.readouterr().out
     fit, rest = map(int, re.findall(r"(\d+) fit, (\d+) do not", text)[0])
-    rows = [line for line in text.splitlines() if re.match(r"\s+\d+\s+\d+\s+\d+\s+\d+ ", line)]
-    engines = [
-        len(re.findall(r"\d+", line.split(":")[0].split("engine tp ")[1]))
-        for line in text.splitlines()
-        if line.startswith("    not ")
-    ]
-    assert len(rows) == fit and sum(engines) == rest
+    rows = [line for line in text.splitlines() if line.startswith("  tp ") and "<-" not in line]
+    refused = [line for line in text.splitlines() if line.startswith("    not ")]
+    assert len(rows) == fit and len(refused) == rest
     assert "responses of 2,000 tokens" in text and "(--all)" not in text
 
 
-def test_no_torch_is_needed_and_seconds_are_few() -> None:
+@pytest.mark.parametrize("options", ["vapo_32b", "dapo_30b_a3b --best", "dapo_72b --best"])
+def test_no_torch_is_needed_and_seconds_are_few(options: str) -> None:
     """Importing torch and Megatron takes longer than the plan. In CPU time, as this machine may be busy."""
     import subprocess
     import sys
 
     code = (
-        "import sys, time; from megarl.cli.main import main; main(['plan', 'configs/vapo_32b.yaml']);"
+        "import sys, time; from megarl.cli.main import main; main(['plan', *sys.argv[1:]]);"
         "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules);"
         "assert time.process_time() < 5, time.process_time()"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    name, *more = options.split()
+    given = [f"configs/{name}.yaml", *more]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *given], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

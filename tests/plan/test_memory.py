@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
-from megarl.plan.memory import Plan, check_fits, plan_of, with_layout
+from megarl.plan.memory import Plan, check_fits, plan_of
 from megarl.plan.times import default_lengths, estimate
 from megarl.weights.cost import KNOWN_MODELS
 from tests.plan.jobs import group_sizes, hf_of, plan_for
@@ -32,6 +32,7 @@ SMALL = [
     "parallel.tp=4",
     "parallel.pp=1",
     "parallel.dp=32",
+    "model.recompute_layers=null",
 ]
 MODELS: list[dict[str, Any]] = [
     {"family": "qwen2", "dtype": "bf16"},
@@ -163,7 +164,7 @@ def test_an_engines_weights_are_its_shards(tp: int) -> None:
 
 def test_figures_by_hand() -> None:
     """Qwen2.5-32B at tp 8, pp 4, dp 4, stage 0: 16 layers and the embedding, by formulas written out anew."""
-    plan = plan_32b()
+    plan = plan_32b("parallel.tp=8", "parallel.pp=4", "parallel.dp=4", "rollout.engine_tp=8")
     layer = (5120 * (5120 + 2 * 1024) + 5120 + 2 * 1024 + 5120 * 5120 + 3 * 5120 * 27648) // 8 + 2 * 5120
     elements = 16 * layer + 152064 // 8 * 5120
     assert plan.group("actor.weights", 0) == 2 * elements
@@ -174,7 +175,7 @@ def test_figures_by_hand() -> None:
 
 
 def test_larger_budgets_need_more_and_the_largest_is_the_last_that_fits() -> None:
-    plan = with_layout(plan_32b(), 4, 1, 32, 8)
+    plan = plan_32b(*SMALL)
     budget = plan.budget()
     assert budget > plan.longest
     totals = [max(need.total for need in plan.needs(tokens)) for tokens in (budget, budget + 1024)]
@@ -198,6 +199,10 @@ def test_larger_budgets_need_more_and_the_largest_is_the_last_that_fits() -> Non
             ["model.recompute=none", *SMALL],
             "phase critic_update needs .*; set model.recompute=full",
         ),
+        (
+            ["parallel.pp=1", "parallel.dp=32"],
+            "phase critic_update needs .*; raise model.recompute_layers 17, or set it to null",
+        ),
         (["residency.offload=false"], "phase .* needs .*; set residency.offload=true"),
         (
             ["residency.keep=[actor.optimizer,critic.optimizer,actor.gradients]", *SMALL],
@@ -214,6 +219,8 @@ def test_what_does_not_fit_is_said_with_what_to_change(overrides: list[str], wor
     problem = plan.problem()
     assert problem is not None and re.search(words, problem), problem
     advice = re.search(r"lower update.tokens_per_micro_batch to (\d+)|set (model.recompute=full)", problem)
+    if "raise model.recompute_layers" in problem:
+        assert plan_32b(*overrides, "model.recompute_layers=null").problem() is None
     if advice:  # and it helps
         change = f"update.tokens_per_micro_batch={advice[1]}" if advice[1] else advice[2]
         assert plan_32b(*overrides, change).problem() is None

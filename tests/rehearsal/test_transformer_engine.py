@@ -164,7 +164,7 @@ def test_the_optimizer_is_transformer_engines(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("rank", [0, 3, 37, 127])
 def test_ranks_of_the_32b_run(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """configs/vapo_32b.yaml's tp 8, pp 4, dp 4 at its widths, of 64 layers 8, with FP8: the first stage, one
+    """tp 8, pp 4, dp 4 at configs/vapo_32b.yaml's widths, of 64 layers 8, with FP8: the first stage, one
     between and the last."""
     known = {key: value for key, value in KNOWN_MODELS["Qwen2.5-32B"].items() if key in SIZES}
     hf = make_config("qwen2", **{**known, "num_hidden_layers": 8, "max_position_embeddings": 32768})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import DynamicSamplingConfig
 from megarl.data.prompts import Prompt
-from megarl.rollout.batch import Group, Response, response_stats
+from megarl.rollout.batch import Group, Response, RolloutBatch, response_stats
 from megarl.rollout.sampler import GroupCollector, words_pattern
 
 SIZE = 3
@@ -202,6 +202,25 @@ def test_no_words_find_nothing():
     assert words_pattern(()) is None
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.int16])
+def test_routing_survives_json_and_is_a_column(kind):
+    """Of responses that have none, as of surplus from before it was recorded, each token has no choice."""
+    routed, free = group(5, 2), group(6, 1)
+    lengths = [len(routed.prompt.tokens) + r.tokens.size for r in routed.responses]
+    for i, response in enumerate(routed.responses):
+        response.routing = np.full((lengths[i], 3, 2), i, dtype=kind)
+    again = Group.from_state(json.loads(json.dumps(routed.state_dict())))
+    for a, b in zip(again.responses, routed.responses, strict=True):
+        assert a.routing.dtype == kind and np.array_equal(a.routing, b.routing)
+    experience = RolloutBatch(1, [free, again], {}, {}, {}).to_experience()
+    column, starts = experience["routing"].numpy(), experience.cu_seqlens.tolist()
+    assert column.shape == (experience.num_tokens, 3, 2) and column.dtype == kind
+    assert (column[: starts[SIZE]] == np.iinfo(kind).max).all()
+    for i in range(SIZE):
+        assert (column[starts[SIZE + i] : starts[SIZE + i + 1]] == i).all()
+    assert "routing" not in RolloutBatch(1, [free], {}, {}, {}).to_experience()
+
+
 def test_state_survives_json_exactly():
     before = group(5, 2, version=11, reflects=True)
     after = Group.from_state(json.loads(json.dumps(before.state_dict())))
@@ -210,7 +229,7 @@ def test_state_survives_json_exactly():
         assert a.tokens.dtype == np.int32 and a.logprobs.dtype == np.float32
         assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs)
         assert {**vars(a), "tokens": 0, "logprobs": 0} == {**vars(b), "tokens": 0, "logprobs": 0}
-    old = before.state_dict()  # of a checkpoint from before there was this field
+    old = before.state_dict()  # of a checkpoint from before there were these fields
     for response in old["responses"]:
-        del response["reflects"]
+        del response["reflects"], response["routing"]
     assert [r.reflects for r in Group.from_state(old).responses] == [None] * SIZE

@@ -3,12 +3,14 @@ not depend on it. And answers of SGLang that cannot be answers."""
 
 from __future__ import annotations
 
+import base64
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -25,6 +27,7 @@ from megarl.rollout.weight_sync import Failures
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST
 from tests.tiny_models import make_tiny_model
+from tests.weights.folders import described
 
 
 class OutOfOrder(TransformersEngine):
@@ -156,14 +159,14 @@ def test_a_failure_costs_nothing_but_time(world: Any) -> None:
     ("answer", "message"),
     [
         ("ValueError: no", "SGLang: generate: ValueError: no"),
-        (([5, 6], [-1.0, -2.0], "stop", "3"), "weights of version 3, not 4"),
-        (([5, 6], [-1.0], "stop", "4"), "2 tokens with 1 log-probabilities"),
-        (([], [], "stop", "4"), "0 tokens"),
-        (([5], [-1.0], "error", "4"), "ended by error"),
-        (([5, 307], [-1.0, -2.0], "stop", "4"), "outside of the vocabulary of 307"),
-        (([5], [float("nan")], "stop", "4"), "not a finite number"),
-        (([5], [float("-inf")], "stop", "4"), "not a finite number"),
-        (([5], [0.5], "length", "4"), "not a finite number below 0"),
+        (([5, 6], [-1.0, -2.0], "stop", "3", None), "weights of version 3, not 4"),
+        (([5, 6], [-1.0], "stop", "4", None), "2 tokens with 1 log-probabilities"),
+        (([], [], "stop", "4", None), "0 tokens"),
+        (([5], [-1.0], "error", "4", None), "ended by error"),
+        (([5, 307], [-1.0, -2.0], "stop", "4", None), "outside of the vocabulary of 307"),
+        (([5], [float("nan")], "stop", "4", None), "not a finite number"),
+        (([5], [float("-inf")], "stop", "4", None), "not a finite number"),
+        (([5], [0.5], "length", "4", None), "not a finite number below 0"),
     ],
 )
 def test_nonsense_is_found(answer: Any, message: str, tmp_path: Path) -> None:
@@ -171,7 +174,37 @@ def test_nonsense_is_found(answer: Any, message: str, tmp_path: Path) -> None:
     config = Config(recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout=rollout)
     engine = SGLangEngine(config, {"vocab_size": 307}, 3, torch.device("cpu"), (1,))  # never started
     engine.weight_version = 4
-    good = engine._completion(Request((7,), 0), ([5], [-1.0], "stop", "4"))
+    good = engine._completion(Request((7,), 0), ([5], [-1.0], "stop", "4", None))
     assert good == Completion([5], [-1.0], "stop", [4])
     with pytest.raises(EngineFailure, match=message):
         engine._completion(Request((7,), 0), answer)
+
+
+def test_the_experts_of_an_answer(tmp_path: Path) -> None:
+    """As SGLang encodes them, int32 [tokens - 1, layers, topk], of a continued response too; nonsense is
+    found."""
+    rollout = {"engine": "sglang", "engine_tp": 2, "routing_replay": True}
+    config = Config(recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout=rollout)
+    mixture = described("qwen3_moe", 2, 16, 4, 2, 7, 307, moe_intermediate_size=5, num_experts=300)
+    mixture["num_experts_per_tok"] = 3
+    engine = SGLangEngine(config, mixture, 3, torch.device("cpu"), (1,))  # never started
+    engine.weight_version = 4
+    begun = Completion([9, 9], [-1.0, -1.0], "abort", [3, 3])
+    request = Request((7, 8), 0, begun)
+    chosen = np.random.default_rng(0).integers(0, 300, (5, 2, 3), dtype=np.int32)
+
+    def answered(experts: np.ndarray | None, finish: str = "stop") -> Completion:
+        encoded = None if experts is None else base64.b64encode(experts.tobytes()).decode()
+        return engine._completion(request, ([5, 6], [-1.0, -2.0], finish, "4", encoded), routed=True)
+
+    routing = answered(chosen).routing
+    assert routing is not None and routing.dtype == np.int16 and routing.shape == (6, 2, 3)
+    assert (routing[:5] == chosen).all() and (routing[5] == 32767).all()
+    assert answered(None, "abort").routing is None
+    for wrong, message in (
+        (chosen[:4], "24 chosen experts for 6 tokens, not 30"),
+        (chosen + 1000, "an expert outside of 0 to 299"),
+        (None, "0 chosen experts for 6 tokens"),
+    ):
+        with pytest.raises(EngineFailure, match=message):
+            answered(wrong)

@@ -138,11 +138,11 @@ def test_an_engine_that_dies_before_it_sleeps_sleeps_nevertheless(one: RankPool)
     assert (torch.tensor([x for c in completions for x in c.logprobs]) - ours).abs().max() <= 1e-4
 
 
-def test_an_engine_over_two_ranks(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
-    """Untied, a vocabulary that is padded, biases; several buckets; the trainer at TP 2 as well."""
-    folder = make_tiny_model(
-        tmp_path / "model", "qwen2", vocab=4099, hidden=128, ffn=160, heads=4, kv_heads=2
-    )
+@pytest.mark.parametrize("family", ["qwen2", "glm4", "mistral"])
+def test_an_engine_over_two_ranks(family: Any, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+    """Untied, a vocabulary that is padded, biases; several buckets; the trainer at TP 2 as well. GLM-4 has
+    gate and up in one tensor, either half of which is padded on a rank."""
+    folder = make_tiny_model(tmp_path / "model", family, vocab=4099, hidden=128, ffn=160, heads=4, kv_heads=2)
     pool = ranks(2, 1, 1)
     begin(pool, "two", folder, engine_tp=2, transfer_bucket=1)
     for version in (0, 1):

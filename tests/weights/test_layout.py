@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from megarl.config.schema import OptimizerConfig
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import Pair, Sizes, family_of, is_frozen, table_name, table_names
 from megarl.weights.hf import HFFolder
-from megarl.weights.layout import check_layout, hf_shapes, megatron_layout, whole_model
+from megarl.weights.layout import check_layout, hf_shapes, megatron_layout, parameters, whole_model
 from tests.ranks import in_a_fork
 from tests.tiny_models import CONFIGS, SWITCHES, make_tiny_model
 from tests.weights.folders import PREFIX, described, hf_configs, loaded, numbered, write_folder
@@ -128,11 +129,11 @@ def test_names_and_shapes_are_those_of_megatron() -> None:
         for layout, rank in places:
             vocab = padded_vocab(config["vocab_size"], layout.tp)
             cases.append({**asdict(layout), "rank": rank, "config": config, "vocab": vocab})
-    for case, (places, parameters) in zip(cases, in_a_fork(built_by_megatron, cases), strict=True):
+    for case, (places, shapes) in zip(cases, in_a_fork(built_by_megatron, cases), strict=True):
         layout = Layout(tp=case["tp"], pp=case["pp"], dp=case["dp"], cp=case["cp"])
         assert tuple(places) == tuple(layout.coords(case["rank"]))
         shards = dict(megatron_layout(case["config"], layout))[case["rank"]]
-        assert {name: list(shard.shape) for name, shard in shards.items()} == parameters
+        assert {name: list(shard.shape) for name, shard in shards.items()} == shapes
 
 
 @pytest.mark.slow
@@ -204,6 +205,41 @@ def test_stages_take_the_layers_in_order() -> None:
         ]
         assert norms == [f"model.layers.{layer}.input_layernorm.weight" for layer in (2 * rank, 2 * rank + 1)]
         assert "decoder.layers.2.input_layernorm.weight" not in shards
+
+
+def offsets_of_megatron(pp: int, vpp: int, layers: int) -> list[list[int]]:
+    """The first layer of each chunk of each stage."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=8,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        pipeline_dtype=torch.float32,
+    )
+    return [[get_transformer_layer_offset(config, chunk, rank) for chunk in range(vpp)] for rank in range(pp)]
+
+
+@pytest.mark.parametrize(("pp", "vpp", "size"), [(2, 2, 1), (2, 3, 2), (4, 2, 3)])
+def test_virtual_stages_take_the_layers_that_megatron_gives_them(pp: int, vpp: int, size: int) -> None:
+    """And a stage's names number them through, in that order."""
+    layout, config = Layout(pp=pp, vpp=vpp), {**CONFIG, "num_hidden_layers": pp * vpp * size}
+    for stage, firsts in enumerate(in_a_fork(offsets_of_megatron, pp, vpp, pp * vpp * size)):
+        expected = [first + i for first in firsts for i in range(size)]
+        assert layout.layers(pp * vpp * size, stage) == expected
+        for name, pair, layer, _ in parameters(config, layout, stage, 0):
+            if "{l}" in pair.megatron:
+                assert f".layers.{expected.index(layer)}." in name
+
+
+@pytest.mark.parametrize(("vpp", "possible"), [(2, "1, 3"), (4, "1, 3")])
+def test_virtual_stages_that_do_not_divide_a_stage_are_refused(vpp: int, possible: str) -> None:
+    problem = f"parallel.vpp: {vpp} does not divide the model's 3 layers of a pipeline stage"
+    with pytest.raises(ConfigError, match=re.escape(f"{problem} (possible: {possible})")):
+        check_layout(CONFIG, 1, 2, 1, vpp)
 
 
 def test_transformer_engine_names_are_the_tables_names() -> None:

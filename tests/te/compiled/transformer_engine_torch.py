@@ -502,6 +502,42 @@ def generic_gemm(
     return D, bias_grad, None, extra_output
 
 
+@kernel("pytorch/csrc/extensions/gemm.cpp: te_general_grouped_gemm")
+def te_general_grouped_gemm(
+    A: list[Any],
+    transa: bool,
+    B: list[Any],
+    transb: bool,
+    D: list[Tensor],
+    D_type: Any,
+    m_splits: list[int],
+    bias: list[Tensor],
+    bias_type: Any,
+    single_output: bool,
+    pre_gelu_out: list[Tensor],
+    grad: bool,
+    workspace: list[Tensor],
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+) -> list[Tensor]:
+    """One product per pair of A and B, into D or, with single_output, one under the other into D[0]. Of
+    nothing comes zero, or what was there. Gives the biases, which are empty here."""
+    if any(tensor.numel() for tensor in (*bias, *pre_gelu_out)):
+        raise NotImplementedError("te_general_grouped_gemm with a bias or gelu is not emulated")
+    outputs = D[0].split(m_splits) if single_output else D
+    for a, b, out in zip(A, B, outputs, strict=True):
+        if a.numel() and b.numel():
+            generic_gemm(
+                *(a, transa, b, transb, out, None, D_type, None, bias_type, False, None, grad),
+                *(workspace[0], workspace_size, accumulate, use_split_accumulator),
+            )
+        elif not accumulate:
+            out.zero_()
+    return bias
+
+
 @kernel(
     "pytorch/csrc/extensions/normalization.cpp: rmsnorm_fwd; "
     "common/normalization/rmsnorm/rmsnorm_fwd_kernels.cuh"

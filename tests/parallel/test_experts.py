@@ -1,0 +1,116 @@
+"""Mixtures of experts in training: log-probabilities and values against Hugging Face's, gradients of whole
+losses, and checkpoints, over expert, tensor, pipeline and data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForTokenClassification
+
+from tests.parallel import jobs
+from tests.parallel.test_invariance import VOCAB, make_batch, relative_difference
+from tests.parallel.test_parity import hf_logprobs, sequences
+from tests.ranks import RankPool
+from tests.tiny_models import make_tiny_model
+
+Ranks = Callable[..., RankPool]
+Layout = tuple[int, ...]  # tp, pp, dp, ep, and cp where it is not 1
+SLOW = pytest.mark.slow
+# Experts shared by neighbours under TP, by replicas, by both, and by neither; with and without a pipeline.
+LAYOUTS: list[Layout] = [
+    *((2, 2, 1, 2), (1, 2, 2, 2), (2, 1, 2, 4), (2, 1, 2, 2), (2, 2, 1, 1), (1, 1, 4, 2)),
+    *((1, 1, 1, 2, 2), (1, 1, 2, 4, 2), (2, 1, 1, 2, 2)),
+]
+NAMES = str
+LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "DAPO": ("actor", {"clip_high": 0.28, "aggregation": "token", "overlong": True}),
+    "VAPO": ("actor", {"clip_high": 0.28, "aggregation": "token", "nll_weight": 0.1}),
+    "value": ("critic", {}),
+}
+
+
+def mixture(folder: Path, **options: Any) -> Path:
+    return make_tiny_model(folder, "qwen3_moe", **{"layers": 2, "experts": 8, "active": 3, **options})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)
+def test_mixtures_equal_hugging_face(layout: Layout, ranks: Ranks, tmp_path: Path) -> None:
+    prompts, responses = sequences(101)
+    for number, options in enumerate(({"head_dim": 12}, {"norm_topk_prob": False, "tied": True})):
+        folder = mixture(tmp_path / str(number), vocab=101, **options)
+        expected, entropy = hf_logprobs(folder, prompts, responses, 1.0)
+        found = ranks(*layout).run(jobs.logprobs, folder=folder, prompts=prompts, responses=responses)
+        for logprobs, entropies in found:
+            assert (logprobs - expected).abs().max() <= 1e-5, options
+            assert (entropies - entropy).abs().max() <= 1e-5, options
+    folder = mixture(tmp_path / "critic", vocab=101, classification="token")
+    model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        rows = zip(prompts, responses, strict=True)
+        values = torch.cat([model(torch.tensor([p + r])).logits[0, len(p) - 1 : -1, 0] for p, r in rows])
+    for found_values in ranks(*layout).run(jobs.values, folder=folder, prompts=prompts, responses=responses):
+        assert (found_values - values).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "loss", [pytest.param(name, marks=[] if name == "VAPO" else SLOW) for name in LOSSES]
+)
+def test_gradients_of_mixtures_do_not_depend_on_the_layout(loss: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Ragged sequences, so that one replica may have one micro-batch and another three: all of them must
+    reach the experts."""
+    which, options = LOSSES[loss]
+    kind = "token" if which == "critic" else None
+    folder = mixture(tmp_path / "model", vocab=VOCAB, classification=kind)
+    arguments: dict[str, Any] = {"folder": folder, "batch": make_batch(), "which": which}
+    expected = ranks(1, 1, 1).run(jobs.gradients, **arguments, options={**options, "budget": 10_000})[0]
+    for part in ("mlp.gate.weight", "mlp.experts.7.down_proj.weight"):
+        names = [name for name in expected["gradients"] if name.endswith(f"layers.1.{part}")]
+        assert all(expected["gradients"][name].norm() > 0 for name in names) and names
+    for layout in [(2, 1, 1, 2)] if loss == "VAPO" else LAYOUTS:
+        found = ranks(*layout).run(jobs.gradients, **arguments, options={**options, "budget": 34})[0]
+        assert relative_difference(found["gradients"], expected["gradients"]) <= 1e-5, layout
+        exact = torch.cat([x.flatten() for x in found["gradients"].values()]).double().norm()
+        assert found["norm"] == pytest.approx(float(exact), rel=1e-5), layout
+        for name, value in expected["sums"].items():
+            assert found["sums"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), (layout, name)
+
+
+@pytest.mark.slow
+def test_gradients_of_vapo_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
+    folder = mixture(tmp_path / "model", vocab=VOCAB)
+    arguments: dict[str, Any] = {"folder": folder, "batch": make_batch(), "which": "actor"}
+    options = LOSSES["VAPO"][1]
+    expected = ranks(1, 1, 1).run(jobs.gradients, **arguments, options={**options, "budget": 10_000})[0]
+    for layout in LAYOUTS:
+        for recompute in ("none", "full"):
+            model = {"model": {"recompute": recompute}}
+            found = ranks(*layout).run(
+                jobs.gradients, **arguments, options={**options, **model, "budget": 34}
+            )
+            assert relative_difference(found[0]["gradients"], expected["gradients"]) <= 1e-5, layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["actor", "critic"])
+def test_a_checkpoint_of_one_ep_is_read_at_another(which: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Weights and both of Adam's moments, to the bit."""
+    kind = "token" if which == "critic" else None
+    folder = mixture(tmp_path / "model", vocab=VOCAB, classification=kind)
+    arguments: dict[str, Any] = {"folder": folder, "batch": make_batch(), "which": which}
+    for written in ((2, 2, 1, 2), (2, 1, 2, 4)):
+        checkpoint = tmp_path / "-".join(map(str, written))
+        checkpoint.mkdir()
+        arguments["checkpoint"] = checkpoint
+        saved = ranks(*written).run(jobs.optimizer_around_a_checkpoint, read=False, **arguments)[0]
+        expert = next(name for name in saved if name.startswith("exp_avg ") and "experts.5" in name)
+        assert saved[expert].norm() > 0
+        for layout in ((1, 1, 1, 1), (1, 2, 2, 2), (2, 1, 2, 2)):
+            read = ranks(*layout).run(jobs.optimizer_around_a_checkpoint, read=True, **arguments)[0]
+            assert read.keys() == saved.keys()
+            different = [name for name in saved if not torch.equal(saved[name], read[name])]
+            assert not different, (written, layout, different[:3])

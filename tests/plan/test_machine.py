@@ -1,0 +1,159 @@
+"""The plan of a run on a machine without a GPU: against the memory of a real run, and refused where it is too
+much."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.cli.main import main
+from megarl.config import load_config
+from megarl.config.errors import ConfigError
+from megarl.parallel.machine import memory_here
+from megarl.plan.memory import Plan, check_fits, plan_of
+from megarl.weights.cost import KNOWN_MODELS, planning_config
+from megarl.weights.families import read_config
+from tests.plan.test_memory import GIB, ROOT
+
+HALF_B = KNOWN_MODELS["Qwen2.5-0.5B"]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 8 * GIB),
+        ({"proc/self/cgroup": "0::/\n"}, 8 * GIB),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/memory.max": "max\n"}, 8 * GIB),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/memory.max": f"{2 * GIB}\n"}, 2 * GIB),
+        ({"proc/self/cgroup": "0::/not/seen\n", "sys/fs/cgroup/memory.max": f"{3 * GIB}\n"}, 3 * GIB),
+        (
+            {
+                "proc/self/cgroup": "3:cpu,cpuacct:/x\n2:memory:/job\n",
+                "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{GIB}\n",
+            },
+            GIB,
+        ),
+        (  # version 1 writes no limit as a number beyond any machine
+            {
+                "proc/self/cgroup": "2:memory:/job\n",
+                "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9223372036854771712\n",
+            },
+            8 * GIB,
+        ),
+    ],
+)
+def test_the_limits_of_control_groups_count(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    for name, text in {"proc/meminfo": f"MemTotal:  {8 * 2**20} kB\nMemFree: 1 kB\n", **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert memory_here(tmp_path) == expected
+
+
+def test_this_machine_has_what_it_says() -> None:
+    assert 0 < memory_here() <= psutil.virtual_memory().total
+
+
+def half_b(*changes: str) -> Plan:
+    overrides = ["model.layers=portable", "checkpoint.every=5", "parallel.tp=2", "model.dtype=fp32", *changes]
+    return plan_of(load_config(ROOT / "configs/demo_vapo.yaml", overrides), HALF_B)
+
+
+def test_a_run_that_the_kernel_ended_is_refused() -> None:
+    """VAPO with 0.5 B parameters on two ranks and 24 GB: it was killed in its first checkpoint, and without
+    checkpoints in step 2."""
+    plan, memory = half_b(), 24e9
+    problem = plan.problem_on_cpu(memory)
+    assert problem is not None and re.search(
+        r"^2 ranks on this machine's CPU need [\d.]+ GiB of its 22.4 \(.*a checkpoint [\d.]+\); "
+        "set checkpoint.every=0, or start fewer ranks, each of which has a whole engine, use a smaller model",
+        problem,
+    ), problem
+    without = half_b("checkpoint.every=0")
+    warning = without.warning_on_cpu(memory)
+    assert without.problem_on_cpu(memory) is None, "that it is surely too much cannot be said"
+    assert warning and re.search(r"may need up to [\d.]+ GiB .* the kernel ends what takes too much", warning)
+    assert half_b().problem_on_cpu(100e9) is None and half_b().warning_on_cpu(100e9) is None
+    with pytest.raises(ConfigError, match=r"^x.yaml: 2 ranks on this machine's CPU need"):
+        check_fits(plan.config, "x.yaml", HALF_B, None, 2, memory, cpu=True)
+    # By hand: Adam's two moments, a weight and a gradient of four bytes for each parameter of both models.
+    trained = sum(
+        shape.held(plan.layout, 0, critic=critic).all * 2
+        for shape, critic in ((plan.actor, False), (plan.critic, True))
+    )
+    held = sum(plan.on_cpu[name] for name in ("weights", "gradients", "optimizer"))
+    assert held == pytest.approx(16 * trained, rel=1e-3)
+    assert plan.on_cpu["engines' weights"] == pytest.approx(2 * 4 * plan.actor.parameters)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's task, and a model of 25 million parameters with its tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from megarl.demo.arithmetic import write_demo
+
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo(folder, 0)
+    config = AutoConfig.from_pretrained(folder / "model")
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 64}
+    for key, value in {**sizes, "num_attention_heads": 8, "num_key_value_heads": 4}.items():
+        setattr(config, key, value)
+    config.layer_types = ["full_attention"] * 8
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    return folder
+
+
+def settings(folder: Path) -> list[str]:
+    data = [f"data.train=[{folder / 'train.jsonl'}]", f"data.eval=[{folder / 'eval.jsonl'}]"]
+    paths = [f"model.path={folder / 'model'}", f"run_dir={folder / 'run'}", "log.report=false"]
+    run = ["steps=2", "rollout.prompts=16", "rollout.group_size=4", "update.mini_batch=32"]
+    more = ["value_pretraining.steps=0", "evaluation.max_problems=8", "checkpoint.every=1"]
+    return [*data, *paths, *run, *more, "parallel.tp=2"]
+
+
+@pytest.mark.slow
+def test_a_real_run_takes_what_was_planned(folder: Path) -> None:
+    """The most that launcher and ranks have at once, shared pages counted once."""
+    command = [sys.executable, "-m", "megarl", "train", "configs/demo_vapo.yaml", *settings(folder)]
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    most, limit = 0, time.monotonic() + 400
+    while run.poll() is None and time.monotonic() < limit:
+        used = 0
+        try:
+            for process in (psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)):
+                used += process.memory_full_info().pss
+        except psutil.Error:  # one has just ended
+            continue
+        most = max(most, used)
+        time.sleep(0.1)
+    assert run.wait(timeout=10) == 0, run.communicate()[1][-2000:]
+    config = load_config(ROOT / "configs/demo_vapo.yaml", [*settings(folder), "model.layers=portable"])
+    plan = plan_of(config, planning_config(config.model.path)[1])
+    held, at_most = sum(plan.on_cpu.values()), max(plan.on_cpu_at_times.values())
+    print(f"measured {most / GIB:.2f} GiB, held {held / GIB:.2f}, at most {(held + at_most) / GIB:.2f}")
+    assert held <= 1.1 * most, "what surely is there is refused"
+    assert 1 / 1.5 < (held + at_most) / most < 1.5
+
+
+def test_train_and_plan_refuse_in_the_same_words(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, before a rank starts or the folder of the run is made."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("megarl.schedule.preflight.memory_here", lambda: GIB // 2)
+    monkeypatch.setattr("megarl.parallel.machine.memory_here", lambda: GIB // 2)
+    given = [*settings(folder), f"run_dir={folder / 'refused'}"]
+    assert main(["train", "configs/demo_vapo.yaml", *given]) == 2
+    refused = capsys.readouterr().err
+    assert re.fullmatch(r"megarl: configs/demo_vapo.yaml: 2 ranks on this machine's CPU need .*\n", refused)
+    assert not (folder / "refused").exists()
+    assert main(["plan", "configs/demo_vapo.yaml", *given]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.strip() == refused.strip() and "2 ranks on this machine's CPU" in printed.out
+    assert read_config(folder / "model")["hidden_size"] == 512

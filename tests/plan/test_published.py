@@ -1,0 +1,58 @@
+"""Estimates of a step's time against published ones. `python tests/plan/test_published.py` prints the table,
+which docs/planning.md shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.config import load_config
+from megarl.plan.memory import Plan
+from megarl.plan.sizes import Shape, device_of
+from megarl.plan.times import Estimate, Lengths, estimate
+from megarl.weights.cost import KNOWN_MODELS
+
+ROOT = Path(__file__).parents[2]
+TABLE: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "published.yaml").read_text())
+
+
+def predicted(row: dict[str, Any]) -> Estimate:
+    source = TABLE["sources"][row["source"]]
+    config = load_config(ROOT / TABLE["base"], [*source["set"], *row["set"]])
+    # Not checked: their frameworks divide layers and heads in ways that megarl does not.
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update=row["layout"])})
+    shape = Shape(KNOWN_MODELS[row["model"]], config.model.dtype)
+    plan = Plan(config, shape, shape, device_of(config.cluster))
+    lengths = Lengths(row["length"], config.rollout.max_response_tokens, source["prompt"])
+    return estimate(plan, lengths)
+
+
+def table() -> str:
+    """The table of docs/planning.md."""
+    lines = ["| run | published, s | predicted, s | ratio | of it rollout | |", "|---|---|---|---|---|---|"]
+    for row in TABLE["rows"]:
+        made = predicted(row)
+        note = "fitted to" if row["fit"] else "held against" if row["length_published"] else "length assumed"
+        ratio = f"{made.total / row['seconds']:.2f}"
+        rollout = f"{made.parts['rollout']:.0f}"
+        lines.append(
+            f"| {row['name']} | {row['seconds']:.0f} | {made.total:.0f} | {ratio} | {rollout} | {note} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def test_estimates_are_near_published_figures_to_which_nothing_was_fitted() -> None:
+    held = [row for row in TABLE["rows"] if not row["fit"] and row["length_published"]]
+    ratios = {row["name"]: predicted(row).total / row["seconds"] for row in held}
+    assert len(held) >= 7 and all(1 / 1.5 < ratio < 1.5 for ratio in ratios.values()), ratios
+
+
+def test_the_page_shows_the_table() -> None:
+    page = (ROOT / "docs" / "planning.md").read_text()
+    assert table() in page, "python tests/plan/test_published.py prints it anew"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -1,0 +1,135 @@
+"""The planner's choice of a layout: it fits, it is the quickest, and what is printed makes it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.cli.main import main
+from megarl.config import load_config
+from megarl.plan.memory import Plan, plan_of
+from megarl.plan.search import Found, best_of, search, with_keys
+from megarl.plan.times import default_lengths, estimate
+from megarl.weights.cost import planning_config
+from tests.plan.test_memory import GIB, ROOT
+
+SHIPPED = ("vapo_32b", "dapo_32b", "sao_32b", "vapo_7b", "dapo_72b", "dapo_30b_a3b")
+
+
+def plan_for(name: str, *changes: str) -> Plan:
+    config = load_config(ROOT / f"configs/{name}.yaml", changes)
+    return plan_of(config, planning_config(config.model.path)[1])
+
+
+def searched(plan: Plan) -> list[Found]:
+    return search(plan, default_lengths(plan))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_layouts_are_the_planners_best(name: str) -> None:
+    """Within 10 percent: estimates are no better than that, and a file has its base's layout."""
+    plan = plan_for(name)
+    best = best_of(searched(plan)).estimate
+    assert plan.problem() is None and best is not None
+    assert estimate(plan, default_lengths(plan)).total <= 1.1 * best.total
+
+
+def test_those_that_fit_come_first_the_quickest_first_and_all_use_all_gpus() -> None:
+    found = searched(plan_for("dapo_30b_a3b"))
+    times = [one.estimate.total for one in found if one.estimate]
+    assert times == sorted(times) and len(times) > 20
+    assert [one.estimate is None for one in found] == sorted(one.estimate is None for one in found)
+    for one in found:
+        assert one.plan.layout.world == 32 and (one.problem is None) == (one.estimate is not None)
+        if one.estimate:
+            assert one.plan.problem() is None and one.free >= 0
+    assert len({one.plan.layout for one in found}) == len(found)
+    assert {one.plan.layout.ep for one in found if one.estimate} >= {4, 8, 16}
+
+
+def test_what_is_printed_makes_the_configuration_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a command and as YAML; and nothing is to be gained after that."""
+    config = str(ROOT / "configs/vapo_32b.yaml")
+    changes = ["parallel.tp=8", "parallel.pp=4", "parallel.dp=4", "model.recompute_layers=null"]
+    assert main(["plan", config, "--best", *changes]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (command,) = (line for line in lines if line.startswith("megarl train "))
+    keys = shlex.split(command)[3:]
+    text = "\n".join(line for line in lines if line != command)
+    as_yaml: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    flat = {f"{section}.{key}": value for section, values in as_yaml.items() for key, value in values.items()}
+    assert {key.split("=")[0] for key in keys} == flat.keys()
+    best = plan_for("vapo_32b", *changes, *keys)
+    assert best.problem() is None
+    by_file = plan_for("vapo_32b", *changes, *(f"{key}={value}" for key, value in flat.items()))
+    assert by_file.config == best.config
+    shown = re.search(r"a step takes about ([\d:]+); the configuration as it is: ([\d:]+)", lines[0])
+    assert shown and shown[1] < shown[2]
+    again = best_of(searched(best))
+    assert again.estimate is not None
+    assert again.estimate.total == pytest.approx(estimate(best, default_lengths(best)).total)
+    assert again.plan.config == best.config
+
+
+def test_fewer_layers_are_recomputed_where_more_memory_is() -> None:
+    of = {gpu: best_of(searched(plan_for("vapo_32b", f"cluster.gpu={gpu}"))).plan for gpu in ("H100", "H200")}
+    assert of["H200"].recomputed_share < of["H100"].recomputed_share
+
+
+def test_groups_are_kept_where_there_is_room() -> None:
+    """They save the way to the host and back; with them no phase is short of memory."""
+    roomy = best_of(searched(plan_for("dapo_32b", "cluster.gpu=H200")))
+    assert "actor.optimizer" in roomy.plan.config.residency.keep
+    assert roomy.free > 0.05 * 139.8 * GIB
+
+
+def test_sizes_that_the_schema_refuses_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.plan import search as module
+
+    plan = plan_for("vapo_32b")
+    assert module._allowed("tp", [1, 2, 4]) == [1, 2, 4]
+    monkeypatch.setattr(module, "_allowed", lambda key, sizes: [n for n in sizes if n <= 2])
+    found = searched(plan)
+    assert {(one.plan.layout.cp, one.plan.layout.vpp) for one in found} == {(1, 1), (1, 2), (2, 1), (2, 2)}
+
+
+def test_context_parallel_and_virtual_stages_are_planned() -> None:
+    """Each rank has its part of the tokens; more micro-batches begin before one ends, stages wait less."""
+    plan = plan_for("vapo_32b", "model.recompute=none", "model.recompute_layers=null", "parallel.dp=16")
+    halved = with_keys(plan, parallel__cp=2, parallel__dp=8)
+    virtual = with_keys(plan, parallel__vpp=4)
+    [whole, parts, more] = (
+        next(made.needs(32768, [p for p in plan.phases if p.updates_weights])).parts["activations"]
+        for made in (plan, halved, virtual)
+    )
+    assert parts == pytest.approx(whole / 2)
+    assert more == pytest.approx(whole * (1 + (2 - 1) / (2 * 4)), rel=0.03)
+    seconds = [estimate(made, default_lengths(made)).parts["critic_update"] for made in (plan, virtual)]
+    assert seconds[1] < seconds[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        (
+            "vapo_32b",
+            ["parallel.tp=2", "parallel.pp=1", "parallel.dp=1"],
+            r"no layout of 2 H100 fits; the nearest, tp \d, pp \d, dp \d: lacks [\d.]+ GiB on each GPU \(use",
+        ),
+        (
+            "vapo_32b",
+            ["cluster.host_memory=50"],
+            r"no layout of 128 H100 fits; the nearest, tp \d, .*: a node needs \d+ GiB of memory and has 50",
+        ),
+    ],
+)
+def test_where_none_fits_the_nearest_is_named_with_what_to_change(
+    name: str, changes: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(ROOT / f"configs/{name}.yaml"), "--best", *changes]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and re.fullmatch(f"megarl: parallel: {words}.*\n", printed.err), printed.err

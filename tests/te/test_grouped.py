@@ -1,0 +1,75 @@
+"""Grouped products (`model.grouped_experts`): one module for all experts of a rank, with other names of
+parameters, and the same log-probabilities, gradients and checkpoints as experts one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel import jobs
+from tests.parallel.test_experts import LOSSES, mixture
+from tests.parallel.test_invariance import VOCAB, make_batch, relative_difference
+from tests.parallel.test_parity import hf_logprobs, sequences
+from tests.ranks import RankPool
+
+Ranks = Callable[..., RankPool]
+GROUPED = {"layers": "te", "grouped_experts": True}
+LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 2), (1, 2, 2, 2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_log_probs_and_gradients(layout: tuple[int, ...], ranks: Ranks, tmp_path: Path) -> None:
+    """Against Hugging Face's model, and one rank's portable layers."""
+    folder = mixture(tmp_path / "model", vocab=VOCAB)
+    prompts, responses = sequences(VOCAB)
+    expected, entropy = hf_logprobs(folder, prompts, responses, 1.0)
+    arguments: dict[str, Any] = {"folder": folder, "prompts": prompts, "responses": responses}
+    for logprobs, entropies in ranks(*layout).run(jobs.logprobs, **arguments, model=GROUPED):
+        assert (logprobs - expected).abs().max() <= 1e-5
+        assert (entropies - entropy).abs().max() <= 1e-5
+    options = LOSSES["VAPO"][1]
+    arguments = {"folder": folder, "batch": make_batch(), "which": "actor"}
+    one = ranks(1, 1, 1).run(jobs.gradients, **arguments, options={**options, "budget": 10_000})[0]
+    for recompute in ("none", "full"):
+        chosen = {**options, "budget": 34, "model": {**GROUPED, "recompute": recompute}}
+        found = ranks(*layout).run(jobs.gradients, **arguments, options=chosen)[0]
+        assert relative_difference(found["gradients"], one["gradients"]) <= 1e-5, recompute
+
+
+def calls_of_grouped_products(runtime: Any, **arguments: Any) -> int:
+    import transformer_engine_torch
+
+    before = transformer_engine_torch.CALLS["te_general_grouped_gemm"]
+    jobs.logprobs(runtime, **arguments)
+    return transformer_engine_torch.CALLS["te_general_grouped_gemm"] - before
+
+
+def test_the_grouped_product_is_what_runs(ranks: Ranks, tmp_path: Path) -> None:
+    folder = mixture(tmp_path / "model", vocab=VOCAB)
+    arguments: dict[str, Any] = {"folder": folder, "prompts": [[3, 4]], "responses": [[5, 6]]}
+    pool = ranks(1, 1, 1)
+    # two layers of two products
+    assert pool.run(calls_of_grouped_products, **arguments, model=GROUPED) == [4]
+    assert pool.run(calls_of_grouped_products, **arguments, model={"layers": "te"}) == [0]
+
+
+@pytest.mark.parametrize("which", ["actor", "critic"])
+def test_checkpoints_are_those_of_experts_one_by_one(which: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Written by either and read by the other, at another ep: weights and both of Adam's moments to the
+    bit."""
+    kind = "token" if which == "critic" else None
+    folder = mixture(tmp_path / "model", vocab=VOCAB, classification=kind)
+    arguments: dict[str, Any] = {"folder": folder, "batch": make_batch(), "which": which}
+    for number, (write, read) in enumerate(((GROUPED, {}), ({}, GROUPED))):
+        arguments["checkpoint"] = tmp_path / str(number)
+        arguments["checkpoint"].mkdir()
+        around = jobs.optimizer_around_a_checkpoint
+        saved = ranks(2, 1, 1, 2).run(around, read=False, model=write, **arguments)[0]
+        for layout in LAYOUTS:
+            found = ranks(*layout).run(around, read=True, model=read, **arguments)[0]
+            different = [name for name in saved if not torch.equal(saved[name], found[name])]
+            assert not different and found.keys() == saved.keys(), (write, layout, different[:3])
