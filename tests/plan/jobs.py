@@ -178,7 +178,7 @@ def measure(
 def long_sequence(runtime: Runtime, length: int) -> tuple[int, float, float]:
     """Return this rank's tokens of one sequence of `length`, the most MiB alive in an update with it, and the
     gradient's norm."""
-    narrow = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    narrow = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     keys = {**narrow, **heads, "max_position_embeddings": length}
     _, learner = learner_of(runtime, "qwen3", "fp32", critic=False, **keys)
