@@ -173,11 +173,12 @@ def test_packs_are_filled_up(
     if cp > 1:
         return
     seen: list[torch.Tensor] = []
-    model: Any = SimpleNamespace(
-        config=config,
-        device=torch.device("cpu"),
-        pack=lambda cu_seqlens: seen.append(cu_seqlens),
-    )
+
+    def packed(cu_seqlens: torch.Tensor) -> SimpleNamespace:
+        seen.append(cu_seqlens)
+        return SimpleNamespace()
+
+    model: Any = SimpleNamespace(config=config, device=torch.device("cpu"), pack=packed)
     experience = Experience.build([[3, 4]] * 5, [[5] * n for n in (1, 7, 30, 2, 11)])
     batches = make_micro_batches(experience, range(5), 40, model)
     assert sum(len(batch.labels) for batch in batches) == 51

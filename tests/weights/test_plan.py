@@ -35,25 +35,28 @@ Drawn = tuple[dict[str, Any], list[Layout]]
 
 def fused_engine(config: dict[str, Any], tp: int, tp_rank: int) -> Shards:
     """A layout of the kind that SGLang has, from torch's own cat and chunk over tensors of element numbers:
-    [q; k; v] and [gate; up]
-    of the rank as one tensor each, the output projection's columns, the vocabulary padded to a multiple of 8
-    rows per rank."""
+    [q; k; v] and [gate; up] of the rank as one tensor each, the output projection's columns, the vocabulary
+    padded to a multiple of 8 rows per rank."""
     shapes = hf_shapes(config)
 
-    def rows(name: str) -> tuple[str, int, int]:
-        size = shapes[name][0] // tp
-        return name, tp_rank * size, (tp_rank + 1) * size
+    def rows(name: str) -> list[tuple[str, int, int]]:
+        """The rank's rows of a tensor; of one that holds gate and up, those of either half."""
+        halves = 2 if "gate_up" in name else 1
+        size = shapes[name][0] // halves // tp
+        starts = [half * size * tp + tp_rank * size for half in range(halves)]
+        return [(name, start, start + size) for start in starts]
 
     shards: Shards = {}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
+        one = f"{prefix}mlp.gate_up_proj.weight" in shapes
         for fused, parts in (
             ("self_attn.qkv", ("self_attn.q", "self_attn.k", "self_attn.v")),
-            ("mlp.gate_up", ("mlp.gate", "mlp.up")),
+            ("mlp.gate_up", ("mlp.gate_up",) if one else ("mlp.gate", "mlp.up")),
         ):
             regions, offset = [], 0
             hidden = (0, config["hidden_size"])
-            for name, start, stop in (rows(f"{prefix}{part}_proj.weight") for part in parts):
+            for name, start, stop in (row for part in parts for row in rows(f"{prefix}{part}_proj.weight")):
                 regions.append(
                     Region(name, ((start, stop), hidden), ((offset, offset + stop - start), hidden))
                 )
@@ -114,11 +117,13 @@ def test_into_an_engines_fused_shards(
     for rank, tensors in execute(plan, held).items():
         mine = [rank % tp]
         for layer in range(config["num_hidden_layers"]):
-            parts = {
-                p: hf[f"model.layers.{layer}.{p}_proj.weight"]
-                for p in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
-            }
-            q, k, v, gate, up = (part.chunk(tp)[mine[0]] for part in parts.values())
+            whole = [hf[f"model.layers.{layer}.self_attn.{p}_proj.weight"] for p in "qkv"]
+            mlp = f"model.layers.{layer}.mlp."
+            if f"{mlp}gate_up_proj.weight" in hf:
+                whole += hf[f"{mlp}gate_up_proj.weight"].chunk(2)
+            else:
+                whole += [hf[f"{mlp}{p}_proj.weight"] for p in ("gate", "up")]
+            q, k, v, gate, up = (part.chunk(tp)[mine[0]] for part in whole)
             assert torch.equal(
                 tensors[f"model.layers.{layer}.self_attn.qkv_proj.weight"], torch.cat([q, k, v])
             )
