@@ -96,9 +96,6 @@ def _problems(c: Config) -> Iterator[str]:
         what = "needs Transformer Engine's layers, without FP8"
         yield f"model.grouped_experts: {what} (set it to false)"
 
-    if (c.model.recompute_layers or 0) % c.parallel.vpp:
-        what = f"{c.model.recompute_layers} of a stage's layers are not as many in each of its chunks"
-        yield f"model.recompute_layers: {what} (choose a multiple of parallel.vpp {c.parallel.vpp})"
     longest, chunks = c.data.max_prompt_tokens + c.rollout.max_response_tokens, 2 * c.parallel.cp
     if chunks > max(longest, 2):
         what = f"{c.parallel.cp} ranks cut each sequence into {chunks} chunks, and none has over {longest}"

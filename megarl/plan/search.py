@@ -34,7 +34,7 @@ KEPT = tuple(
     for part in ("optimizer", "weights")
     for model in ("critic", "actor", "reference", "reward")
 )
-VIRTUAL = (1, 2, 4, 8)  # stages of a pipeline rank that are tried
+VIRTUAL = (1, 2, 4)  # stages of a pipeline rank that are tried
 ROOM = (
     0.06  # of a GPU's memory that a choice leaves free, as some of the plan is estimated (docs/planning.md)
 )
@@ -173,6 +173,9 @@ def _choices(plan: Plan) -> Iterator[Plan]:
         return all(need.total <= plan.device.memory * (1 - ROOM) for need in made.needs(phases=phases))
 
     longest = -(-plan.longest // 1024) * 1024
+    frugal = {"model__recompute": "full", "model__recompute_layers": None}
+    if not fits(with_keys(plan, **frugal, update__tokens_per_micro_batch=longest)):
+        return
     for budget in (longest, 2 * longest):
         given: dict[str, Any] = {"update__tokens_per_micro_batch": budget, "model__recompute_layers": None}
         for recompute in ("none", "selective"):

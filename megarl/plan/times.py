@@ -44,6 +44,7 @@ class Lengths:
     prompt: float
     spread: float = 0.6
 
+    @lru_cache(maxsize=8)  # noqa: B019 (a search asks for the same ones over and over)
     def quantiles(self) -> tuple[float, ...]:
         """Return the lengths at the middle of QUANTILES equal shares, shortest first."""
         normal = NormalDist()
