@@ -35,9 +35,8 @@ KEPT = tuple(
     for model in ("critic", "actor", "reference", "reward")
 )
 VIRTUAL = (1, 2, 4)  # stages of a pipeline rank that are tried
-ROOM = (
-    0.06  # of a GPU's memory that a choice leaves free, as some of the plan is estimated (docs/planning.md)
-)
+# Of a GPU's memory that a choice leaves free, as some of the plan is estimated (docs/planning.md).
+ROOM = 0.06
 LOOKED_AT = 8  # best layouts for which residency.keep is tried
 
 
@@ -140,7 +139,7 @@ def _judge(plan: Plan, engines: list[int], lengths: Lengths) -> Found:
     layout = plan.layout
     try:
         for shape in (plan.actor, plan.critic, plan.shape("reward")):
-            check_layout(shape.config, layout.tp, layout.pp, layout.ep)
+            check_layout(shape.config, layout.tp, layout.pp, layout.ep, layout.vpp)
         check_config(plan.config, "plan")
     except MegarlError as error:
         return Found(plan, None, str(error).removeprefix("plan: "))

@@ -54,9 +54,8 @@ class InferenceModel:
 
     def __init__(self, name: str, model: ModelChunks, runtime: Runtime) -> None:
         self.name, self.model, self.runtime = name, model, runtime
-        self.chunks: list[Any] = list(
-            model.chunks
-        )  # what Megatron's schedule calls: each chunk, or DDP around it
+        # What Megatron's schedule calls: each chunk, or DDP around it.
+        self.chunks: list[Any] = list(model.chunks)
         # So far in Megatron's schedules and optimizer, our loss functions excluded.
         self.megatron_seconds = 0.0
         self.replays_routing = False  # whether routers take the engine's choice, where it was recorded

@@ -26,14 +26,17 @@ from tests.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 LAYERS, EXPERTS, TOPK, NONE = 2, 8, 3, 255
+VIRTUAL = (2, 2, 1, 2, 1, 2)  # tp, pp, dp, ep, cp, vpp
 
 
-def random_routing(prompts: list[list[int]], responses: list[list[int]]) -> torch.Tensor:
+def random_routing(
+    prompts: list[list[int]], responses: list[list[int]], layers: int = LAYERS
+) -> torch.Tensor:
     """Experts that no router would choose, none for the last token of each sequence, uint8 [T, layers,
     topk]."""
     generator = torch.Generator().manual_seed(3)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    chosen = torch.rand(sum(lengths), LAYERS, EXPERTS, generator=generator).argsort(-1)[..., :TOPK]
+    chosen = torch.rand(sum(lengths), layers, EXPERTS, generator=generator).argsort(-1)[..., :TOPK]
     chosen[torch.tensor(lengths).cumsum(0) - 1] = NONE
     return chosen.to(torch.uint8)
 
@@ -61,16 +64,20 @@ def choosing(model: Any, routing: torch.Tensor, experts_seen: list[torch.Tensor]
 
 @pytest.mark.parametrize(
     "layout",
-    [(1, 1, 1, 1), (2, 1, 1, 2), *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS)],
+    [
+        *((1, 1, 1, 1), (2, 1, 1, 2)),
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in (*LAYOUTS, VIRTUAL)),
+    ],
     ids=NAMES,
 )
 def test_the_engines_choice_is_taken(layout: tuple[int, ...], ranks: Ranks, tmp_path: Path) -> None:
-    folder = mixture(tmp_path / "model", vocab=101)
+    layers = 4 if layout == VIRTUAL else LAYERS
+    folder = mixture(tmp_path / "model", vocab=101, layers=layers)
     prompts, responses = sequences(101)
-    routing = random_routing(prompts, responses)
+    routing = random_routing(prompts, responses, layers)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected, at = [], 0
-    counts = torch.zeros(LAYERS, EXPERTS + 2)
+    counts = torch.zeros(layers, EXPERTS + 2)
     for prompt, response in zip(prompts, responses, strict=True):
         length = len(prompt) + len(response)
         of_it, seen = routing[at : at + length], []
