@@ -51,7 +51,13 @@ def test_prediction_under_tensor_parallelism(ranks: Callable[..., RankPool], cas
 
 
 @pytest.mark.parametrize(
-    "case", [{}, {"recompute": "full"}, {"recompute": "full", "recompute_layers": 1}], ids=str
+    "case",
+    [
+        {},
+        pytest.param({"recompute": "full"}, marks=pytest.mark.slow),
+        pytest.param({"recompute": "full", "recompute_layers": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_prediction_under_pipeline_parallelism(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
     """The first stage has begun two micro-batches when it goes back through the first."""
@@ -73,7 +79,7 @@ def test_prediction_with_virtual_stages(ranks: Callable[..., RankPool], case: di
     "case",
     [
         {},
-        {"critic": True, "recompute": "full"},
+        pytest.param({"critic": True, "recompute": "full"}, marks=pytest.mark.slow),
         pytest.param({"recompute": "selective"}, marks=pytest.mark.slow),
         pytest.param({"family": "qwen3", "num_key_value_heads": 8}, marks=pytest.mark.slow),
     ],
