@@ -25,6 +25,7 @@ from megarl.plan.sizes import (
     activations,
     device_of,
     in_flight,
+    passed_on,
 )
 from megarl.weights.families import read_config
 from megarl.weights.layout import check_frozen, check_layout
@@ -221,9 +222,9 @@ class Plan:
         if not phase.updates_weights:
             return {"activations": found.forward_only(tokens, last) * FRAGMENTATION}
         layers = self.shape(phase.model).sizes.layers // pp
-        whole, without_head = (
-            found.training(tokens, layers, in_flight(self.layout, stage), head) for head in (last, False)
-        )
+        begun = in_flight(self.layout, stage)
+        outputs = passed_on(self.layout, begun, last)
+        whole, without_head = (found.training(tokens, layers, begun, head, outputs) for head in (last, False))
         head = (whole - without_head) * FRAGMENTATION
         return {"activations": without_head * FRAGMENTATION, "head": head}
 

@@ -167,6 +167,7 @@ class Activations:
     layer        what a layer keeps with the recomputation that was asked for
     one_layer    what a layer keeps without any
     work         what the backward pass of a layer needs besides
+    hidden       what is passed on to the next stage
     head         the most in the last stage's head, forward or backward
     head_fixed   what that head needs besides, however many tokens there are
     forward      the most in a layer without gradients
@@ -175,18 +176,23 @@ class Activations:
     layer: float
     one_layer: float
     work: float
+    hidden: float
     head: float
     head_fixed: float
     forward: float
     recompute: Recompute
     recomputed: int | None = None
 
-    def training(self, tokens: float, layers: int, in_flight: float, last: bool) -> float:
+    def training(
+        self, tokens: float, layers: int, in_flight: float, last: bool, outputs: float = 0.0
+    ) -> float:
         """Return the most in forward and backward of a stage with so many layers.
-        in_flight: micro-batches of `tokens` whose backward pass is still to come; last: the last stage."""
+        in_flight: micro-batches of `tokens` whose backward pass is still to come; last: the last stage;
+        outputs: hidden states that are kept for other stages (`passed_on`)."""
         full = self.recompute == "full"
         whole = layers - min(layers, self.recomputed or layers) if full else 0
         kept = tokens * (self.layer * (layers - whole) + self.one_layer * whole) * in_flight
+        kept += tokens * self.hidden * outputs
         # The highest layers are the first to go back: what they kept makes room for a lower one's recompute.
         again = self.one_layer if full and not whole else 0.0
         inside = tokens * (again + self.work)
@@ -207,6 +213,14 @@ def in_flight(layout: Layout, stage: int) -> float:
         return later + 1
     # Megatron's warm-up (schedules.py:get_pp_rank_microbatches), and one forward before the first backward.
     return (2 * later + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
+
+
+def passed_on(layout: Layout, begun: float, last: bool) -> float:
+    """Return the hidden states that a stage keeps for others: Megatron's schedule holds what each chunk but
+    the model's last has passed on until it goes back. Virtual stages also receive messages before they need
+    them: as measured at pp 2, about those of pp micro-batches in either direction.
+    begun: micro-batches whose backward pass is still to come (`in_flight`)."""
+    return begun * layout.vpp - last + (2 * layout.pp if layout.vpp > 1 else 0)
 
 
 def activations(
@@ -281,7 +295,7 @@ def activations(
         # Transformer Engine passes keys, values and their gradients on in buffers of one rank's share.
         attended = 4 * b * (cp * kv + q) if layers == "portable" else b * (4 * kv + 2 * q)
         work = max(work, attended - mlp)
-    return Activations(layer, one_layer, work, head, fixed, passing, recompute, recomputed)
+    return Activations(layer, one_layer, work, b * h, head, fixed, passing, recompute, recomputed)
 
 
 @dataclass(frozen=True)

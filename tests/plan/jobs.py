@@ -14,7 +14,7 @@ from megarl.model.builder import build_actor, build_critic
 from megarl.parallel.comm import barrier
 from megarl.parallel.runtime import Runtime
 from megarl.plan.memory import Plan, plan_of
-from megarl.plan.sizes import Shape, activations, in_flight
+from megarl.plan.sizes import Shape, activations, in_flight, passed_on
 from megarl.training.batch import make_micro_batches
 from megarl.training.model import TrainableModel
 from tests.checkpoints import save_model
@@ -171,8 +171,9 @@ def measure(
         recomputed=keys.get("recompute_layers"),
     )
     kept = min(micro_batches, in_flight(layout, runtime.pp_rank))
-    layers = hf.num_hidden_layers // layout.pp
-    return float(memory.peak), predicted.training(tokens, layers, kept, runtime.is_last_stage)
+    layers, last = hf.num_hidden_layers // layout.pp, runtime.is_last_stage
+    outputs = passed_on(layout, kept, last)
+    return float(memory.peak), predicted.training(tokens, layers, kept, last, outputs)
 
 
 def long_sequence(runtime: Runtime, length: int) -> tuple[int, float, float]:

@@ -178,7 +178,8 @@ def load_checkpoint(
     from megatron.core import dist_checkpointing
     from megatron.core.transformer.module import MegatronModule
 
-    model, expected = (build(folder, runtime, critic) for _ in range(2))
+    made, expected = (build(folder, runtime, critic) for _ in range(2))
+    [model] = made.chunks
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)

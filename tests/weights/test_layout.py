@@ -152,7 +152,8 @@ def test_shards_equal_explicit_loops(
         per_stage = sizes.layers // layout.pp
         for layer in range(per_stage):
             mine, theirs = f"decoder.layers.{layer}.", f"model.layers.{place.pp * per_stage + layer}."
-            for kind in ("weight", "bias") if config["model_type"] == "qwen2" else ("weight",):
+            biased = f"{theirs}self_attn.q_proj.bias" in hf
+            for kind in ("weight", "bias") if biased else ("weight",):
                 q, k, v = (hf[theirs + f"self_attn.{which}_proj.{kind}"] for which in "qkv")
                 rows = []
                 for group in range(sizes.kv_heads):
@@ -162,10 +163,12 @@ def test_shards_equal_explicit_loops(
                         rows += [k[group * d + i] for i in range(d)]
                         rows += [v[group * d + i] for i in range(d)]
                 assert torch.equal(local[mine + f"self_attention.linear_qkv.{kind}"], torch.stack(rows))
-            gate, up = (
-                hf[theirs + f"mlp.{which}_proj.weight"].chunk(layout.tp)[place.tp] for which in ("gate", "up")
-            )
-            assert torch.equal(local[mine + "mlp.linear_fc1.weight"], torch.cat([gate, up]))
+            if f"{theirs}mlp.gate_up_proj.weight" in hf:
+                gate, up = hf[f"{theirs}mlp.gate_up_proj.weight"].chunk(2)
+            else:
+                gate, up = (hf[f"{theirs}mlp.{which}_proj.weight"] for which in ("gate", "up"))
+            of_rank = [half.chunk(layout.tp)[place.tp] for half in (gate, up)]
+            assert torch.equal(local[mine + "mlp.linear_fc1.weight"], torch.cat(of_rank))
             for ours, name in (
                 ("mlp.linear_fc2", "mlp.down_proj"),
                 ("self_attention.linear_proj", "self_attn.o_proj"),
