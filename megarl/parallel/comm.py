@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.parallel.runtime import Runtime
+from megarl.parallel.runtime import Ranks, Runtime
 
 INLINE = 512  # bytes of a message that are sent together with its length; most messages are shorter
 _TAG = 7  # of the rest of a longer message: distinct from the phases' own point-to-point messages
 
 
-def gather_objects(runtime: Runtime, value: Any) -> list[Any]:
+def gather_objects(ranks: Ranks, value: Any) -> list[Any]:
     """Return every rank's `value`, by rank, on every rank. For small objects (pickled, over gloo).
 
     They go by way of rank 0: two messages a rank, each as long as its content. An all-gather would send ranks
     x ranks messages, each padded to the longest."""
-    return gather_over(runtime.cpu_group, value)
+    return gather_over(ranks.cpu_group, value)
 
 
 def gather_over(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
@@ -35,15 +35,15 @@ def gather_over(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     return [pickle.loads(blob) for blob in pickle.loads(_spread(group, whole))]
 
 
-def gather_on_0(runtime: Runtime, value: Any) -> list[Any] | None:
+def gather_on_0(ranks: Ranks, value: Any) -> list[Any] | None:
     """Return every rank's `value`, by rank, on rank 0; None on the others."""
-    blobs = _collect(runtime.cpu_group, pickle.dumps(value))
+    blobs = _collect(ranks.cpu_group, pickle.dumps(value))
     return None if blobs is None else [pickle.loads(blob) for blob in blobs]
 
 
-def from_rank_0(runtime: Runtime, value: Any) -> Any:
+def from_rank_0(ranks: Ranks, value: Any) -> Any:
     """Return rank 0's `value` on every rank."""
-    return pickle.loads(_spread(runtime.cpu_group, pickle.dumps(value) if runtime.rank == 0 else None))
+    return pickle.loads(_spread(ranks.cpu_group, pickle.dumps(value) if ranks.rank == 0 else None))
 
 
 def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None:
@@ -118,16 +118,16 @@ def sum_over_replicas(runtime: Runtime, sums: Tensor) -> Tensor:
     return total
 
 
-def sum_over_ranks(runtime: Runtime, counts: Tensor) -> Tensor:
+def sum_over_ranks(ranks: Ranks, counts: Tensor) -> Tensor:
     """Return the element-wise sum of a host tensor over all ranks, on every rank."""
-    if runtime.world > 1:
-        dist.all_reduce(counts, group=runtime.cpu_group)
+    if ranks.world > 1:
+        dist.all_reduce(counts, group=ranks.cpu_group)
     return counts
 
 
-def max_over_ranks(runtime: Runtime, value: float) -> float:
+def max_over_ranks(ranks: Ranks, value: float) -> float:
     """Return the largest `value` of all ranks, on every rank."""
-    return max(gather_objects(runtime, float(value)))
+    return max(gather_objects(ranks, float(value)))
 
 
 def from_last_stage(
@@ -148,24 +148,24 @@ def from_last_stage(
     return dict(zip(names, stacked.cpu(), strict=True))
 
 
-def any_of(runtime: Runtime, flags: Sequence[bool]) -> list[bool]:
+def any_of(ranks: Ranks, flags: Sequence[bool]) -> list[bool]:
     """Return on every rank, for each flag, whether it is true on at least one; by way of rank 0."""
-    if runtime.world == 1:
+    if ranks.world == 1:
         return list(flags)
     cells = torch.tensor(flags, dtype=torch.uint8)
-    gathered = [torch.empty_like(cells) for _ in range(runtime.world)] if runtime.rank == 0 else None
-    dist.gather(cells, gathered, dst=0, group=runtime.cpu_group)
+    gathered = [torch.empty_like(cells) for _ in range(ranks.world)] if ranks.rank == 0 else None
+    dist.gather(cells, gathered, dst=0, group=ranks.cpu_group)
     if gathered is not None:
         cells = torch.stack(gathered).amax(0)
-    dist.broadcast(cells, 0, group=runtime.cpu_group)
+    dist.broadcast(cells, 0, group=ranks.cpu_group)
     return [bool(cell) for cell in cells]
 
 
-def any_rank(runtime: Runtime, flag: bool) -> bool:
+def any_rank(ranks: Ranks, flag: bool) -> bool:
     """Return on every rank whether `flag` is true on at least one."""
-    return any_of(runtime, (flag,))[0]
+    return any_of(ranks, (flag,))[0]
 
 
-def barrier(runtime: Runtime) -> None:
+def barrier(ranks: Ranks) -> None:
     """Wait for every other rank, at most `parallel.timeout` seconds."""
-    any_rank(runtime, False)
+    any_rank(ranks, False)

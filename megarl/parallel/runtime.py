@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,20 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.machine import unseen_gpu
 
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+
+
+class Ranks(Protocol):
+    """Ranks that exchange words (parallel/comm.py): all of the job's or some of them.
+
+    rank        this process's number among them, world: how many there are
+    cpu_group   gloo: for Python objects and host tensors"""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def cpu_group(self) -> dist.ProcessGroup: ...
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,11 @@ class Runtime:
     @property
     def world(self) -> int:
         return self.layout.world
+
+    @property
+    def engines(self) -> Ranks:
+        """Return the ranks that have engines."""
+        return self
 
     @property
     def tp_rank(self) -> int:

@@ -21,7 +21,7 @@ from megarl.config.errors import ConfigError, DataError, EngineError, EngineFail
 from megarl.config.schema import Config, DynamicSamplingConfig
 from megarl.data.prompts import Prompt
 from megarl.parallel.comm import gather_objects
-from megarl.parallel.runtime import Runtime
+from megarl.parallel.runtime import Ranks
 from megarl.rewards.shaping import soft_overlong_punishment
 from megarl.rollout.batch import (
     EvaluationResult,
@@ -330,6 +330,7 @@ class RolloutWorker:
     A response is submitted and numbered (`_requests`), generated and verified by the rank that has its engine
     (`_own`), exchanged (`_arrived`, the same on every rank), and taken once its group is whole.
 
+    engines  the ranks that have engines
     recover  brings engines that failed back, see WeightSync
     seconds  of this rank since `reset`: generate, verify, gather (waiting for slower ranks included)
     """
@@ -337,13 +338,13 @@ class RolloutWorker:
     def __init__(
         self,
         config: Config,
-        runtime: Runtime,
+        engines: Ranks,
         engine: RolloutEngine,
         verifier: VerifierPool,
         tokenizer: Any,
         recover: Callable[[Failures], None] = raise_failure,
     ) -> None:
-        self.config, self.runtime, self.engine = config, runtime, engine
+        self.config, self.engines, self.engine = config, engines, engine
         self.verifier, self.tokenizer, self.recover = verifier, tokenizer, recover
         self.reflection = words_pattern(config.log.reflection_words)
         self.reset()
@@ -382,12 +383,12 @@ class RolloutWorker:
         for request in requests:
             self._requests[self._count] = request
             self._count += len(request.seeds)
-        engine, part = divmod(self.runtime.rank, self.config.rollout.engine_tp)
-        engines = self.runtime.world // self.config.rollout.engine_tp
+        number, part = divmod(self.engines.rank, self.config.rollout.engine_tp)
+        count = self.engines.world // self.config.rollout.engine_tp
         if not rows or part:
             return
         own = {}
-        for row in range(engine * len(rows) // engines, (engine + 1) * len(rows) // engines):
+        for row in range(number * len(rows) // count, (number + 1) * len(rows) // count):
             request, i = rows[row]
             partial = request.partial[i] if request.partial else None
             self._own[first + row] = request.prompt, partial
@@ -456,7 +457,7 @@ class RolloutWorker:
         except MegarlError as problem:
             error = problem
         verified = time.perf_counter()
-        everyone = gather_objects(self.runtime, (error, version, responses, failure))
+        everyone = gather_objects(self.engines, (error, version, responses, failure))
         self.seconds["generate"] += generated - begin
         self.seconds["verify"] += verified - generated
         self.seconds["gather"] += time.perf_counter() - verified
@@ -518,7 +519,7 @@ class RolloutWorker:
             failure = error
         partial = {n: c for n, c in ended.items() if c.tokens}
         partial |= {n: c for n, (_, c) in self._own.items() if c is not None and n not in ended}
-        everyone = gather_objects(self.runtime, (failure, partial if keep else {}))
+        everyone = gather_objects(self.engines, (failure, partial if keep else {}))
         if any(failures := [failure for failure, _ in everyone]):
             self.recover(failures)
         partial = {n: c for _, theirs in everyone for n, c in theirs.items()}

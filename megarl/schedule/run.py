@@ -134,7 +134,8 @@ class Run:
         for tag, size in (("weights", self.weight_sync.nbytes), ("kv_cache", 0)):
             memory = EngineMemory(self.weight_sync, tag, runtime.device, size)
             self.offload.register({f"engine.{tag}": memory})
-        worker = RolloutWorker(config, runtime, self.engine, self.verifiers, self.tokenizer, self._recover)
+        generating = self.engine, self.verifiers, self.tokenizer, self._recover
+        worker = RolloutWorker(config, runtime.engines, *generating)
         self.sampler = RolloutSampler(
             worker, draw=lambda n: [self.prompts[i] for i in self.prompt_sampler.take(n)]
         )

@@ -335,7 +335,7 @@ def test_an_error_of_one_rank_is_raised_on_all(world):
     engines, _, _ = world
 
     def broken(sampler: RolloutSampler) -> None:
-        if sampler.worker.runtime.rank == 2:
+        if sampler.worker.engines.rank == 2:
             sampler.worker.engine = TransformersEngine(engines[2].folder)  # never started
         sampler.collect(0)
 
