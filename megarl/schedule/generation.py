@@ -1,4 +1,4 @@
-"""What draws responses on a rank with an engine (`Generation`), and a step's rollout as it comes out of it."""
+"""What draws responses on a rank with an engine, and a step's rollout as it comes out of it."""
 
 from __future__ import annotations
 

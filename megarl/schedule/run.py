@@ -57,22 +57,36 @@ def make_weight_sync(
     config: Config,
     runtime: Runtime,
     hf_config: Mapping[str, Any],
-    model: torch.nn.Module,
+    model: torch.nn.Module | None,
     engine: RolloutEngine,
 ) -> WeightSync:
-    """Make the weight sync from the actor `model` to every rank's engine. hf_config: its config.json."""
+    """Make the weight sync from the actor `model` to every engine. hf_config: its config.json; model: None on
+    a rank that does not train. The engine of a rank that has none is only asked for its parts."""
     plan = engine_plan(config, hf_config, runtime.layout, cpu=runtime.device.type == "cpu")
-    sources = table_names(dict(model.named_parameters()))
+    sources = {} if model is None else table_names(dict(model.named_parameters()))
     dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
     staging, memory = Staging(runtime.device), Staging(runtime.device)
     frozen = frozen_targets(plan, hf_config, config.actor)
-    buckets = engine.buckets(plan, memory, frozen)
+    names = engine.split(plan, frozen)
+    parts = [plan.part(part) for part in names] if len(names) > 1 else [plan]
+    has_engine = runtime.rank >= runtime.first_engine
+    targets = engine.buckets(parts, memory) if has_engine else [{} for _ in parts]
     transfers = [
-        Transfer(part, runtime.rank, sources, targets, size, dtype=dtype, staging=staging)
-        for part, targets in buckets
+        Transfer(
+            part,
+            runtime.rank,
+            sources,
+            tensors,
+            size,
+            dtype=dtype,
+            group=runtime.transfer_group,
+            staging=staging,
+        )
+        for part, tensors in zip(parts, targets, strict=True)
     ]
-    constant = sum(targets.keys() <= frozen for _, targets in buckets)
-    weight_sync = WeightSync(config.rollout, runtime, engine, transfers, (staging, memory), constant)
+    constant = sum(frozen.issuperset(part) for part in names)
+    shared, ours = (staging, memory), engine if has_engine else None
+    weight_sync = WeightSync(config.rollout, runtime, ours, transfers, shared, constant)
     # The engine, which is starting, needs the memory in which the buckets were laid out.
     empty_cache(runtime.device)
     return weight_sync
