@@ -56,7 +56,8 @@ class Runtime:
     timeout         seconds that a collective may wait
     cpu_group       gloo, all trainers, or all ranks behind them: for Python objects and host tensors
     job_group       gloo, all ranks
-    transfer_group  of the weights' messages, all ranks; None: the default group"""
+    transfer_group  of the weights' messages, all ranks; None: the default group
+    store           that all ranks know, where some are apart"""
 
     layout: Layout
     rank: int
@@ -66,6 +67,7 @@ class Runtime:
     rollout_ranks: int = 0
     job_group: dist.ProcessGroup | None = None
     transfer_group: dist.ProcessGroup | None = None
+    store: dist.Store | None = None
 
     @property
     def world(self) -> int:
@@ -232,7 +234,7 @@ def start(config: ParallelConfig, seed: int) -> Runtime:
         from megatron.core import tensor_parallel
 
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return Runtime(layout, rank, device, config.timeout, cpu_group, apart, job_group, transfer_group)
+    return Runtime(layout, rank, device, config.timeout, cpu_group, apart, job_group, transfer_group, store)
 
 
 def _start_megatron(config: ParallelConfig) -> None:

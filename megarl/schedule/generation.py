@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -15,11 +15,10 @@ from megarl.parallel.comm import barrier
 from megarl.parallel.offload import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.batch import EvaluationResult
 from megarl.rollout.engine import RolloutEngine, make_engine
 from megarl.rollout.sampler import RolloutSampler, RolloutWorker
 from megarl.rollout.weight_sync import Failures
-from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts
+from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
 from megarl.training.checkpoint import PRETRAINING
 
 
@@ -76,11 +75,19 @@ class Generation:
         )
         # Every step's rollout on disk.
         self.rollouts = RolloutStore(
-            config.run_dir / "rollouts",
+            rollouts_folder(config),
             runtime.engines,
             "checkpoint.rollouts",
             "make room, or set it to false",
         )
+
+    @property
+    def depths(self) -> dict[str, Callable[[], int]]:
+        """Return what may wait here, for reports about a hang."""
+        return {
+            "responses in the engine": lambda: self.engine.running,
+            "answers at the verifiers": lambda: self.verifiers.waiting,
+        }
 
     @cached_property
     def pretraining_rollouts(self) -> RolloutStore:
@@ -96,8 +103,6 @@ class Generation:
         if stage != PRETRAINING:
             found = self.sampler.collect(number)
             rollout = Rollout(found.to_experience(), {**found.stats}, found.errors, {}, [])
-            if self.config.checkpoint.rollouts:
-                self.rollouts.write(number, rollout.batch, {"stats": found.stats})
         else:
             stored, events = self.pretraining_rollouts.read(number)
             if stored is not None:
@@ -111,15 +116,20 @@ class Generation:
             rollout = Rollout(found.to_experience(), metrics, found.errors, {}, events)
         rollout.samples = found.samples(self.tokenizer, self.config.log.samples)
         rollout.metrics |= {f"inside/{part}": seconds for part, seconds in found.seconds.items()}
-        if stage == PRETRAINING:
+        apart = self.runtime.rollout_ranks > 0  # trainers read the batch, and a checkpoint keeps it
+        if stage == PRETRAINING or apart:
             samples_ = {str(row): asdict(sample) for row, sample in rollout.samples.items()}
             kept = {"stats": found.stats, "samplers": self.snapshot()(), "samples": samples_}
-            self.pretraining_rollouts.write(number, rollout.batch, kept)
+            store = self.pretraining_rollouts if stage == PRETRAINING else self.rollouts
+            store.write(number, rollout.batch, {**kept, "errors": found.errors})
+        elif self.config.checkpoint.rollouts:
+            self.rollouts.write(number, rollout.batch, {"stats": found.stats})
         return rollout
 
-    def evaluate(self) -> EvaluationResult:
-        """Answer the held-out problems."""
-        return self.sampler.evaluate(self.problems)
+    def evaluate(self) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
+        """Answer the held-out problems; return eval/* and every answer, decoded on demand."""
+        result = self.sampler.evaluate(self.problems)
+        return result.stats(), result.answers(self.tokenizer)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """Return a function that gives, later and in any thread, where the samplers stand now, which the next

@@ -67,13 +67,12 @@ class Trainer:
         self._enter("choose a checkpoint")
         self.checkpoint, self.skipped_checkpoints = choose_checkpoint(self.runtime, self.folder)
         self.writer = CheckpointWriter(
-            self.runtime, config, run.models, versions(), run.onload_for_checkpoint
+            self.runtime, config, run.models, versions(), run.onload_for_checkpoint, run.elsewhere
         )
         self.preemption = PreemptionHandler(run, self.writer, stop or StopRequest(()))
         if watchdog is not None:
             if config.recipe != "sft":
-                watchdog.depths["responses in the engine"] = lambda: run.generation.engine.running
-                watchdog.depths["answers at the verifiers"] = lambda: run.generation.verifiers.waiting
+                watchdog.depths |= run.generation.depths
             watchdog.depths["bytes of a checkpoint"] = lambda: self.writer.pending
         append = self.checkpoint is not None
         self.log = None  # of rank 0
@@ -91,16 +90,20 @@ class Trainer:
                 done = self.resume()
                 if config.recipe != "sft":
                     run.onload("weight_transfer", {"actor.weights", "engine.weights"})
-                    run.weight_sync.sync(done)
+                    run.publish(done)
                     if self.checkpoint is None:
                         self.evaluate(0)
                     if self.checkpoint is None or self.checkpoint.pretraining:
                         self.pretrain_values()
+                if run.elsewhere is not None:
+                    run.elsewhere.begin(done, self.checkpoint.path if done and self.checkpoint else None)
                 for number in range(done + 1, config.steps + 1):
                     last = number == config.steps
                     self.step(Step(self.stage, number), self.phases)
                     if last or (config.evaluation.every and number % config.evaluation.every == 0):
                         self.evaluate(number)
+                    if run.elsewhere is not None:
+                        run.elsewhere.draw_next(number, self.writer.step)
                     self.save(self.stage, number, last=last)
                 self._enter("checkpoint")
                 self.writer.finish()
@@ -207,12 +210,16 @@ class Trainer:
 
     def run_phases(self, step: Step, phases: Sequence[Phase], *, weights_changed: bool = False) -> None:
         """Run phases in their order. Before each one: leave if the run was told to end (as long as no weight
-        has changed in this step), then have its tensor groups on the device."""
+        has changed in this step), have engines elsewhere take the weights that they wait for, then have the
+        phase's tensor groups on the device."""
         offload = self.run.offload
         for phase in phases:
             self.preemption.check(weights_changed=weights_changed)
             weights_changed |= phase.updates_weights
             try:
+                if self.run.elsewhere is not None and self.run.elsewhere.pending is not None:
+                    with self._timed(step, "weight_transfer"):
+                        step.metrics |= self.run.meet(wait="actor.gradients" in phase.on_gpu)
                 with offload.explained(phase.name):
                     if phase.on_gpu and offload.enabled:
                         with self._timed(step, "residency"):
@@ -230,12 +237,13 @@ class Trainer:
         if self.config.recipe == "sft" or not self.run.generation.problems:
             return
         self._enter("evaluation")
-        self.run.onload("evaluation", {"engine.weights", "engine.kv_cache"})
         started = time.perf_counter()
-        result = self.run.generation.evaluate()
-        self._record("eval", number, {**result.stats(), "time/evaluation": time.perf_counter() - started})
+        self.run.meet(wait=True)
+        self.run.onload("evaluation", {"engine.weights", "engine.kv_cache"})
+        stats, answers = self.run.generation.evaluate()
+        self._record("eval", number, {**stats, "time/evaluation": time.perf_counter() - started})
         if self.log is not None:
-            self.log.write_answers(number, result.answers(self.run.tokenizer))
+            self.log.write_answers(number, answers)
 
     def save(self, stage: str, number: int, *, last: bool) -> None:
         """Begin a checkpoint after a step where one is due; leave where the run was told to end."""
