@@ -151,11 +151,13 @@ class Elsewhere:
 
     def begin(self, done: int, checkpoint: Path | None) -> None:
         """Have the steps drawn that come after `done`, with the weights that were published last. checkpoint:
-        that a run continues from, which holds those that were drawn ahead of it."""
+        that a run continues from, which holds those that were drawn ahead of it (but at the end of a run that
+        is now to go further)."""
         self.drawn = self.ordered = done
         for number in range(done + 1, min(done + 1 + self.ahead, self.steps) + 1):
-            if checkpoint is not None and number <= done + self.ahead:
-                self._order("take", str(checkpoint / BATCHES), number, done)
+            kept = None if checkpoint is None else checkpoint / BATCHES / NAME.format(number)
+            if kept is not None and from_rank_0(self.runtime, kept.exists()):
+                self._order("take", str(kept), number, done)
             else:
                 self._order("draw", "train", number, done)
 
@@ -277,9 +279,9 @@ def serve_orders(
             case ("take", source, number, _):
                 if ranks.rank == 0:
                     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    shutil.copyfile(Path(source) / NAME.format(number), folder / NAME.format(number))
+                    shutil.copyfile(source, folder / NAME.format(number))
                 state = read_experience(folder / NAME.format(number))[1]
-                say(("drawn", "train", number), metrics={}, errors=state["errors"], events=[])
+                say(("drawn", "train", number), metrics={"inside/rollout": 0.0}, errors=state["errors"], events=[])
             case ("load", state):
                 generation.load_state_dict(state)
             case ("evaluate",):

@@ -174,7 +174,8 @@ def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
     rates = {}
     if metrics.get("time/rollout") and "rollout/tokens" in metrics and not metrics.get("rollout/reused"):
         seconds = metrics.get("inside/rollout", metrics["time/rollout"])  # of ranks that only generate
-        rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / seconds
+        if seconds:  # else it was drawn before the run continued
+            rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / seconds
     seconds = sum(metrics.get(f"time/{phase.name}", 0.0) for phase in PHASES.values() if phase.model)
     if seconds and "train/tokens" in metrics:
         rates["throughput/train_tokens"] = metrics["train/tokens"] / seconds
