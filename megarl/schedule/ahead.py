@@ -25,6 +25,7 @@ from megarl.config.errors import CheckpointError
 from megarl.config.schema import Config
 from megarl.data.experience import Experience, read_experience
 from megarl.observe.run_log import Sample
+from megarl.observe.timeline import Timeline
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Ranks, Runtime
 from megarl.rollout.weight_sync import WeightSync
@@ -94,6 +95,7 @@ class Elsewhere:
         self.pending: int | None = None
         self._due: list[tuple[Any, ...]] = []  # orders that the pending version comes before
         self._told: dict[Any, dict[str, Any]] = {}
+        self._waited = 0.0
         self._last = PRETRAINING, 0  # stage and number of the rollout that was asked for last
         hello = self._hear(("hello",))
         self.reports, self.problems = hello["reports"], hello["problems"]
@@ -111,7 +113,9 @@ class Elsewhere:
 
     def _listen(self, seconds: float) -> bool:
         """Take the next word, and return whether there was one."""
+        started = time.perf_counter()
         word, aside = self._words.hear(self.runtime, seconds)
+        self._waited += time.perf_counter() - started
         if word is None:
             return False
         key, said = word
@@ -196,6 +200,11 @@ class Elsewhere:
         told = self._hear(("evaluated",))
         return told["stats"], told["aside"]
 
+    def take_waited(self) -> float:
+        """Return the seconds, since the last call, in which this rank waited for the engines."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """Return a function that gives where the samplers stand after the last rollout that is in flight, as
         the batch says that was drawn last; called in a thread."""
@@ -246,6 +255,7 @@ def serve_orders(
 ) -> None:
     """Carry out the trainers' orders on a rank with an engine, until they let it go."""
     assert runtime.store is not None
+    timeline = Timeline(config.run_dir, runtime.rank)
     watchdog.depths |= generation.depths
     orders, words = (Words(runtime.store, name) for name in ("orders", "words"))
     ranks, folder = runtime.engines, rollouts_folder(config)
@@ -254,16 +264,24 @@ def serve_orders(
         words.say(ranks, (key, said), aside)
 
     say(("hello",), reports=generation.reports, problems=len(generation.problems))
+
+    def enter(phase: str, *place: Any) -> None:
+        watchdog.phase(phase, *place)
+        if place:
+            timeline.step(*place)
+        timeline.enter(phase)
+
+    timeline.enter("wait for orders")
     while True:
         watchdog.phase("wait for orders")  # again and again: the trainers' watchdogs limit their steps
         match orders.hear(ranks, SLICE)[0]:
             case None:
                 continue
             case ("sync", version):
-                watchdog.phase("weight_transfer", "train", version)
+                enter("weight_transfer", "train", version)
                 weight_sync.sync(version)
             case ("draw", stage, number, done):
-                watchdog.phase("rollout", stage, number)
+                enter("rollout", stage, number)
                 started = time.perf_counter()
                 found = generation.rollout(stage, number)
                 metrics = {name: value for name, value in found.metrics.items() if name.startswith("inside/")}
@@ -281,12 +299,20 @@ def serve_orders(
                     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                     shutil.copyfile(source, folder / NAME.format(number))
                 state = read_experience(folder / NAME.format(number))[1]
-                say(("drawn", "train", number), metrics={"inside/rollout": 0.0}, errors=state["errors"], events=[])
+                say(
+                    ("drawn", "train", number),
+                    metrics={"inside/rollout": 0.0},
+                    errors=state["errors"],
+                    events=[],
+                )
             case ("load", state):
                 generation.load_state_dict(state)
             case ("evaluate",):
-                watchdog.phase("evaluation")
+                enter("evaluation")
                 stats, answers = generation.evaluate()
                 say(("evaluated",), list(answers) if ranks.rank == 0 else [], stats=stats)
             case ("end",):
+                timeline.close()
                 return
+        timeline.waited(generation.take_waited())
+        timeline.enter("wait for orders")

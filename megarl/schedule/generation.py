@@ -57,6 +57,7 @@ class Generation:
         self, config: Config, runtime: Runtime, tokenizer: Any, recover: Callable[[Failures], None]
     ) -> None:
         self.config, self.runtime, self.tokenizer = config, runtime, tokenizer
+        self._waited = 0.0
         self.prompts, report = read_prompts(config.data.train, config.data, tokenizer)
         self.reports, self.problems = {"train": report}, []
         if config.data.eval:
@@ -114,6 +115,7 @@ class Generation:
             found = self.sampler.collect(-number)  # seeds of its own
             metrics = {"rollout/reused": 0.0, **found.stats}
             rollout = Rollout(found.to_experience(), metrics, found.errors, {}, events)
+        self._waited += found.seconds["gather"]
         rollout.samples = found.samples(self.tokenizer, self.config.log.samples)
         rollout.metrics |= {f"inside/{part}": seconds for part, seconds in found.seconds.items()}
         apart = self.runtime.rollout_ranks > 0  # trainers read the batch, and a checkpoint keeps it
@@ -129,7 +131,14 @@ class Generation:
     def evaluate(self) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
         """Answer the held-out problems; return eval/* and every answer, decoded on demand."""
         result = self.sampler.evaluate(self.problems)
+        self._waited += self.sampler.worker.seconds["gather"]
         return result.stats(), result.answers(self.tokenizer)
+
+    def take_waited(self) -> float:
+        """Return the seconds, since the last call, in which this rank's engine was done and others were
+        not."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """Return a function that gives, later and in any thread, where the samplers stand now, which the next

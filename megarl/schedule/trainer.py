@@ -21,6 +21,7 @@ from megarl.config.errors import DeviceMemoryError, MegarlError, NumericalError
 from megarl.config.phases import WEIGHT_TRANSFER, Phase, check_phases, pretraining_phases, training_phases
 from megarl.observe.run_log import RunLog
 from megarl.observe.terminal import RunFacts, TerminalView
+from megarl.observe.timeline import Timeline
 from megarl.parallel.comm import barrier, from_rank_0, gather_objects
 from megarl.parallel.runtime import set_generator_states
 from megarl.parallel.signals import StopRequest
@@ -64,6 +65,7 @@ class Trainer:
         )
         every = -(-config.steps // PLAIN_LINES)
         self.view = TerminalView(log.terminal if self.is_rank_0 else "quiet", self.facts, every=every)
+        self.timeline = Timeline(self.folder, self.runtime.rank)
         self._enter("choose a checkpoint")
         self.checkpoint, self.skipped_checkpoints = choose_checkpoint(self.runtime, self.folder)
         self.writer = CheckpointWriter(
@@ -75,6 +77,8 @@ class Trainer:
                 watchdog.depths |= run.generation.depths
             watchdog.depths["bytes of a checkpoint"] = lambda: self.writer.pending
         append = self.checkpoint is not None
+        if not append:
+            self.timeline.clear()
         self.log = None  # of rank 0
         if self.is_rank_0:
             self.log = RunLog(self.folder, append, log.samples, log.tensorboard, log.wandb)
@@ -114,6 +118,7 @@ class Trainer:
                 with suppress(OSError):  # a full disk may be the error itself, which must reach the user
                     self.log.write_event(str(error))
             raise
+        self.timeline.close()
         if self.log is not None:
             self.log.close()
 
@@ -137,6 +142,7 @@ class Trainer:
         if len(state["generators"]) == self.runtime.world:
             set_generator_states(state["generators"][self.runtime.rank])
         self.preemption.start(stage, step)
+        self.timeline.truncate_after(step, stage)
         if self.log is not None:
             self.log.truncate_after(step, stage)
         self._event(f"continues from {checkpoint.path}")
@@ -169,6 +175,7 @@ class Trainer:
     def step(self, step: Step, phases: Sequence[Phase]) -> None:
         """Run the phases of a step and record it. After a number that is not finite the rest is skipped."""
         run, metrics = self.run, step.metrics
+        self.timeline.step(step.stage, step.number)
         megatron_seconds = run.megatron_seconds()
         try:
             self.run_phases(step, phases)
@@ -241,6 +248,8 @@ class Trainer:
         self.run.meet(wait=True)
         self.run.onload("evaluation", {"engine.weights", "engine.kv_cache"})
         stats, answers = self.run.generation.evaluate()
+        self.timeline.waited(self.run.generation.take_waited())
+        self.timeline.leave()
         self._record("eval", number, {**stats, "time/evaluation": time.perf_counter() - started})
         if self.log is not None:
             self.log.write_answers(number, answers)
@@ -277,8 +286,9 @@ class Trainer:
         self.view.event(f"{which} written to {out}")
 
     def _enter(self, phase: str, stage: str | None = None, step: int | None = None) -> None:
-        """Tell the terminal and the watchdog what the run does from now on."""
+        """Tell the terminal, the watchdog and the timeline what the run does from now on."""
         self.view.phase(phase)
+        self.timeline.enter(phase)
         if self.watchdog is not None:
             self.watchdog.phase(phase, stage, step)
 
@@ -287,6 +297,9 @@ class Trainer:
         self._enter(name, step.stage, step.number)
         started = time.perf_counter()
         yield
+        if self.config.recipe != "sft":
+            self.timeline.waited(self.run.generation.take_waited())
+        self.timeline.leave()
         step.metrics[f"time/{name}"] = step.metrics.get(f"time/{name}", 0.0) + time.perf_counter() - started
 
     def _event(self, line: str) -> None:
