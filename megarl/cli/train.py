@@ -33,16 +33,24 @@ REPLAY_ENGINE = (
 
 
 def train(
-    path: Path, overrides: Sequence[str] = (), *, fresh: bool = False, follow: int | None = None
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    fresh: bool = False,
+    follow: int | None = None,
+    profile: int | None = None,
 ) -> int:
     """Train as the configuration says and return the exit code. Where the layout has several ranks they are
     started, and again after one was killed or hung, as often as `parallel.restarts` says; under torchrun this
     process is one.
 
     fresh    refuse a run_dir that holds a run
-    follow   the process id of a parent whose end is to be this process's end"""
+    follow   the process id of a parent whose end is to be this process's end
+    profile  steps to trace: log.profile"""
     if follow is not None:
         follow_launcher(follow)
+    if profile is not None:
+        overrides = [*overrides, f"log.profile={profile}"]
     config = load_config(path, overrides)
     # From here on, as the imports take seconds. Ranks of ours are asked by SIGUSR1 alone: SIGTERM ends them.
     with _stop_request(config, signal.SIGUSR1, signal.SIGTERM) as stop:
@@ -68,12 +76,15 @@ def train(
 def claim_run(config: Config, where: str, fresh: bool) -> None:
     """Check all that can be checked before ranks start, and take the run's folder. Raises ConfigError and the
     like."""
+    from megarl.observe.prometheus import Exporter
     from megarl.parallel.runtime import launched_rank
     from megarl.schedule.preflight import claim_run_dir, preflight, write_versions
 
     for line in preflight(config, where):
         print(f"megarl: {line}", file=sys.stderr, flush=True)
     if launched_rank() == 0:
+        if config.log.prometheus:
+            Exporter(config.log.prometheus, config.log.prometheus_host).close()  # raises where it is taken
         claim_run_dir(config, fresh=fresh)
         (config.run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         write_versions(config.run_dir / "versions.json")

@@ -33,7 +33,7 @@ SAMPLED = (
 # Folders that a run makes in its run_dir, and may replace (metrics, reports and the like are files).
 RUN_WRITES = (
     *("checkpoints", "critic_pretrained", "eval", "failed"),
-    *("heartbeat", "hf", "rollouts", "timeline", "value_pretraining"),
+    *("heartbeat", "hf", "profile", "rollouts", "timeline", "value_pretraining"),
 )
 
 

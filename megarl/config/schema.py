@@ -667,6 +667,15 @@ class LogConfig(Section):
     report: bool = field(True, "write report.html at the end")
     tensorboard: bool = field(False, "also write TensorBoard events (extra `track`)")
     wandb: bool = field(False, "also log to Weights & Biases (extra `track`)")
+    profile: int = field(
+        0,
+        "steps that are traced on every rank into run_dir/profile, after the first of each start; "
+        "`megarl train --profile N` sets it",
+        "steps",
+        ge=0,
+    )
+    prometheus: int = field(0, "port at which rank 0 serves the newest metrics; 0: none", ge=0, le=65535)
+    prometheus_host: str = field("127.0.0.1", "address for that, e.g. 0.0.0.0: every interface")
 
 
 class SupervisedConfig(Section):

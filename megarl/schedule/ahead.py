@@ -222,6 +222,10 @@ class Elsewhere:
         """Continue from what a `snapshot` gave."""
         self._order("load", state)
 
+    def continue_after(self, step: int, stage: str) -> None:
+        """Have the others drop what they have recorded after a step; 0 where the run begins anew."""
+        self._order("continue", step, stage)
+
     def files(self, step: int) -> list[Path]:
         """Return the batches that a checkpoint after `step` holds, once they are there; called in a
         thread."""
@@ -305,6 +309,8 @@ def serve_orders(
                     errors=state["errors"],
                     events=[],
                 )
+            case ("continue", step, stage):
+                timeline.truncate_after(step, stage) if step else timeline.clear()
             case ("load", state):
                 generation.load_state_dict(state)
             case ("evaluate",):

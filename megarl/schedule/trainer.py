@@ -19,6 +19,7 @@ import torch
 
 from megarl.config.errors import DeviceMemoryError, MegarlError, NumericalError
 from megarl.config.phases import WEIGHT_TRANSFER, Phase, check_phases, pretraining_phases, training_phases
+from megarl.observe.prometheus import Exporter
 from megarl.observe.run_log import RunLog
 from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.observe.timeline import Timeline
@@ -29,6 +30,7 @@ from megarl.schedule.guards import Guards
 from megarl.schedule.phases import FUNCTIONS, enforced, throughput
 from megarl.schedule.preemption import PreemptionHandler
 from megarl.schedule.preflight import versions
+from megarl.schedule.profiler import Profiler
 from megarl.schedule.rollouts import has_tokens, with_tokens
 from megarl.schedule.run import Run, Step
 from megarl.schedule.watchdog import Watchdog
@@ -51,6 +53,7 @@ class Trainer:
         check_phases(self.phases)
         check_phases(pretraining_phases(config))
         self.guards = Guards(config.guard)
+        self.profiler = Profiler(config, self.runtime, run.hf.num_hidden_layers)
         self.pretraining_progress: dict[str, Any] = {"steps": 0, "done": False}
         virtual = f" (VPP {layout.vpp})" if layout.vpp > 1 else ""
         self.facts = RunFacts(
@@ -79,9 +82,12 @@ class Trainer:
         append = self.checkpoint is not None
         if not append:
             self.timeline.clear()
+            if run.elsewhere is not None:
+                run.elsewhere.continue_after(0, self.stage)
         self.log = None  # of rank 0
         if self.is_rank_0:
-            self.log = RunLog(self.folder, append, log.samples, log.tensorboard, log.wandb)
+            exporter = Exporter(log.prometheus, log.prometheus_host) if log.prometheus else None
+            self.log = RunLog(self.folder, append, log.samples, log.tensorboard, log.wandb, exporter)
 
     def train(self) -> None:
         """Train to the last step, from the newest checkpoint. Errors are also written to events.jsonl."""
@@ -103,7 +109,8 @@ class Trainer:
                     run.elsewhere.begin(done, self.checkpoint.path if done and self.checkpoint else None)
                 for number in range(done + 1, config.steps + 1):
                     last = number == config.steps
-                    self.step(Step(self.stage, number), self.phases)
+                    with self.profiler.step(self.stage, number):
+                        self.step(Step(self.stage, number), self.phases)
                     if last or (config.evaluation.every and number % config.evaluation.every == 0):
                         self.evaluate(number)
                     if run.elsewhere is not None:
@@ -143,6 +150,8 @@ class Trainer:
             set_generator_states(state["generators"][self.runtime.rank])
         self.preemption.start(stage, step)
         self.timeline.truncate_after(step, stage)
+        if self.run.elsewhere is not None:
+            self.run.elsewhere.continue_after(step, stage)
         if self.log is not None:
             self.log.truncate_after(step, stage)
         self._event(f"continues from {checkpoint.path}")
@@ -296,7 +305,8 @@ class Trainer:
     def _timed(self, step: Step, name: str) -> Iterator[None]:
         self._enter(name, step.stage, step.number)
         started = time.perf_counter()
-        yield
+        with self.profiler.phase(name):
+            yield
         if self.config.recipe != "sft":
             self.timeline.waited(self.run.generation.take_waited())
         self.timeline.leave()
