@@ -72,8 +72,8 @@ class Trainer:
         self.preemption = PreemptionHandler(run, self.writer, stop or StopRequest(()))
         if watchdog is not None:
             if config.recipe != "sft":
-                watchdog.depths["responses in the engine"] = lambda: run.engine.running
-                watchdog.depths["answers at the verifiers"] = lambda: run.verifiers.waiting
+                watchdog.depths["responses in the engine"] = lambda: run.generation.engine.running
+                watchdog.depths["answers at the verifiers"] = lambda: run.generation.verifiers.waiting
             watchdog.depths["bytes of a checkpoint"] = lambda: self.writer.pending
         append = self.checkpoint is not None
         self.log = None  # of rank 0
@@ -227,12 +227,12 @@ class Trainer:
 
     def evaluate(self, number: int) -> None:
         """Answer the held-out problems with the engine, and record the scores."""
-        if self.config.recipe == "sft" or not self.run.problems:
+        if self.config.recipe == "sft" or not self.run.generation.problems:
             return
         self._enter("evaluation")
         self.run.onload("evaluation", {"engine.weights", "engine.kv_cache"})
         started = time.perf_counter()
-        result = self.run.sampler.evaluate(self.run.problems)
+        result = self.run.generation.evaluate()
         self._record("eval", number, {**result.stats(), "time/evaluation": time.perf_counter() - started})
         if self.log is not None:
             self.log.write_answers(number, result.answers(self.run.tokenizer))
