@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist, fmean
 
@@ -78,6 +78,11 @@ def default_lengths(plan: Plan) -> Lengths:
     """Return lengths of a third of the limit on average, and a quarter of it for prompts."""
     longest = plan.config.rollout.max_response_tokens
     return Lengths(longest / 3, longest, plan.config.data.max_prompt_tokens / 4)
+
+
+def with_deviation(lengths: Lengths, deviation: float) -> Lengths:
+    """Return lengths with this standard deviation before they are cut at the limit, about the same mean."""
+    return replace(lengths, spread=math.sqrt(math.log(1 + (deviation / lengths.mean) ** 2)))
 
 
 def estimate(plan: Plan, lengths: Lengths) -> Estimate:
