@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,15 @@ from megarl.config.errors import ConfigError
 from megarl.config.phases import never_offloaded
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
-from megarl.data.prompts import PromptSampler, ReadReport, read_pairs, read_prompts
+from megarl.data.prompts import PromptSampler, ReadReport, read_pairs
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
 from megarl.observe.run_log import Sample
-from megarl.parallel.comm import barrier
 from megarl.parallel.offload import HostPool, empty_cache
 from megarl.parallel.runtime import Runtime
-from megarl.rewards.pool import VerifierPool
-from megarl.rollout.engine import RolloutEngine, make_engine
-from megarl.rollout.sampler import RolloutSampler, RolloutWorker
+from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.weight_sync import Failures, WeightSync
+from megarl.schedule.generation import Generation
 from megarl.schedule.offload import EngineMemory, OffloadManager
-from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts
 from megarl.training.advantages import Tables
 from megarl.training.batch import LocalBatch
 from megarl.training.checkpoint import PRETRAINING
@@ -44,14 +40,6 @@ from megarl.weights.transfer import Staging, Transfer
 def load_tokenizer(folder: Path) -> Any:
     """Load the model's tokenizer; its end-of-sequence token ends responses."""
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-
-
-def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
-    """Start the engine once all ranks have given back what they do not use of the device: SGLang refuses GPUs
-    of which unlike shares are free, and makes its KV cache as large as what is free."""
-    empty_cache(runtime.device)
-    barrier(runtime)
-    engine.start()
 
 
 def load_weights(
@@ -116,33 +104,14 @@ class Run:
             self.pairs = read_pairs(config.data.train, config.data, key, self.tokenizer, report)
             self.pair_sampler = PromptSampler(len(self.pairs), config.seed, config.data.shuffle)
             return
-        self.prompts, report = read_prompts(config.data.train, config.data, self.tokenizer)
-        self.data_reports, self.problems = {"train": report}, []
-        if config.data.eval:
-            problems, self.data_reports["eval"] = read_prompts(config.data.eval, config.data, self.tokenizer)
-            self.problems = problems[: config.evaluation.max_problems or None]
-        self.prompt_sampler = PromptSampler(len(self.prompts), config.seed, config.data.shuffle)
-        reward = config.reward
-        self.verifiers = VerifierPool(
-            reward.verifier, reward.workers, reward.timeout, reward.memory, reward.terms
-        )
-        self.engine = make_engine(config, self.tokenizer, runtime)
-        start_engine(self.engine, runtime)
+        self.generation = Generation(config, runtime, self.tokenizer, self._recover)
+        self.data_reports = self.generation.reports
         self.weight_sync = make_weight_sync(
-            config, runtime, self.folder.config, self.actor.model, self.engine
+            config, runtime, self.folder.config, self.actor.model, self.generation.engine
         )
         for tag, size in (("weights", self.weight_sync.nbytes), ("kv_cache", 0)):
             memory = EngineMemory(self.weight_sync, tag, runtime.device, size)
             self.offload.register({f"engine.{tag}": memory})
-        generating = self.engine, self.verifiers, self.tokenizer, self._recover
-        worker = RolloutWorker(config, runtime.engines, *generating)
-        self.sampler = RolloutSampler(
-            worker, draw=lambda n: [self.prompts[i] for i in self.prompt_sampler.take(n)]
-        )
-        # Every step's rollout on disk.
-        self.rollouts = RolloutStore(
-            config.run_dir / "rollouts", runtime, "checkpoint.rollouts", "make room, or set it to false", {}
-        )
 
     def _settled(self, name: str) -> Any:
         """Build the actor, critic, reference or reward model with its weights, and offload it."""
@@ -175,11 +144,6 @@ class Run:
         with self.offload.also("rollout", {"actor.weights"}):
             self.weight_sync.recover(failures)
 
-    @cached_property
-    def pretraining_rollouts(self) -> RolloutStore:
-        """Return value pretraining's rollouts on disk. The first access is collective."""
-        return pretraining_rollouts(self.config, self.prompts, self.runtime)
-
     def onload(self, phase: str, groups: Collection[str]) -> None:
         """Have the tensor groups on the device, and nothing else. Engines whose weights were lost get the
         actor's again, unless the phase has both on the device: then it syncs them itself."""
@@ -201,26 +165,20 @@ class Run:
         """Return the models whose weights and optimizers a checkpoint holds."""
         return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the samplers stand, which the next step needs besides the models: JSON, alike on every
-        rank."""
-        return self.snapshot()()
-
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that puts the present `state_dict` together, later and in any thread."""
-        if self.config.recipe == "sft":
-            pairs = self.pair_sampler.state()
-            return lambda: {"pairs": pairs}
-        prompts, rollout = self.prompt_sampler.state(), self.sampler.snapshot()
-        return lambda: {"prompts": prompts, "rollout": rollout()}
+        """Return a function that gives, later and in any thread, where the samplers stand now, which the next
+        step needs besides the models: JSON, alike on every rank."""
+        if self.config.recipe != "sft":
+            return self.generation.snapshot()
+        pairs = self.pair_sampler.state()
+        return lambda: {"pairs": pairs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`. Raises CheckpointError where the data files have changed."""
-        if self.config.recipe == "sft":
-            self.pair_sampler.load_state(state["pairs"])
+        """Continue from what a `snapshot` gave. Raises CheckpointError where the data files have changed."""
+        if self.config.recipe != "sft":
+            self.generation.load_state_dict(state)
         else:
-            self.prompt_sampler.load_state(state["prompts"])
-            self.sampler.load_state_dict(state["rollout"])
+            self.pair_sampler.load_state(state["pairs"])
 
     def megatron_seconds(self) -> float:
         """Return this rank's seconds in Megatron's forward and backward passes and optimizers so far."""
@@ -244,8 +202,7 @@ class Run:
     def close(self) -> None:
         """End the engine and the verifiers."""
         if self.config.recipe != "sft":
-            self.engine.stop()
-            self.verifiers.close()
+            self.generation.close()
 
 
 @dataclass

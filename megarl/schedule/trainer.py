@@ -74,8 +74,8 @@ class Trainer:
         self.preemption = PreemptionHandler(run, self.writer, stop or StopRequest(()))
         if watchdog is not None:
             if config.recipe != "sft":
-                watchdog.depths["responses in the engine"] = lambda: run.engine.running
-                watchdog.depths["answers at the verifiers"] = lambda: run.verifiers.waiting
+                watchdog.depths["responses in the engine"] = lambda: run.generation.engine.running
+                watchdog.depths["answers at the verifiers"] = lambda: run.generation.verifiers.waiting
             watchdog.depths["bytes of a checkpoint"] = lambda: self.writer.pending
         append = self.checkpoint is not None
         if not append:
@@ -234,13 +234,13 @@ class Trainer:
 
     def evaluate(self, number: int) -> None:
         """Answer the held-out problems with the engine, and record the scores."""
-        if self.config.recipe == "sft" or not self.run.problems:
+        if self.config.recipe == "sft" or not self.run.generation.problems:
             return
         self._enter("evaluation")
         self.run.onload("evaluation", {"engine.weights", "engine.kv_cache"})
         started = time.perf_counter()
-        result = self.run.sampler.evaluate(self.run.problems)
-        self.timeline.waited(self.run.sampler.worker.seconds["gather"])
+        result = self.run.generation.evaluate()
+        self.timeline.waited(self.run.generation.waited)
         self.timeline.leave()
         self._record("eval", number, {**result.stats(), "time/evaluation": time.perf_counter() - started})
         if self.log is not None:
@@ -290,7 +290,7 @@ class Trainer:
         started = time.perf_counter()
         yield
         if name == "rollout":
-            self.timeline.waited(step.metrics.get("inside/gather", 0.0))
+            self.timeline.waited(self.run.generation.waited)
         self.timeline.leave()
         step.metrics[f"time/{name}"] = step.metrics.get(f"time/{name}", 0.0) + time.perf_counter() - started
 

@@ -29,7 +29,7 @@ from megarl.parallel.machine import allocator_problem
 from megarl.plan.memory import plan_of
 from megarl.rollout.sglang import SGLangEngine
 from megarl.rollout.weight_sync import WeightSync
-from megarl.schedule import evaluation, preflight, run
+from megarl.schedule import evaluation, generation, preflight, run
 from megarl.schedule.run import make_weight_sync
 from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.layout import Region, Shard, full_box
@@ -357,24 +357,18 @@ def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(
     def says(word: str) -> Any:
         return lambda *arguments, **options: order.append(word) or MagicMock()
 
-    monkeypatch.setattr(run, "empty_cache", says("empties"))
-    monkeypatch.setattr(run, "barrier", says("waits"))
+    monkeypatch.setattr(generation, "empty_cache", says("empties"))
+    monkeypatch.setattr(generation, "barrier", says("waits"))
     engine = SimpleNamespace(start=says("starts"))
     config = planned(2, 1, 4, 2)[0]
     if what == "run":
-        for name in (
-            "load_tokenizer",
-            "open_model",
-            "read_hf_config",
-            "HostPool",
-            "read_prompts",
-            "PromptSampler",
-            "VerifierPool",
-        ):
+        for name in ("load_tokenizer", "open_model", "read_hf_config", "HostPool"):
             monkeypatch.setattr(run, name, MagicMock(return_value=MagicMock()))
-        monkeypatch.setattr(run, "read_prompts", lambda *arguments: ([], MagicMock()))
+        for name in ("PromptSampler", "VerifierPool"):
+            monkeypatch.setattr(generation, name, MagicMock(return_value=MagicMock()))
+        monkeypatch.setattr(generation, "read_prompts", lambda *arguments: ([], MagicMock()))
         monkeypatch.setattr(run.Run, "_settled", says("settles"))
-        monkeypatch.setattr(run, "make_engine", lambda *arguments: engine)
+        monkeypatch.setattr(generation, "make_engine", lambda *arguments: engine)
         monkeypatch.setattr(run, "make_weight_sync", says("weight sync"))
         monkeypatch.setattr(run, "EngineMemory", MagicMock())
         run.Run(config, MagicMock(device=torch.device("cpu")))
