@@ -85,6 +85,7 @@ def build_parser() -> Parser:
     text = "train by supervised warm start, GRPO, DAPO, PPO or VAPO: the config's recipe"
     train = add(commands, "train", "cli.train:train", text, check_packages=True)
     train.flag("--fresh", "refuse a run_dir that holds a run, instead of continuing it")
+    train.number("--profile", "N", "trace N steps for Perfetto, into run_dir/profile (log.profile)", type=int)
     train.add_argument("--follow", type=int, help=argparse.SUPPRESS)  # of `ablate`: the process to end with
     train.config()
 

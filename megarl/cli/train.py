@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cli.ranks import passes_on_rank_0, run_rank, start_ranks, starts_ranks
-from megarl.config import check_config, dump_config, load_config
+from megarl.config import dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import set_key
 from megarl.config.schema import Config
@@ -33,16 +33,24 @@ REPLAY_ENGINE = (
 
 
 def train(
-    path: Path, overrides: Sequence[str] = (), *, fresh: bool = False, follow: int | None = None
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    fresh: bool = False,
+    follow: int | None = None,
+    profile: int | None = None,
 ) -> int:
     """Train as the configuration says and return the exit code. Where the layout has several ranks they are
     started, and again after one was killed or hung, as often as `parallel.restarts` says; under torchrun this
     process is one.
 
     fresh    refuse a run_dir that holds a run
-    follow   the process id of a parent whose end is to be this process's end"""
+    follow   the process id of a parent whose end is to be this process's end
+    profile  steps to trace: log.profile"""
     if follow is not None:
         follow_launcher(follow)
+    if profile is not None:
+        overrides = [*overrides, f"log.profile={profile}"]
     config = load_config(path, overrides)
     # From here on, as the imports take seconds. Ranks of ours are asked by SIGUSR1 alone: SIGTERM ends them.
     with _stop_request(config, signal.SIGUSR1, signal.SIGTERM) as stop:
@@ -68,12 +76,15 @@ def train(
 def claim_run(config: Config, where: str, fresh: bool) -> None:
     """Check all that can be checked before ranks start, and take the run's folder. Raises ConfigError and the
     like."""
+    from megarl.observe.prometheus import Exporter
     from megarl.parallel.runtime import launched_rank
     from megarl.schedule.preflight import claim_run_dir, preflight, write_versions
 
     for line in preflight(config, where):
         print(f"megarl: {line}", file=sys.stderr, flush=True)
     if launched_rank() == 0:
+        if config.log.prometheus:
+            Exporter(config.log.prometheus, config.log.prometheus_host).close()  # raises where it is taken
         claim_run_dir(config, fresh=fresh)
         (config.run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         write_versions(config.run_dir / "versions.json")
@@ -95,19 +106,21 @@ def _train_launched(config: Config, end: float | None) -> int:
 
 def _train(config: Config, stop: StopRequest, *, launched: bool) -> int:
     def job(runtime: Runtime) -> None:
-        from megarl.schedule.run import Run
+        from megarl.schedule.run import EngineRank, Run
         from megarl.schedule.trainer import Trainer
         from megarl.schedule.watchdog import Watchdog
 
-        with (
-            Watchdog(config.run_dir, runtime.rank, runtime.world, config.watchdog) as watchdog,
-            closing(Run(config, runtime)) as run,
-        ):
-            if runtime.rank == 0:
-                reports = {name: asdict(report) for name, report in run.data_reports.items()}
-                text = json.dumps(reports, indent=1) + "\n"
-                (config.run_dir / "data.json").write_text(text, encoding="utf-8")
-            Trainer(run, stop, watchdog).train()
+        with Watchdog(config.run_dir, runtime.rank, runtime.job.world, config.watchdog) as watchdog:
+            if not runtime.trains:
+                with closing(EngineRank(config, runtime)) as rank:
+                    rank.serve(watchdog)
+                return
+            with closing(Run(config, runtime)) as run:
+                if runtime.rank == 0:
+                    reports = {name: asdict(report) for name, report in run.data_reports.items()}
+                    text = json.dumps(reports, indent=1) + "\n"
+                    (config.run_dir / "data.json").write_text(text, encoding="utf-8")
+                Trainer(run, stop, watchdog).train()
 
     code = run_rank(config, job, launched=launched)
     from megarl.parallel.runtime import launched_rank
@@ -127,14 +140,15 @@ def replay(run: Path, step: int, tolerance: float | None, overrides: Sequence[st
     if not file.is_file():
         raise ConfigError(f"{run}: no config.yaml there (give the folder of a run)")
     config = load_config(file, [*REPLAY_ENGINE, set_key("run_dir", run), *overrides])
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"rollout_ranks": 0})})
 
     def check() -> None:
         from megarl.schedule.preflight import preflight
         from megarl.schedule.replay import check_replay
 
-        check_config(config, str(file))
         check_replay(config, step)
-        preflight(config, str(file))
+        in_turn = config.schedule.model_copy(update={"ahead": 0})  # nothing is drawn
+        preflight(config.model_copy(update={"schedule": in_turn}), str(file))
 
     if not passes_on_rank_0(check):
         return 2

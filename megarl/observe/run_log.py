@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megarl.config.errors import ConfigError
+from megarl.observe.prometheus import Exporter
 
 METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 DISTRIBUTIONS_FILE, EVENTS_FILE, ANSWERS_FILE = "distributions.jsonl", "events.jsonl", "evaluations.jsonl"
@@ -170,8 +171,8 @@ class JsonlWriter:
 class RunLog:
     """Writes the logs of a run; a context manager. append=True continues the files, False starts them anew.
 
-    samples: at most so many a step. Raises ConfigError if the folder cannot be written, or if a tracker that
-    was asked for is not installed."""
+    samples: at most so many a step; exporter: serves the newest metrics. Raises ConfigError if the folder
+    cannot be written, or if a tracker that was asked for is not installed."""
 
     def __init__(
         self,
@@ -180,8 +181,9 @@ class RunLog:
         samples: int = 0,
         tensorboard: bool = False,
         wandb: bool = False,
+        exporter: Exporter | None = None,
     ) -> None:
-        self.samples_per_step = samples
+        self.samples_per_step, self._exporter = samples, exporter
         self._trackers: list[_TensorBoard | _Wandb] = [_TensorBoard(run_dir)] if tensorboard else []
         self._trackers += [_Wandb(run_dir, append)] if wandb else []
         names = (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE, EVENTS_FILE, ANSWERS_FILE)
@@ -206,6 +208,8 @@ class RunLog:
         numbers = {name: v for name, v in written.items() if isinstance(v, int | float) and name != "step"}
         for tracker in self._trackers:
             tracker.log(written["step"], {f"{prefix}{name}": float(v) for name, v in numbers.items()})
+        if self._exporter is not None:
+            self._exporter.update(written["stage"], numbers | {"step": written["step"]})
         return written
 
     def write_samples(self, samples: Iterable[Sample]) -> int:
@@ -242,7 +246,8 @@ class RunLog:
         return dropped + answers.keep(lambda record: precedes({**record, "stage": "eval"}, step, stage))
 
     def close(self) -> None:
-        for one in (*self._files.values(), *self._trackers):
+        exporters = [self._exporter] if self._exporter is not None else []
+        for one in (*self._files.values(), *self._trackers, *exporters):
             one.close()
 
     def __enter__(self) -> Self:

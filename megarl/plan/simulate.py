@@ -45,14 +45,6 @@ Balance = Literal["stretches", "queue", "longest"]
 Draw = Callable[[random.Random, int], Sequence[float]]
 
 
-def rollout_ranks(config: Config) -> int:
-    return int(getattr(config.parallel, "rollout_ranks", 0))
-
-
-def steps_ahead(config: Config) -> int:
-    return int(getattr(getattr(config, "schedule", None), "ahead", 0))
-
-
 @dataclass(frozen=True)
 class Costs:
     """What takes how many seconds.
@@ -319,7 +311,8 @@ def simulate(
 
     With ahead = a, the batch of step k is drawn with the weights after step k - 1 - a, the first ones with
     the initial weights. Version v is transferred when the trainers have it and the engines have ended batch
-    v + a; with a = 2 the trainers go on meanwhile, until the next change of their weights."""
+    v + a; with a = 2 the trainers look before each phase, and wait before the next change of their
+    weights."""
     course = Course()
     names = [f"engine {number}" for number in range(engines)]
     drawn: list[Rollout] = []
@@ -376,7 +369,7 @@ def simulate(
             trainer_now = begin
         batch = drawn[step - 1]
         for phase, seconds in costs.train(batch.tokens).items():
-            if behind and phase == costs.changes:
+            if behind and (phase == costs.changes or engine_now <= trainer_now):
                 meet(behind)
                 behind = 0
             for name in ("trainers",) if trainers else names:
@@ -457,8 +450,8 @@ def best_split(plan: Plan, work: Work, lengths: Lengths, world: int) -> tuple[Pl
     layout, found = plan.layout, []
     unit = layout.tp * layout.pp * layout.cp
     for trainers in range(unit, world, unit):
-        made = with_keys(plan, parallel__dp=trainers // unit)
         ranks = world - trainers
+        made = with_keys(plan, parallel__dp=trainers // unit, parallel__rollout_ranks=ranks)
         try:
             if ranks % plan.engine_tp or trainers // layout.pp % layout.ep or made.problem():
                 continue
@@ -467,7 +460,7 @@ def best_split(plan: Plan, work: Work, lengths: Lengths, world: int) -> tuple[Pl
             continue
         parts = estimate(made, lengths).parts
         train = sum(s for name, s in parts.items() if name not in ("rollout", "weight_transfer"))
-        found.append((made, ranks, train, max(train, rollout_seconds(made, lengths, ranks))))
+        found.append((made, ranks, train, max(train, rollout_seconds(made, lengths))))
     if not found:
         return None
 
@@ -499,11 +492,12 @@ class Tried(NamedTuple):
 def compare(plan: Plan, work: Work, lengths: Lengths) -> list[Tried]:
     """Simulate the configuration, and beside it: all ranks in turn, and the best split with ahead 1 and 2."""
     unit = plan.layout.tp * plan.layout.pp * plan.layout.cp
-    ranks, ahead = rollout_ranks(plan.config), steps_ahead(plan.config)
+    ranks, ahead = plan.config.parallel.rollout_ranks, plan.config.schedule.ahead
     world = plan.layout.world + ranks
     wanted = [(plan, ranks, ahead)]
     if ranks and world % unit == 0 and world % plan.engine_tp == 0:
-        wanted.append((with_keys(plan, parallel__dp=world // unit), 0, 0))
+        in_turn = with_keys(plan, parallel__dp=world // unit, parallel__rollout_ranks=0)
+        wanted.append((in_turn, 0, 0))
     if best := best_split(plan, work, lengths, world):
         wanted += [(*best, 1), (*best, 2)]
     tried: list[Tried] = []

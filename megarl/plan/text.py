@@ -42,7 +42,8 @@ def lines(plan: Plan, where: str, lengths: Lengths, made: Estimate) -> Iterator[
     gpus = f"{layout.world} x {device.name} ({device.memory / GIB:.1f} GiB)"
     yield f"layout   {name_of(layout)}: {gpus} on {plan.nodes} nodes"
     if config.recipe != "sft":
-        engines = f"{layout.world // plan.engine_tp} of tp {plan.engine_tp} ({config.rollout.engine})"
+        ranks = config.parallel.rollout_ranks or layout.world
+        engines = f"{ranks // plan.engine_tp} of tp {plan.engine_tp} ({config.rollout.engine})"
         yield f"engines  {engines}, KV cache of each {plan.cache_tokens:,.0f} tokens"
     yield ""
     yield "GiB on a GPU, of the fullest stage"

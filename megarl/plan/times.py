@@ -263,9 +263,9 @@ def decoded_at_once(plan: Plan, lengths: Lengths) -> int:
     return max(1, min(int(plan.cache_tokens / mean), limit))
 
 
-def rollout_seconds(plan: Plan, lengths: Lengths, ranks: int | None = None) -> float:
-    """Return the seconds in which all engines are done, on so many ranks; None: on all of the layout's."""
-    config, ranks = plan.config, ranks or plan.layout.world
+def rollout_seconds(plan: Plan, lengths: Lengths) -> float:
+    """Return the seconds in which all engines are done."""
+    config, ranks = plan.config, plan.config.parallel.rollout_ranks or plan.layout.world
     sampled = config.responses / (GROUPS_KEPT if config.rollout.dynamic_sampling.enabled else 1.0)
     each = max(1, round(sampled * plan.engine_tp / ranks))
     at_once = min(decoded_at_once(plan, lengths), each)

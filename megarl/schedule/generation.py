@@ -1,8 +1,8 @@
-"""What draws responses on a rank with an engine (`Generation`), and a step's rollout as it comes out of it."""
+"""What draws responses on a rank with an engine, and a step's rollout as it comes out of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -15,11 +15,10 @@ from megarl.parallel.comm import barrier
 from megarl.parallel.offload import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.batch import EvaluationResult
 from megarl.rollout.engine import RolloutEngine, make_engine
 from megarl.rollout.sampler import RolloutSampler, RolloutWorker
 from megarl.rollout.weight_sync import Failures
-from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts
+from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
 from megarl.training.checkpoint import PRETRAINING
 
 
@@ -58,6 +57,7 @@ class Generation:
         self, config: Config, runtime: Runtime, tokenizer: Any, recover: Callable[[Failures], None]
     ) -> None:
         self.config, self.runtime, self.tokenizer = config, runtime, tokenizer
+        self._waited = 0.0
         self.prompts, report = read_prompts(config.data.train, config.data, tokenizer)
         self.reports, self.problems = {"train": report}, []
         if config.data.eval:
@@ -76,11 +76,19 @@ class Generation:
         )
         # Every step's rollout on disk.
         self.rollouts = RolloutStore(
-            config.run_dir / "rollouts",
+            rollouts_folder(config),
             runtime.engines,
             "checkpoint.rollouts",
             "make room, or set it to false",
         )
+
+    @property
+    def depths(self) -> dict[str, Callable[[], int]]:
+        """Return what may wait here, for reports about a hang."""
+        return {
+            "responses in the engine": lambda: self.engine.running,
+            "answers at the verifiers": lambda: self.verifiers.waiting,
+        }
 
     @cached_property
     def pretraining_rollouts(self) -> RolloutStore:
@@ -96,8 +104,6 @@ class Generation:
         if stage != PRETRAINING:
             found = self.sampler.collect(number)
             rollout = Rollout(found.to_experience(), {**found.stats}, found.errors, {}, [])
-            if self.config.checkpoint.rollouts:
-                self.rollouts.write(number, rollout.batch, {"stats": found.stats})
         else:
             stored, events = self.pretraining_rollouts.read(number)
             if stored is not None:
@@ -109,23 +115,30 @@ class Generation:
             found = self.sampler.collect(-number)  # seeds of its own
             metrics = {"rollout/reused": 0.0, **found.stats}
             rollout = Rollout(found.to_experience(), metrics, found.errors, {}, events)
+        self._waited += found.seconds["gather"]
         rollout.samples = found.samples(self.tokenizer, self.config.log.samples)
         rollout.metrics |= {f"inside/{part}": seconds for part, seconds in found.seconds.items()}
-        if stage == PRETRAINING:
+        apart = self.runtime.rollout_ranks > 0  # trainers read the batch, and a checkpoint keeps it
+        if stage == PRETRAINING or apart:
             samples_ = {str(row): asdict(sample) for row, sample in rollout.samples.items()}
             kept = {"stats": found.stats, "samplers": self.snapshot()(), "samples": samples_}
-            self.pretraining_rollouts.write(number, rollout.batch, kept)
+            store = self.pretraining_rollouts if stage == PRETRAINING else self.rollouts
+            store.write(number, rollout.batch, {**kept, "errors": found.errors})
+        elif self.config.checkpoint.rollouts:
+            self.rollouts.write(number, rollout.batch, {"stats": found.stats})
         return rollout
 
-    def evaluate(self) -> EvaluationResult:
-        """Answer the held-out problems."""
-        return self.sampler.evaluate(self.problems)
+    def evaluate(self) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
+        """Answer the held-out problems; return eval/* and every answer, decoded on demand."""
+        result = self.sampler.evaluate(self.problems)
+        self._waited += self.sampler.worker.seconds["gather"]
+        return result.stats(), result.answers(self.tokenizer)
 
-    @property
-    def waited(self) -> float:
-        """Return the seconds of the last rollout or evaluation in which this rank's engine had nothing to do
-        while others had."""
-        return self.sampler.worker.seconds["gather"]
+    def take_waited(self) -> float:
+        """Return the seconds, since the last call, in which this rank's engine was done and others were
+        not."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """Return a function that gives, later and in any thread, where the samplers stand now, which the next

@@ -52,7 +52,7 @@ def distribute(run: Run, step: Step) -> None:
 def old_logprobs(run: Run, step: Step) -> None:
     """Compute the trainer's log-probs before any update, measure how far the engine's are from them, and
     correct the policy loss's token weights for that where `algorithm.mismatch` says so."""
-    experience, version = step.local.experience, run.generation.engine.weight_version
+    experience, version = step.local.experience, max(0, step.number - 1 - run.config.schedule.ahead)
     start_counting(run.actor.model.routings, grad=False)
     columns = run.actor.logprob_columns(experience, step.local.micro_batches)
     step.metrics |= run.actor.routing_metrics()
@@ -147,7 +147,7 @@ def actor_update(run: Run, step: Step) -> None:
 
 def weight_transfer(run: Run, step: Step) -> None:
     """Write the actor's shards into the engine's, in place."""
-    step.metrics |= run.weight_sync.sync(step.number).metrics()
+    step.metrics |= run.publish(step.number)
     step.events += run.weight_sync.take_events()
 
 
@@ -173,7 +173,9 @@ def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return tokens per second of the whole job: generated, and put through forward and update."""
     rates = {}
     if metrics.get("time/rollout") and "rollout/tokens" in metrics and not metrics.get("rollout/reused"):
-        rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / metrics["time/rollout"]
+        seconds = metrics.get("inside/rollout", metrics["time/rollout"])  # of ranks that only generate
+        if seconds:  # else it was drawn before the run continued
+            rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / seconds
     seconds = sum(metrics.get(f"time/{phase.name}", 0.0) for phase in PHASES.values() if phase.model)
     if seconds and "train/tokens" in metrics:
         rates["throughput/train_tokens"] = metrics["train/tokens"] / seconds

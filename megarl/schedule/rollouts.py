@@ -120,13 +120,13 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
             "data.train (sha256)": data.hexdigest(),
         }
     made_from = from_rank_0(ranks, made_from)
-    return RolloutStore(_folder(config), ranks, KEY, "choose another folder", made_from)
+    return RolloutStore(pretraining_folder(config), ranks, KEY, "choose another folder", made_from)
 
 
 def check_pretraining_rollouts(config: Config) -> None:
     """Check, before a rank is started, that the first stored rollout was made with this configuration. The
     model's files and the prompts are compared later. A damaged file is no error: it is sampled again."""
-    path = _folder(config) / NAME.format(1)
+    path = pretraining_folder(config) / NAME.format(1)
     if config.has_critic and config.value_pretraining.steps and path.exists():
         with suppress(DataError):
             check_made_from(path, _deciding(config))
@@ -147,7 +147,13 @@ def check_made_from(path: Path, now: Mapping[str, Any]) -> None:
             )
 
 
-def _folder(config: Config) -> Path:
+def rollouts_folder(config: Config) -> Path:
+    """Return where the rollouts of the main stage's steps are."""
+    return config.run_dir / "rollouts"
+
+
+def pretraining_folder(config: Config) -> Path:
+    """Return where the rollouts of value pretraining are."""
     return config.value_pretraining.rollouts or config.run_dir / "value_pretraining"
 
 

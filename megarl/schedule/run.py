@@ -20,10 +20,13 @@ from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_conf
 from megarl.observe.run_log import Sample
 from megarl.parallel.offload import HostPool, empty_cache
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engine import RolloutEngine, make_engine
+from megarl.rollout.sampler import raise_failure
 from megarl.rollout.weight_sync import Failures, WeightSync
+from megarl.schedule.ahead import Elsewhere, serve_orders
 from megarl.schedule.generation import Generation
 from megarl.schedule.offload import EngineMemory, OffloadManager
+from megarl.schedule.watchdog import Watchdog
 from megarl.training.advantages import Tables
 from megarl.training.batch import LocalBatch
 from megarl.training.checkpoint import PRETRAINING
@@ -57,22 +60,36 @@ def make_weight_sync(
     config: Config,
     runtime: Runtime,
     hf_config: Mapping[str, Any],
-    model: torch.nn.Module,
+    model: torch.nn.Module | None,
     engine: RolloutEngine,
 ) -> WeightSync:
-    """Make the weight sync from the actor `model` to every rank's engine. hf_config: its config.json."""
+    """Make the weight sync from the actor `model` to every engine. hf_config: its config.json; model: None on
+    a rank that does not train. The engine of a rank that has none is only asked for its parts."""
     plan = engine_plan(config, hf_config, runtime.layout, cpu=runtime.device.type == "cpu")
-    sources = table_names(dict(model.named_parameters()))
+    sources = {} if model is None else table_names(dict(model.named_parameters()))
     dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
     staging, memory = Staging(runtime.device), Staging(runtime.device)
     frozen = frozen_targets(plan, hf_config, config.actor)
-    buckets = engine.buckets(plan, memory, frozen)
+    names = engine.split(plan, frozen)
+    parts = [plan.part(part) for part in names] if len(names) > 1 else [plan]
+    has_engine = runtime.rank >= runtime.first_engine
+    targets = engine.buckets(parts, memory) if has_engine else [{} for _ in parts]
     transfers = [
-        Transfer(part, runtime.rank, sources, targets, size, dtype=dtype, staging=staging)
-        for part, targets in buckets
+        Transfer(
+            part,
+            runtime.rank,
+            sources,
+            tensors,
+            size,
+            dtype=dtype,
+            group=runtime.transfer_group,
+            staging=staging,
+        )
+        for part, tensors in zip(parts, targets, strict=True)
     ]
-    constant = sum(targets.keys() <= frozen for _, targets in buckets)
-    weight_sync = WeightSync(config.rollout, runtime, engine, transfers, (staging, memory), constant)
+    constant = sum(frozen.issuperset(part) for part in names)
+    shared, ours = (staging, memory), engine if has_engine else None
+    weight_sync = WeightSync(config.rollout, runtime, ours, transfers, shared, constant)
     # The engine, which is starting, needs the memory in which the buckets were laid out.
     empty_cache(runtime.device)
     return weight_sync
@@ -104,11 +121,16 @@ class Run:
             self.pairs = read_pairs(config.data.train, config.data, key, self.tokenizer, report)
             self.pair_sampler = PromptSampler(len(self.pairs), config.seed, config.data.shuffle)
             return
+        self.generation: Generation | Elsewhere
+        to_engines = config, runtime, self.folder.config, self.actor.model
+        if runtime.rollout_ranks:
+            self.weight_sync = make_weight_sync(*to_engines, make_engine(config, self.tokenizer, runtime))
+            self.generation = Elsewhere(config, runtime, self.weight_sync)
+            self.data_reports = self.generation.reports
+            return
         self.generation = Generation(config, runtime, self.tokenizer, self._recover)
         self.data_reports = self.generation.reports
-        self.weight_sync = make_weight_sync(
-            config, runtime, self.folder.config, self.actor.model, self.generation.engine
-        )
+        self.weight_sync = make_weight_sync(*to_engines, self.generation.engine)
         for tag, size in (("weights", self.weight_sync.nbytes), ("kv_cache", 0)):
             memory = EngineMemory(self.weight_sync, tag, runtime.device, size)
             self.offload.register({f"engine.{tag}": memory})
@@ -144,9 +166,34 @@ class Run:
         with self.offload.also("rollout", {"actor.weights"}):
             self.weight_sync.recover(failures)
 
+    @property
+    def elsewhere(self) -> Elsewhere | None:
+        """Return the generation on ranks of its own, where it is there."""
+        found = None if self.config.recipe == "sft" else self.generation
+        return found if isinstance(found, Elsewhere) else None
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Have the engines take the actor's present weights as `version`; return the transfer's metrics. Both
+        must be on the device."""
+        if self.elsewhere is not None:
+            return self.elsewhere.publish(version)
+        return self.weight_sync.sync(version).metrics()
+
+    def meet(self, *, wait: bool) -> dict[str, float]:
+        """Transfer the weights for which engines elsewhere were not free yet, if they are now (or once they
+        are); return the transfer's metrics."""
+        there = self.elsewhere
+        if there is None or there.pending is None or not there.free(wait=wait):
+            return {}
+        self.onload("weight_transfer", {"actor.weights"})
+        return there.meet(wait=wait)
+
     def onload(self, phase: str, groups: Collection[str]) -> None:
         """Have the tensor groups on the device, and nothing else. Engines whose weights were lost get the
         actor's again, unless the phase has both on the device: then it syncs them itself."""
+        if self.elsewhere is not None:
+            self.offload.onload(phase, {name for name in groups if not name.startswith("engine.")})
+            return
         needs_engine = "engine.weights" in groups and "actor.weights" not in groups
         if needs_engine and not self.weight_sync.complete:
             self.offload.onload(phase, {"actor.weights", "engine.weights"})
@@ -203,6 +250,24 @@ class Run:
         """End the engine and the verifiers."""
         if self.config.recipe != "sft":
             self.generation.close()
+
+
+class EngineRank:
+    """What lives for the whole run on a rank that has an engine and does not train."""
+
+    def __init__(self, config: Config, runtime: Runtime) -> None:
+        self.config, self.runtime = config, runtime
+        self.generation = Generation(config, runtime, load_tokenizer(config.model.path), raise_failure)
+        hf_config = open_model(config.model.path).config
+        self.weight_sync = make_weight_sync(config, runtime, hf_config, None, self.generation.engine)
+
+    def serve(self, watchdog: Watchdog) -> None:
+        """Carry out the trainers' orders until they let this rank go."""
+        serve_orders(self.config, self.runtime, self.generation, self.weight_sync, watchdog)
+
+    def close(self) -> None:
+        """End the engine and the verifiers."""
+        self.generation.close()
 
 
 @dataclass

@@ -19,6 +19,7 @@ import torch
 
 from megarl.config.errors import DeviceMemoryError, MegarlError, NumericalError
 from megarl.config.phases import WEIGHT_TRANSFER, Phase, check_phases, pretraining_phases, training_phases
+from megarl.observe.prometheus import Exporter
 from megarl.observe.run_log import RunLog
 from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.observe.timeline import Timeline
@@ -29,6 +30,7 @@ from megarl.schedule.guards import Guards
 from megarl.schedule.phases import FUNCTIONS, enforced, throughput
 from megarl.schedule.preemption import PreemptionHandler
 from megarl.schedule.preflight import versions
+from megarl.schedule.profiler import Profiler
 from megarl.schedule.rollouts import has_tokens, with_tokens
 from megarl.schedule.run import Run, Step
 from megarl.schedule.watchdog import Watchdog
@@ -51,6 +53,7 @@ class Trainer:
         check_phases(self.phases)
         check_phases(pretraining_phases(config))
         self.guards = Guards(config.guard)
+        self.profiler = Profiler(config, self.runtime, run.hf.num_hidden_layers)
         self.pretraining_progress: dict[str, Any] = {"steps": 0, "done": False}
         virtual = f" (VPP {layout.vpp})" if layout.vpp > 1 else ""
         self.facts = RunFacts(
@@ -69,20 +72,22 @@ class Trainer:
         self._enter("choose a checkpoint")
         self.checkpoint, self.skipped_checkpoints = choose_checkpoint(self.runtime, self.folder)
         self.writer = CheckpointWriter(
-            self.runtime, config, run.models, versions(), run.onload_for_checkpoint
+            self.runtime, config, run.models, versions(), run.onload_for_checkpoint, run.elsewhere
         )
         self.preemption = PreemptionHandler(run, self.writer, stop or StopRequest(()))
         if watchdog is not None:
             if config.recipe != "sft":
-                watchdog.depths["responses in the engine"] = lambda: run.generation.engine.running
-                watchdog.depths["answers at the verifiers"] = lambda: run.generation.verifiers.waiting
+                watchdog.depths |= run.generation.depths
             watchdog.depths["bytes of a checkpoint"] = lambda: self.writer.pending
         append = self.checkpoint is not None
         if not append:
             self.timeline.clear()
+            if run.elsewhere is not None:
+                run.elsewhere.continue_after(0, self.stage)
         self.log = None  # of rank 0
         if self.is_rank_0:
-            self.log = RunLog(self.folder, append, log.samples, log.tensorboard, log.wandb)
+            exporter = Exporter(log.prometheus, log.prometheus_host) if log.prometheus else None
+            self.log = RunLog(self.folder, append, log.samples, log.tensorboard, log.wandb, exporter)
 
     def train(self) -> None:
         """Train to the last step, from the newest checkpoint. Errors are also written to events.jsonl."""
@@ -95,16 +100,21 @@ class Trainer:
                 done = self.resume()
                 if config.recipe != "sft":
                     run.onload("weight_transfer", {"actor.weights", "engine.weights"})
-                    run.weight_sync.sync(done)
+                    run.publish(done)
                     if self.checkpoint is None:
                         self.evaluate(0)
                     if self.checkpoint is None or self.checkpoint.pretraining:
                         self.pretrain_values()
+                if run.elsewhere is not None:
+                    run.elsewhere.begin(done, self.checkpoint.path if done and self.checkpoint else None)
                 for number in range(done + 1, config.steps + 1):
                     last = number == config.steps
-                    self.step(Step(self.stage, number), self.phases)
+                    with self.profiler.step(self.stage, number):
+                        self.step(Step(self.stage, number), self.phases)
                     if last or (config.evaluation.every and number % config.evaluation.every == 0):
                         self.evaluate(number)
+                    if run.elsewhere is not None:
+                        run.elsewhere.draw_next(number, self.writer.step)
                     self.save(self.stage, number, last=last)
                 self._enter("checkpoint")
                 self.writer.finish()
@@ -140,6 +150,8 @@ class Trainer:
             set_generator_states(state["generators"][self.runtime.rank])
         self.preemption.start(stage, step)
         self.timeline.truncate_after(step, stage)
+        if self.run.elsewhere is not None:
+            self.run.elsewhere.continue_after(step, stage)
         if self.log is not None:
             self.log.truncate_after(step, stage)
         self._event(f"continues from {checkpoint.path}")
@@ -214,12 +226,16 @@ class Trainer:
 
     def run_phases(self, step: Step, phases: Sequence[Phase], *, weights_changed: bool = False) -> None:
         """Run phases in their order. Before each one: leave if the run was told to end (as long as no weight
-        has changed in this step), then have its tensor groups on the device."""
+        has changed in this step), have engines elsewhere take the weights that they wait for, then have the
+        phase's tensor groups on the device."""
         offload = self.run.offload
         for phase in phases:
             self.preemption.check(weights_changed=weights_changed)
             weights_changed |= phase.updates_weights
             try:
+                if self.run.elsewhere is not None and self.run.elsewhere.pending is not None:
+                    with self._timed(step, "weight_transfer"):
+                        step.metrics |= self.run.meet(wait="actor.gradients" in phase.on_gpu)
                 with offload.explained(phase.name):
                     if phase.on_gpu and offload.enabled:
                         with self._timed(step, "residency"):
@@ -237,14 +253,15 @@ class Trainer:
         if self.config.recipe == "sft" or not self.run.generation.problems:
             return
         self._enter("evaluation")
-        self.run.onload("evaluation", {"engine.weights", "engine.kv_cache"})
         started = time.perf_counter()
-        result = self.run.generation.evaluate()
-        self.timeline.waited(self.run.generation.waited)
+        self.run.meet(wait=True)
+        self.run.onload("evaluation", {"engine.weights", "engine.kv_cache"})
+        stats, answers = self.run.generation.evaluate()
+        self.timeline.waited(self.run.generation.take_waited())
         self.timeline.leave()
-        self._record("eval", number, {**result.stats(), "time/evaluation": time.perf_counter() - started})
+        self._record("eval", number, {**stats, "time/evaluation": time.perf_counter() - started})
         if self.log is not None:
-            self.log.write_answers(number, result.answers(self.run.tokenizer))
+            self.log.write_answers(number, answers)
 
     def save(self, stage: str, number: int, *, last: bool) -> None:
         """Begin a checkpoint after a step where one is due; leave where the run was told to end."""
@@ -288,9 +305,10 @@ class Trainer:
     def _timed(self, step: Step, name: str) -> Iterator[None]:
         self._enter(name, step.stage, step.number)
         started = time.perf_counter()
-        yield
-        if name == "rollout":
-            self.timeline.waited(self.run.generation.waited)
+        with self.profiler.phase(name):
+            yield
+        if self.config.recipe != "sft":
+            self.timeline.waited(self.run.generation.take_waited())
         self.timeline.leave()
         step.metrics[f"time/{name}"] = step.metrics.get(f"time/{name}", 0.0) + time.perf_counter() - started
 

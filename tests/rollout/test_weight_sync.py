@@ -75,8 +75,14 @@ def weight_sync_of(rank: int, *sizes: Any) -> WeightSync:
     }
     model: Any = SimpleNamespace(named_parameters=lambda: weights.items())
     job: Any = SimpleNamespace(
-        layout=layout, rank=rank, device=META, gather=lambda value: [value] * layout.world
+        layout=layout,
+        rank=rank,
+        device=META,
+        first_engine=0,
+        transfer_group=None,
+        gather=lambda value: [value] * layout.world,
     )
+    job.job = job
     return make_weight_sync(config, job, HF, model, engine)
 
 
@@ -204,7 +210,7 @@ def test_no_transfer_is_the_first_use_of_a_group(sizes: tuple[int, int, int, int
     """Messages go through the job's group; NCCL would make its communicator with those ranks alone that have
     some, and wait for ever."""
     config, layout, plan = planned(*sizes)
-    (first, _), *_ = SGLangEngine(config, HF, 1, META, (1,)).buckets(plan, Staging(META))
+    first = plan.part(SGLangEngine(config, HF, 1, META, (1,)).split(plan)[0])
     everyone = list(range(layout.world))
     talking = {
         rank
@@ -235,7 +241,7 @@ def test_a_handle_is_of_memory_that_is_shared_once(monkeypatch: pytest.MonkeyPat
     box = full_box((8, 4))
     shards = {name: Shard((8, 4), (Region(name, box, box),)) for name in ("a", "b")}
     memory = Staging(torch.device("cpu"))
-    [(_, tensors)] = engine.buckets(Plan((), {}, {1: shards}), memory)
+    [tensors] = engine.buckets([Plan((), {}, {1: shards})], memory)
     memory.release()
     memory.take()
     tensors["b"].fill_(3.0)

@@ -44,6 +44,13 @@ def write_again(runtime: Runtime, config: Config, source: Path, full: Path) -> s
     return ""
 
 
+def train(runtime: Runtime, config: Config) -> None:
+    """Runs `config`."""
+    run = Run(config, runtime)
+    Trainer(run).train()
+    run.close()
+
+
 def generators_moved(runtime: Runtime, config: Config) -> list[str]:
     """Runs `config` and gives the global random generators that it has drawn from or seeded."""
     run = Run(config, runtime)

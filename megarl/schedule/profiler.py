@@ -1,0 +1,94 @@
+"""Traces of steps for Perfetto (`megarl train --profile N`), one file of each rank and step; and NVTX ranges
+of the phases, on GPUs always."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megarl.config.schema import Config
+from megarl.parallel.runtime import Runtime
+
+# Layers x response tokens above which the transformers engine's operators are left out of a trace: there are
+# some 50 for each, of about 1 kB in memory.
+OPERATORS_IN_ROLLOUT = 20_000
+# The name that torch gives the process, on the line after the first "args" of its metadata.
+_PROCESS = re.compile(r'"name": "process_name"')
+_NAME = re.compile(r'("name": )"[^"]*"')
+
+
+class Profiler:
+    """Traces `log.profile` steps of the main stage, after the first one that this process does, which warms
+    up. Each step is a trace of its own, so that the memory is that of one step."""
+
+    def __init__(self, config: Config, runtime: Runtime, layers: int) -> None:
+        self.runtime, self.folder = runtime, config.run_dir / "profile"
+        self.steps, self.done = config.log.profile, 0
+        self.gpu = runtime.device.type == "cuda"
+        self.activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]
+        decoded = (
+            layers * config.rollout.max_response_tokens if config.rollout.engine == "transformers" else 0
+        )
+        self.pauses_in = {"rollout"} if decoded > OPERATORS_IN_ROLLOUT else set[str]()
+        self.trace: profile | None = None
+
+    @contextmanager
+    def step(self, stage: str, number: int) -> Iterator[None]:
+        """Trace a step where it is one of those that are wanted, and write the trace when it has ended."""
+        self.done += 1
+        if not 1 < self.done <= self.steps + 1:
+            yield
+            return
+        os.environ.setdefault(
+            "KINETO_LOG_LEVEL", "99"
+        )  # or torch says on stderr when each trace begins and ends
+        self.trace = trace = profile(activities=self.activities)
+        trace.start()
+        try:
+            with record_function(f"{stage} step {number}"):
+                yield
+        finally:
+            self.trace = None
+            trace.stop()
+        try:
+            self._write(trace, f"{stage}-{number:06d}-rank-{self.runtime.rank:05d}.json.gz")
+        except OSError as error:  # a trace is not worth a run
+            why = f"the trace of step {number} cannot be written: {error.strerror} (make room)"
+            print(f"megarl: rank {self.runtime.rank}: log.profile: {why}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name a phase in traces, in torch's and (NVTX) in Nsight's."""
+        pausing = self.trace if name in self.pauses_in else None
+        with record_function(name), torch.cuda.nvtx.range(name) if self.gpu else nullcontext():
+            if pausing is not None:
+                pausing.toggle_collection_dynamic(False, self.activities)
+            yield
+            if pausing is not None:
+                pausing.toggle_collection_dynamic(True, self.activities)
+
+    def _write(self, trace: profile, name: str) -> None:
+        """Write a trace whose process is called by its rank. Raises OSError."""
+        self.folder.mkdir(exist_ok=True)
+        raw = self.folder / f".{name}.json"
+        partial = self.folder / f".{name}"
+        trace.export_chrome_trace(str(raw))
+        try:
+            with raw.open(encoding="utf-8") as lines, gzip.open(partial, "wt", 5, encoding="utf-8") as out:
+                renames = False
+                for line in lines:
+                    if renames and _NAME.search(line):
+                        line, renames = _NAME.sub(rf'\1"rank {self.runtime.rank}"', line), False
+                    renames = renames or bool(_PROCESS.search(line))
+                    out.write(line)
+            partial.rename(self.folder / name)
+        finally:
+            raw.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
