@@ -194,7 +194,8 @@ def plan_weights(path: Path, overrides: Sequence[str], model: str | None, verify
 
     parameters = sum(map(prod, shapes.values()))
     size = f"{parameters / 1e9:.2f} B parameters, {parameters * itemsize / GB:.2f} GB in {dtype}"
-    nodes = -(-layout.world // config.cluster.gpus_per_node)
+    apart = config.parallel.rollout_ranks
+    nodes = -(-(layout.world + apart) // config.cluster.gpus_per_node)
     experts = f", ep {layout.ep}" if layout.ep > 1 else ""
     tp, engine = config.rollout.engine_tp, config.rollout.engine
     engine_dtype = dtype if config.rollout.weights_dtype == "model" else "fp8 in blocks"
@@ -202,7 +203,7 @@ def plan_weights(path: Path, overrides: Sequence[str], model: str | None, verify
     actor = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}{context}{experts}"
     print(f"model    {where}: {size}")
     print(f"actor    {actor}: {layout.world} GPUs on {nodes} nodes")
-    print(f"engines  {layout.world // tp} of tp {tp} ({engine}), weights in {engine_dtype}")
+    print(f"engines  {(apart or layout.world) // tp} of tp {tp} ({engine}), weights in {engine_dtype}")
     print(f"plan     {len(made.copies):,} copies, made in {seconds:.1f} s\n")
 
     rows: tuple[tuple[str, Callable[[RankCost], float], int], ...] = (  # title, figure, its decimals

@@ -34,6 +34,10 @@ def evaluate(path: Path, overrides: Sequence[str], checkpoint: Path | None, out:
     answers.jsonl, problems.jsonl, data.json and scores.json to `out`. Return the exit code. checkpoint: see
     `find_policy`."""
     config = load_config(path, overrides)
+    # Every rank has an engine here, and none draws ahead.
+    shared = config.parallel.model_copy(update={"rollout_ranks": 0})
+    in_turn = config.schedule.model_copy(update={"ahead": 0})
+    config = config.model_copy(update={"parallel": shared, "schedule": in_turn})
     folder = out or config.run_dir / "eval"
     from megarl.schedule.evaluation import find_policy
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.phases import WEIGHT_TRANSFER, Phase, never_offloaded, training_phases
+from megarl.config.phases import ROLLOUT, WEIGHT_TRANSFER, Phase, never_offloaded, training_phases
 from megarl.config.schema import Config
 from megarl.parallel.layout import Layout
 from megarl.plan.sizes import (
@@ -235,7 +235,11 @@ class Plan:
         for phase in self.phases if phases is None else phases:
             needs = []
             for stage in self.stages:
-                parts = {name: self.group(name, stage) for name in sorted(phase.on_gpu | self.keep)}
+                groups = phase.on_gpu | self.keep
+                if self.config.parallel.rollout_ranks:  # whose phases are these alone; others have no engine
+                    of_engine = frozenset(name for name in groups if name.startswith("engine."))
+                    groups = of_engine if phase.name == ROLLOUT.name else groups - of_engine
+                parts = {name: self.group(name, stage) for name in sorted(groups)}
                 parts |= {**self.work(phase, stage, tokens), "contexts": OVERHEAD}
                 needs.append(Need(phase.name, parts, stage))
             yield max(needs, key=lambda need: need.total)
@@ -278,13 +282,16 @@ class Plan:
     def on_cpu(self) -> dict[str, float]:
         """Return the bytes that a run on this machine's CPU holds all the time, on all ranks together, by
         what takes them. Nothing is offloaded."""
-        ranks, held = self.layout.stage, dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
+        apart, ranks = self.config.parallel.rollout_ranks, self.layout.stage
+        held = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
         held["engines' weights"] = 0.0
         for name in sorted(self.groups - {"engine.kv_cache"}):
             owner, _, part = name.partition(".")
-            key = "engines' weights" if owner == "engine" else part
-            held[key] += ranks * sum(self.group(name, stage) for stage in range(self.layout.pp))
-        return held | {"processes": LAUNCHER + FORKED * self.layout.world}
+            if owner == "engine":
+                held["engines' weights"] = self.group(name, 0) * (apart or self.layout.world)
+            else:
+                held[part] += ranks * sum(self.group(name, stage) for stage in range(self.layout.pp))
+        return held | {"processes": LAUNCHER + FORKED * (self.layout.world + apart)}
 
     @cached_property
     def on_cpu_at_times(self) -> dict[str, float]:
@@ -300,8 +307,9 @@ class Plan:
         copy = self.checkpoint() if config.checkpoint.every and config.checkpoint.background else 0.0
         at_times = {"activations": work * world + copy}
         if config.recipe != "sft" and config.rollout.engine == "transformers":
-            decoded = min(config.rollout.max_batch, -(-config.responses // world))
-            at_times["KV cache"] = decoded * self.longest * self.actor.cache_bytes(1) * world + copy
+            engines = config.parallel.rollout_ranks or world
+            decoded = min(config.rollout.max_batch, -(-config.responses // engines))
+            at_times["KV cache"] = decoded * self.longest * self.actor.cache_bytes(1) * engines + copy
         if config.checkpoint.every:
             at_times["checkpoint"] = self.gathered_optimizer() * world
         return at_times
@@ -454,7 +462,7 @@ def check_fits(
     """Raise ConfigError where this run does not fit on `world` GPUs of `memory` bytes each; with cpu: surely
     not on a machine of `memory` bytes. Return a warning where it comes near to it."""
     parallel = config.parallel
-    dp = world // (parallel.tp * parallel.pp * parallel.cp)
+    dp = (world - parallel.rollout_ranks) // (parallel.tp * parallel.pp * parallel.cp)
     config = config.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
     if cpu:
         config = config.model_copy(update={"model": config.model.model_copy(update={"layers": "portable"})})

@@ -1,18 +1,21 @@
 """Weight sync: the actor's weights into all engines, bucket by bucket, and engines that failed started again.
 
-Collective: all ranks call the same methods in the same order.
+Collective: all ranks call the same methods in the same order, `recover` those with engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import RolloutConfig
 from megarl.parallel.comm import gather_objects
-from megarl.parallel.runtime import Runtime
+from megarl.parallel.runtime import Ranks, Runtime
 from megarl.rollout.engine import RolloutEngine
 from megarl.weights.transfer import Staging, Transfer, TransferStats
 
@@ -64,6 +67,9 @@ class WeightSync:
         self.version = -1
         self.complete = False
         self.asleep: set[str] = set()
+        # Where the actor is on other ranks, which go on: what an engine that is started anew gets.
+        self._copies: list[dict[str, Tensor]] = []
+        self._keeps = engine is not None and runtime.rollout_ranks > 0 and config.engine != "transformers"
         self._events: list[str] = []
         self._restarted = False  # this rank's engine was started again, and nothing of it sleeps
         for staging in memory:
@@ -78,18 +84,22 @@ class WeightSync:
         """Write the actor's present weights into all engines, which then carry `version`. Frozen ones are not
         written again to engines that all have kept their weights since the last sync."""
         self.failures, self.version = 0, version
-        failures, stats = self._update(_Guard(self.engine))
-        self.recover(failures)
+        failures, stats = self._update(_Guard(self.engine), self.runtime.job)
+        self._recover(failures, self.runtime.job)
         return stats
 
     def recover(self, failures: Failures) -> None:
         """Start the engines of the ranks that met a failure again and give them the weights of `version`,
-        which the actor must still have; their unfinished requests continue. Raises EngineError on every rank
-        once there were too many failures."""
+        which the actor must still have; where it is on other ranks, from a copy on the host. Their unfinished
+        requests continue. failures: of the ranks with engines. Raises EngineError on each of them once there
+        were too many."""
+        self._recover(failures, self.runtime.engines)
+
+    def _recover(self, failures: Failures, ranks: Ranks) -> None:
         while any(failures):
             self.complete = False
-            started_again = self._restart(failures)
-            failures, _ = self._update(_Guard(self.engine if started_again else None))
+            started_again = self._restart(failures, ranks)
+            failures, _ = self._update(_Guard(self.engine if started_again else None), ranks)
 
     def sleep(self, tags: Sequence[str]) -> None:
         """Free the device memory of the tags in all engines; without weights they need a sync."""
@@ -109,22 +119,25 @@ class WeightSync:
 
     def _call_all(self, call: Callable[[RolloutEngine], None]) -> None:
         guard = _Guard(self.engine)
-        self._await_ready(guard)
+        ranks = self.runtime.job
+        self._await_ready(guard, ranks)
         guard(call)
         # An engine that failed is not asked again: once started anew it is put to sleep as `asleep` says.
-        while any(failures := gather_objects(self.runtime.job, guard.failure)):
+        while any(failures := gather_objects(ranks, guard.failure)):
             self.complete = False
-            guard = _Guard(self.engine if self._restart(failures) else None)
-            self._await_ready(guard)
+            guard = _Guard(self.engine if self._restart(failures, ranks) else None)
+            self._await_ready(guard, ranks)
 
-    def _restart(self, failures: Failures) -> bool:
+    def _restart(self, failures: Failures, ranks: Ranks) -> bool:
         """Start this rank's engine again where it failed, and return whether it did. Raises EngineError on
         every rank once there were too many failures."""
+        trainers = ranks.world - (self.runtime.rollout_ranks or ranks.world)  # of `ranks`, before the engines
         for rank, failure in enumerate(failures):
             if failure is not None:
                 self.failures += 1
                 count = f"{self.failures} of at most {self.max_failures}"
-                self._events.append(f"engine of rank {rank} failed ({count}): {failure}")
+                number = rank - trainers + self.runtime.first_engine
+                self._events.append(f"engine of rank {number} failed ({count}): {failure}")
                 last = failure
         if self.failures > self.max_failures:
             error = EngineError(
@@ -134,15 +147,15 @@ class WeightSync:
             error.on_every_rank = True
             raise error
         # All ranks of an engine start it again, of which the leader alone meets failures.
-        first, tp = self.runtime.first_engine, self.config.engine_tp
-        leader = first + (self.runtime.rank - first) // tp * tp
+        tp = self.config.engine_tp
+        leader = trainers + (ranks.rank - trainers) // tp * tp
         if self.engine is None or not any(failures[leader : leader + tp]):
             return False
         self.engine.restart()
         self._restarted = True
         return True
 
-    def _await_ready(self, guard: _Guard) -> None:
+    def _await_ready(self, guard: _Guard, ranks: Ranks) -> None:
         """Wait until all guarded engines are ready; those started again sleep as far as the others do."""
         # An engine may take longer to start than any rank may wait in a collective. A guard that is not
         # active, or whose engine has failed, answers None: nobody waits for that one.
@@ -154,10 +167,11 @@ class WeightSync:
             guard(lambda engine: engine.sleep(sorted(self.asleep)))
         self._restarted = False
 
-    def _update(self, guard: _Guard) -> tuple[Failures, TransferStats]:
-        """Transfer the weights once. All ranks take part in the transfer; only the engines whose guard is
-        active load what it brings."""
-        self._await_ready(guard)
+    def _update(self, guard: _Guard, ranks: Ranks) -> tuple[Failures, TransferStats]:
+        """Transfer the weights once. All `ranks` take part in the transfer; only the engines whose guard is
+        active load what it brings. Without the actor's ranks it comes from the copies on the host."""
+        self._await_ready(guard, ranks)
+        from_copies = ranks.world < self.runtime.job.world
         skipped = self.constant if self.complete else 0
         kept = sum(transfer.target_bytes for transfer in self.transfers[:skipped])
         total = TransferStats(0, 0, 0, 0.0, bytes_kept=kept)
@@ -166,17 +180,31 @@ class WeightSync:
         for memory in self.memory:
             memory.take()
         for bucket, transfer in list(enumerate(self.transfers))[skipped:]:
-            total = total.plus(transfer.run())
-            if self.config.fingerprint:
-                transfer.check()
+            if from_copies:
+                for name, copy in self._copies[bucket].items():
+                    transfer.targets[name].copy_(copy)
+            else:
+                total = total.plus(transfer.run())
+                if self.config.fingerprint:
+                    transfer.check()
+                if self._keeps:
+                    self._keep(bucket, transfer.targets)
             # Nobody reads before all have written, ...
-            handles = gather_objects(self.runtime.job, self.engine and self.engine.handle(bucket))
+            handles = gather_objects(ranks, self.engine and self.engine.handle(bucket))
+            handles = [None] * (self.runtime.job.world - ranks.world) + handles  # by rank of the job
             guard(methodcaller("load_bucket", bucket, handles, self.version))
             if bucket == len(self.transfers) - 1:
                 guard(lambda engine: engine.end_update(self.version))
             # ... and nobody writes before all have read.
-            failures = gather_objects(self.runtime.job, guard.failure)
+            failures = gather_objects(ranks, guard.failure)
         for memory in self.memory:
             memory.release()
         self.complete = not any(failures)
         return failures, total
+
+    def _keep(self, bucket: int, targets: Mapping[str, Tensor]) -> None:
+        """Copy what a transfer has brought to the host."""
+        if len(self._copies) <= bucket:
+            self._copies.append({name: torch.empty_like(t, device="cpu") for name, t in targets.items()})
+        for name, tensor in targets.items():
+            self._copies[bucket][name].copy_(tensor)

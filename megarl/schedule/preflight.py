@@ -323,7 +323,7 @@ def _check_engine_layout(
             "own, which megarl does not write (set it to model)"
         )
     world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
-    engine_targets(config, hf_config, world, cpu=cpu)
+    engine_targets(config, hf_config, world - config.parallel.rollout_ranks, cpu=cpu)
 
 
 def _check_vocabulary(folder: ModelFolder | Described, key: str, tokenizer: Any) -> None:

@@ -21,7 +21,6 @@ from megarl.observe.run_log import Sample
 from megarl.parallel.offload import HostPool, empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engine import RolloutEngine, make_engine
-from megarl.rollout.sampler import raise_failure
 from megarl.rollout.weight_sync import Failures, WeightSync
 from megarl.schedule.ahead import Elsewhere, serve_orders
 from megarl.schedule.generation import Generation
@@ -257,7 +256,8 @@ class EngineRank:
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         self.config, self.runtime = config, runtime
-        self.generation = Generation(config, runtime, load_tokenizer(config.model.path), raise_failure)
+        tokenizer = load_tokenizer(config.model.path)
+        self.generation = Generation(config, runtime, tokenizer, lambda f: self.weight_sync.recover(f))
         hf_config = open_model(config.model.path).config
         self.weight_sync = make_weight_sync(config, runtime, hf_config, None, self.generation.engine)
 

@@ -195,6 +195,11 @@ class Transfer:
                     raise ValueError(f"{where} is {tensors[name].dtype}, not {dtype}")
 
     @property
+    def targets(self) -> Mapping[str, Tensor]:
+        """Return this rank's target tensors."""
+        return self._targets
+
+    @property
     def target_bytes(self) -> int:
         """Return the bytes of this rank's target tensors."""
         return sum(tensor.nbytes for tensor in self._targets.values())

@@ -78,11 +78,13 @@ def weight_sync_of(rank: int, *sizes: Any) -> WeightSync:
         layout=layout,
         rank=rank,
         device=META,
+        rollout_ranks=0,
+        world=layout.world,
         first_engine=0,
         transfer_group=None,
         gather=lambda value: [value] * layout.world,
     )
-    job.job = job
+    job.job = job.engines = job
     return make_weight_sync(config, job, HF, model, engine)
 
 

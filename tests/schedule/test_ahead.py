@@ -1,0 +1,193 @@
+"""Rollouts elsewhere: the order of what the engines are told, and whole runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.config.errors import ConfigError, EngineFailure
+from megarl.config.schema import ParallelConfig
+from megarl.parallel.runtime import layout_for
+from megarl.rollout import weight_sync
+from megarl.rollout.weight_sync import WeightSync
+from megarl.schedule import ahead
+from megarl.schedule.ahead import Elsewhere, Words
+from megarl.weights.transfer import TransferStats
+from tests.schedule.demo import make_warm_model, train
+
+ALONE: Any = SimpleNamespace(rank=0, world=1, cpu_group=None)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "from_rank_0", lambda ranks, value: value)
+
+
+def test_words_come_in_order_and_whole(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "PIECE", 7)
+    store = dist.HashStore()
+    here, there = Words(store, "orders"), Words(store, "orders")
+    for word in (("draw", 1), ("sync", list(range(100)))):
+        here.say(ALONE, word, aside=word[0])
+    assert there.hear(ALONE, 0.0) == (("draw", 1), "draw")
+    assert there.hear(ALONE, 0.0) == (("sync", list(range(100))), "sync")
+    assert there.hear(ALONE, 0.0) == (None, None)
+    assert store.num_keys() == 0
+
+
+class Engines:
+    """What is told to engines, and their answers: one order is carried out whenever somebody looks."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[Any, ...]] = []
+        self.log: list[tuple[Any, ...]] = []
+        self.version = -1
+
+    def words(self, store: Any, name: str) -> Any:
+        answers: list[Any] = [(("hello",), {"reports": {}, "problems": 0})]
+
+        def hear(ranks: Any, seconds: float) -> tuple[Any, Any]:
+            if not answers and self.orders:
+                order = self.orders.pop(0)
+                if order[0] == "draw":
+                    self.log.append(("draw", order[2], self.version))
+                    answers.append((("drawn", *order[1:3]), {}))
+            return (answers.pop(0) if answers else None), None
+
+        say: Callable[..., None] = lambda ranks, order, aside=None: self.orders.append(order)  # noqa: E731
+        return SimpleNamespace(say=say, hear=hear)
+
+    def sync(self, version: int) -> TransferStats:
+        """The engines take part once they come to the order; nothing may stand before it."""
+        assert self.orders == [("sync", version)], "trainers wait in a transfer for engines that still draw"
+        self.orders.clear()
+        self.version = version
+        self.log.append(("sync", version))
+        return TransferStats(0, 0, 0, 0.0)
+
+
+@given(st.integers(0, 2), st.integers(1, 8), st.integers(0, 7), st.data())
+def test_each_step_is_drawn_with_its_own_version(steps_ahead: int, steps: int, done: int, data: Any) -> None:
+    """Whatever time drawing and training take: step k with the weights after step k - 1 - ahead."""
+    done = min(done, steps - 1)
+    engines = Engines()
+    config: Any = SimpleNamespace(schedule=SimpleNamespace(ahead=steps_ahead), steps=steps)
+    runtime: Any = SimpleNamespace(store=dist.HashStore(), **vars(ALONE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "Words", engines.words)
+        patch.setattr(ahead, "from_rank_0", lambda ranks, value: value)
+        there = Elsewhere(config, runtime, SimpleNamespace(sync=engines.sync))  # type: ignore[arg-type]
+        there.publish(done)
+        there.begin(done, None)
+        for number in range(done + 1, steps + 1):
+            there._hear(("drawn", "train", number))
+            for _ in range(data.draw(st.integers(0, 3))):  # phases before the actor's update
+                there.meet(wait=False)
+            there.meet(wait=True)  # the weights are about to change
+            assert there.pending is None
+            there.publish(number)
+            if data.draw(st.booleans()):
+                there.meet(wait=True)  # an evaluation
+            there.draw_next(number, None)
+            if data.draw(st.booleans()):
+                there.wait_for_files(number)  # for a checkpoint
+                assert there.drawn >= min(number + steps_ahead, there.ordered)
+    drawn = {number: version for what, number, *version in engines.log if what == "draw"}
+    assert drawn == {number: [max(done, number - 1 - steps_ahead)] for number in range(done + 1, steps + 1)}
+
+
+def test_ranks_that_only_generate_are_behind_the_trainers() -> None:
+    assert layout_for(ParallelConfig(tp=2, rollout_ranks=3), 7).dp == 2
+    with pytest.raises(ConfigError, match="leave no trainer"):
+        layout_for(ParallelConfig(rollout_ranks=4), 4)
+    with pytest.raises(ConfigError, match=r"3 launched processes that train \(2 only generate\)"):
+        layout_for(ParallelConfig(tp=2, rollout_ranks=2), 5)
+
+
+def test_an_engine_that_is_started_anew_gets_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While trainers go on, which have changed the actor meanwhile."""
+    monkeypatch.setattr(weight_sync, "gather_objects", lambda ranks, value: [value] * ranks.world)
+    calls: list[Any] = []
+
+    class Engine:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: calls.append(name) or True
+
+        def handle(self, bucket: int) -> int:
+            return bucket
+
+        def load_bucket(self, bucket: int, handles: Any, version: int) -> None:
+            calls.append((bucket, list(handles), version, memory.tolist()))
+
+    memory, weights = torch.zeros(2), torch.tensor([1.0, 2.0])
+
+    def run() -> TransferStats:
+        memory.copy_(weights)
+        return TransferStats(0, 0, 0, 0.0)
+
+    transfer: Any = SimpleNamespace(targets={"w": memory}, run=run, target_bytes=8)
+    engines = SimpleNamespace(rank=0, world=1)
+    runtime: Any = SimpleNamespace(
+        rollout_ranks=1, first_engine=1, engines=engines, job=SimpleNamespace(rank=1, world=2)
+    )
+    config: Any = SimpleNamespace(engine="sglang", engine_tp=1, engine_failures=1, fingerprint=False)
+    sync = WeightSync(config, runtime, Engine(), [transfer])  # type: ignore[arg-type]
+    sync.sync(4)
+    memory.zero_()
+    weights.zero_()
+    calls.clear()
+    sync.recover([EngineFailure("died")])
+    assert [call for call in calls if isinstance(call, tuple)] == [(0, [None, 0], 4, [1.0, 2.0])]
+    assert calls[0] == "restart" and sync.complete
+    assert "engine of rank 1 failed" in sync.take_events()[0]
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_warm_model(tmp_path_factory.mktemp("warm"), steps=40)
+
+
+def numbers(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    clock = ("time/", "inside/", "throughput/", "memory", "transfer/", "staleness/")
+    return [{k: v for k, v in record.items() if not k.startswith(clock)} for record in records]
+
+
+@pytest.mark.slow
+def test_apart_and_in_turn_is_what_it_was(warm: Path, tmp_path: Path) -> None:
+    """Ranks of their own change nothing but where responses are drawn; nor does a second engine."""
+    together = train(warm, "dapo", tmp_path / "together", "steps=3", "parallel.tp=1")
+    apart = train(warm, "dapo", tmp_path / "apart", "steps=3", "parallel.tp=1", "parallel.rollout_ranks=2")
+    assert numbers(apart) == numbers(together)
+    assert (tmp_path / "apart/hf/model.safetensors").read_bytes() == (
+        tmp_path / "together/hf/model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["dapo", "vapo", "sao", "grpo"])
+def test_two_runs_ahead_are_one(warm: Path, tmp_path: Path, recipe: str) -> None:
+    """And a step of one can be done again on one rank."""
+    keys = ("steps=3", "parallel.tp=1", "parallel.rollout_ranks=1", "schedule.ahead=1", "checkpoint.every=1")
+    keys += ("checkpoint.rollouts=true", "checkpoint.keep=0")
+    if recipe in ("vapo", "sao"):
+        keys += ("value_pretraining.steps=1",)
+    if recipe == "sao":
+        keys += ("rollout.prompts=32", "rollout.group_size=1")
+    one, other = (train(warm, recipe, tmp_path / name, *keys) for name in ("one", "other"))
+    assert numbers(one) == numbers(other)
+    staleness = [record["staleness/max"] for record in one if record["stage"] == "train"]
+    assert staleness == [0.0, 1.0, 1.0]
+    from tests.schedule.demo import megarl
+
+    again = megarl("replay", tmp_path / "one", "--step", 3)
+    assert "0 differ" not in again.stdout and " numbers equal to the last recorded digit" in again.stdout
+    assert json.loads((tmp_path / "one" / "data.json").read_text())["train"]
