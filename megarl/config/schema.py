@@ -294,6 +294,13 @@ class RolloutConfig(Section):
     top_k: int = field(0, "0: off", "tokens", ge=0)
     stop: tuple[str, ...] = field((), "texts that end a response, besides the end-of-sequence token")
     max_batch: int = field(256, "sequences that one engine decodes at once", "sequences", ge=1)
+    in_flight: int | None = field(
+        None,
+        "responses that one of several engines is given at once; the others wait, and go to whichever engine "
+        "has room first; null: max_batch; 0: all, in equal parts",
+        "responses",
+        ge=0,
+    )
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
     engine_tp: int = field(
         1, "tensor-parallel size of one engine; their number is devices / this", "devices", ge=1

@@ -23,6 +23,7 @@ from megarl.data.prompts import Prompt
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Ranks
 from megarl.rewards.shaping import soft_overlong_punishment
+from megarl.rollout.balance import share_out
 from megarl.rollout.batch import (
     EvaluationResult,
     Group,
@@ -47,11 +48,13 @@ TICK = 0.25  # seconds after which ranks exchange what has ended: none waits for
 
 @dataclass
 class GroupRequest:
-    """A prompt, a seed for each of its responses, and the partial responses that an earlier step began."""
+    """A prompt, a seed for each of its responses, and the partial responses that an earlier step began.
+    expected: tokens of a response, which says who begins first; 0 where nothing is known."""
 
     prompt: Prompt
     seeds: Sequence[int]
     partial: Sequence[Completion | None] = ()
+    expected: float = 0.0
 
 
 class RolloutSampler:
@@ -69,6 +72,7 @@ class RolloutSampler:
         self.worker, self.draw, self.config = worker, draw, worker.config
         self.surplus: list[Group] = []
         self.returned: list[GroupRequest] = []
+        self.lengths: dict[int, float] = {}  # by prompt, the mean of its newest group's responses, tokens
 
     def collect(self, step: int) -> RolloutBatch:
         """Collect `rollout.prompts` groups for a step. reward/*, response/* and reflection/* count all
@@ -100,11 +104,14 @@ class RolloutSampler:
                     self.returned = worker.abort(rollout.continue_partial) + self.returned
                 elif streams:
                     worker.submit(draw_next(), params)
+        for group in collector.offered:
+            lengths = [r.tokens.size for r in group.responses]
+            self.lengths[group.prompt.uid] = sum(lengths) / len(lengths)
         groups, self.surplus = collector.result()
         # Nothing was offered where the surplus of the step before was enough.
         responses = [r for group in collector.offered or groups for r in group.responses]
         errors = Counter(r.error for r in responses if r.error is not None)
-        stats = {**collector.stats(), **response_stats(responses)}
+        stats = {**collector.stats(), **response_stats(responses), "rollout/moved": worker.moved}
         return RolloutBatch(step, groups, stats, worker.seconds, dict(errors))
 
     def _draw(self, prompts: int, step: int, drawn: Counter[int]) -> list[GroupRequest]:
@@ -115,11 +122,12 @@ class RolloutSampler:
             requests += [GroupRequest(prompt, ()) for prompt in self.draw(prompts - len(requests))]
         size = self.config.rollout.group_size
         for i, request in enumerate(requests):
-            uid = request.prompt.uid
+            uid, seeds = request.prompt.uid, request.seeds
             if not request.partial:
                 first = drawn[uid] * size
                 seeds = [response_seed(self.config.seed, step, uid, first + j) for j in range(size)]
-                requests[i] = GroupRequest(request.prompt, seeds)
+            expected = self.lengths.get(uid, 0.0)
+            requests[i] = GroupRequest(request.prompt, seeds, request.partial, expected)
             drawn[uid] += 1
         return requests
 
@@ -147,7 +155,7 @@ class RolloutSampler:
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """Return a function that gives, at any later time, what the next step needs besides the weights and
         the prompts' order; lists and dicts only. Groups and requests never change once they are made."""
-        surplus, returned = list(self.surplus), list(self.returned)
+        surplus, returned, lengths = list(self.surplus), list(self.returned), dict(self.lengths)
 
         def state() -> dict[str, Any]:
             requests = [
@@ -161,13 +169,15 @@ class RolloutSampler:
                 }
                 for request in returned
             ]
-            return {"surplus": [group.state_dict() for group in surplus], "returned": requests}
+            groups = [group.state_dict() for group in surplus]
+            return {"surplus": groups, "returned": requests, "lengths": list(lengths.items())}
 
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what a `snapshot` gave."""
         self.surplus = [Group.from_state(group) for group in state["surplus"]]
+        self.lengths = dict(state.get("lengths", ()))
         self.returned = []
         for request in state.get("returned", ()):
             partial = [
@@ -327,12 +337,15 @@ class RolloutWorker:
     """One rank's part in generating: splits requests over the engines, generates, verifies, and puts the
     groups of all ranks together on every rank.
 
-    A response is submitted and numbered (`_requests`), generated and verified by the rank that has its engine
-    (`_own`), exchanged (`_arrived`, the same on every rank), and taken once its group is whole.
+    A response is submitted and numbered (`_requests`), waits for an engine (`_waiting`, `_begun`),
+    is generated and verified by the rank that has the engine (`_own`), exchanged (`_arrived`, the same on
+    every rank), and taken once its group is whole.
 
     engines  the ranks that have engines
     recover  brings engines that failed back, see WeightSync
-    seconds  of this rank since `reset`: generate, verify, gather (waiting for slower ranks included)
+    seconds  of this rank since `reset`: generate, verify, gather (waiting for slower ranks included); and
+             idle, in which an engine had nothing to do while another had, the mean over engines
+    moved    responses since `reset` that another engine took than the one whose they were
     """
 
     def __init__(
@@ -351,7 +364,9 @@ class RolloutWorker:
 
     def reset(self) -> None:
         """Forget all requests, and begin to count seconds."""
-        self.seconds = dict.fromkeys(("generate", "verify", "gather"), 0.0)
+        self.seconds = dict.fromkeys(("generate", "verify", "gather", "idle"), 0.0)
+        self.moved = 0
+        self._ended = [0] * (self.engines.world // self.config.rollout.engine_tp)  # by engine, since `reset`
         self._params, self._terms = SamplingParams(0), True
         self._version = -1
         self._error: MegarlError | None = None
@@ -365,6 +380,14 @@ class RolloutWorker:
         self._arrived: dict[int, Response] = {}
         self._own: dict[int, tuple[Prompt, Completion | None]] = {}  # this rank's, until they are verified
         self._finished: list[tuple[int, Completion]] = []  # by an earlier step, and yet to be verified
+        # The same on every rank: the responses that wait, by the engine whose they are; of each the request
+        # and its index; the engine of each that was begun; and by engine how many have just ended.
+        self._waiting: list[list[int]] = [[] for _ in self._ended]
+        self._rows: dict[int, tuple[GroupRequest, int]] = {}
+        self._begun: dict[int, int] = {}
+        self._newly_ended = [0] * len(self._ended)
+        if self.engine.running:  # after an error
+            self.engine.abort()
 
     def generate(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[Group]:
         """Return one group per request, in their order, without the terms of the reward; the same on every
@@ -375,29 +398,69 @@ class RolloutWorker:
         return self.take()
 
     def submit(self, requests: Sequence[GroupRequest], params: SamplingParams, *, terms: bool = True) -> None:
-        """Begin the responses. Ordered by prompt, they are cut into equal stretches, one for each engine, so
-        that a prompt is prefilled on one engine or on neighbours. terms: whether the terms of the reward are
-        wanted, or only what the verifier says."""
+        """Let the responses wait for an engine, and begin those that can. Ordered by prompt, they are cut
+        into equal stretches, one for each engine, so that a prompt is prefilled on one engine or on
+        neighbours; in a stretch the longest expected come first. What an earlier step began is begun on the
+        engine of its stretch. terms: whether the terms of the reward are wanted, or only what the verifier
+        says."""
         self._params, self._terms = params, terms
         first, rows = self._count, [(request, i) for request in requests for i in range(len(request.seeds))]
         for request in requests:
             self._requests[self._count] = request
             self._count += len(request.seeds)
+        own: dict[int, Request] = {}
+        number, count = self._engine, len(self._waiting)
+        for engine, waiting in enumerate(self._waiting):
+            new = []
+            for row in range(engine * len(rows) // count, (engine + 1) * len(rows) // count):
+                request, i = rows[row]
+                partial = request.partial[i] if request.partial else None
+                if partial is None:
+                    self._rows[first + row] = request, i
+                    new.append(first + row)
+                    continue
+                self._begun[first + row] = engine
+                if engine != number:
+                    continue
+                self._own[first + row] = request.prompt, partial
+                if partial.finish != "abort":
+                    self._finished.append((first + row, partial))
+                else:
+                    own[first + row] = Request(request.prompt.tokens, request.seeds[i], partial)
+            waiting += sorted(new, key=lambda n: -self._rows[n][0].expected)
+        self._begin(own)
+
+    @property
+    def _engine(self) -> int:
+        """Return the number of the engine whose leader this rank is; -1 where it is none's."""
         number, part = divmod(self.engines.rank, self.config.rollout.engine_tp)
-        count = self.engines.world // self.config.rollout.engine_tp
-        if not rows or part:
+        return -1 if part else number
+
+    def _begin(self, own: dict[int, Request]) -> None:
+        """Give waiting responses to engines that have room, alike on every rank; this rank's engine gets
+        `own` too. An engine may have `rollout.in_flight` at once, and as many more as it has just ended, so
+        that it does not run dry before the next tick."""
+        at_once = self.config.rollout.in_flight
+        most = float(self.config.rollout.max_batch if at_once is None else at_once)
+        if not most or len(self._waiting) == 1:
+            most = math.inf
+        running = [0] * len(self._waiting)
+        for engine in self._begun.values():
+            running[engine] += 1
+        limits = [most + just for just in self._newly_ended]
+        for engine, given in enumerate(share_out(self._waiting, running, limits, self._ended)):
+            self.moved += len(set(given).difference(self._waiting[engine]))
+            for number in given:
+                self._begun[number] = engine
+                request, i = self._rows.pop(number)
+                if engine == self._engine:
+                    self._own[number] = request.prompt, None
+                    own[number] = Request(request.prompt.tokens, request.seeds[i])
+        self._waiting = [[number for number in those if number in self._rows] for those in self._waiting]
+        if not own:
             return
-        own = {}
-        for row in range(number * len(rows) // count, (number + 1) * len(rows) // count):
-            request, i = rows[row]
-            partial = request.partial[i] if request.partial else None
-            self._own[first + row] = request.prompt, partial
-            if partial is not None and partial.finish != "abort":
-                self._finished.append((first + row, partial))
-            else:
-                own[first + row] = Request(request.prompt.tokens, request.seeds[i], partial)
         try:
-            self.engine.submit(own, params)
+            self.engine.submit(own, self._params)
         except MegarlError as error:
             self._error = error  # exchanged by the next tick: no rank may be left waiting
 
@@ -432,7 +495,8 @@ class RolloutWorker:
         return groups
 
     def tick(self) -> None:
-        """Generate for a while, verify what has ended, and exchange it. All ranks raise an error of any."""
+        """Generate for a while, verify what has ended, exchange it, and give engines with room more to do.
+        All ranks raise an error of any."""
         begin = time.perf_counter()
         ended, self._finished = self._finished, []
         pending, self._error = self._error, None
@@ -457,20 +521,28 @@ class RolloutWorker:
         except MegarlError as problem:
             error = problem
         verified = time.perf_counter()
-        everyone = gather_objects(self.engines, (error, version, responses, failure))
+        busy = generated - begin if self._engine >= 0 else None
+        everyone = gather_objects(self.engines, (error, version, responses, failure, busy))
         self.seconds["generate"] += generated - begin
         self.seconds["verify"] += verified - generated
         self.seconds["gather"] += time.perf_counter() - verified
-        errors, versions, arrived, failures = zip(*everyone, strict=True)
+        errors, versions, arrived, failures, all_busy = zip(*everyone, strict=True)
+        seconds = [s for s in all_busy if s is not None]
+        self.seconds["idle"] += max(seconds) - sum(seconds) / len(seconds)
         if any(errors):
             raise next(filter(None, errors))
         if len(set(versions)) > 1:
             raise EngineError(f"rollout: the ranks' engines have different weight versions: {list(versions)}")
         self._version = version
+        self._newly_ended = [0] * len(self._ended)
         for theirs in arrived:
             self._arrived |= theirs
+            for number in theirs:
+                self._newly_ended[self._begun.pop(number)] += 1
+        self._ended = [sum(both) for both in zip(self._ended, self._newly_ended, strict=True)]
         if any(failures):
             self.recover(list(failures))
+        self._begin({})
 
     def _verified(self, ended: Sequence[tuple[int, Completion]], version: int) -> dict[int, Response]:
         """Return this rank's responses by number, with rewards. version: of the engine's weights."""

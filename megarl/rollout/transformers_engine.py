@@ -7,8 +7,10 @@ room for the next.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,9 @@ from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
 
 ATTENTION = "megarl_rollout"  # the name under which `attention` is registered with transformers
-# Columns of the cache, by device: torch's memory-efficient kernel on CUDA refuses a bf16 mask that starts in
-# between.
-ALIGNMENT = {"cpu": 1, "cuda": 8}
+# See DecodeLoop. (Also, torch's memory-efficient kernel on CUDA refuses a bf16 mask whose rows are not a
+# multiple of 8.)
+ROWS, COLUMNS = 16, 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
 PREFILL_TOKENS = 16384  # padded prompt tokens in one forward pass
 _NAN = 1 << 40  # added to the count of live rows where one holds NaN: one device-to-host copy carries both
 
@@ -57,7 +59,7 @@ class TransformersEngine(RolloutEngine):
         self._model: Any = None
         self._has_weights = self._asleep = False
         self._aborted = threading.Event()
-        self._submitted: list[tuple[dict[int, Request], SamplingParams]] = []
+        self._loops: list[DecodeLoop] = []  # of what was submitted; the first is the one that decodes
         self._stopping: dict[tuple[str, ...], Stopping] = {}
 
     def start(self) -> None:
@@ -105,7 +107,7 @@ class TransformersEngine(RolloutEngine):
 
     def stop(self) -> None:
         self._aborted.set()
-        self._submitted.clear()
+        self._loops.clear()
         self._model, self._has_weights, self._asleep = None, False, False
         self._stopping.clear()
         if self.device.type == "cuda":
@@ -142,7 +144,7 @@ class TransformersEngine(RolloutEngine):
         self._has_weights = False
 
     def end_update(self, version: int) -> None:
-        """Accept requests again; no cache outlives a `generate` call. Raises EngineError without weights."""
+        """Accept requests again. Raises EngineError without weights."""
         self.parameters()
         self._has_weights = True
         self.weight_version = version
@@ -166,26 +168,38 @@ class TransformersEngine(RolloutEngine):
         self._asleep = False
 
     def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
-        """Keep requests for the next `poll`, which decodes all of them as one batch."""
-        self._submitted.append((dict(requests), params))
+        """Let requests wait for `poll`, beside what runs. Raises EngineError without valid weights and for a
+        request that does not fit the model."""
+        if not requests:
+            return
+        if not self._loops or self._loops[-1].params != params:
+            self._loops.append(self._loop(params))
+        self._check(requests.values(), params)
+        self._loops[-1].add(requests)
 
     @property
     def running(self) -> int:
-        return sum(len(requests) for requests, _ in self._submitted)
+        return sum(len(loop.requests) for loop in self._loops)
 
+    @torch.inference_mode()
     def poll(self, seconds: float) -> list[tuple[int, Completion]]:
-        """Generate everything that was submitted, whatever `seconds`."""
+        """Generate for `seconds`, or until all has ended; return what has ended. Raises EngineError for NaN
+        logits."""
+        self._aborted.clear()
         ended: list[tuple[int, Completion]] = []
-        while self._submitted:
-            requests, params = self._submitted.pop(0)
-            ended += zip(requests, self.generate(list(requests.values()), params), strict=True)
+        end = time.monotonic() + seconds
+        while self._loops and not (ended and time.monotonic() >= end):
+            ended += self._run(self._loops[0], end - time.monotonic())
+            if self._loops[0].requests:
+                break
+            self._loops.pop(0)
         return ended
 
     def abort(self) -> list[tuple[int, Completion]]:
         """Forget what was submitted; end a `generate` in another thread after its current step."""
         self._aborted.set()
-        forgotten = [(number, Completion()) for requests, _ in self._submitted for number in requests]
-        self._submitted.clear()
+        forgotten = [(key, Completion()) for loop in self._loops for key in loop.requests]
+        self._loops.clear()
         return forgotten
 
     @torch.inference_mode()
@@ -195,29 +209,40 @@ class TransformersEngine(RolloutEngine):
 
         Raises EngineError without valid weights, for a request that does not fit the model, and for NaN
         logits."""
+        loop = self._loop(params)
+        self._aborted.clear()
+        if not requests:
+            return []
+        self._check(requests, params)
+        loop.add(dict(enumerate(requests)))
+        ended = dict(self._run(loop, math.inf))
+        return [ended[i] for i in range(len(requests))]
+
+    def _loop(self, params: SamplingParams) -> DecodeLoop:
         if not self._has_weights:
             state = "without weights: an update must follow start and wake"
             if self._model is None or self._asleep:
                 state = "asleep" if self._asleep else "not started"
             raise EngineError(f"rollout engine: generate was called while it is {state}")
-        self._aborted.clear()
-        if not requests:
-            return []
+        if params.stop not in self._stopping:  # about a second for a vocabulary of 150,000
+            self._stopping[params.stop] = Stopping(
+                params.stop, self._model.config.vocab_size, self.eos_ids, self.tokenizer, self.device
+            )
+        return DecodeLoop(self._model, self.max_batch, params, self._stopping[params.stop])
+
+    def _check(self, requests: Iterable[Request], params: SamplingParams) -> None:
+        """Raise EngineError for a request that does not fit the model."""
         positions, vocab = self._model.config.max_position_embeddings, self._model.config.vocab_size
         prompts = dict.fromkeys(r.prompt for r in requests)
-        longest = max(map(len, prompts))
-        check_positions(longest, params.max_tokens, positions)
+        check_positions(max(map(len, prompts)), params.max_tokens, positions)
         for i, prompt in enumerate(prompts):
             if not prompt or min(prompt) < 0 or max(prompt) >= vocab:
                 problem = f"is empty or has a token id outside the model's vocabulary of {vocab}"
                 raise EngineError(f"rollout: prompt {i} {problem}")
-        if params.stop not in self._stopping:  # about a second for a vocabulary of 150,000
-            self._stopping[params.stop] = Stopping(
-                params.stop, vocab, self.eos_ids, self.tokenizer, self.device
-            )
-        loop = DecodeLoop(self._model, self.max_batch, requests, params, self._stopping[params.stop])
+
+    def _run(self, loop: DecodeLoop, seconds: float) -> list[tuple[int, Completion]]:
         try:
-            return loop.run(self._aborted)
+            return loop.run(seconds, self._aborted)
         except FloatingPointError as error:
             raise EngineError(
                 f"rollout: NaN logits in {error}, with weight version {self.weight_version} (the weights or "
@@ -236,7 +261,7 @@ class Stopping:
     def __init__(
         self, texts: tuple[str, ...], vocab: int, eos_ids: Sequence[int], tokenizer: Any, device: torch.device
     ) -> None:
-        self.texts, self.tokenizer, self.window = texts, tokenizer, 0
+        self.texts, self.tokenizer, self.window, self.eos_ids = texts, tokenizer, 0, frozenset(eos_ids)
         eos, candidates = torch.zeros(vocab, dtype=torch.bool), torch.ones(vocab, dtype=torch.bool)
         eos[[i for i in eos_ids if i < vocab]] = True
         if texts:
@@ -256,107 +281,120 @@ class Stopping:
         self.eos, self.candidates = eos.to(device), candidates.to(device)
 
     def found_in(self, tokens: list[int]) -> bool:
-        """Return whether these tokens (-1: none yet) hold one of the texts."""
-        text = self.tokenizer.decode([token for token in tokens if token >= 0], skip_special_tokens=True)
+        """Return whether these tokens hold one of the texts."""
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return any(stop in text for stop in self.texts)
+
+    def ends(self, tokens: list[int]) -> bool:
+        """Return whether a response ends behind these tokens, of which all but the last did not end it."""
+        return tokens[-1] in self.eos_ids or (bool(self.texts) and self.found_in(tokens[-self.window :]))
 
 
 class DecodeLoop:
-    """One `generate` call: admits waiting prompts, decodes at most `max_batch` responses at once, ends and
-    collects them.
+    """Requests that are decoded together: it admits waiting prompts, decodes at most `max_batch` responses at
+    once, and gives back those that have ended, until its time is up.
 
     A row of the batch is one response. Requests with equal prompts share one prefill (unless they are more
     than `max_batch`) and join together, in the order in which their prompts first appear, whenever rows are
-    free. Everything per row lives in tensors and becomes Python lists once, at the end."""
+    free. Everything per row lives in tensors and becomes Python lists once, when it ends.
 
-    def __init__(
-        self,
-        model: Any,
-        max_batch: int,
-        requests: Sequence[Request],
-        params: SamplingParams,
-        stopping: Stopping,
-    ) -> None:
-        self.requests, self.params, self.stopping = requests, params, stopping
+    On a CPU, in float32, a response and its log-probabilities are the same to the bit in any company, since
+    every sum over features or tokens is taken in an order that the company does not change: rows are computed
+    in multiples of ROWS (MKL multiplies fewer than 4 in another way), attention sees multiples of COLUMNS,
+    each row from its own column 0 on, and a prompt is padded to a width of its own, not to the longest of its
+    neighbours. (Mixtures are not: the tokens of an expert are multiplied as many as there are.)"""
+
+    def __init__(self, model: Any, max_batch: int, params: SamplingParams, stopping: Stopping) -> None:
+        self.params, self.stopping, self.max_batch = params, stopping, max_batch
         self.body, self.head, self.device = model.get_decoder(), model.get_output_embeddings(), model.device
-        self.max_batch = min(max_batch, len(requests))
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for i, request in enumerate(requests):
-            groups.setdefault(request.prompt, []).append(i)
-        self.waiting = [
-            (p, ids[i : i + max_batch]) for p, ids in groups.items() for i in range(0, len(ids), max_batch)
-        ]
-        self.waiting.reverse()  # the next one is popped from the end
-        self.seeds = torch.tensor([r.seed for r in requests], dtype=torch.int64, device=self.device)
-        self.cache = KVCache(model.config, self.max_batch, model.dtype, self.device)
-        # Per row: the request (len(requests) once it has ended), its seed, newest token, that token's
-        # position, and the number of response tokens so far; and its newest tokens, for stop texts.
-        self.state = torch.zeros(5, self.max_batch, dtype=torch.int64, device=self.device)
-        self.request, self.seed, self.token, self.position, self.count = self.state
-        self.newest = self.token.new_full((self.max_batch, stopping.window), -1)
-        # Per step: requests, tokens, log-probabilities.
-        self.records: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.stopped: set[int] = set()
+        self.requests: dict[int, Request] = {}  # that have not come back
+        self.waiting: list[tuple[tuple[int, ...], list[int]]] = []  # the next one is popped from the end
         # Of a mixture whose routing is wanted: what the routers of the layers have just chosen, [tokens,
-        # topk] each; what they chose for the prompt of a request, [tokens, layers, topk]; and per step for
-        # the rows' tokens: requests, [rows, layers, topk].
+        # topk] each.
         self.experts = model.config.num_experts if params.routing else 0
         self.chosen: list[Tensor] = []
-        self.of_prompts: dict[int, Tensor] = {}
-        self.of_steps: list[tuple[Tensor, Tensor]] = []
+        self.cache = KVCache(model, self.experts)
+        # Per row: the key of its request (-1: none), its seed, newest token, that token's position, and the
+        # number of response tokens so far. Rows up to `used` are responses, of which some have ended; those
+        # behind them, up to a multiple of ROWS, are computed but mean nothing.
+        self.state = torch.zeros(5, _whole(max_batch, ROWS) + ROWS, dtype=torch.int64, device=self.device)
+        self.key, self.seed, self.token, self.position, self.count = self.state
+        self.live = torch.zeros_like(self.key, dtype=torch.bool)
+        self.nan = torch.zeros_like(self.live)
+        self.key.fill_(-1)
+        self.used = 0
+        self.longest = 0  # no row's newest token has a higher position
 
-    def run(self, aborted: threading.Event) -> list[Completion]:
-        """Return one completion per request. Raises FloatingPointError at NaN logits, with the place."""
-        if not self.experts:
-            return self._run(aborted)
+    def add(self, requests: Mapping[int, Request]) -> None:
+        """Let requests wait for free rows. The keys must be free."""
+        self.requests |= requests
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for key, request in requests.items():
+            groups.setdefault(request.prompt, []).append(key)
+        most = self.max_batch
+        new = [(p, keys[i : i + most]) for p, keys in groups.items() for i in range(0, len(keys), most)]
+        self.waiting = new[::-1] + self.waiting
+
+    def run(self, seconds: float, aborted: threading.Event) -> list[tuple[int, Completion]]:
+        """Return what ends within `seconds`; where `aborted` is set, what has not ended too, as far as it is.
+        Raises FloatingPointError at NaN logits, with the place."""
         hooks = [
             layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, output: self.chosen.append(output[2]))
-            for layer in self.body.layers
+            for layer in (self.body.layers if self.experts else ())
         ]
+        ended: list[tuple[int, Completion]] = []
+        end = time.monotonic() + seconds
         try:
-            return self._run(aborted)
+            while self.requests and not aborted.is_set():
+                # Rows are filled where enough of them are free to pay for a prefill, or the batch has run
+                # empty.
+                free = self.max_batch - self.used
+                enough = max(len(self.waiting[-1][1]), self.max_batch // 4) if self.waiting else free + 1
+                if not self.used or free >= enough:
+                    self._admit()
+                else:
+                    self._step()
+                late = time.monotonic() >= end
+                ended += self._sweep(at_once=late)
+                if late:
+                    break
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _run(self, aborted: threading.Event) -> list[Completion]:
-        while not aborted.is_set() and (self.waiting or self.cache.rows):
-            # Rows are filled where enough of them are free to pay for a prefill, or the batch has run empty.
-            free = self.max_batch - self.cache.rows
-            enough = max(len(self.waiting[-1][1]), self.max_batch // 4) if self.waiting else free + 1
-            if not self.cache.rows or free >= enough:
-                self._admit()
-            else:
-                self._step()
-            self._sweep()
-        return self._completions()
+        if aborted.is_set():
+            ended += self._take(torch.arange(self.used, device=self.device))
+            ended += [(key, Completion()) for key in self.requests]
+            self.requests.clear()
+        return ended
 
     def _admit(self) -> None:
         """Prefill waiting prompts while their responses fit, and choose each response's first token."""
-        cache, taken, free = self.cache, [], self.max_batch - self.cache.rows
+        taken, free = [], self.max_batch - self.used
         while self.waiting and len(self.waiting[-1][1]) <= free:
             taken.append(self.waiting.pop())
             free -= len(taken[-1][1])
         taken.sort(key=lambda group: len(group[0]))
-        self._make_room(len(taken[-1][0]))
-        longest = 0
+        self.longest = max(self.longest, len(taken[-1][0]))
+        self._make_room(self.max_batch - free)
         chunk: list[tuple[tuple[int, ...], list[int]]] = []
         for group in taken:
-            longest = len(group[0])
-            if chunk and (len(chunk) + 1) * longest > PREFILL_TOKENS:
+            width = _width(group[0])
+            if chunk and (width != _width(chunk[0][0]) or (len(chunk) + 1) * width > PREFILL_TOKENS):
                 self._prefill(chunk)
                 chunk = []
             chunk.append(group)
         self._prefill(chunk)
-        cache.first = min(cache.first, cache.column - longest)
 
     def _prefill(self, groups: list[tuple[tuple[int, ...], list[int]]]) -> None:
         cache, device = self.cache, self.device
-        prompts = [torch.tensor(p) for p, _ in groups]
-        tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
+        tokens = torch.zeros(len(groups), _width(groups[0][0]), dtype=torch.int64)
+        for row, (prompt, _) in zip(tokens, groups, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        tokens = tokens.to(device)
         lengths = torch.tensor([len(p) for p, _ in groups], device=device)
+        keys = torch.tensor([key for _, keys in groups for key in keys])
         source = torch.repeat_interleave(
-            torch.arange(len(groups)), torch.tensor([len(ids) for _, ids in groups])
+            torch.arange(len(groups)), torch.tensor([len(keys) for _, keys in groups])
         ).to(device)
         cache.prefilling = True
         position = torch.arange(tokens.shape[1], device=device)[None]
@@ -364,36 +402,39 @@ class DecodeLoop:
             input_ids=tokens, position_ids=position, past_key_values=cache, use_cache=True
         ).last_hidden_state
         cache.prefilling = False
-        if self.experts:
-            chosen = self._take_chosen().unflatten(0, tokens.shape)
-            for (prompt, ids), of_prompt in zip(groups, chosen, strict=True):
-                self.of_prompts |= dict.fromkeys(ids, of_prompt[: len(prompt)])
-        rows = slice(cache.rows, cache.rows + source.numel())
-        cache.place(lengths, source)
-        self.request[rows] = torch.tensor([i for _, ids in groups for i in ids]).to(device)
-        self.seed[rows] = self.seeds[self.request[rows]]
+        chosen = self._take_chosen().unflatten(0, tokens.shape) if self.experts else None
+        cache.place(self.used, len(groups[-1][0]), source, chosen)
+        rows = slice(self.used, self.used + source.numel())
+        self.key[rows], self.live[rows] = keys.to(device), True
+        self.seed[rows] = torch.tensor([self.requests[key].seed for _, keys in groups for key in keys]).to(
+            device
+        )
         self.position[rows] = lengths[source] - 1
         self.count[rows] = 0
-        self.newest[rows] = -1
-        logits = self.head(hidden[torch.arange(len(groups), device=device), lengths - 1])
-        self._choose(rows, logits[source])
+        self.used = rows.stop
+        # The head, and what draws from its logits, see a multiple of ROWS too.
+        last = hidden.new_zeros(_whole(len(groups), ROWS), hidden.shape[2])
+        last[: len(groups)] = hidden[torch.arange(len(groups), device=device), lengths - 1]
+        padded = source.new_zeros(_whole(source.numel(), ROWS))
+        padded[: source.numel()] = source
+        self._choose(slice(rows.start, rows.start + padded.numel()), self.head(last)[padded])
 
     def _step(self) -> None:
         """Feed every row's newest token and choose the next."""
-        cache = self.cache
-        if cache.column == cache.mask.shape[1]:
-            self._make_room(0)
-        rows = slice(0, cache.rows)
+        self._make_room(self.used)
+        cache, rows = self.cache, slice(0, _whole(self.used, ROWS))
+        mask = cache.attend(self.position[rows], self.longest)
         hidden = self.body(
             input_ids=self.token[rows, None],
             position_ids=self.position[rows, None],
-            attention_mask=cache.decode_mask(),
+            attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
-        cache.column += 1
         if self.experts:
-            self.of_steps.append((self.request[rows].clone(), self._take_chosen()))
+            at = torch.arange(rows.stop, device=self.device)
+            cache.chosen[at, self.position[rows]] = self._take_chosen()
+        self.longest += 1
         self._choose(rows, self.head(hidden[:, 0]))
 
     def _take_chosen(self) -> Tensor:
@@ -403,119 +444,101 @@ class DecodeLoop:
         return chosen
 
     def _choose(self, rows: slice, logits: Tensor) -> None:
-        """Choose the next token of `rows` from logits [rows, vocab]; ended rows get request len(requests)."""
-        request, count = self.request[rows], self.count[rows]
+        """Choose the next token of `rows` from logits [rows, vocab]."""
+        cache, live, count = self.cache, self.live[rows], self.count[rows]
         token, logprob = choose(logits, self.seed[rows], count, self.params)
-        self.records.append((request.clone(), token, logprob))
         self.token[rows] = token
-        self.position[rows] += 1
-        count += 1
+        self.nan[rows] = logprob.isnan() & live
+        self.position[rows] += live
+        count += live
+        # A row that has ended stays where it is: what is computed for it goes behind its end.
+        at = cache.starts[rows] + self.position[rows] + ~live
+        cache.tokens.view(-1).index_copy_(0, at, token)
+        cache.logprobs.view(-1).index_copy_(0, at, logprob)
         if self.stopping.texts:
             self._stop_texts(rows, token)
-        request.masked_fill_(self.stopping.eos[token] | (count >= self.params.max_tokens), len(self.requests))
+        live &= ~self.stopping.eos[token] & (count < self.params.max_tokens)
 
     def _stop_texts(self, rows: slice, token: Tensor) -> None:
         """End rows whose newest tokens hold a stop text. Only those that may complete one are decoded."""
-        request, window = self.request[rows], self.newest[rows]
-        window.copy_(torch.cat([window[:, 1:], token[:, None]], dim=1))
-        look = (self.stopping.candidates[token] & (request < len(self.requests))).nonzero()[:, 0]
-        tails = zip(look.tolist(), window[look].tolist(), strict=True)
-        ended = [row for row, tail in tails if self.stopping.found_in(tail)]
-        if ended:
-            self.stopped.update(request[ended].tolist())
-            request[ended] = len(self.requests)
+        look = (self.stopping.candidates[token] & self.live[rows]).nonzero()[:, 0] + rows.start
+        ends, counts = self.position[look].tolist(), self.count[look].tolist()
+        for row, end, count in zip(look.tolist(), ends, counts, strict=True):
+            first = end + 1 - min(count, self.stopping.window)
+            if self.stopping.found_in(self.cache.tokens[row, first : end + 1].tolist()):
+                self.live[row] = False
 
-    def _sweep(self) -> None:
-        """Drop ended rows once they are over a sixteenth: live rows from the end take their places."""
-        rows = self.cache.rows
-        live = self.request[:rows] < len(self.requests)
-        status = int(live.sum() + self.records[-1][2].isnan().any() * _NAN)
+    def _sweep(self, at_once: bool) -> list[tuple[int, Completion]]:
+        """Return the rows that have ended once they are over a sixteenth, or `at_once`: live rows from the
+        end take their places."""
+        used = self.used
+        live = self.live[:used]
+        status = int(live.sum() + self.nan.any() * _NAN)
         if status >= _NAN:
-            requests, _, logprobs = self.records[-1]
-            request = int(requests[logprobs.isnan()][0])
-            token = sum(int((ids == request).sum()) for ids, _, _ in self.records) - 1
-            raise FloatingPointError(f"row {request}, response token {token}")
-        if rows - status <= rows // 16:
-            return
+            row = int(self.nan.nonzero()[0])
+            raise FloatingPointError(f"row {int(self.key[row])}, response token {int(self.count[row]) - 1}")
+        if status == used or (not at_once and used - status <= used // 16):
+            return []
+        ended = self._take((~live).nonzero()[:, 0])
         target = (~live[:status]).nonzero()[:, 0]
         source = live[status:].nonzero()[:, 0] + status
-        self.cache.move(source, target, status)
+        self.cache.move(source, target, self.longest + 1)
         self.state[:, target] = self.state[:, source]
-        self.newest[target] = self.newest[source]
+        self.live[:status], self.live[status:used] = True, False
+        self.position[status:used] = 0
+        self.used = status
+        self.longest = int(self.position[:status].max()) if status else 0
+        return ended
 
-    def _make_room(self, prompt: int) -> None:
-        """Lay the cache out anew so that rows of `prompt` tokens fit before its column and some steps behind
-        it. Growth is geometric, but never beyond what the live rows can still need."""
-        cache = self.cache
-        # The newest token is not in the cache yet.
-        used = int(self.position[: cache.rows].max()) if cache.rows else 0
-        cache.first = cache.column - used
-        column = max(used, prompt)
-        if prompt > cache.column or cache.column == cache.mask.shape[1] or not cache.rows:
-            cache.relayout(column, min(column * 3 // 2 + 128, column + self.params.max_tokens))
+    def _take(self, rows: Tensor) -> list[tuple[int, Completion]]:
+        """Return the responses of rows, which are to be given up: with finish "abort" where they live."""
+        cache, columns = self.cache, self.longest + 1
+        tokens, logprobs = cache.tokens[rows, :columns].cpu(), cache.logprobs[rows, :columns].cpu()
+        chosen = cache.chosen[rows].cpu().numpy() if self.experts else None
+        state = torch.stack([*self.state[[0, 3, 4]][:, rows], self.live[rows]]).T.tolist()
+        taken = []
+        for row, (key, end, count, live) in enumerate(state):
+            span = slice(end + 1 - count, end + 1)
+            completion = Completion(tokens[row, span].tolist(), logprobs[row, span].tolist(), "abort")
+            if not live:
+                by_itself = count < self.params.max_tokens or self.stopping.ends(completion.tokens)
+                completion.finish = "stop" if by_itself else "length"
+            if chosen is not None:
+                completion.routing = routing_array(chosen[row, :end], end + 1, self.experts)
+            del self.requests[key]
+            taken.append((key, completion))
+        return taken
 
-    def _completions(self) -> list[Completion]:
-        if not self.records:
-            return [Completion() for _ in self.requests]
-        total = len(self.requests)
-        requests = torch.cat([r for r, _, _ in self.records]).cpu()
-        order = requests.argsort(stable=True)[: int((requests < total).sum())]
-        ends = [0, *torch.bincount(requests[order], minlength=total).cumsum(0).tolist()]
-        tokens = torch.cat([t for _, t, _ in self.records]).cpu()[order].tolist()
-        logprobs = torch.cat([p for _, _, p in self.records]).cpu()[order].tolist()
-        eos = set(self.stopping.eos.nonzero()[:, 0].tolist())
-        fed = self._fed(total) if self.experts else []
-        completions = []
-        for i in range(total):
-            span = slice(ends[i], ends[i + 1])
-            completion = Completion(tokens[span], logprobs[span], "abort")
-            if i in self.stopped or (completion.tokens and completion.tokens[-1] in eos):
-                completion.finish = "stop"
-            elif len(completion.tokens) == self.params.max_tokens:
-                completion.finish = "length"
-            if self.experts:
-                chosen = torch.cat([self.of_prompts[i].cpu(), fed[i]]).numpy()
-                length = len(self.requests[i].prompt) + len(completion.tokens)
-                completion.routing = routing_array(chosen, length, self.experts)
-            completions.append(completion)
-        return completions
-
-    def _fed(self, total: int) -> Sequence[Tensor]:
-        """Return the experts of each request's response tokens but the last, [tokens, layers, topk]."""
-        if not self.of_steps:
-            return [self.of_prompts[i].cpu()[:0] for i in range(total)]
-        requests = torch.cat([r for r, _ in self.of_steps]).cpu()
-        order = requests.argsort(stable=True)[: int((requests < total).sum())]
-        chosen = torch.cat([c for _, c in self.of_steps]).cpu()[order]
-        return chosen.split(torch.bincount(requests[order], minlength=total).tolist())
+    def _make_room(self, rows: int) -> None:
+        """Let the cache hold `rows` rows, and the next token of each. Growth is geometric, but never beyond
+        what the live rows can still need."""
+        # Behind a row's newest token there is a place for what is computed after its end.
+        rows, columns = _whole(rows, ROWS) + ROWS, self.longest + 3
+        if rows > self.cache.rows or columns > self.cache.columns:
+            grown = min(columns * 3 // 2 + 128, columns + self.params.max_tokens)
+            self.cache.reserve(rows, grown if columns > self.cache.columns else 0)
 
 
 class KVCache:
-    """Keys and values per layer [rows, kv_heads, columns, dim], and the mask [rows, columns] (0 from a row's
-    start, else -inf).
-
-    Rows are right-aligned: every row's newest token stands in the same column, a row's first token in its own
-    start column, so that one step of all rows is written with one copy and a row's mask never changes while
-    it lives.
-
-    What attention sees starts at a multiple of ALIGNMENT columns: those before the first row's start are
-    masked.
+    """Keys and values per layer [rows, kv_heads, columns, dim]; and of each position its token, that token's
+    log-probability and, where routing is wanted, its experts. A row's token of position p stands in column p.
 
     Passed to transformers' forward as `past_key_values`, whose attention layers call only `update`. While
-    `prefilling`, keys and values are set aside for `place`; otherwise the one new column is written at
-    `column`."""
+    `prefilling`, keys and values are set aside for `place`; otherwise the one new column of each row is
+    written where `attend` says."""
 
-    def __init__(self, config: Any, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: Any, experts: int) -> None:
+        config, dtype, device = model.config, model.dtype, model.device
         heads, layers = config.num_attention_heads, config.num_hidden_layers
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self.keys = [torch.zeros(rows, kv_heads, 0, dim, dtype=dtype, device=device) for _ in range(layers)]
+        self.rows = self.columns = 0
+        self.keys = [torch.zeros(0, kv_heads, 0, dim, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros_like(k) for k in self.keys]
-        self.mask = torch.full((rows, 0), -torch.inf, dtype=dtype, device=device)
-        self.column = 0  # columns in use: the next token goes here
-        self.first = 0  # no live row starts before this column
-        self.rows = 0  # live rows: 0..rows-1
-        self.align = ALIGNMENT[device.type]
+        self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(0, 0, device=device)
+        routed = layers, config.num_experts_per_tok if experts else 0
+        self.chosen = torch.zeros(0, 0, *routed, dtype=torch.int16, device=device)
         self.prefilling = False
         self._aside: list[tuple[Tensor, Tensor]] = []
 
@@ -526,68 +549,71 @@ class KVCache:
         if self.prefilling:
             self._aside.append((key, value))
             return key, value
-        rows, column = self.rows, self.column
         keys, values = self.keys[layer], self.values[layer]
-        keys[:rows, :, column] = key[:, :, 0]
-        values[:rows, :, column] = value[:, :, 0]
-        seen = slice(self._seen_from, column + 1)
-        return keys[:rows, :, seen], values[:rows, :, seen]
+        dim = keys.shape[3]
+        keys.view(-1, dim).index_copy_(0, self._at, key.reshape(-1, dim))
+        values.view(-1, dim).index_copy_(0, self._at, value.reshape(-1, dim))
+        return keys[: len(key), :, : self._seen], values[: len(key), :, : self._seen]
 
-    @property
-    def _seen_from(self) -> int:
-        return self.first // self.align * self.align
+    def attend(self, position: Tensor, longest: int) -> Tensor:
+        """Prepare a step whose new tokens have these positions, int64 [rows], none above `longest`; return
+        its additive mask [rows, 1, 1, columns that attention sees]."""
+        self._seen = min(_whole(longest + 1, COLUMNS), self.columns)
+        rows, position = len(position), position[:, None]
+        self._at = (self._starts_of_heads[:rows] + position).view(-1)
+        mask = torch.zeros(rows, self._seen, dtype=self.keys[0].dtype, device=position.device)
+        return mask.masked_fill_(self._numbers[: self._seen] > position, -torch.inf)[:, None, None]
 
-    def decode_mask(self) -> Tensor:
-        """Return the additive mask [rows, 1, 1, columns that attention sees] of the next step."""
-        return self.mask[: self.rows, None, None, self._seen_from : self.column + 1]
-
-    def place(self, lengths: Tensor, source: Tensor) -> None:
-        """Append one row per entry of `source`: prompt source[i] of the prefill just run, lengths[source[i]]
-        tokens long, ending before `column` (the caller made room). lengths: int64 [prompts]; source: int64
-        [new rows]."""
-        width = self._aside[0][0].shape[2]
-        new = slice(self.rows, self.rows + source.numel())
-        left = self.column - width
-        # Right-padded prompts become right-aligned; what lies before a prompt's start is masked.
-        at = torch.arange(width, device=lengths.device) - (width - lengths)[:, None]
-        mask = torch.zeros(at.shape, dtype=self.mask.dtype, device=at.device).masked_fill_(at < 0, -torch.inf)
-        self.mask[new] = -torch.inf
-        self.mask[new, left : self.column] = mask[source]
-        self.mask[new, self.column :] = 0
-        index = at.clamp_(min=0)[:, None, :, None]
+    def place(self, first: int, longest: int, source: Tensor, chosen: Tensor | None) -> None:
+        """Write rows from `first` on, one per entry of `source`, int64 [rows]: prompt source[i] of the
+        prefill just run, at most `longest` tokens long, and its experts [prompts, tokens, layers, topk]."""
+        new = slice(first, first + source.numel())
         for layer, pair in enumerate(self._aside):
             for cache, fresh in zip((self.keys[layer], self.values[layer]), pair, strict=True):
-                aligned = fresh.gather(2, index.expand(-1, fresh.shape[1], -1, fresh.shape[3]))
-                cache[new, :, left : self.column] = aligned[source]
+                cache[new, :, :longest] = fresh[source, :, :longest]
         self._aside.clear()
-        self.rows += source.numel()
+        if chosen is not None:
+            self.chosen[new, :longest] = chosen[source, :longest]
 
-    def move(self, source: Tensor, target: Tensor, rows: int) -> None:
-        """Copy rows `source` over rows `target`; then only the first `rows` rows live."""
-        used = slice(self.first, self.column)
+    def move(self, source: Tensor, target: Tensor, columns: int) -> None:
+        """Copy the first `columns` columns of rows `source` over rows `target`."""
         for cache in (*self.keys, *self.values):
-            cache[target, :, used] = cache[source, :, used]
-        self.mask[target] = self.mask[source]
-        self.rows = rows
+            cache[target, :, :columns] = cache[source, :, :columns]
+        for of_tokens in (self.tokens, self.logprobs, self.chosen):
+            of_tokens[target, :columns] = of_tokens[source, :columns]
 
-    def relayout(self, column: int, columns: int) -> None:
-        """Move the live content so that the next token's column is `column`, in a cache of at least
-        `columns`."""
-        used = self.column - self.first
-        first = column - used
-        columns = -(-columns // self.align) * self.align
+    def reserve(self, rows: int, columns: int) -> None:
+        """Grow to at least these sizes; what is there stays."""
+        old_rows, old_columns = self.rows, self.columns
+        self.rows, self.columns = max(rows, old_rows), max(_whole(columns, COLUMNS), old_columns)
+
+        def grown(old: Tensor, dim: int) -> Tensor:
+            shape = [self.rows, *old.shape[1:dim], self.columns, *old.shape[dim + 1 :]]
+            # Zeros, not empty: masked columns get weight 0, and 0 times an uninitialised NaN is NaN.
+            fresh = old.new_zeros(shape)
+            fresh[:old_rows].narrow(dim, 0, old_columns).copy_(old)
+            return fresh
+
         for caches in (self.keys, self.values):
             for layer, old in enumerate(caches):
-                # Zeros, not empty: masked columns get weight 0, and 0 times an uninitialised NaN is NaN.
-                fresh = old.new_zeros(old.shape[0], old.shape[1], columns, old.shape[3])
-                fresh[: self.rows, :, first:column] = old[: self.rows, :, self.first : self.column]
-                caches[layer] = fresh
-        mask = torch.full(
-            (self.mask.shape[0], columns), -torch.inf, dtype=self.mask.dtype, device=self.mask.device
-        )
-        mask[: self.rows, first:column] = self.mask[: self.rows, self.first : self.column]
-        mask[: self.rows, column:] = 0
-        self.mask, self.first, self.column = mask, first, column
+                caches[layer] = grown(old, 2)
+        self.tokens, self.logprobs = grown(self.tokens, 1), grown(self.logprobs, 1)
+        self.chosen = grown(self.chosen, 1)
+        # Of the flattened tensors: where rows, and heads of rows, begin.
+        heads, device = self.keys[0].shape[1], self.tokens.device
+        self.starts = torch.arange(self.rows, device=device) * self.columns
+        self._starts_of_heads = torch.arange(self.rows * heads, device=device).view(-1, heads) * self.columns
+        self._numbers = torch.arange(self.columns, device=device)
+
+
+def _whole(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _width(prompt: tuple[int, ...]) -> int:
+    """Return the tokens to which a prompt is padded: torch's attention works in blocks whose size depends on
+    it, so it must not depend on other prompts."""
+    return max(16, 1 << (len(prompt) - 1).bit_length())
 
 
 def attention(

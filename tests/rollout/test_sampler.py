@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,9 +27,10 @@ from megarl.data.experience import Experience
 from megarl.data.prompts import Prompt
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import Verdict
+from megarl.rollout import sampler
 from megarl.rollout.batch import Group, RolloutBatch
 from megarl.rollout.sampler import RolloutSampler, RolloutWorker
-from megarl.rollout.sampling import SamplingParams
+from megarl.rollout.sampling import Completion, SamplingParams, response_seed
 from megarl.rollout.transformers_engine import TransformersEngine
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST
@@ -108,9 +110,9 @@ def run_ranks(
         runtime: Any = SimpleNamespace(rank=rank, world=ranks, gather=meeting.gather(rank))
         verifier = options.get("verifiers", [OddText()] * ranks)[rank]
         worker = RolloutWorker(settings_, runtime, engines[rank], verifier, tokenizer)
-        sampler = RolloutSampler(worker, lambda n: list(itertools.islice(endless, n)))
+        rollouts = RolloutSampler(worker, lambda n: list(itertools.islice(endless, n)))
         try:
-            results[rank] = act(sampler) if act else [sampler.collect(step) for step in range(steps)]
+            results[rank] = act(rollouts) if act else [rollouts.collect(step) for step in range(steps)]
         except Exception as error:  # noqa: BLE001 (the tests look at it)
             results[rank] = error
 
@@ -123,16 +125,19 @@ def run_ranks(
 
 
 def facts(batch: RolloutBatch) -> Any:
-    """Everything that decides, without log-probs (whose last bits depend on the batch) and times."""
+    """Everything but times, log-probs to the last bit."""
     rows = [
         (
             g.prompt.uid,
             g.version,
-            [(r.tokens.tolist(), r.finish, r.correct, r.extracted, r.error, r.reward) for r in g.responses],
+            [
+                (r.tokens.tolist(), r.logprobs.tobytes(), r.finish, r.correct, r.extracted, r.error, r.reward)
+                for r in g.responses
+            ],
         )
         for g in batch.groups
     ]
-    return rows, batch.stats, batch.errors
+    return rows, {k: v for k, v in batch.stats.items() if k != "rollout/moved"}, batch.errors
 
 
 @settings(max_examples=8, deadline=None)
@@ -143,12 +148,16 @@ def facts(batch: RolloutBatch) -> Any:
     dynamic=st.booleans(),
     limit=st.integers(1, 4),
     soft=st.booleans(),
+    in_flight=st.sampled_from([None, 0, 1, 2, 5]),
 )
-def test_any_split_of_the_work_gives_the_same_run(world, ranks, prompts, group, dynamic, limit, soft):
+def test_any_split_of_the_work_gives_the_same_run(
+    world, ranks, prompts, group, dynamic, limit, soft, in_flight
+):
     settings_ = config(
         rollout={
             "prompts": prompts,
             "group_size": group,
+            "in_flight": in_flight,
             "dynamic_sampling": {"enabled": dynamic, "max_batches": limit},
         },
         reward={"overlong": {"soft_punishment": soft, "buffer": 6}},
@@ -156,6 +165,57 @@ def test_any_split_of_the_work_gives_the_same_run(world, ranks, prompts, group, 
     alone = [facts(batch) for batch in run_ranks(world, settings_, 1, steps=3)[0]]
     for batches in run_ranks(world, settings_, ranks, steps=3):
         assert [facts(batch) for batch in batches] == alone
+
+
+def test_engines_of_different_speeds_give_the_same_run(world, monkeypatch):
+    """One of three engines makes a token where the others make several responses: they take what it would
+    have come to last, and the batch is the same to the bit as that of one engine."""
+    monkeypatch.setattr(sampler, "TICK", 0.02)
+    work = {"prompts": 12, "group_size": 4, "max_response_tokens": 20}
+    alone = [facts(batch) for batch in run_ranks(world, config(rollout=work), 1, steps=2)[0]]
+    slow, poll = world[0][0], world[0][0].poll
+
+    def one_step(seconds: float) -> list[tuple[int, Completion]]:
+        ended = poll(0.0)
+        time.sleep(seconds)
+        return ended
+
+    monkeypatch.setattr(slow, "poll", one_step)
+    spread = run_ranks(world, config(rollout={**work, "in_flight": 3}), 3, steps=2)
+    for batches in spread:
+        assert [facts(batch) for batch in batches] == alone
+        moved = [batch.stats["rollout/moved"] for batch in batches]
+        assert all(moved) and moved == [batch.stats["rollout/moved"] for batch in spread[0]]
+    assert spread[0][0].seconds["idle"] > 0
+    equal_parts = run_ranks(world, config(rollout={**work, "in_flight": 0}), 3, steps=2)
+    assert [facts(batch) for batch in equal_parts[1]] == alone
+    assert [batch.stats["rollout/moved"] for batch in equal_parts[1]] == [0, 0]
+
+
+def test_the_longest_begin_first(world, monkeypatch):
+    """By what a prompt's responses took the last time, which a resumed run knows too."""
+    settings_ = config(rollout={"prompts": 9, "max_response_tokens": 40})
+    begun: list[int] = []
+    submit = world[0][0].submit
+    monkeypatch.setattr(
+        world[0][0],
+        "submit",
+        lambda own, params: (begun.extend(r.seed for r in own.values()), submit(own, params)),
+    )
+
+    def two_epochs(sampler_: RolloutSampler) -> list[RolloutBatch]:
+        first = sampler_.collect(0)
+        state = json.loads(json.dumps(sampler_.snapshot()()))
+        sampler_.lengths = {}
+        sampler_.load_state_dict(state)
+        return [first, sampler_.collect(1)]
+
+    first, second = run_ranks(world, settings_, 1, 0, act=two_epochs)[0]
+    took = {g.prompt.uid: np.mean([r.tokens.size for r in g.responses]) for g in first.groups}
+    in_order = [response_seed(5, 0, g.prompt.uid, j) for g in first.groups for j in range(3)]
+    longest_first = sorted(second.groups, key=lambda g: -took[g.prompt.uid])
+    assert longest_first != second.groups == sorted(second.groups, key=lambda g: g.prompt.uid)
+    assert begun == in_order + [response_seed(5, 1, g.prompt.uid, j) for g in longest_first for j in range(3)]
 
 
 def test_rewards_flags_and_statistics(world):
