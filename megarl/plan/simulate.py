@@ -392,10 +392,9 @@ def simulate(
 # Where the figures come from: a plan, and recorded lengths.
 
 
-def costs_of(plan: Plan, lengths: Lengths, engine_ranks: int) -> Costs:
-    """Return what things cost by plan/times.py. The plan's layout is the trainers'; engine_ranks: apart from
-    them; 0: the same ranks."""
-    parts = estimate(plan, lengths)
+def costs_of(plan: Plan, lengths: Lengths) -> Costs:
+    """Return what things cost by plan/times.py. The plan's layout is the trainers'."""
+    parts, engine_ranks = estimate(plan, lengths), plan.config.parallel.rollout_ranks
     train = {name: s for name, s in parts.parts.items() if name not in ("rollout", "weight_transfer")}
     transfer = parts.parts["weight_transfer"]
     if engine_ranks:
@@ -442,11 +441,11 @@ def log_normal(lengths: Lengths) -> Draw:
     return draw
 
 
-def best_split(plan: Plan, work: Work, lengths: Lengths, world: int) -> tuple[Plan, int] | None:
-    """Return the trainers' plan and the ranks for engines of the quickest split of `world` ranks one step
-    ahead: of those that the layout allows (tp x pp x cp divides the trainers, engine_tp the rest) and that
-    fit. From the best by the estimate of plan/times.py on, a batch is drawn for its neighbours, as long as
-    they are quicker. None where there is no such split."""
+def best_split(plan: Plan, work: Work, lengths: Lengths, world: int) -> Plan | None:
+    """Return the plan with the quickest split of `world` ranks one step ahead, of those that the layout
+    allows (tp x pp x cp divides the trainers, engine_tp the rest) and that fit. From the best by the estimate
+    of plan/times.py on, a batch is drawn for its neighbours, as long as they are quicker. None where there is
+    no such split."""
     layout, found = plan.layout, []
     unit = layout.tp * layout.pp * layout.cp
     for trainers in range(unit, world, unit):
@@ -460,60 +459,54 @@ def best_split(plan: Plan, work: Work, lengths: Lengths, world: int) -> tuple[Pl
             continue
         parts = estimate(made, lengths).parts
         train = sum(s for name, s in parts.items() if name not in ("rollout", "weight_transfer"))
-        found.append((made, ranks, train, max(train, rollout_seconds(made, lengths))))
+        found.append((made, train, max(train, rollout_seconds(made, lengths))))
     if not found:
         return None
 
     @cache
     def seconds(place: int) -> float:
-        made, ranks, train, _ = found[place]
-        engines, costs = ranks // plan.engine_tp, costs_of(made, lengths, ranks)
-        return max(train, simulate_rollout(work, costs, engines, random.Random(0)).seconds)
+        made, train, _ = found[place]
+        engines = made.config.parallel.rollout_ranks // plan.engine_tp
+        return max(train, simulate_rollout(work, costs_of(made, lengths), engines, random.Random(0)).seconds)
 
-    place = min(range(len(found)), key=lambda i: found[i][3])
+    place = min(range(len(found)), key=lambda i: found[i][2])
     while True:
         near = [i for i in (place - 1, place + 1) if 0 <= i < len(found)]
         quickest = min([place, *near], key=seconds)
         if quickest == place:
-            return found[place][:2]
+            return found[place][0]
         place = quickest
 
 
 class Tried(NamedTuple):
-    """A way to use the job's ranks, and what came of it: trainers, ranks that have engines besides (0: the
-    trainers have them), and steps ahead."""
+    """A way to use the job's ranks, steps ahead, and what came of it."""
 
     plan: Plan
-    engine_ranks: int
     ahead: int
     course: Course
+
+    @property
+    def apart(self) -> int:
+        """Return how many ranks have engines only; 0: the trainers have them."""
+        return self.plan.config.parallel.rollout_ranks
 
 
 def compare(plan: Plan, work: Work, lengths: Lengths) -> list[Tried]:
     """Simulate the configuration, and beside it: all ranks in turn, and the best split with ahead 1 and 2."""
-    unit = plan.layout.tp * plan.layout.pp * plan.layout.cp
-    ranks, ahead = plan.config.parallel.rollout_ranks, plan.config.schedule.ahead
-    world = plan.layout.world + ranks
-    wanted = [(plan, ranks, ahead)]
-    if ranks and world % unit == 0 and world % plan.engine_tp == 0:
-        in_turn = with_keys(plan, parallel__dp=world // unit, parallel__rollout_ranks=0)
-        wanted.append((in_turn, 0, 0))
+    unit, parallel = plan.layout.tp * plan.layout.pp * plan.layout.cp, plan.config.parallel
+    world = plan.layout.world + parallel.rollout_ranks
+    wanted = [(plan, plan.config.schedule.ahead)]
+    if parallel.rollout_ranks and world % unit == 0 and world % plan.engine_tp == 0:
+        wanted.append((with_keys(plan, parallel__dp=world // unit, parallel__rollout_ranks=0), 0))
     if best := best_split(plan, work, lengths, world):
-        wanted += [(*best, 1), (*best, 2)]
+        wanted += [(best, 1), (best, 2)]
     tried: list[Tried] = []
-    for made, engine_ranks, a in wanted:
-        if any((t.plan.layout, t.engine_ranks, t.ahead) == (made.layout, engine_ranks, a) for t in tried):
+    for made, ahead in wanted:
+        if any((one.plan.layout, one.ahead) == (made.layout, ahead) for one in tried):
             continue
-        trainers, tp = made.layout.world, made.engine_tp
-        course = simulate(
-            work,
-            costs_of(made, lengths, engine_ranks),
-            (engine_ranks or trainers) // tp,
-            tp,
-            trainers if engine_ranks else 0,
-            a,
-        )
-        tried.append(Tried(made, engine_ranks, a, course))
+        trainers, apart, tp = made.layout.world, made.config.parallel.rollout_ranks, made.engine_tp
+        costs, engines = costs_of(made, lengths), (apart or trainers) // tp
+        tried.append(Tried(made, ahead, simulate(work, costs, engines, tp, trainers if apart else 0, ahead)))
     return tried
 
 

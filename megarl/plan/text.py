@@ -173,12 +173,12 @@ def simulated(tried: Sequence[Tried], work: Work, lengths: Lengths, where: str) 
     # One more step ahead must be worth something.
     quickest = min(tried, key=lambda one: one.course.step * (1 + 0.01 * one.ahead))
     for one in tried:
-        course, world = one.course, one.plan.layout.world + one.engine_ranks
+        course, world = one.course, one.plan.layout.world + one.apart
         engines = [sum(course.waits(name).values()) for name in course.rows if name != "trainers"]
         name = f"{world} ranks in turn"
-        if one.engine_ranks:
-            name = f"{one.plan.layout.world} train, {one.engine_ranks} generate, ahead {one.ahead}"
-        idle = f"{sum(course.waits('trainers').values()):.0%}" if one.engine_ranks else "-"
+        if one.apart:
+            name = f"{one.plan.layout.world} train, {one.apart} generate, ahead {one.ahead}"
+        idle = f"{sum(course.waits('trainers').values()):.0%}" if one.apart else "-"
         mark = "  <- the configuration" if one is tried[0] else "  <- the quickest" if one is quickest else ""
         yield (
             f"{name:32s}{clock(course.step):>9s}{course.tokens_second:10,.0f}"
@@ -187,8 +187,8 @@ def simulated(tried: Sequence[Tried], work: Work, lengths: Lengths, where: str) 
     for one in (tried[0], quickest) if quickest is not tried[0] else (quickest,):
         yield ""
         yield from _bars(one)
-    if quickest.engine_ranks and quickest is not tried[0]:
-        dp, ranks = quickest.plan.layout.dp, quickest.engine_ranks
+    if quickest.apart and quickest is not tried[0]:
+        dp, ranks = quickest.plan.layout.dp, quickest.apart
         saved = 1 - quickest.course.step / tried[0].course.step
         yield ""
         keys = f"parallel.dp={dp} parallel.rollout_ranks={ranks} schedule.ahead={quickest.ahead}"

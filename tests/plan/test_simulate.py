@@ -186,16 +186,14 @@ def test_the_best_split_is_one_that_the_layout_allows(plan: Plan) -> None:
     work = work_of(small.config, lengths, "queue")
     found = best_split(small, work, lengths, 16)
     assert found is not None
-    trainers, ranks = found
-    assert trainers.layout.world + ranks == 16 and trainers.layout.world % 2 == 0
+    assert found.layout.world + found.config.parallel.rollout_ranks == 16 and found.layout.world % 2 == 0
     # No other one is much quicker; each is simulated, some steps of it.
     tried = {}
     for dp in range(1, 8):
-        made = with_keys(small, parallel__dp=dp)
+        made = with_keys(small, parallel__dp=dp, parallel__rollout_ranks=16 - 2 * dp)
         if made.problem() is None:
-            cost = costs_of(made, lengths, 16 - 2 * dp)
-            tried[dp] = simulate(work, cost, 16 - 2 * dp, 1, 2 * dp, 1).step
-    assert tried[trainers.layout.dp] <= 1.1 * min(tried.values())
+            tried[dp] = simulate(work, costs_of(made, lengths), 16 - 2 * dp, 1, 2 * dp, 1).step
+    assert tried[found.layout.dp] <= 1.1 * min(tried.values())
 
 
 def test_a_job_that_cannot_be_split_is_shown_in_turn(plan: Plan) -> None:
@@ -214,8 +212,8 @@ def test_one_step_ahead_as_published() -> None:
     shape = Shape(KNOWN_MODELS[row["model"]], config.model.dtype)
     one = Plan(config, shape, shape, device_of(config.cluster))
     lengths = Lengths(row["length"], config.rollout.max_response_tokens, source["prompt"])
-    work = work_of(config, lengths, "queue")
-    beside = simulate(work, costs_of(one, lengths, 32), 8, 4, 32, 1)
+    work, apart = work_of(config, lengths, "queue"), with_keys(one, parallel__rollout_ranks=32)
+    beside = simulate(work, costs_of(apart, lengths), 8, 4, 32, 1)
     assert 200 / 1.5 < beside.step < 200 * 1.5, beside.step
 
 
