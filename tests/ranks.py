@@ -13,6 +13,7 @@ train` starts have one each (the slow tests start such ones).
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -136,6 +137,7 @@ def _serve(
     dist.all_reduce = spy
     runtime = parallel.start(config, seed=0)
     dist.all_reduce = summed
+    gc.freeze()  # as `megarl train` does
     while True:
         try:
             job, arguments = pipe.recv()

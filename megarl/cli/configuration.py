@@ -99,15 +99,21 @@ def plan(
     mean_length: float | None,
     everything: bool,
     best: bool,
+    simulate: bool = False,
+    length_deviation: float | None = None,
+    lengths: Path | None = None,
+    kept: float | None = None,
+    balance: Any = "queue",
 ) -> int:
-    """Print memory, times and layouts, or the overrides of the best layout alone. Return 2 where the
+    """Print memory, times and layouts, or the overrides of the best layout alone, or a simulated step. Return
+    2 where the
     configuration does not fit, after the line with which `megarl train` would stop. Where a run would be on
     this machine's CPU, print what it needs of that."""
     from megarl.parallel.machine import driver_version, memory_here
     from megarl.plan import text
     from megarl.plan.memory import plan_of
     from megarl.plan.search import Found, best_of, search
-    from megarl.plan.times import default_lengths, estimate
+    from megarl.plan.times import default_lengths, estimate, with_deviation
     from megarl.weights.cost import planning_config
 
     config = load_config(path, overrides)
@@ -123,17 +129,30 @@ def plan(
             print(f"\nmegarl: {path}: {problem or near}", file=sys.stderr)
         return 2 if problem else 0
     made = plan_of(config, described)
-    lengths = default_lengths(made)
+    drawn = default_lengths(made)
     if mean_length is not None:
-        lengths = replace(lengths, mean=mean_length)
-    seconds, problem = estimate(made, lengths), made.problem()
+        drawn = replace(drawn, mean=mean_length)
+    if length_deviation is not None:
+        drawn = with_deviation(drawn, length_deviation)
+    if simulate:
+        from megarl.plan.simulate import compare, recorded, work_of
+
+        if config.recipe == "sft":
+            raise ConfigError(f"{path}: recipe: sft draws no responses (--simulate is for the others)")
+        source, draw = "log-normal", None
+        if lengths is not None:
+            drawn, draw, source = recorded(lengths, drawn)
+        work = work_of(config, drawn, balance, kept, draw)
+        print("\n".join(text.simulated(compare(made, work, drawn), work, drawn, source)))
+        return 0
+    seconds, problem = estimate(made, drawn), made.problem()
     current = Found(made, None if problem else seconds, problem)
     if best:
-        print("\n".join(text.best(best_of(search(made, lengths)), current, path)))
+        print("\n".join(text.best(best_of(search(made, drawn)), current, path)))
         return 0
-    print("\n".join(text.lines(made, where, lengths, seconds)))
+    print("\n".join(text.lines(made, where, drawn, seconds)))
     print()
-    print("\n".join(text.layouts(search(made, lengths), current, everything=everything)))
+    print("\n".join(text.layouts(search(made, drawn), current, everything=everything)))
     if problem:
         print(f"\nmegarl: {path}: {problem}", file=sys.stderr)
     return 2 if problem else 0

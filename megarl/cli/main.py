@@ -108,8 +108,17 @@ def build_parser() -> Parser:
     plan = add(commands, "plan", "cli.configuration:plan", text)
     plan.model()
     plan.number("--mean-length", "TOKENS", "mean length of responses; default: a third of the longest")
+    text = "standard deviation of response lengths; default: as of a log-normal's with sigma 0.6"
+    plan.number("--length-deviation", "TOKENS", text)
     plan.flag("--all", "list every layout", dest="everything")
     plan.flag("--best", "print only the overrides of the quickest layout, as a command and as YAML")
+    text = "simulate a steady step with drawn lengths: who waits for whom, and the best split of ranks"
+    plan.flag("--simulate", text)
+    text = "of --simulate: lengths of this run's last steps, from its rollouts or metrics.jsonl"
+    plan.path("--lengths", "RUN", text)
+    plan.number("--kept", "SHARE", "of --simulate: of the groups, what dynamic sampling keeps; default: 0.5")
+    text = "of --simulate: how requests are spread over engines (default: %(default)s)"
+    plan.add_argument("--balance", choices=("stretches", "queue", "longest"), default="queue", help=text)
     plan.config()
 
     config = group("config", "print, validate or explain a configuration", "Configurations.")

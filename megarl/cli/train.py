@@ -3,6 +3,7 @@ of the steps again."""
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import sys
@@ -116,6 +117,9 @@ def _train(config: Config, stop: StopRequest, *, launched: bool) -> int:
                     rank.serve(watchdog)
                 return
             with closing(Run(config, runtime)) as run:
+                # megatron-core collects garbage at each model that is saved: it goes through every object,
+                # some millions, but those that are frozen, which live as long as this process.
+                gc.freeze()
                 if runtime.rank == 0:
                     reports = {name: asdict(report) for name, report in run.data_reports.items()}
                     text = json.dumps(reports, indent=1) + "\n"

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import yaml
 
 from megarl.observe import plots
-from megarl.observe.plots import COLOURS, Drawing, Limits, Line, Stairs, run_colour
+from megarl.observe.plots import COLOURS, Drawing, Limits, Line, Piece, Stairs, run_colour
 from megarl.observe.run_log import Record
 from megarl.observe.runs import Points, Run, families, kept_share, mean_course
+from megarl.observe.timeline import WAIT
 
 COLOUR = dict(zip(("blue", "orange", "green", "purple", "gold", "pink"), COLOURS, strict=False))
 BLUE, ORANGE, GREEN = COLOURS[:3]
@@ -152,6 +153,76 @@ def draw_times(runs: Runs) -> Drawing | None:
     texts = {p: f"{_words(p)} {plots.value_text(mean[p])} s, {mean[p] / whole:.0%}" for p in shown}
     layers = [Line(courses[0][p], colours[p]) for p in shown]
     return Drawing(plots.draw_stack(layers), tuple((colours[p], texts[p]) for p in shown))
+
+
+def draw_timeline(runs: Runs) -> Drawing | None:
+    """Draw what each rank did in a few steps of one run: the second one, as the first warms up, one that took
+    as long as most, the slowest and the last. The table has the shares of the ranks' time that they
+    waited."""
+    if len(runs) != 1 or not runs[0].timeline:
+        return None
+    run = runs[0]
+    rank_0 = run.timeline[min(run.timeline)]
+    begins: dict[int, float] = {}
+    for phase in rank_0:
+        if phase["stage"] == run.main_stage and phase["step"] in run.by_stage.get(run.main_stage, {}):
+            begins.setdefault(phase["step"], phase["begin"])
+    ends = {step: begins.get(step + 1) for step in begins}
+    own = ((phase["step"], phase["end"]) for phase in rank_0 if phase["stage"] == run.main_stage)
+    spans = {step: (begins[step], ends[step] or end) for step, end in own if step in begins}
+    if not spans:
+        return None
+    taken = {step: end - begin for step, (begin, end) in spans.items()}
+    steps = sorted(taken)[1:] or list(taken)
+    by_time = sorted(steps, key=taken.__getitem__)
+    named: dict[int, list[str]] = {}
+    for name, step in (
+        ("after warm-up", steps[0]),
+        ("median", by_time[len(by_time) // 2]),
+        ("slowest", by_time[-1]),
+        ("last", steps[-1]),
+    ):
+        named.setdefault(step, []).append(name)
+
+    names = {phase["phase"] for phases in run.timeline.values() for phase in phases}
+    known = {phase: COLOURS[i] for i, phase in enumerate(PHASES)}
+    free = cycle((*(c for p, c in known.items() if p not in names), *COLOURS[len(PHASES) : -1]))
+    colours = {name: known.get(name) or next(free) for name in sorted(names)}
+    colours |= {name: COLOURS[-1] for name in names if name.startswith(WAIT)}
+    panels, shown = [], dict.fromkeys(names, 0.0)
+    for step, titles in sorted(named.items()):
+        begin, end = spans[step]
+        rows: dict[str, list[Piece]] = {}
+        for rank, phases in run.timeline.items():
+            row = rows[f"rank {rank}"] = []
+            for phase in phases:
+                if phase["end"] <= begin or phase["begin"] >= end:
+                    continue
+                at, until = max(phase["begin"], begin), min(phase["end"], end)
+                waited = max(0.0, phase["waited"] - (phase["end"] - until))
+                row.append(Piece(at - begin, until - begin, waited, colours[phase["phase"]]))
+                shown[phase["phase"]] += until - at
+        panels.append((f"step {step}, {', '.join(titles)}: {plots.value_text(end - begin)} s", rows))
+    least = 0.01 * sum(shown.values())
+    legend = tuple(
+        (colours[n], _words(n)) for n in sorted(names, key=lambda n: -shown[n]) if shown[n] > least
+    )
+
+    waits: dict[str, dict[str, float]] = {}  # rank -> phase -> share of the rank's time
+    for rank, phases in run.timeline.items():
+        whole = sum(phase["end"] - phase["begin"] for phase in phases) or 1.0
+        shares = waits[f"rank {rank}"] = {}
+        for phase in phases:
+            shares[phase["phase"]] = shares.get(phase["phase"], 0.0) + phase["waited"] / whole
+    columns = [n for n in sorted(names) if any(shares.get(n, 0.0) >= 0.0005 for shares in waits.values())]
+    every = {n: sum(shares.get(n, 0.0) for shares in waits.values()) / len(waits) for n in columns}
+    some = f"{len(waits)} of {run.ranks} ranks" if len(waits) < run.ranks else "all ranks"
+    table = []
+    for name, shares in {some: every, **waits}.items():
+        numbers = sum(shares.values()), *(shares.get(n, 0.0) for n in columns)
+        table.append(([name, *(f"{number:.1%}" for number in numbers)], name == some))
+    heads = ["share of the time that it waited", "all phases", *map(_words, columns)]
+    return Drawing(plots.draw_timeline(panels), legend, (heads, table))
 
 
 def draw_memory(runs: Runs) -> Drawing | None:
@@ -300,6 +371,7 @@ DRAW = {
     "rewards": draw_rewards,
     "groups": draw_groups,
     "times": draw_times,
+    "timeline": draw_timeline,
     "memory": draw_memory,
     "entropy": draw_entropy,
     "lambda": draw_lambda,

@@ -11,7 +11,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -64,12 +64,23 @@ class Stairs:
     filled: bool = False
 
 
+class Piece(NamedTuple):
+    """A phase in a timeline: seconds from the panel's beginning; of them the last `waited` are drawn pale."""
+
+    begin: float
+    end: float
+    waited: float
+    colour: str
+
+
 @dataclass(frozen=True)
 class Drawing:
-    """A finished figure: its SVG and the legend under it, (colour, text) each."""
+    """A finished figure: its SVG and the legend under it, (colour, text) each; heads and rows of a table
+    beside it."""
 
     svg: str
     legend: tuple[tuple[str, str], ...] = ()
+    table: tuple[Sequence[str], Sequence[tuple[Sequence[str], bool]]] | None = None
 
 
 def run_colour(index: int) -> str:
@@ -266,6 +277,37 @@ def draw_bars(rows: Mapping[str, Sequence[tuple[float, str]]], unit: str) -> str
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=NICE))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: value_text(value)))
     axes.set_xlabel(unit, color=MUTED, fontsize=FONT, labelpad=2)
+    return svg(fig)
+
+
+def draw_timeline(panels: Sequence[tuple[str, Mapping[str, Sequence[Piece]]]]) -> str:
+    """Draw panels under each other on one scale of seconds, (heading, row -> its phases) each."""
+    row = 13 if max(len(rows) for _, rows in panels) <= 4 else 9
+    head, gap = 15, 5
+    height = 46 + sum(head + gap + row * len(rows) for _, rows in panels)
+    fig, axes = figure(left=42, height=height)
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color=GRID, linewidth=0.7)
+    at, ticks = 0.0, {}
+    small: dict[str, Any] = {"textcoords": "offset points", "color": INK, "fontsize": FONT - 1}
+    for heading, rows in panels:
+        at += head
+        axes.annotate(heading, (0, at), xytext=(0, 2), va="bottom", **small)
+        for name, pieces in rows.items():
+            for piece in pieces:
+                worked = max(piece.begin, piece.end - piece.waited)
+                look: dict[str, Any] = {"height": row - 2, "color": piece.colour, "linewidth": 0}
+                axes.barh(at + row / 2, worked - piece.begin, left=piece.begin, alpha=0.88, **look)
+                axes.barh(at + row / 2, piece.end - worked, left=worked, alpha=0.22, **look)
+            ticks[at + row / 2] = name
+            at += row
+        at += gap
+    axes.set_ylim(at, 0)
+    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=FONT - 2 if row > 10 else FONT - 3.5)
+    axes.set_xlim(0, max(piece.end for _, rows in panels for pieces in rows.values() for piece in pieces))
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=NICE))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: value_text(value)))
+    axes.set_xlabel("s", color=MUTED, fontsize=FONT, labelpad=2)
     return svg(fig)
 
 

@@ -14,7 +14,9 @@ import yaml
 from megarl.config.errors import DataError
 from megarl.observe import run_log
 from megarl.observe.run_log import Record, Sample, is_step, parse
+from megarl.observe.timeline import FOLDER, NAME, chosen_ranks, is_phase, timeline_ranks
 
+RANKS = 16  # whose timelines are read, at most
 Points = dict[int, float]
 
 
@@ -51,7 +53,8 @@ def read_metrics(run_dir: Path) -> JsonLines:
 class Run:
     """What a run's folder holds; all but the records of metrics.jsonl may be empty.
 
-    unreadable: lines that could not be read; events: {"time": seconds since 1970, "event": text}."""
+    unreadable: lines that could not be read; events: {"time": seconds since 1970, "event": text}; timeline:
+    rank -> its phases in time, of some of the `ranks` that have written theirs (observe/timeline.py)."""
 
     name: str
     records: list[Record]
@@ -61,6 +64,8 @@ class Run:
     unreadable: int = 0
     distributions: list[Record] = field(default_factory=list)
     events: list[Record] = field(default_factory=list)
+    timeline: dict[int, list[Record]] = field(default_factory=dict)
+    ranks: int = 0
 
     @cached_property
     def by_stage(self) -> dict[str, dict[int, Record]]:
@@ -114,6 +119,8 @@ def load_run(run_dir: Path) -> Run:
         run_log.EVENTS_FILE,
         lambda r: isinstance(r.get("time"), int | float) and isinstance(r.get("event"), str),
     )
+    config, ranks = read_mapping(run_dir / "config.yaml"), timeline_ranks(run_dir)
+    timeline = read_timeline(run_dir, chosen_ranks(ranks, RANKS), config, len(ranks))
     hangs = []  # the watchdog's reports
     for path in run_dir.glob("hang-*.txt"):
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -123,12 +130,40 @@ def load_run(run_dir: Path) -> Run:
         name=run_dir.resolve().name,
         records=metrics.records,
         samples=[Sample(**{k: v for k, v in record.items() if k in known}) for record in samples.records],
-        config=read_mapping(run_dir / "config.yaml"),
+        config=config,
         versions=read_mapping(run_dir / "versions.json"),
         unreadable=sum(len(found.unreadable) for found in (metrics, samples, distributions, events)),
         distributions=distributions.records,
         events=sorted([*events.records, *hangs], key=lambda record: record["time"]),
+        timeline=timeline,
+        ranks=len(ranks),
     )
+
+
+def read_timeline(
+    run_dir: Path, ranks: Sequence[int], config: Mapping[str, Any], world: int
+) -> dict[int, list[Record]]:
+    """Read what these ranks of `world` did when. Lines that a kill has cut are left out. Of the ranks of one
+    engine only the first knows when there was nothing to decode: the others waited as long as it did."""
+
+    def read(rank: int) -> list[Record]:
+        path = run_dir / FOLDER / NAME.format(rank)
+        return read_jsonl(path, is_phase).records if path.exists() else []
+
+    found = {rank: read(rank) for rank in ranks}
+    tp = (config.get("rollout") or {}).get("engine_tp") or 1
+    apart = (config.get("parallel") or {}).get("rollout_ranks") or 0
+    first = world - apart if apart else 0  # of those with engines
+    for rank, phases in found.items():
+        leader = rank - (rank - first) % tp
+        if rank < first or leader == rank:
+            continue
+        theirs = {(p["stage"], p["step"], p["phase"]): p["waited"] for p in found.get(leader) or read(leader)}
+        for phase in phases:
+            if phase["phase"] in ("rollout", "evaluation"):
+                waited = theirs.get((phase["stage"], phase["step"], phase["phase"]), 0.0)
+                phase["waited"] = min(waited, phase["end"] - phase["begin"])
+    return {rank: phases for rank, phases in found.items() if phases}
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
+from string import ascii_lowercase
 from typing import Any
 
 from megarl.plan.memory import Plan
 from megarl.plan.search import Found, name_of, overrides
+from megarl.plan.simulate import Tried, Work
 from megarl.plan.sizes import GIB
 from megarl.plan.times import Estimate, Lengths
 
@@ -22,6 +26,11 @@ COLUMNS = (
     ("buckets", ("transfer buckets",)),
     ("other", ("contexts",)),
 )
+BALANCE = {
+    "stretches": "requests stay with the engine that they were given to",
+    "queue": "requests that have not begun move to engines that have room",
+    "longest": "the longest expected are begun first, where there is room",
+}
 SHOWN = 8  # layouts that fit, and others, in the list
 
 
@@ -33,7 +42,8 @@ def lines(plan: Plan, where: str, lengths: Lengths, made: Estimate) -> Iterator[
     gpus = f"{layout.world} x {device.name} ({device.memory / GIB:.1f} GiB)"
     yield f"layout   {name_of(layout)}: {gpus} on {plan.nodes} nodes"
     if config.recipe != "sft":
-        engines = f"{layout.world // plan.engine_tp} of tp {plan.engine_tp} ({config.rollout.engine})"
+        ranks = config.parallel.rollout_ranks or layout.world
+        engines = f"{ranks // plan.engine_tp} of tp {plan.engine_tp} ({config.rollout.engine})"
         yield f"engines  {engines}, KV cache of each {plan.cache_tokens:,.0f} tokens"
     yield ""
     yield "GiB on a GPU, of the fullest stage"
@@ -148,6 +158,75 @@ def best(found: Found, current: Found, path: Path) -> Iterator[str]:
     for section, values in sections.items():
         yield f"{section}:"
         yield from (f"  {key}: {_value(value)}" for key, value in values.items())
+
+
+def simulated(tried: Sequence[Tried], work: Work, lengths: Lengths, where: str) -> Iterator[str]:
+    """Yield what a simulation found: a row for each way to use the ranks, and a step of the configuration and
+    of the quickest in time. where: the source of the lengths."""
+    most = f"up to {lengths.longest:,}"
+    yield f"lengths  {where}: mean {lengths.mean:,.0f} tokens, median {lengths.median:,.0f}, {most}"
+    kept = f", of which dynamic sampling keeps {work.kept:.0%}" if work.kept < 1 else ""
+    yield f"a step   {work.prompts} groups of {work.group} responses{kept}; {BALANCE[work.balance]}"
+    yield ""
+    heads = f"{'a step':>9s}{'tokens/s':>10s}{'a GPU':>7s}{'idle':>6s}{'trainers':>10s}{'engines':>9s}"
+    yield f"{'':32s}{heads}"
+    # One more step ahead must be worth something.
+    quickest = min(tried, key=lambda one: one.course.step * (1 + 0.01 * one.ahead))
+    for one in tried:
+        course, world = one.course, one.plan.layout.world + one.engine_ranks
+        engines = [sum(course.waits(name).values()) for name in course.rows if name != "trainers"]
+        name = f"{world} ranks in turn"
+        if one.engine_ranks:
+            name = f"{one.plan.layout.world} train, {one.engine_ranks} generate, ahead {one.ahead}"
+        idle = f"{sum(course.waits('trainers').values()):.0%}" if one.engine_ranks else "-"
+        mark = "  <- the configuration" if one is tried[0] else "  <- the quickest" if one is quickest else ""
+        yield (
+            f"{name:32s}{clock(course.step):>9s}{course.tokens_second:10,.0f}"
+            f"{course.tokens_second / world:7,.0f}{course.idle:6.0%}{idle:>10s}{fmean(engines):9.0%}{mark}"
+        )
+    for one in (tried[0], quickest) if quickest is not tried[0] else (quickest,):
+        yield ""
+        yield from _bars(one)
+    if quickest.engine_ranks and quickest is not tried[0]:
+        dp, ranks = quickest.plan.layout.dp, quickest.engine_ranks
+        saved = 1 - quickest.course.step / tried[0].course.step
+        yield ""
+        keys = f"parallel.dp={dp} parallel.rollout_ranks={ranks} schedule.ahead={quickest.ahead}"
+        yield f"quickest: {keys}, {saved:.0%} less time a step"
+
+
+def _bars(tried: Tried) -> Iterator[str]:
+    """Yield a steady step as bars of letters: of the trainers, and of the engines that wait least, as much as
+    most do, and most."""
+    course, width = tried.course, 72
+    begin, end = course.marks[-2:]
+    engines = sorted(
+        (name for name in course.rows if name != "trainers"),
+        key=lambda name: sum(course.waits(name).values()),
+    )
+    chosen = dict.fromkeys((engines[0], engines[len(engines) // 2], engines[-1]))
+    names = [*(name for name in course.rows if name == "trainers"), *chosen]
+    phases = dict.fromkeys(span.phase for name in names for span in course.rows[name])
+    letters: dict[str, str] = {}
+    for phase in (phase for phase in phases if not phase.startswith("wait")):
+        free = [c for c in (*phase, *ascii_lowercase) if c.isalpha() and c not in letters.values()]
+        letters[phase] = free[0]
+    yield f"a step of {clock(end - begin)}; a letter is {clock((end - begin) / width)}, a dot waits"
+    seconds: dict[str, float] = {}
+    for name in names:
+        inside = [span for span in course.rows[name] if span.end > begin and span.begin < end]
+        bar = ""
+        for i in range(width):
+            at = begin + (i + 0.5) * (end - begin) / width
+            phase = next((span.phase for span in inside if span.begin <= at < span.end), "wait")
+            bar += letters.get(phase, ".")
+        yield f"    {name:12s}{bar}"
+        for span in inside if name in ("trainers", engines[-1]) else ():
+            taken = min(span.end, end) - max(span.begin, begin)
+            key = span.phase if span.phase in letters else f"{name}: {span.phase}"
+            seconds[key] = seconds.get(key, 0.0) + taken
+    shown = (f"{letters.get(key, '.')} {key} {clock(s)}" for key, s in seconds.items() if s > 0.001)
+    yield from textwrap.wrap(", ".join(shown), 100, initial_indent="    ", subsequent_indent="    ")
 
 
 def _value(value: Any) -> str:

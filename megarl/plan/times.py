@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist, fmean
 
@@ -78,6 +78,11 @@ def default_lengths(plan: Plan) -> Lengths:
     """Return lengths of a third of the limit on average, and a quarter of it for prompts."""
     longest = plan.config.rollout.max_response_tokens
     return Lengths(longest / 3, longest, plan.config.data.max_prompt_tokens / 4)
+
+
+def with_deviation(lengths: Lengths, deviation: float) -> Lengths:
+    """Return lengths with this standard deviation before they are cut at the limit, about the same mean."""
+    return replace(lengths, spread=math.sqrt(math.log(1 + (deviation / lengths.mean) ** 2)))
 
 
 def estimate(plan: Plan, lengths: Lengths) -> Estimate:
@@ -258,9 +263,9 @@ def decoded_at_once(plan: Plan, lengths: Lengths) -> int:
     return max(1, min(int(plan.cache_tokens / mean), limit))
 
 
-def rollout_seconds(plan: Plan, lengths: Lengths, ranks: int | None = None) -> float:
-    """Return the seconds in which all engines are done, on so many ranks; None: on all of the layout's."""
-    config, ranks = plan.config, ranks or plan.layout.world
+def rollout_seconds(plan: Plan, lengths: Lengths) -> float:
+    """Return the seconds in which all engines are done."""
+    config, ranks = plan.config, plan.config.parallel.rollout_ranks or plan.layout.world
     sampled = config.responses / (GROUPS_KEPT if config.rollout.dynamic_sampling.enabled else 1.0)
     each = max(1, round(sampled * plan.engine_tp / ranks))
     at_once = min(decoded_at_once(plan, lengths), each)

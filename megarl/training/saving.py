@@ -10,7 +10,6 @@ are, torch.distributed.checkpoint writes them.
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 import sys
@@ -99,6 +98,7 @@ class CheckpointWriter:
     ) -> None:
         self.runtime, self.config, self.models, self.versions = runtime, config, models, dict(versions)
         self.prepare, self.in_flight, self.seconds = prepare, in_flight, 0.0
+        self.settings = settings_of(config)
         self._copiers = {name: HostCopier(runtime) for name in models}
         self._writing: _Writing | None = None
 
@@ -126,7 +126,7 @@ class CheckpointWriter:
             "stage": stage,
             "step": step,
             "layout": layout,
-            "settings": settings_of(self.config),
+            "settings": self.settings,
             "versions": self.versions,
         }
         generators = gather_on_0(self.runtime, generator_states())
@@ -304,12 +304,6 @@ class HostCopier:
     def copy_model(self, model: TrainableModel) -> HostCopy:
         """Copy a model with its optimizer; every rank calls this. Raises CheckpointError on every rank where
         the ranks' parts do not make a whole."""
-        # megatron-core collects garbage on the way, which takes seconds in a process with so many objects,
-        # unless they are frozen. A forked rank must not unfreeze what it was forked with: that would copy the
-        # memory that ranks share.
-        freezes = gc.get_freeze_count() == 0
-        if freezes:
-            gc.freeze()
         try:
             state = megatron_state(model, is_loading=False)
             with quiet_warnings():
@@ -318,9 +312,6 @@ class HostCopier:
             raise CheckpointError(
                 f"cannot be put together: {reason(error)} (a defect: please report it)"
             ) from error
-        finally:
-            if freezes:
-                gc.unfreeze()
 
     def copy_state(self, state: dict[str, Any]) -> HostCopy:
         """Copy this rank's parts of megatron-core's sharded `state`. Raises RuntimeError on every rank where

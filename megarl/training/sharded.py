@@ -114,14 +114,17 @@ def quiet_warnings() -> Iterator[None]:
     logs on each rank, at each reading, that a later version will not read common.pt: megarl does not run with
     such a version."""
     common = logging.getLogger("megatron.core.dist_checkpointing.strategies.common")
-    before = common.level
-    common.setLevel(logging.ERROR)
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    common.addFilter(is_error)  # not setLevel, which makes every logger of the process forget what it knows
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
-        common.setLevel(before)
+        common.removeFilter(is_error)
 
 
 def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:

@@ -20,11 +20,13 @@ TIME_LIMIT = 90.0  # seconds of a whole job; the imports alone may take ten
 FORWARD_AND_UPDATE = ("old_logprobs", "values", "critic_update", "actor_update")
 
 
-def kill_in(phase: str, *, stage: str = "train", step: int = 2) -> Callable[[Job], None]:
-    """kill -9 of a rank, drawn at random, once it is in the phase."""
+def kill_in(
+    phase: str, *, stage: str = "train", step: int = 2, rank: int | None = None
+) -> Callable[[Job], None]:
+    """kill -9 of a rank, by default drawn at random, once it is in the phase."""
 
     def inject(job: Job) -> None:
-        victim = random.randrange(2)
+        victim = random.randrange(2) if rank is None else rank
         job.until_phase(phase, rank=victim, stage=stage, step=step)
         kill(job.pid(victim))
 
@@ -45,7 +47,7 @@ def _busy(job: Job) -> list[bool]:
 def kill_while_writing(job: Job) -> None:
     """kill -9 of a rank while a checkpoint is half written."""
     checkpoints = job.config.run_dir / "checkpoints"
-    job.until_phase("rollout", step=2)
+    job.until_phase("rollout", step=2, rank=0)
     job.until("a checkpoint being written", lambda: any(checkpoints.glob(".step-*.partial")))
     job.look()
     kill(job.pid(random.randrange(2)))
@@ -53,6 +55,11 @@ def kill_while_writing(job: Job) -> None:
 
 def kill_launcher(job: Job) -> None:
     job.until_phase("actor_update")
+    kill(job.process.pid)
+
+
+def kill_launcher_ahead(job: Job) -> None:
+    job.until_phase("actor_update", rank=0)
     kill(job.process.pid)
 
 
@@ -68,11 +75,18 @@ def each_verifier(number: signal.Signals) -> Callable[[Job], None]:
     return inject
 
 
+TRAINER, ENGINE = 0, 1  # ranks of a run that is ahead
+AHEAD = (
+    *((TRAINER, phase) for phase in ("rollout", *FORWARD_AND_UPDATE, "weight_transfer", "evaluation")),
+    *((ENGINE, phase) for phase in ("rollout", "weight_transfer", "evaluation", "wait for orders")),
+)
+
+
 def tell(number: signal.Signals) -> Callable[[Job], None]:
     """A signal to the launcher, in the midst of a step."""
 
     def inject(job: Job) -> None:
-        job.until_phase("values")
+        job.until_phase("values", rank=0)
         job.process.send_signal(number)
 
     return inject
@@ -190,4 +204,26 @@ FAULTS = (
     ),
     Fault("newest checkpoint: a bit flipped", damage(flip_bit), (KILLED,), SOON, lost=2),
     Fault("newest checkpoint: a file deleted", damage(lambda path: path.unlink()), (KILLED,), SOON, lost=2),
+    # The checkpoint of a step is whole once the batches that are in flight are on disk too.
+    *(
+        Fault(
+            f"ahead {ahead}, kill -9 of the {('trainer', 'engine')[rank]}: {phase}",
+            kill_in(phase, rank=rank),
+            (KILLED,),
+            SOON,
+            lost=ahead,
+            ahead=ahead,
+        )
+        for ahead in (1, 2)
+        for rank, phase in AHEAD
+    ),
+    *(
+        Fault(f"ahead {ahead}, {what}", inject, (code,), SOON, lost=lost, said=said, ahead=ahead)
+        for ahead in (1, 2)
+        for what, inject, code, lost, said in (
+            ("kill -9 while a checkpoint is written", kill_while_writing, KILLED, 2, ""),
+            ("SIGTERM", tell(signal.SIGTERM), 75, 0, "SIGTERM: the ranks have"),
+            ("kill -9 of the launcher", kill_launcher_ahead, -signal.SIGKILL, ahead, ""),
+        )
+    ),
 )

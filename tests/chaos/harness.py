@@ -37,6 +37,11 @@ TEXTS = ("samples.jsonl", "distributions.jsonl", "evaluations.jsonl")
 SECRET = "d41c0ffee-tracking-key"  # in every run's environment, to be found in none of its files
 
 
+def ahead_by(steps: int) -> dict[str, Any]:
+    """The keys of a run whose second rank draws, so many steps ahead of what the first trains on."""
+    return {"parallel": {"tp": 1, "rollout_ranks": 1}, "schedule": {"ahead": steps}}
+
+
 def make_config(folder: Path, name: str, **keys: Any) -> Config:
     """A VAPO run at TP=2 whose every phase takes some milliseconds at least."""
     settings: dict[str, Any] = {
@@ -209,8 +214,9 @@ def _lives(process: psutil.Process) -> bool:
 @dataclass(frozen=True)
 class Fault:
     """inject: brings it about in a job that has just started, and gives what undoes it, if anything must;
-    code: the launcher's exit codes that are right; lost: most whole steps that may be lost besides the
-    interrupted one; said: what the job must say of it."""
+    code: the launcher's exit codes that are right; keys: while it lasts; lost: most whole steps that may be
+    lost besides the interrupted one; said: what the job must say of it; ahead: the run is `ahead_by` so many
+    steps, None for both ranks doing both."""
 
     name: str
     inject: Callable[[Job], Callable[[], None] | None]
@@ -219,6 +225,11 @@ class Fault:
     keys: dict[str, Any] = field(default_factory=dict)
     lost: int = 1
     said: str = ""
+    ahead: int | None = None
+
+    @property
+    def of_the_run(self) -> dict[str, Any]:
+        return {} if self.ahead is None else ahead_by(self.ahead)
 
 
 @dataclass(frozen=True)
@@ -243,7 +254,7 @@ def measure(fault: Fault, folder: Path, undisturbed: Path) -> Row:
     the undisturbed run's."""
     name = re.sub(r"\W+", "-", fault.name)
     remarks: list[str] = []
-    job = Job(make_config(folder, name, **fault.keys))
+    job = Job(make_config(folder, name, **fault.of_the_run, **fault.keys))
     try:
         undo = fault.inject(job)
         began, worked_at = time.monotonic(), _position(job)
@@ -262,7 +273,7 @@ def measure(fault: Fault, folder: Path, undisturbed: Path) -> Row:
         undo()
     lost = 0
     if code:
-        lost, failure = _restart(folder, name, worked_at)
+        lost, failure = _restart(make_config(folder, name, **fault.of_the_run), worked_at)
         remarks += failure
         if lost > fault.lost:
             remarks.append(f"{lost} whole steps lost, {fault.lost} are promised")
@@ -286,9 +297,9 @@ def _position(job: Job) -> int:
     return int(beat.get("step", 0)) + (pretraining if beat.get("stage") == "train" else 0)
 
 
-def _restart(folder: Path, name: str, worked_at: int) -> tuple[int, list[str]]:
+def _restart(config: Config, worked_at: int) -> tuple[int, list[str]]:
     """The same command again, to the end: (whole steps that had to be done again, what went wrong)."""
-    job = Job(make_config(folder, name))
+    job = Job(config)
     try:
         code = job.wait()
         if code or job.orphans():
@@ -325,9 +336,12 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
-def undisturbed_run(folder: Path) -> Path:
-    """The run that nothing happens to."""
-    job = Job(make_config(folder, "undisturbed"))
+def undisturbed_run(folder: Path, fault: Fault) -> Path:
+    """The run that nothing happens to, of the fault's kind; made once."""
+    name = "undisturbed" if fault.ahead is None else f"undisturbed-ahead-{fault.ahead}"
+    if (folder / name / "hf").exists():
+        return folder / name
+    job = Job(make_config(folder, name, **fault.of_the_run))
     try:
         assert job.wait() == 0, job.output()
     finally:

@@ -18,14 +18,13 @@ def main(names: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="megarl-chaos-") as scratch:
         folder = Path(scratch)
         prepare(folder)
-        undisturbed = undisturbed_run(folder)
         print(
             f"{'fault':<42} {'detected after':>14}  {'lost work':<22} {'orphans':>7}  equal at the end",
             flush=True,
         )
         rows = []
         for fault in chosen:
-            rows.append(measure(fault, folder, undisturbed))
+            rows.append(measure(fault, folder, undisturbed_run(folder, fault)))
             print(line(rows[-1]), flush=True)
     bad = sum(not row.green for row in rows)
     print(f"{len(rows) - bad} of {len(rows)} faults: no orphan, no hang, the same end to the bit")

@@ -11,14 +11,19 @@ import pytest
 from tests.chaos.faults import FAULTS
 from tests.chaos.harness import measure, prepare, undisturbed_run
 
-CHOSEN = ("kill -9 of a rank: actor_update", "SIGTERM", "newest checkpoint: a bit flipped")
+CHOSEN = (
+    "kill -9 of a rank: actor_update",
+    "SIGTERM",
+    "newest checkpoint: a bit flipped",
+    "ahead 1, kill -9 of the engine: rollout",
+    "ahead 2, kill -9 of the trainer: actor_update",
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("chaos")
     prepare(folder)
-    undisturbed_run(folder)
     yield folder
 
 
@@ -26,5 +31,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_run_survives(folder: Path, name: str) -> None:
     (fault,) = (fault for fault in FAULTS if fault.name == name)
-    row = measure(fault, folder, folder / "undisturbed")
+    row = measure(fault, folder, undisturbed_run(folder, fault))
     assert row.green, row

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.observe.runs import read_jsonl
+from megarl.observe.figures import draw_timeline
+from megarl.observe.runs import load_run, read_jsonl
 from megarl.observe.timeline import Timeline, chosen_ranks, is_phase, timeline_ranks
+from tests.observe.synthetic_run import write_run, write_timeline
 
 
 def ticking(*times: float) -> Iterator[float]:
@@ -90,3 +95,51 @@ def test_the_first_and_the_last_rank_are_chosen(found: set[int], most: int) -> N
 @pytest.mark.parametrize("line", ['{"step": 1, "stage": "train"}', '{"phase": "x", "begin": 1, "end": 2}'])
 def test_other_lines_are_no_phases(line: str) -> None:
     assert not is_phase(json.loads(line))
+
+
+def test_the_figure_of_a_run(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path / "run", "dapo", steps=12))
+    found = draw_timeline([run])
+    assert found is not None and found.table is not None
+    texts = re.findall(r"step \d+, [a-z, -]+: [\d.]+ s", found.svg)
+    # The evaluation after step 7 is a part of its time; the first step is not shown where there are others.
+    assert texts == ["step 2, after warm-up: 2.4 s", "step 7, slowest: 5.4 s", "step 12, last: 2.4 s"] or (
+        len(texts) == 4 and "step 7, slowest: 5.4 s" in texts
+    )
+    heads, rows = found.table
+    assert heads == ["share of the time that it waited", "all phases", "rollout"]
+    # Of 12 steps of 2.4 s and an evaluation of 3 s, rank 1 waits 0.05 s in each.
+    assert [cells for cells, _ in rows] == [
+        ["all ranks", "0.9%", "0.9%"],
+        ["rank 0", "0.0%", "0.0%"],
+        ["rank 1", f"{12 * 0.05 / 31.8:.1%}", f"{12 * 0.05 / 31.8:.1%}"],
+    ]
+    assert draw_timeline([run, run]) is None
+
+
+def test_of_many_ranks_some_are_shown_and_engines_wait_as_their_first_rank_does(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "dapo", steps=5)
+    shutil.rmtree(folder / "timeline")
+    write_timeline(folder, 5, trainers=12, engines=8)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["parallel"]["rollout_ranks"], config["rollout"]["engine_tp"] = 8, 2
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    run = load_run(folder)
+    assert run.ranks == 20 and len(run.timeline) == 16 and {0, 19} <= set(run.timeline)
+    found = draw_timeline([run])
+    assert found is not None and found.table is not None
+    cells = {row[0]: row[1:] for row, _ in found.table[1]}
+    assert "16 of 20 ranks" in cells and "wait for batch" in found.table[0]
+    for rank, waited in {12: 0.5, 14: 0.2, 15: 0.2, 18: 0.2, 19: 0.2}.items():
+        if f"rank {rank}" in cells:
+            assert cells[f"rank {rank}"][0] == f"{waited / 2.4:.1%}"
+    assert cells["rank 0"][0] == f"{0.1 / 2.4:.1%}"  # what waits for a batch does nothing else
+    text = (folder / "timeline" / "rank-00000.jsonl").read_bytes()
+    (folder / "timeline" / "rank-00000.jsonl").write_bytes(text[:-30])  # cut by a kill
+    assert draw_timeline([load_run(folder)]) is not None
+
+
+def test_a_run_without_timelines_has_no_figure(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "dapo", steps=3)
+    shutil.rmtree(folder / "timeline")
+    assert draw_timeline([load_run(folder)]) is None

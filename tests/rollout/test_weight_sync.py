@@ -377,7 +377,7 @@ def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(
         monkeypatch.setattr(generation, "make_engine", lambda *arguments: engine)
         monkeypatch.setattr(run, "make_weight_sync", says("weight sync"))
         monkeypatch.setattr(run, "EngineMemory", MagicMock())
-        run.Run(config, MagicMock(device=torch.device("cpu")))
+        run.Run(config, MagicMock(device=torch.device("cpu"), rollout_ranks=0))
         assert order == ["settles", "settles", "empties", "waits", "starts", "weight sync"]
     else:
         for name in ("load_tokenizer", "read_hf_config", "read_config", "open_model"):
