@@ -43,12 +43,12 @@ class NoText:
 def work(rank: int, port: int, args: argparse.Namespace, results: Any) -> None:
     """One of the ranks: a batch in equal parts, the same batch balanced."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(SLOWER))
-    ranks: Any = SimpleNamespace(rank=rank, world=len(SLOWER), cpu_group=dist.group.WORLD)
     ended = []
     with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine(Path(folder), args.at_once)
+        engine = make_engine(Path(folder), args.at_once)  # before the group: else only rank 0 saves a model
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=len(SLOWER))
+        ranks: Any = SimpleNamespace(rank=rank, world=len(SLOWER), cpu_group=dist.group.WORLD)
         began = time.monotonic()
 
         def pace(module: Any, inputs: Any) -> None:
@@ -100,7 +100,8 @@ def main() -> int:
     results = context.Queue()
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     processes = [
-        context.Process(target=work, args=(rank, store.port, args, results)) for rank in range(len(SLOWER))
+        context.Process(target=work, args=(rank, store.port, args, results), daemon=True)
+        for rank in range(len(SLOWER))
     ]
     for process in processes:
         process.start()
@@ -110,10 +111,11 @@ def main() -> int:
     (equal, _, _, drawn), (balanced, moved, idle, again) = answers[0]
     tokens = sum(len(response) for response, _ in drawn)
     ideal = tokens / sum(args.at_once / (args.step * slower) for slower in SLOWER)
+    engines = "one of two engines three times that"
+    given = f"{tokens} tokens, {args.at_once} at once, {args.step:g} s a step, {engines}"
     print(
-        f"{args.responses} responses, {tokens} tokens, {args.at_once} at once, {args.step:g} s a step, one of two "
-        f"engines three times that: ideal split {ideal:.2f} s, equal parts {equal:.2f} s ({equal / ideal:.2f}), "
-        f"balanced {balanced:.2f} s, of which idle {idle:.2f} s, {moved} moved"
+        f"{args.responses} responses, {given}: ideal split {ideal:.2f} s, equal parts {equal:.2f} s "
+        f"({equal / ideal:.2f}), balanced {balanced:.2f} s, of which idle {idle:.2f} s, {moved} moved"
     )
     verdicts = Verdicts()
     verdicts.holds("the same responses to the bit", again == drawn)

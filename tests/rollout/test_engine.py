@@ -27,7 +27,7 @@ def requests(count: int, group: int = 2, **kwargs) -> list[Request]:
     return [Request(p, 1000 * i + j) for i, p in enumerate(prompts(count, **kwargs)) for j in range(group)]
 
 
-COMPANY = [Request(p, 100 * i + j) for i, p in enumerate(prompts(9, high=40) + [(7,)]) for j in range(3)]
+COMPANY = [Request(p, 100 * i + j) for i, p in enumerate([*prompts(9, high=40), (7,)]) for j in range(3)]
 TOGETHER: dict[str, list[Completion]] = {}  # by family, what COMPANY is answered as one batch
 
 
