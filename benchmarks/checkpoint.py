@@ -2,7 +2,7 @@
 ranks, with none, with one written beside the next step, and with one that the run waits for.
 
 On a machine whose cores are all at work (here: as many ranks as cores) what is written beside a step takes
-its time from it.
+its time from it. On a busy machine the CPU seconds say more than the wall clock.
 
 python benchmarks/checkpoint.py [--steps 20] [--rounds 2]
 """
@@ -14,14 +14,14 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 
-from measure import LIMIT, Verdicts, machine
+import psutil
+from measure import LIMIT, Verdicts, cpu_seconds, machine
 
 from megarl.demo.arithmetic import write_demo
 
@@ -35,9 +35,10 @@ TARGET = 0.05  # of the time of a step, when every step is saved
 WARM = 2  # first steps, in which torch and the disk's cache warm up
 
 
-def train(folder: Path, way: str, steps: int) -> tuple[list[float], list[float]]:
+def train(folder: Path, way: str, steps: int) -> tuple[list[float], list[float], list[float]]:
     """Of each step of a run: seconds from the end of the one before to its own, by this process's clock, and
-    seconds that the run says it has spent on a checkpoint."""
+    the CPU seconds of all of the run's processes meanwhile; and seconds that the run says it has spent on a
+    checkpoint."""
     run = folder / way
     keys = [
         f"model.path={folder}/model",
@@ -62,13 +63,14 @@ def train(folder: Path, way: str, steps: int) -> tuple[list[float], list[float]]
         *keys,
         *WAYS[way],
     ]
-    records, ends = run / "metrics.jsonl", [0.0]
+    records, ends, cpu = run / "metrics.jsonl", [0.0], [0.0]
     shutil.rmtree(run, ignore_errors=True)
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = psutil.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     limit = time.monotonic() + LIMIT
     while process.poll() is None:
         if records.exists() and records.read_bytes().count(b"\n") >= len(ends):
             ends.append(time.monotonic())
+            cpu.append(cpu_seconds([one.pid for one in process.children(recursive=True)]))
         if time.monotonic() > limit:
             process.kill()
             raise TimeoutError(f"{way}: not done after {LIMIT:.0f} s")
@@ -76,7 +78,8 @@ def train(folder: Path, way: str, steps: int) -> tuple[list[float], list[float]]
     if process.returncode:
         raise RuntimeError(f"{way}: exit code {process.returncode}")
     own = [json.loads(line)["time/checkpoint"] for line in records.read_text().splitlines()]
-    return [after - before for before, after in pairwise(ends[1:])][WARM:], own[WARM:]
+    wall, used = ([after - before for before, after in pairwise(of[1:])][WARM:] for of in (ends, cpu))
+    return wall, used, own[WARM:]
 
 
 def main() -> int:
@@ -90,20 +93,27 @@ def main() -> int:
     given = parser.parse_args()
     print(machine(), flush=True)
     steps: dict[str, list[float]] = {way: [] for way in WAYS}
+    cpu: dict[str, list[float]] = {way: [] for way in WAYS}
     own: dict[str, list[float]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_demo(folder, seed=0)
         for _ in range(given.rounds):
             for way in WAYS:
-                found, spent = train(folder, way, given.steps)
+                found, used, spent = train(folder, way, given.steps)
                 steps[way] += found
+                cpu[way] += used
                 own[way] += spent
     plain = statistics.median(steps["none"])
+    plain_cpu = statistics.mean(cpu["none"])  # the system counts it in hundredths of a second
     for way in WAYS:
         step, spent = statistics.median(steps[way]), statistics.median(own[way])
         waited = f"of which the run waited {spent * 1e3:6.1f} ms ({spent / step:.1%})"
-        print(f"{way:<8} step {step * 1e3:7.1f} ms ({step / plain - 1:+.1%}), {waited}")
+        used = statistics.mean(cpu[way])
+        print(
+            f"{way:<8} step {step * 1e3:7.1f} ms ({step / plain - 1:+.1%}), {waited}; "
+            f"CPU {used * 1e3:7.1f} ms ({used / plain_cpu - 1:+.1%})"
+        )
     verdicts = Verdicts()
     beside = statistics.median(steps["beside"])
     verdicts.at_most(

@@ -1,7 +1,7 @@
 """Seconds and tokens/s per phase of a step at the demo's size, and the share of the step that is neither
 generation nor Megatron's own forward, backward and optimizer. With `--vs trl` the same rollouts by TRL's
-GRPOTrainer in the same run, and the ratio; with `--vs vapo` SAO, which has no pass for old log-probs, beside
-VAPO on as many single responses.
+GRPOTrainer, the two in turn, rollout by rollout, and the median and quartiles of the ratios; with `--vs vapo`
+SAO, which has no pass for old log-probs, beside VAPO on as many single responses.
 
     make bench BENCH=step                     # megarl alone, VAPO
     make bench BENCH=step ARGS='--vs vapo'    # SAO and VAPO
@@ -14,12 +14,17 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from measure import Verdicts, machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,8 +72,8 @@ def warm_model() -> Path:
     return warm
 
 
-def run_megarl(recipe: str, steps: int, warmup: int, overrides: list[str]) -> list[dict[str, Any]]:
-    """The records of the timed steps of a run of the demo, without evaluation in between."""
+def megarl_command(recipe: str, steps: int, overrides: list[str]) -> tuple[list[str | Path], Path]:
+    """The command of a run of the demo without evaluation in between, and its folder, which is removed."""
     run_dir = FOLDER / recipe
     shutil.rmtree(run_dir, ignore_errors=True)
     where = [
@@ -77,12 +82,19 @@ def run_megarl(recipe: str, steps: int, warmup: int, overrides: list[str]) -> li
         "data.eval=[]",
         "evaluation.every=0",
         f"run_dir={run_dir}",
-        f"steps={steps + warmup}",
+        f"steps={steps}",
         "value_pretraining.steps=0",
         "log.report=false",
         "checkpoint.export_hf=false",
     ]
-    megarl("train", f"configs/demo_{recipe}.yaml", *where, *overrides)
+    command = [sys.executable, "-m", "megarl", "train", f"configs/demo_{recipe}.yaml"]
+    return [*command, *where, *overrides], run_dir
+
+
+def run_megarl(recipe: str, steps: int, warmup: int, overrides: list[str]) -> list[dict[str, Any]]:
+    """The records of the timed steps of a run of the demo."""
+    command, run_dir = megarl_command(recipe, steps + warmup, overrides)
+    call(*command, env={"OMP_NUM_THREADS": "1"})
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [record for record in lines if record["stage"] == "train"][warmup:]
 
@@ -114,30 +126,94 @@ def print_phases(title: str, records: list[dict[str, Any]], verdicts: Verdicts) 
     )
 
 
-def trl_seconds(rollouts: int) -> float:
-    """Seconds per rollout of TRL, the better of one and two threads."""
+@dataclass
+class Trainer:
+    """A trainer whose processes stand still but in its turns.
+
+    progress  the file that grows at the end of each rollout with its updates"""
+
+    name: str
+    process: psutil.Popen
+    progress: Path
+    size: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+    @staticmethod
+    def start(name: str, progress: Path, command: list[str | Path], threads: int) -> Trainer:
+        progress.unlink(missing_ok=True)
+        with open(FOLDER / f"{name}.log", "wb") as log:
+            environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+            process = psutil.Popen(
+                list(map(str, command)),
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=log,
+            )
+        return Trainer(name, process, progress)
+
+    def processes(self) -> list[psutil.Process]:
+        """The trainer's processes: ranks have sessions of their own."""
+        return [self.process, *self.process.children(recursive=True)]
+
+    def send(self, number: signal.Signals, processes: list[psutil.Process] | None = None) -> None:
+        """Send a signal to these processes, or to all of them."""
+        for process in processes or self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def take_turn(self) -> None:
+        """Let it go on until its next rollout has ended, and time that by this process's clock."""
+        known = self.processes()  # which takes long enough for the next rollout to begin
+        started = time.perf_counter()
+        self.send(signal.SIGCONT, known)
+        while (size := self.progress.stat().st_size if self.progress.exists() else 0) <= self.size:
+            if self.process.poll() is not None or time.perf_counter() - started > LIMIT:
+                log = (FOLDER / f"{self.name}.log").read_text(errors="replace")
+                raise SystemExit(f"{self.name}: no rollout ended\n{log[-3000:]}")
+            time.sleep(0.001)
+        self.seconds.append(time.perf_counter() - started)
+        self.send(signal.SIGSTOP, known)
+        self.send(signal.SIGSTOP)  # those that are new
+        self.size = size
+
+
+def beside_trl(rounds: int, warmup: int, overrides: list[str]) -> dict[str, list[float]]:
+    """Seconds per rollout of megarl and of TRL with one thread and with two, which take turns rollout by
+    rollout: while one works, the others stand still."""
     python = ROOT / ".venv-trl" / "bin" / "python"
     if not python.is_file():
         raise SystemExit("benchmarks/step.py: no .venv-trl (make it with `make trl`)")
-    best = []
-    for threads in (1, 2):
-        command = (
-            python,
-            "benchmarks/trl_reference.py",
-            warm_model(),
-            FOLDER / "train.jsonl",
-            "--threads",
-            str(threads),
-        )
-        result = json.loads(call(*command, "--rollouts", str(rollouts)).strip().splitlines()[-1])
-        each = result["seconds_per_rollout"]
-        seconds = statistics.median(each)
-        print(
-            f"  TRL, {threads} thread(s): {seconds:.3f} s per rollout (each: "
-            f"{', '.join(f'{x:.2f}' for x in each)})"
-        )
-        best.append(seconds)
-    return min(best)
+    command, run_dir = megarl_command("dapo", rounds + warmup + 1, overrides)
+    trainers = []
+    try:
+        trainers.append(Trainer.start("megarl", run_dir / "metrics.jsonl", command, 1))
+        for threads in (1, 2):
+            progress = FOLDER / f"trl-{threads}.progress"
+            command = [python, "benchmarks/trl_reference.py", warm_model(), FOLDER / "train.jsonl"]
+            command += ["--threads", str(threads), "--rollouts", str(rounds + 9), "--progress", progress]
+            trainers.append(Trainer.start(f"TRL, {threads} thread(s)", progress, command, threads))
+            trainers[-1].send(signal.SIGSTOP)
+        for _ in range(rounds + warmup):
+            for trainer in trainers:
+                trainer.take_turn()
+    finally:
+        for trainer in trainers:
+            trainer.send(signal.SIGKILL)
+            trainer.process.wait()
+    return {trainer.name: trainer.seconds[warmup:] for trainer in trainers}
+
+
+def compare(seconds: dict[str, list[float]], verdicts: Verdicts) -> None:
+    """Print medians, and the ratio of megarl's time to the better TRL's, round by round."""
+    for name, each in seconds.items():
+        listed = ", ".join(f"{x:.2f}" for x in each)
+        print(f"  {name:17s} {statistics.median(each):.3f} s per rollout (each: {listed})")
+    better = min((each for name, each in seconds.items() if name != "megarl"), key=statistics.median)
+    ratios = [ours / theirs for ours, theirs in zip(seconds["megarl"], better, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    print(f"ratios of {len(ratios)} rounds: quartiles {low:.3f}, {middle:.3f}, {high:.3f}")
+    verdicts.at_most("step, time / TRL's, median of the rounds' ratios", middle, 0.33, " x")
 
 
 def main() -> int:
@@ -173,12 +249,8 @@ def main() -> int:
             print(f"  {name:24s} {value:.3f} s  {value / seconds['VAPO']:.2f}")
         return verdicts.exit_code
     same = ["rollout.dynamic_sampling.enabled=false", "parallel.tp=1", "parallel.dp=2", *given.overrides]
-    records = run_megarl("dapo", given.steps, 3, same)
-    print_phases("megarl, GRPO with DAPO's loss, DP=2", records, verdicts)
-    ours = median(records, "time/step")
-    theirs = trl_seconds(given.steps)
-    print(f"\nseconds per rollout of 256 responses and 4 updates: megarl {ours:.3f}, TRL {theirs:.3f}")
-    verdicts.at_most("step, time / TRL's", ours / theirs, 0.5, " x")
+    print("\nseconds per rollout of 256 responses and 4 updates, GRPO with DAPO's loss, DP=2, in turn:")
+    compare(beside_trl(given.steps, 3, same), verdicts)
     return verdicts.exit_code
 
 

@@ -34,14 +34,18 @@ class Clock(TrainerCallback):
     """Wall and CPU seconds at the end of each rollout's last update: a rollout's time includes its generation
     and its updates."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Path | None) -> None:
         self.wall: list[float] = []
         self.cpu: list[float] = []
+        self.progress = progress
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % UPDATES == 0:
             self.wall.append(time.perf_counter())
             self.cpu.append(time.process_time())
+            if self.progress is not None:
+                with open(self.progress, "a", encoding="utf-8") as file:
+                    file.write(f"{len(self.wall)}\n")
 
 
 class Rule:
@@ -85,13 +89,14 @@ def main() -> None:
         default=1e-6,
         help="small, so that the lengths of the responses stay (default: %(default)s)",
     )
+    parser.add_argument("--progress", type=Path, help="gets a line at the end of each rollout, as it ends")
     given = parser.parse_args()
     if given.warmup < 1 or given.rollouts < 1:
         parser.error("--warmup and --rollouts must be at least 1")
     torch.set_num_threads(given.threads)
 
     rows = [json.loads(line) for line in given.data.read_text(encoding="utf-8").splitlines()]
-    clock, rule = Clock(), Rule()
+    clock, rule = Clock(given.progress), Rule()
     rollouts = given.warmup + given.rollouts
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(

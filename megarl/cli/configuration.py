@@ -118,9 +118,21 @@ def plan(
 
     config = load_config(path, overrides)
     check_config(config, str(path))
+    for option, value, most in (
+        ("--mean-length", mean_length, None),
+        ("--length-deviation", length_deviation, None),
+        ("--kept", kept, 1.0),
+    ):
+        if value is not None and not 0 < value <= (most or value):
+            above = f" and at most {most:g}" if most else ""
+            raise ConfigError(f"{option}: must be above 0{above} (got {value:g})")
+    if simulate and config.recipe == "sft":
+        raise ConfigError(f"{path}: recipe: sft draws no responses (--simulate is for the others)")
     where, described = planning_config(config.model.path, model)
     here = config.parallel.device == "auto" and config.model.layers != "te" and driver_version() is None
     if config.parallel.device == "cpu" or (here and model is None and config.model.path.is_dir()):
+        if simulate:
+            raise ConfigError(f"{path}: --simulate: its times are those of GPUs (add parallel.device=cuda)")
         portable = config.model.model_copy(update={"layers": "portable"})
         made, memory = plan_of(config.model_copy(update={"model": portable}), described), memory_here()
         print("\n".join(text.on_cpu(made, where, memory)))
@@ -137,8 +149,6 @@ def plan(
     if simulate:
         from megarl.plan.simulate import compare, recorded, work_of
 
-        if config.recipe == "sft":
-            raise ConfigError(f"{path}: recipe: sft draws no responses (--simulate is for the others)")
         source, draw = "log-normal", None
         if lengths is not None:
             drawn, draw, source = recorded(lengths, drawn)

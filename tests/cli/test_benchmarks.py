@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import signal
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,3 +33,47 @@ def test_a_phase_that_did_not_run_has_no_speed(
     assert lines["rollout"][1:] == ["0.5000", "s", "50.0", "%", "2,000", "tokens/s"]
     assert lines["actor_update"][1:] == ["0.2500", "s", "25.0", "%", "8,000", "tokens/s"]
     assert lines["checkpoint"][1:] == ["0.0000", "s", "0.0", "%", "did", "not", "run"]
+
+
+def test_trainers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes on in its own turns alone, with a child in a session of its own, as ranks are."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    step: Any = importlib.import_module("step")
+    monkeypatch.setattr(step, "FOLDER", tmp_path)
+    works = (
+        "import os, sys, time\n"
+        "if os.fork():\n"
+        "    os.wait()\n"
+        "os.setsid()\n"
+        "while True:\n"
+        "    time.sleep(0.05)\n"
+        "    open(sys.argv[1], 'a').write('x')\n"
+    )
+    trainers = []
+    try:
+        for name in "ab":
+            command = [sys.executable, "-c", works, tmp_path / name]
+            trainers.append(step.Trainer.start(name, tmp_path / name, command, 1))
+            trainers[-1].take_turn()
+        for _ in range(3):
+            for trainer, other in (trainers, trainers[::-1]):
+                before = other.progress.stat().st_size
+                trainer.take_turn()
+                assert other.progress.stat().st_size == before
+    finally:
+        for trainer in trainers:
+            trainer.send(signal.SIGKILL)
+            trainer.process.wait()
+    assert all(len(trainer.seconds) == 4 for trainer in trainers)
+
+
+def test_ratios_are_of_rounds_and_to_the_better_of_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    step, measure = importlib.import_module("step"), importlib.import_module("measure")
+    seconds = {"megarl": [1.0, 2.0, 4.0], "TRL, 1": [9.0, 9.0, 9.0], "TRL, 2": [4.0, 4.0, 8.0]}
+    step.compare(seconds, measure.Verdicts())
+    out = capsys.readouterr().out
+    assert "ratios of 3 rounds: quartiles 0.250, 0.500, 0.500" in out
+    assert "not met | step, time / TRL's, median of the rounds' ratios: 0.5 x | target: at most 0.33 x" in out

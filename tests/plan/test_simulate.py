@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.cli.main import main
 from megarl.config import load_config
 from megarl.config.errors import DataError
 from megarl.data.experience import Experience, write_experience
@@ -254,3 +255,33 @@ def test_a_run_without_lengths_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"stage": "sft", "step": 1}\n')
     with pytest.raises(DataError, match="no step of training with response lengths"):
         recorded(tmp_path, Lengths(1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("configs/demo_sft.yaml --simulate", "recipe: sft draws no responses"),
+        ("configs/demo_dapo.yaml --simulate --model Qwen2.5-0.5B", "its times are those of GPUs"),
+        ("configs/vapo_7b.yaml --simulate --kept 1.5", "--kept: must be above 0 and at most 1"),
+        ("configs/vapo_7b.yaml --simulate --length-deviation 0", "--length-deviation: must be above 0"),
+        ("configs/vapo_7b.yaml --simulate --lengths nowhere", "nowhere"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["plan", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_split_as_it_is_configured_is_simulated(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    split = "parallel.dp=2 parallel.rollout_ranks=4 schedule.ahead=1 rollout.prompts=32"
+    assert main(["plan", "configs/vapo_7b.yaml", *split.split(), "--simulate"]) == 0
+    printed = capsys.readouterr().out
+    assert "4 train, 4 generate, ahead 1" in printed.split("<- the configuration")[0]
+    assert "8 ranks in turn" in printed

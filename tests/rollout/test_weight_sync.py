@@ -365,7 +365,7 @@ def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(
 
     monkeypatch.setattr(generation, "empty_cache", says("empties"))
     monkeypatch.setattr(generation, "barrier", says("waits"))
-    engine = SimpleNamespace(start=says("starts"))
+    engine = SimpleNamespace(start=says("starts"), running=0)
     config = planned(2, 1, 4, 2)[0]
     if what == "run":
         for name in ("load_tokenizer", "open_model", "read_hf_config", "HostPool"):

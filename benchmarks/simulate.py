@@ -1,0 +1,231 @@
+"""Step time and idle share by the simulator (megarl/plan/simulate.py) against those of real runs on this
+machine: two ranks that generate and train in turn, against one rank for each side, one step ahead. Lengths
+are those of an untrained model, which ends a response at random: a mean of about 30 tokens, up to 200.
+
+Costs are fitted to a run of one rank that does everything, and to every other step of two runs of two ranks
+in turn, before and after the runs ahead; the other steps are held against. Nothing is fitted to the runs
+ahead. Figures are medians over steps, as the machine may have other work; where that changes from run to run,
+the ratio of step times says more than each of them.
+
+    make bench BENCH=simulate
+    python benchmarks/simulate.py --steps 30 --ahead 1 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from measure import Verdicts, machine
+from safetensors.numpy import load_file
+from step import FOLDER as BENCH
+from step import megarl
+
+from megarl.observe.runs import read_jsonl
+from megarl.observe.timeline import is_phase, timeline_ranks
+from megarl.plan.simulate import Costs, Work, recorded, simulate
+from megarl.plan.times import Lengths
+
+FOLDER = BENCH / "simulate"
+PROMPTS, GROUP, UPDATES, LONGEST = 32, 8, 4, 200
+WARMUP = 3
+PHASES = ("distribute", "old_logprobs", "group_advantages", "actor_update")
+SEEDS = 8  # simulations, of some steps each
+BOUND, POINTS = 0.15, 5  # of what is measured; percentage points of an idle share
+
+
+def train(name: str, steps: int, *overrides: str) -> Path:
+    """Trains on the demo's sums with a model that learns next to nothing, so that lengths stay as they
+    are."""
+    run_dir = FOLDER / name
+    shutil.rmtree(run_dir, ignore_errors=True)
+    settings = (
+        f"model.path={FOLDER / 'model'}",
+        f"data.train=[{FOLDER / 'train.jsonl'}]",
+        f"run_dir={run_dir}",
+        f"steps={steps + WARMUP}",
+        f"rollout.prompts={PROMPTS}",
+        f"rollout.group_size={GROUP}",
+        f"rollout.max_response_tokens={LONGEST}",
+        f"rollout.max_batch={PROMPTS * GROUP}",
+        f"update.mini_batch={PROMPTS * GROUP // UPDATES}",
+        "rollout.dynamic_sampling.enabled=false",
+        "actor.lr=1e-9",
+        "actor.warmup_steps=0",
+        "checkpoint.rollouts=true",
+        "checkpoint.export_hf=false",
+        "parallel.tp=1",
+        "data.eval=[]",
+        "evaluation.every=0",
+        "log.report=false",
+    )
+    megarl("train", "configs/demo_dapo.yaml", *settings, *overrides)
+    return run_dir
+
+
+class Measured:
+    """A run's timeline. steps: those that are counted; a step lasts until the next one begins on rank 0."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        files = {rank: run_dir / "timeline" / f"rank-{rank:05d}.jsonl" for rank in timeline_ranks(run_dir)}
+        self.records = {rank: read_jsonl(path, is_phase).records for rank, path in files.items()}
+        self.begins: dict[int, float] = {}
+        for record in self.records[0]:
+            if record["step"]:
+                self.begins.setdefault(record["step"], record["begin"])
+        self.steps = [step for step in sorted(self.begins) if step > WARMUP and step + 1 in self.begins]
+
+    def idle(self, step: int) -> float:
+        """The share of the ranks' time that they waited in a step."""
+        begin, end = self.begins[step], self.begins[step + 1]
+        waited = 0.0
+        for records in self.records.values():
+            for r in records:  # the waiting is at a phase's end; what hangs over belongs to another step
+                waited += max(0.0, min(r["end"], end) - max(r["end"] - r["waited"], begin))
+        return waited / (end - begin) / len(self.records)
+
+    def phases(self, step: int, rank: int) -> dict[str, tuple[float, float]]:
+        """Phase -> its seconds, and how many of them the rank waited."""
+        found: dict[str, tuple[float, float]] = {}
+        for r in self.records[rank]:
+            if r["step"] == step:
+                seconds, waited = found.get(r["phase"], (0.0, 0.0))
+                found[r["phase"]] = seconds + r["end"] - r["begin"], waited + r["waited"]
+        return found
+
+    def lengths(self, step: int) -> tuple[np.ndarray, float]:
+        """Responses' lengths in the order of their groups, and the mean prompt."""
+        tensors = load_file(self.run_dir / "rollouts" / f"step-{step:06d}.safetensors")
+        ends, mask = tensors["cu_seqlens"], tensors["response_mask"]
+        own = np.array([mask[a:b].sum() for a, b in pairwise(ends)])
+        return own, float(np.diff(ends).mean() - own.mean())
+
+
+def robust(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray:
+    """Least squares with coefficients of at least 0, without the fifth of the rows that fits worst: steps in
+    which the machine had other work."""
+    a, b = np.array(rows, dtype=float), np.array(seconds)
+    for _ in range(2):
+        kept = list(range(a.shape[1]))
+        while True:
+            found = np.zeros(a.shape[1])
+            found[kept] = np.linalg.lstsq(a[:, kept], b, rcond=None)[0]
+            if (found >= 0).all():
+                break
+            kept.remove(int(found.argmin()))
+        off = np.abs(a @ found - b)
+        a, b = a[off <= np.quantile(off, 0.8)], b[off <= np.quantile(off, 0.8)]
+    return found
+
+
+def calibrate(steps: Sequence[tuple[Measured, int]]) -> Callable[[int], Costs]:
+    """Fit costs to these steps of runs in turn: decoding by steps, tokens and the cache's tokens; phases by a
+    rank's tokens, of one rank and of two, which wait for each other. Return what gives the costs of so many
+    trainers."""
+    rows: list[list[float]] = []
+    seconds: list[float] = []
+    transfers: list[float] = []
+    samples: dict[tuple[int, str], list[tuple[float, float]]] = {}  # ranks, phase -> its tokens, seconds
+    for run, step in steps:
+        lengths, prompt = run.lengths(step)
+        ranks = [run.phases(step, rank) for rank in run.records]
+        # Requests are cut into equal stretches, and all of them begin at once.
+        for found, own in zip(ranks, np.array_split(lengths, len(ranks)), strict=True):
+            taken, waited = found["rollout"]
+            rows.append([own.max(), own.sum(), (own * (prompt + own / 2)).sum()])
+            seconds.append(taken - waited)
+        transfers.append(ranks[0]["weight_transfer"][0])
+        times = {name: max(one[name][0] for one in ranks) for name in PHASES}
+        whole = run.begins[step + 1] - run.begins[step]
+        times["other"] = max(0.0, whole - sum(times.values()) - ranks[0]["rollout"][0] - transfers[-1])
+        tokens = (lengths.sum() + prompt * len(lengths)) / len(ranks)
+        for name, taken in times.items():
+            samples.setdefault((len(ranks), name), []).append((tokens, taken))
+    fixed, row, cached = robust(rows, seconds)
+    once = f"{1e3 * fixed:.2f} ms a step, {1e6 * row:.1f} us a token, {1e9 * cached:.0f} ns of its cache"
+    print(f"  decoding {once}")
+    fits = {}
+    for (ranks_, name), pairs in samples.items():
+        found = robust([(1.0, tokens) for tokens, _ in pairs], [taken for _, taken in pairs])
+        fits[ranks_, name] = found
+        print(f"  {name}, {ranks_} rank(s): {found[0]:.3f} s, {1e6 * found[1]:.1f} us a token of a rank")
+
+    def costs(trainers: int) -> Costs:
+        own = {name: fit for (ranks, name), fit in fits.items() if ranks == trainers}
+        return Costs(
+            decode=lambda count, tokens: float(fixed + row * count + cached * tokens),
+            prefill=0.0,
+            at_once=PROMPTS * GROUP,
+            train=lambda tokens: {n: float(a + b * tokens / trainers) for n, (a, b) in own.items()},
+            transfer=statistics.median(transfers),
+        )
+
+    return costs
+
+
+def predict(costs: Costs, work: Work, trainers: int, engines: int, ahead: int) -> tuple[float, float]:
+    """Step time and idle share: medians over some simulations."""
+    courses = [simulate(work, costs, engines, 1, trainers, ahead, seed=seed) for seed in range(SEEDS)]
+    return statistics.median(c.step for c in courses), statistics.median(c.idle for c in courses)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=24, help="counted steps of a setting (default %(default)s)"
+    )
+    parser.add_argument("--ahead", type=int, nargs="*", default=[1], help="default: 1")
+    parser.add_argument("--keep", action="store_true", help="take the runs that are there")
+    given = parser.parse_args()
+    print(machine())
+    names = [f"ahead_{ahead}" for ahead in given.ahead]
+    if not given.keep:
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        from megarl.demo.arithmetic import write_demo
+
+        write_demo(FOLDER, 0)
+        train("before", given.steps // 2, "parallel.dp=2")
+        train("alone", given.steps // 2, "parallel.dp=1")
+        for name, ahead in zip(names, given.ahead, strict=True):
+            apart = ("parallel.dp=1", "parallel.rollout_ranks=1", f"schedule.ahead={ahead}")
+            train(name, given.steps, *apart)
+        train("after", given.steps // 2, "parallel.dp=2")
+    before, alone, after = (Measured(FOLDER / name) for name in ("before", "alone", "after"))
+    print("\nfitted:")
+    in_turn = [(run, step) for run in (before, after) for step in run.steps]
+    costs = calibrate([*((alone, step) for step in alone.steps), *in_turn[::2]])
+    fitted, draw, where = recorded(before.run_dir, Lengths(1, LONGEST, 7))
+    print(f"\nlengths of {where}: mean {fitted.mean:.1f}, prompts {fitted.prompt:.1f} tokens")
+    work = Work(PROMPTS, GROUP, fitted.prompt, draw, streams=False)
+    verdicts, figures = Verdicts(), []
+    settings = [("2 ranks in turn", in_turn[1::2], 0, 2, 0)]
+    for name, ahead in zip(names, given.ahead, strict=True):
+        run = Measured(FOLDER / name)
+        settings.append((f"1 + 1 ranks, ahead {ahead}", [(run, step) for step in run.steps], 1, 1, ahead))
+    for name, steps, trainers, engines, ahead in settings:
+        seconds, idle = predict(costs(trainers or engines), work, trainers, engines, ahead)
+        measured = statistics.median(run.begins[step + 1] - run.begins[step] for run, step in steps)
+        waited = statistics.median(run.idle(step) for run, step in steps)
+        figures.append((name, measured, seconds))
+        print(f"\n{name}: a step takes {measured:.3f} s, of it waiting {waited:.1%}", end="")
+        print(f"; simulated {seconds:.3f} s, {idle:.1%}")
+        verdicts.at_most(f"simulate, {name}: step time off by", abs(seconds / measured - 1), BOUND)
+        verdicts.at_most(f"simulate, {name}: points of idle share off by", 100 * abs(idle - waited), POINTS)
+    (_, first, simulated), *others = figures
+    for name, measured, seconds in others:
+        ratios = measured / first, seconds / simulated
+        print(f"\n{name}, step time / in turn: measured {ratios[0]:.2f}, simulated {ratios[1]:.2f}")
+        verdicts.at_most(f"simulate, {name}: that ratio off by", abs(ratios[1] / ratios[0] - 1), BOUND)
+    return verdicts.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
