@@ -29,6 +29,7 @@ ATTENTION = "megarl_rollout"  # the name under which `attention` is registered w
 # See DecodeLoop. (Also, torch's memory-efficient kernel on CUDA refuses a bf16 mask whose rows are not a
 # multiple of 8.)
 ROWS, COLUMNS = 16, 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
+FEWEST = 32  # columns that attention sees: with 8 MKL takes another path
 PREFILL_TOKENS = 16384  # padded prompt tokens in one forward pass
 _NAN = 1 << 40  # added to the count of live rows where one holds NaN: one device-to-host copy carries both
 
@@ -558,7 +559,7 @@ class KVCache:
     def attend(self, position: Tensor, longest: int) -> Tensor:
         """Prepare a step whose new tokens have these positions, int64 [rows], none above `longest`; return
         its additive mask [rows, 1, 1, columns that attention sees]."""
-        self._seen = min(_whole(longest + 1, COLUMNS), self.columns)
+        self._seen = max(_whole(longest + 1, COLUMNS), FEWEST)
         rows, position = len(position), position[:, None]
         self._at = (self._starts_of_heads[:rows] + position).view(-1)
         mask = torch.zeros(rows, self._seen, dtype=self.keys[0].dtype, device=position.device)
@@ -585,7 +586,7 @@ class KVCache:
     def reserve(self, rows: int, columns: int) -> None:
         """Grow to at least these sizes; what is there stays."""
         old_rows, old_columns = self.rows, self.columns
-        self.rows, self.columns = max(rows, old_rows), max(_whole(columns, COLUMNS), old_columns)
+        self.rows, self.columns = max(rows, old_rows), max(_whole(columns, COLUMNS), old_columns, FEWEST)
 
         def grown(old: Tensor, dim: int) -> Tensor:
             shape = [self.rows, *old.shape[1:dim], self.columns, *old.shape[dim + 1 :]]

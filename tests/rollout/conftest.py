@@ -36,13 +36,15 @@ def gather_by_runtime() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """qwen3 is tied with a head size of its own, llama has llama3's rope and equal numbers of heads."""
+    """qwen3 is tied with a head size of its own, llama has llama3's rope and equal numbers of heads; grouped:
+    four queries for each key."""
     root = tmp_path_factory.mktemp("rollout-models")
     return {
         "qwen2": make_tiny_model(root / "qwen2", "qwen2"),
         "qwen3": make_tiny_model(root / "qwen3", "qwen3", tied=True, head_dim=16),
         "llama": make_tiny_model(root / "llama", "llama", kv_heads=4, rope="llama3"),
         "glm4": make_tiny_model(root / "glm4", "glm4", head_dim=12),
+        "grouped": make_tiny_model(root / "grouped", "qwen3", heads=8, kv_heads=2, head_dim=32),
     }
 
 

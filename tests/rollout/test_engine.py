@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.config.errors import CheckpointError, EngineError
@@ -27,7 +27,7 @@ def requests(count: int, group: int = 2, **kwargs) -> list[Request]:
     return [Request(p, 1000 * i + j) for i, p in enumerate(prompts(count, **kwargs)) for j in range(group)]
 
 
-COMPANY = [Request(p, 100 * i + j) for i, p in enumerate(prompts(10, high=40)) for j in range(3)]
+COMPANY = [Request(p, 100 * i + j) for i, p in enumerate([*prompts(9, high=40), (7,)]) for j in range(3)]
 TOGETHER: dict[str, list[Completion]] = {}  # by family, what COMPANY is answered as one batch
 
 
@@ -73,12 +73,17 @@ def test_logprobs_of_sampled_tokens(family, make_engine, reference):
     assert len({tuple(c.tokens) for c in completions}) == len(completions)
 
 
-@settings(max_examples=6, deadline=None)
-@given(chance=st.integers(0, 2**32), max_batch=st.integers(1, 40), family=st.sampled_from(FAMILIES))
+@settings(max_examples=3, deadline=None)
+@given(
+    chance=st.integers(0, 2**32),
+    max_batch=st.integers(1, 40),
+    family=st.sampled_from(["grouped", "qwen3", "glm4"]),
+)
+@example(chance=0, max_batch=1, family="grouped")
 def test_a_response_is_the_same_to_the_bit_in_any_company(make_engine, chance, max_batch, family):
     """Its log-probabilities too: with others or alone, in any order, in one batch or one after another, and
     where others come while it runs."""
-    asked, params, rng = COMPANY, SamplingParams(max_tokens=40), random.Random(chance)
+    asked, params, rng = COMPANY, SamplingParams(max_tokens=20), random.Random(chance)
     if family not in TOGETHER:
         TOGETHER[family] = make_engine(family).generate(asked, params)
     some = rng.sample(range(len(asked)), rng.randint(1, 20))

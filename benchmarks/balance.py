@@ -1,0 +1,127 @@
+"""What balance between engines gains: two real ranks over gloo, each with a transformers engine that takes a
+fixed time for each decoding step, as a GPU does; the first takes three times as long.
+
+python benchmarks/balance.py [--responses 512] [--at-once 8] [--step 0.01]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import Verdicts, machine
+from rollout import make_engine, make_requests
+
+from megarl.config.schema import Config
+from megarl.data.prompts import Prompt
+from megarl.rewards.verdict import Verdict
+from megarl.rollout.sampler import GroupRequest, RolloutWorker
+from megarl.rollout.sampling import SamplingParams, response_seed
+
+SLOWER = (3.0, 1.0)  # by engine
+GROUP = 8
+
+
+class NoText:
+    """Tokenizer and verifier that take no time: none of the engines is to wait for them."""
+
+    def batch_decode(self, rows: list[list[int]], **options: Any) -> list[str]:
+        return [""] * len(rows)
+
+    def verify(self, items: list[Any]) -> list[Verdict]:
+        return [Verdict(False)] * len(items)
+
+
+def work(rank: int, port: int, args: argparse.Namespace, results: Any) -> None:
+    """One of the ranks: a batch in equal parts, the same batch balanced."""
+    torch.set_num_threads(1)
+    ended = []
+    with tempfile.TemporaryDirectory() as folder:
+        engine = make_engine(Path(folder), args.at_once)  # before the group: else only rank 0 saves a model
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=len(SLOWER))
+        ranks: Any = SimpleNamespace(rank=rank, world=len(SLOWER), cpu_group=dist.group.WORLD)
+        began = time.monotonic()
+
+        def pace(module: Any, inputs: Any) -> None:
+            """Sleep at the end of a forward pass until it has taken as long as it should."""
+            nonlocal began
+            time.sleep(max(0.0, began + args.step * SLOWER[rank] - time.monotonic()))
+            began = time.monotonic()
+
+        engine._model.get_output_embeddings().register_forward_pre_hook(pace)
+        requests = make_requests(args.responses // GROUP, GROUP, 1)
+        groups = [
+            GroupRequest(
+                Prompt(uid, "", requests[uid * GROUP].prompt, ""),
+                [response_seed(0, 1, uid, i) for i in range(GROUP)],
+            )
+            for uid in range(args.responses // GROUP)
+        ]
+        for in_flight in (0, None):
+            config = Config(
+                recipe="dapo",
+                run_dir=Path(folder),
+                steps=1,
+                model={"path": Path(folder)},
+                rollout={"max_batch": args.at_once, "in_flight": in_flight},
+            )
+            text: Any = NoText()
+            worker = RolloutWorker(config, ranks, engine, text, text)
+            dist.barrier()
+            start = time.perf_counter()
+            found = worker.generate(groups, SamplingParams(args.max_tokens))
+            seconds = time.perf_counter() - start
+            drawn = [(r.tokens.tolist(), r.logprobs.tobytes()) for g in found for r in g.responses]
+            ended.append((seconds, worker.moved, worker.seconds["idle"], drawn))
+    results.put((rank, ended))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--responses", type=int, default=512)
+    parser.add_argument("--at-once", type=int, default=8, help="rollout.max_batch")
+    parser.add_argument("--step", type=float, default=0.01, help="seconds of a decoding step")
+    parser.add_argument("--max-tokens", type=int, default=80)
+    args = parser.parse_args()
+    print(machine())
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = context.Queue()
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    processes = [
+        context.Process(target=work, args=(rank, store.port, args, results), daemon=True)
+        for rank in range(len(SLOWER))
+    ]
+    for process in processes:
+        process.start()
+    answers = dict(results.get(timeout=600) for _ in processes)
+    for process in processes:
+        process.join()
+    (equal, _, _, drawn), (balanced, moved, idle, again) = answers[0]
+    tokens = sum(len(response) for response, _ in drawn)
+    ideal = tokens / sum(args.at_once / (args.step * slower) for slower in SLOWER)
+    engines = "one of two engines three times that"
+    given = f"{tokens} tokens, {args.at_once} at once, {args.step:g} s a step, {engines}"
+    print(
+        f"{args.responses} responses, {given}: ideal split {ideal:.2f} s, equal parts {equal:.2f} s "
+        f"({equal / ideal:.2f}), balanced {balanced:.2f} s, of which idle {idle:.2f} s, {moved} moved"
+    )
+    verdicts = Verdicts()
+    verdicts.holds("the same responses to the bit", again == drawn)
+    verdicts.at_most("seconds of a balanced batch over the ideal split's", balanced / ideal, 1.15, " x")
+    return verdicts.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
