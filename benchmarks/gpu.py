@@ -160,9 +160,10 @@ def transfer(tiny: bool) -> dict[str, float]:
         sources = table_names(dict(scene.actor.model.named_parameters()))
         dtype = next(iter(sources.values())).dtype
         staging, memory = Staging(device), Staging(device)
+        plans = [plan.part(names) for names in engine.split(plan)]
         parts = [
             Transfer(part, 0, sources, targets, 2**28, dtype=dtype, staging=staging)
-            for part, targets in engine.buckets(plan, memory)
+            for part, targets in zip(plans, engine.buckets(plans, memory), strict=True)
         ]
         size = sum(part.target_bytes for part in parts)
         return {"gb": size / seconds(lambda: [part.run() for part in parts]) / 1e9, "bytes": float(size)}

@@ -69,7 +69,7 @@ def deliver(engine: Any, folder: Path) -> None:
 
     source = HFFolder(folder)
     shards = sglang_shards(source.config, 1, 0, cpu=True)
-    [(_, tensors)] = engine.buckets(Plan((), {}, {0: shards}), Staging(engine.device))
+    [tensors] = engine.buckets([Plan((), {}, {0: shards})], Staging(engine.device))
     load_into(tensors, shards, source)
     engine.begin_update()
     engine.load_bucket(0, [engine.handle(0)], 0)

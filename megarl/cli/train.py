@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cli.ranks import passes_on_rank_0, run_rank, start_ranks, starts_ranks
-from megarl.config import check_config, dump_config, load_config
+from megarl.config import dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import set_key
 from megarl.config.schema import Config
@@ -107,22 +107,24 @@ def _train_launched(config: Config, end: float | None) -> int:
 
 def _train(config: Config, stop: StopRequest, *, launched: bool) -> int:
     def job(runtime: Runtime) -> None:
-        from megarl.schedule.run import Run
+        from megarl.schedule.run import EngineRank, Run
         from megarl.schedule.trainer import Trainer
         from megarl.schedule.watchdog import Watchdog
 
-        with (
-            Watchdog(config.run_dir, runtime.rank, runtime.world, config.watchdog) as watchdog,
-            closing(Run(config, runtime)) as run,
-        ):
-            # megatron-core collects garbage at each model that is saved: it goes through every object, some
-            # millions, but those that are frozen, which live as long as this process.
-            gc.freeze()
-            if runtime.rank == 0:
-                reports = {name: asdict(report) for name, report in run.data_reports.items()}
-                text = json.dumps(reports, indent=1) + "\n"
-                (config.run_dir / "data.json").write_text(text, encoding="utf-8")
-            Trainer(run, stop, watchdog).train()
+        with Watchdog(config.run_dir, runtime.rank, runtime.job.world, config.watchdog) as watchdog:
+            if not runtime.trains:
+                with closing(EngineRank(config, runtime)) as rank:
+                    rank.serve(watchdog)
+                return
+            with closing(Run(config, runtime)) as run:
+                # megatron-core collects garbage at each model that is saved: it goes through every object,
+                # some millions, but those that are frozen, which live as long as this process.
+                gc.freeze()
+                if runtime.rank == 0:
+                    reports = {name: asdict(report) for name, report in run.data_reports.items()}
+                    text = json.dumps(reports, indent=1) + "\n"
+                    (config.run_dir / "data.json").write_text(text, encoding="utf-8")
+                Trainer(run, stop, watchdog).train()
 
     code = run_rank(config, job, launched=launched)
     from megarl.parallel.runtime import launched_rank
@@ -142,14 +144,15 @@ def replay(run: Path, step: int, tolerance: float | None, overrides: Sequence[st
     if not file.is_file():
         raise ConfigError(f"{run}: no config.yaml there (give the folder of a run)")
     config = load_config(file, [*REPLAY_ENGINE, set_key("run_dir", run), *overrides])
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"rollout_ranks": 0})})
 
     def check() -> None:
         from megarl.schedule.preflight import preflight
         from megarl.schedule.replay import check_replay
 
-        check_config(config, str(file))
         check_replay(config, step)
-        preflight(config, str(file))
+        in_turn = config.schedule.model_copy(update={"ahead": 0})  # nothing is drawn
+        preflight(config.model_copy(update={"schedule": in_turn}), str(file))
 
     if not passes_on_rank_0(check):
         return 2

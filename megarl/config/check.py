@@ -26,12 +26,14 @@ SAMPLED = (
     *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight")),
     "algorithm.mismatch",
     "evaluation.every",
+    "parallel.rollout_ranks",
+    "schedule.ahead",
 )
 
 # Folders that a run makes in its run_dir, and may replace (metrics, reports and the like are files).
 RUN_WRITES = (
     *("checkpoints", "critic_pretrained", "eval", "failed"),
-    *("heartbeat", "hf", "profile", "rollouts", "value_pretraining"),
+    *("heartbeat", "hf", "profile", "rollouts", "timeline", "value_pretraining"),
 )
 
 
@@ -68,6 +70,12 @@ def _problems(c: Config) -> Iterator[str]:
             what = f"{model} is one of the folders that the run writes in run_dir {c.run_dir}"
             yield f"{key}: {what} (choose another run_dir)"
 
+    if c.schedule.ahead and not c.parallel.rollout_ranks:
+        what = f"{c.schedule.ahead} needs ranks that draw responses while others train"
+        yield f"schedule.ahead: {what} (set parallel.rollout_ranks, or ahead to 0)"
+    if c.parallel.rollout_ranks % c.rollout.engine_tp:
+        what = f"{c.parallel.rollout_ranks} is no multiple of rollout.engine_tp {c.rollout.engine_tp}"
+        yield f"parallel.rollout_ranks: {what} (raise or lower it)"
     if c.parallel.vpp > 1 and c.parallel.pp == 1:
         what = f"{c.parallel.vpp} virtual stages on each rank of a pipeline of one rank"
         yield f"parallel.vpp: {what} (set it to 1, or raise parallel.pp)"

@@ -128,7 +128,7 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the devices are divided. data-parallel size = number of devices / (tp * pp * cp)."""
+    """How the devices are divided. data-parallel size = (devices - rollout_ranks) / (tp * pp * cp)."""
 
     tp: int = field(1, "tensor-parallel size", "devices", ge=1)
     pp: int = field(1, "pipeline-parallel size", "devices", ge=1)
@@ -137,6 +137,12 @@ class ParallelConfig(Section):
     )
     cp: int = field(1, "context-parallel size: ranks over which each sequence is cut", "devices", ge=1)
     ep: int = field(1, "ranks of a stage (tp x cp x dp) that share a mixture's experts", "devices", ge=1)
+    rollout_ranks: int = field(
+        0,
+        "ranks that have engines and nothing else, behind those that train; 0: all ranks do both",
+        "devices",
+        ge=0,
+    )
     vpp: int = field(
         1,
         "virtual stages of each pipeline rank: the interleaved schedule",
@@ -551,6 +557,16 @@ class ValuePretrainingConfig(Section):
     )
 
 
+class ScheduleConfig(Section):
+    """The order of the phases of neighbouring steps."""
+
+    ahead: Literal[0, 1, 2] = field(
+        0,
+        "steps that rollouts are ahead: those of step k are drawn with the weights after step k - 1 - ahead",
+        "steps",
+    )
+
+
 class EvaluationConfig(Section):
     """avg@k, pass@k and majority@k on `data.eval`."""
 
@@ -692,6 +708,7 @@ class Config(Section):
     update: UpdateConfig = section(UpdateConfig)
     value_pretraining: ValuePretrainingConfig = section(ValuePretrainingConfig)
     supervised: SupervisedConfig = section(SupervisedConfig)
+    schedule: ScheduleConfig = section(ScheduleConfig)
     evaluation: EvaluationConfig = section(EvaluationConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     guard: GuardConfig = section(GuardConfig)

@@ -52,7 +52,7 @@ def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None
     if world == 1:
         return [blob]
     head = _head(blob)
-    heads = [torch.empty_like(head) for _ in range(world)] if dist.get_rank(group) == 0 else None
+    heads = [torch.empty_like(head) for _ in range(world)] if _rank(group) == 0 else None
     dist.gather(head, heads, dst=0, group=group)
     if heads is None:
         if len(blob) > INLINE:
@@ -82,6 +82,11 @@ def _spread(group: dist.ProcessGroup | None, blob: bytes | None) -> bytes:
         dist.broadcast(rest, 0, group=group)
         begin += rest.numpy().tobytes()
     return begin
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    """Return this process's number in a group, which torch's get_rank does not know of the job's group."""
+    return dist.get_rank() if group is None else group.rank()
 
 
 def _head(blob: bytes) -> Tensor:

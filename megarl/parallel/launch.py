@@ -49,7 +49,7 @@ _PR_SET_NAME = 15  # linux/prctl.h
 
 def ranks_here(config: ParallelConfig) -> int:
     """Return the ranks to start when megarl is started as one process: dp defaults to 1."""
-    return config.tp * config.pp * config.cp * (config.dp or 1)
+    return config.tp * config.pp * config.cp * (config.dp or 1) + config.rollout_ranks
 
 
 def launch(rank_main: Callable[[], int], config: ParallelConfig, folder: Path, grace: float = 0.0) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import ParallelConfig
@@ -37,26 +38,66 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True)
-class Runtime:
-    """A rank's place in the job.
+class Team:
+    """Some of the job's ranks, see Ranks."""
 
-    timeout     seconds that a collective may wait
-    cpu_group   gloo, all ranks: for Python objects and host tensors"""
+    rank: int
+    world: int
+    cpu_group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A rank's place in the job: the trainers come first, as the layout has them; behind them come
+    `rollout_ranks` ranks that have engines and nothing else. Without such ranks the trainers have the
+    engines.
+
+    rank            in the whole job
+    timeout         seconds that a collective may wait
+    cpu_group       gloo, all trainers, or all ranks behind them: for Python objects and host tensors
+    job_group       gloo, all ranks
+    transfer_group  of the weights' messages, all ranks; None: the default group
+    store           that all ranks know, where some are apart"""
 
     layout: Layout
     rank: int
     device: torch.device
     timeout: float
     cpu_group: dist.ProcessGroup
+    rollout_ranks: int = 0
+    job_group: dist.ProcessGroup | None = None
+    transfer_group: dist.ProcessGroup | None = None
+    store: dist.Store | None = None
 
     @property
     def world(self) -> int:
+        """Return the number of trainers."""
         return self.layout.world
 
     @property
+    def trains(self) -> bool:
+        """Return whether this rank is a trainer."""
+        return self.rank < self.world
+
+    @property
+    def job(self) -> Ranks:
+        """Return all ranks."""
+        if self.job_group is None:
+            return self
+        return Team(self.rank, self.world + self.rollout_ranks, self.job_group)
+
+    @property
+    def first_engine(self) -> int:
+        """Return the number of the first rank that has an engine."""
+        return self.world if self.rollout_ranks else 0
+
+    @property
     def engines(self) -> Ranks:
-        """Return the ranks that have engines."""
-        return self
+        """Return the ranks that have engines; this one is among them."""
+        if not self.rollout_ranks:
+            return self
+        assert not self.trains
+        return Team(self.rank - self.world, self.rollout_ranks, self.cpu_group)
 
     @property
     def tp_rank(self) -> int:
@@ -122,14 +163,20 @@ def launched_world() -> int:
 
 
 def layout_for(config: ParallelConfig, world: int) -> Layout:
-    """Return the layout on `world` devices. Raises ConfigError where the sizes do not fit."""
+    """Return the trainers' layout on `world` devices, less those that only generate. Raises ConfigError where
+    the sizes do not fit."""
+    apart, world = config.rollout_ranks, world - config.rollout_ranks
+    if world < 1:
+        left = f"{apart} of {world + apart} launched processes leave no trainer"
+        raise ConfigError(f"parallel.rollout_ranks: {left} (lower it, or start more)")
     model_parallel = config.tp * config.pp * config.cp
     sizes = f"tp {config.tp} x pp {config.pp}" + (f" x cp {config.cp}" if config.cp > 1 else "")
+    processes = f"{world} launched processes" + (f" that train ({apart} only generate)" if apart else "")
     if world % model_parallel:
-        raise ConfigError(f"parallel: {sizes} does not divide the {world} launched processes")
+        raise ConfigError(f"parallel: {sizes} does not divide the {processes}")
     dp = world // model_parallel
     if config.dp is not None and config.dp != dp:
-        given = f"{world} processes / ({sizes}) give {dp}"
+        given = f"{processes} / ({sizes}) give {dp}"
         raise ConfigError(f"parallel.dp: {config.dp} was asked for, but {given}")
     stage = config.tp * config.cp * dp
     if stage % config.ep:
@@ -139,7 +186,10 @@ def layout_for(config: ParallelConfig, world: int) -> Layout:
 
 
 def start(config: ParallelConfig, seed: int) -> Runtime:
-    """Join the job, once per rank: process groups over NCCL or gloo, Megatron's parallel state, seeds."""
+    """Join the job, once per rank: process groups over NCCL or gloo, Megatron's parallel state, seeds.
+
+    With `parallel.rollout_ranks` trainers and engines' ranks have a default group each, since Megatron and
+    its checkpoints use the default group as that of all trainers; a third group joins them."""
     device = choose_device(config.device)
     # Transformer Engine (2.20) refuses to read delayed scaling's history, a pickle, from a checkpoint unless
     # the file is declared trusted. Megatron's loading has unpickled other objects of it by then.
@@ -154,15 +204,42 @@ def start(config: ParallelConfig, seed: int) -> Runtime:
         # torch's cuDNN attention builds and keeps a graph for every shape that it meets, in some 0.4 s:
         # decoding has a new shape with each token. (Transformer Engine, SGLang have attention of their own.)
         torch.backends.cuda.enable_cudnn_sdp(False)
-    from megatron.core import parallel_state, tensor_parallel
-
-    layout = layout_for(config, launched_world())
+    layout, rank, apart = layout_for(config, launched_world()), launched_rank(), config.rollout_ranks
     limit = datetime.timedelta(seconds=config.timeout)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if is_launched():
+    trains, store = rank < layout.world, None
+    if not is_launched():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    elif not apart:
         dist.init_process_group(backend, timeout=limit)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+        side, first, size = ("trainers", 0, layout.world) if trains else ("engines", layout.world, apart)
+        own = dist.PrefixStore(side, store)
+        dist.init_process_group(backend, store=own, rank=rank - first, world_size=size, timeout=limit)
+    if trains:
+        _start_megatron(config)
+    cpu_group = dist.new_group(backend="gloo", timeout=limit) if backend == "nccl" else dist.group.WORLD
+    assert cpu_group is not None
+    job_group = transfer_group = None
+    if store is not None:
+        all_ranks = rank, layout.world + apart
+        job_group = transfer_group = _group_beside("job", "gloo", store, *all_ranks, limit)
+        if backend == "nccl":
+            transfer_group = _group_beside("transfer", backend, store, *all_ranks, limit)
+    _connect(device, trains, transfer_group)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if trains:
+        from megatron.core import tensor_parallel
+
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return Runtime(layout, rank, device, config.timeout, cpu_group, apart, job_group, transfer_group, store)
+
+
+def _start_megatron(config: ParallelConfig) -> None:
+    from megatron.core import parallel_state
+
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
@@ -172,16 +249,22 @@ def start(config: ParallelConfig, seed: int) -> Runtime:
         expert_tensor_parallel_size=1,  # experts are whole on the rank that has them (parallel/layout.py)
         distributed_timeout_minutes=max(1, round(config.timeout / 60)),
     )
-    _connect(device)
-    cpu_group = dist.new_group(backend="gloo", timeout=limit) if backend == "nccl" else dist.group.WORLD
-    assert cpu_group is not None
-    random.seed(seed)
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return Runtime(layout, dist.get_rank(), device, config.timeout, cpu_group)
 
 
-def _connect(device: torch.device) -> None:
+def _group_beside(
+    name: str, backend: str, store: dist.Store, rank: int, world: int, limit: datetime.timedelta
+) -> dist.ProcessGroup:
+    """Make a group that reaches beyond the default one, over the same store. Its members go by their numbers
+    in it, also where torch asks for ranks of the default group; `torch.distributed.get_rank` alone does not
+    know them."""
+    group, _ = distributed._new_process_group_helper(
+        world, rank, [], backend, store, group_name=distributed.GroupName(name), timeout=limit
+    )
+    distributed._world.pg_group_ranks[group] = {number: number for number in range(world)}
+    return group
+
+
+def _connect(device: torch.device, trains: bool = True, transfer: dist.ProcessGroup | None = None) -> None:
     """Sum one number in each group that a run uses: all its members at once, and the groups in one order.
 
     NCCL makes a group's communicator at its first use, which all members must join. In a weight transfer or
@@ -193,16 +276,21 @@ def _connect(device: torch.device) -> None:
     groups that no run uses get a communicator too."""
     from megatron.core import parallel_state as groups
 
-    used = [
-        dist.group.WORLD,
-        groups.get_tensor_model_parallel_group(),
-        groups.get_context_parallel_group(),
-        groups.get_pipeline_model_parallel_group(),
-        groups.get_data_parallel_group(with_context_parallel=True),
-        groups.get_intra_distributed_optimizer_instance_group(),
-        groups.get_embedding_group(check_initialized=False) if groups.is_rank_in_embedding_group() else None,
-    ]
-    for group in used:
+    megatron = (
+        []
+        if not trains
+        else [
+            groups.get_tensor_model_parallel_group(),
+            groups.get_context_parallel_group(),
+            groups.get_pipeline_model_parallel_group(),
+            groups.get_data_parallel_group(with_context_parallel=True),
+            groups.get_intra_distributed_optimizer_instance_group(),
+            groups.get_embedding_group(check_initialized=False)
+            if groups.is_rank_in_embedding_group()
+            else None,
+        ]
+    )
+    for group in (dist.group.WORLD, *megatron, transfer):
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(torch.ones(1, device=device), group=group)
     if device.type == "cuda":
@@ -251,6 +339,7 @@ def stop(*, failed: bool = False) -> bool:
             return False
         from megatron.core import parallel_state
 
-        parallel_state.destroy_model_parallel()
+        if parallel_state.is_initialized():
+            parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     return True

@@ -76,7 +76,7 @@ def search(plan: Plan, lengths: Lengths) -> list[Found]:
     if config.recipe != "sft":  # the quickest engine first; it is not the layout's to say how quick it is
         asleep = sorted(
             (p for p in asleep if _possible(p)),
-            key=lambda p: rollout_seconds(p, lengths.prompt, lengths.quantiles()),
+            key=lambda p: rollout_seconds(p, lengths),
         )
     engines = [p.config.rollout.engine_tp for p in asleep] or engines
     found = [_judge(made, engines, lengths) for made in _layouts(plan, node)]

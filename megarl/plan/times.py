@@ -15,7 +15,6 @@ from statistics import NormalDist, fmean
 
 from megarl.parallel.layout import Layout
 from megarl.plan.memory import Plan
-from megarl.plan.sizes import Device, Shape
 
 # Fitted to the rows that docs/planning.md marks:
 PRODUCTS = 0.65  # of peak FLOP/s, of a product of wide matrices
@@ -56,6 +55,12 @@ class Lengths:
             low, high = (middle, high) if short else (low, middle)
         return tuple(min(high * s, self.longest) for s in shape)
 
+    @property
+    def median(self) -> float:
+        """Return the length that half of the responses do not reach."""
+        found = self.quantiles()
+        return (found[QUANTILES // 2 - 1] * found[QUANTILES // 2]) ** 0.5
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -83,7 +88,7 @@ def estimate(plan: Plan, lengths: Lengths) -> Estimate:
     tokens = plan.step_tokens(fmean(whole))
     parts: dict[str, float] = {}
     if config.recipe != "sft":
-        parts["rollout"] = rollout_seconds(plan, lengths.prompt, quantiles)
+        parts["rollout"] = rollout_seconds(plan, lengths)
     for phase in plan.phases:
         if phase.model is None:
             continue
@@ -204,41 +209,70 @@ def _pack_seconds(plan: Plan, name: str, update: bool) -> float:
     return moved / (plan.device.memory_speed * 1e9 * READING) + waits
 
 
-def rollout_seconds(plan: Plan, prompt: float, quantiles: tuple[float, ...]) -> float:
-    """Return the seconds in which all engines are done."""
-    config, cluster, tp = plan.config, plan.config.cluster, plan.engine_tp
-    sampled = config.responses / (GROUPS_KEPT if config.rollout.dynamic_sampling.enabled else 1.0)
-    each = max(1, round(sampled * tp / plan.layout.world))
-    limit = config.rollout.max_batch if config.rollout.engine == "transformers" else each
-    at_once = max(1, min(int(plan.cache_tokens / (fmean(quantiles) / 2 + prompt)), limit))
-    link = cluster.node_speed if tp <= cluster.gpus_per_node else cluster.network_speed
-    return _decode(
-        plan.actor, plan.device, tp, plan.engine_weights, each, at_once, prompt, quantiles, link * 1e9 * LINKS
+@dataclass(frozen=True)
+class Decoding:
+    """What a decoding step of one engine costs. fixed: seconds of each; row: of each response in it; read,
+    chosen_weights, cached: seconds in which the memory gives the weights that every token needs, the experts
+    if all are chosen, and the keys and values of a token; operations: seconds of a token's products; chosen:
+    the share of the experts that a token does not choose; prefill: seconds of a prompt's token."""
+
+    fixed: float
+    row: float
+    read: float
+    chosen_weights: float
+    cached: float
+    operations: float
+    chosen: float
+    prefill: float
+
+    def step(self, count: float, tokens: float) -> float:
+        """Return the seconds of a step of `count` responses with so many tokens in the cache. It reads the
+        weights once, of experts those that any response chose, and each one's keys and values."""
+        read = self.read + self.chosen_weights * (1 - self.chosen**count) + tokens * self.cached
+        return max(read, count * self.operations) + self.fixed + count * self.row
+
+
+def decoding(plan: Plan) -> Decoding:
+    """Return what a decoding step of one of the plan's engines costs."""
+    cluster, tp, shape, device = plan.config.cluster, plan.engine_tp, plan.actor, plan.device
+    link = (cluster.node_speed if tp <= cluster.gpus_per_node else cluster.network_speed) * 1e9 * LINKS
+    sizes, memory = shape.sizes, device.memory_speed * 1e9 * READING
+    products = 2 * shape.active / (device.tflops * 1e12 * PREFILL * tp)
+    sent = 2 * sizes.layers * 2 * sizes.hidden * shape.itemsize * (tp - 1) / tp / link
+    return Decoding(
+        fixed=2 * sizes.layers * MESSAGE * (tp > 1) + ITERATION + sizes.layers * LAYER,
+        row=sent + SEQUENCE,
+        read=plan.engine_weights * (1 - shape.expert_share) / memory,
+        chosen_weights=plan.engine_weights * shape.expert_share / memory,
+        cached=shape.cache_bytes(tp) / memory,
+        operations=products,
+        chosen=1 - shape.chosen_share,
+        prefill=products,
     )
 
 
+def decoded_at_once(plan: Plan, lengths: Lengths) -> int:
+    """Return how many responses an engine decodes at once: as many as its cache holds of mean length."""
+    mean = fmean(lengths.quantiles()) / 2 + lengths.prompt
+    limit = plan.config.rollout.max_batch if plan.config.rollout.engine == "transformers" else 1 << 30
+    return max(1, min(int(plan.cache_tokens / mean), limit))
+
+
+def rollout_seconds(plan: Plan, lengths: Lengths, ranks: int | None = None) -> float:
+    """Return the seconds in which all engines are done, on so many ranks; None: on all of the layout's."""
+    config, ranks = plan.config, ranks or plan.layout.world
+    sampled = config.responses / (GROUPS_KEPT if config.rollout.dynamic_sampling.enabled else 1.0)
+    each = max(1, round(sampled * plan.engine_tp / ranks))
+    at_once = min(decoded_at_once(plan, lengths), each)
+    return _decode(decoding(plan), each, at_once, lengths)
+
+
 @lru_cache(maxsize=256)
-def _decode(
-    shape: Shape,
-    device: Device,
-    tp: int,
-    weights: float,
-    each: int,
-    at_once: int,
-    prompt: float,
-    quantiles: tuple[float, ...],
-    link: float,
-) -> float:
+def _decode(costs: Decoding, each: int, at_once: int, lengths: Lengths) -> float:
     """Return the seconds in which an engine has made `each` responses, `at_once` of them at a time: it takes
-    the next one when one is done. A decoding step of all of them reads the weights once, of experts those
-    that any of them chose, and each one's keys and values. link: bytes a second between the engine's
-    ranks."""
-    sizes, mean = shape.sizes, fmean(quantiles) / 2 + prompt
-    memory = device.memory_speed * 1e9 * READING
-    flops = device.tflops * 1e12 * PREFILL * tp
-    experts = shape.expert_share
-    waits = 2 * sizes.layers * MESSAGE * (tp > 1)
-    sent = 2 * sizes.layers * 2 * sizes.hidden * shape.itemsize * (tp - 1) / tp / link
+    the next one when one is done."""
+    quantiles = lengths.quantiles()
+    mean = fmean(quantiles) / 2 + lengths.prompt
     # The step of a quantile's length comes as often as its share; the longest are spread over the others.
     waiting = [quantiles[(i * 37) % len(quantiles)] for i in range(each)]
     running: list[float] = []
@@ -248,9 +282,6 @@ def _decode(
             heapq.heappush(running, now + waiting.pop())
         until = heapq.heappop(running)
         count = len(running) + 1
-        chosen = 1 - (1 - shape.chosen_share) ** count
-        read = weights * (1 - experts + experts * chosen) + count * mean * shape.cache_bytes(tp)
-        step = max(read / memory, count * 2 * shape.active / flops) + waits + count * sent
-        seconds += (until - now) * (step + ITERATION + count * SEQUENCE + sizes.layers * LAYER)
+        seconds += (until - now) * costs.step(count, count * mean)
         now = until
-    return seconds + each * prompt * 2 * shape.active / flops
+    return seconds + each * lengths.prompt * costs.prefill

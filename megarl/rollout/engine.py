@@ -51,13 +51,15 @@ class RolloutEngine(Protocol):
         """End the engine and free everything."""
 
     @abstractmethod
-    def buckets(
-        self, plan: Plan, memory: Staging, frozen: Collection[str] = ()
-    ) -> list[tuple[Plan, dict[str, Tensor]]]:
-        """Split the plan of a weight transfer into parts, each with the tensors of this rank that it writes.
-        Where these are not the engine's own, all parts share `memory`: each is loaded before the next is
-        written. `frozen`: target tensors that never change; they are in parts of their own, which come first,
-        as an update of an engine that has its weights leaves these out."""
+    def split(self, plan: Plan, frozen: Collection[str] = ()) -> list[list[str]]:
+        """Split the target tensors of a weight transfer into parts, by name; the same on every rank, whether
+        its engine has been started or not. `frozen`: those that never change; they are in parts of their own,
+        which come first, as an update of an engine that has its weights leaves these out."""
+
+    @abstractmethod
+    def buckets(self, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
+        """Return this rank's tensors that each part of a weight transfer writes. Where these are not the
+        engine's own, all parts share `memory`: each is loaded before the next is written."""
 
     def handle(self, bucket: int) -> Any:
         """Return how the engine finds what this rank has written; None where weights are written in place."""
@@ -116,7 +118,9 @@ def check_positions(prompt: int, response: int, positions: float) -> None:
 
 
 def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
-    """Make the engine that `rollout.engine` names, not started."""
+    """Make the engine that `rollout.engine` names, not started. A trainer that has none gets that of the
+    first rank with one, which it never starts, to know its parts."""
+    rank = max(runtime.rank, runtime.first_engine)
     eos_ids = (tokenizer.eos_token_id,)
     match config.rollout.engine:
         case "sglang":
@@ -124,7 +128,7 @@ def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngi
             from megarl.weights.families import read_config
 
             hf_config = read_config(config.model.path)
-            return SGLangEngine(config, hf_config, runtime.rank, runtime.device, eos_ids)
+            return SGLangEngine(config, hf_config, rank, runtime.device, eos_ids)
         case "transformers":
             from megarl.model.builder import DTYPES
             from megarl.rollout.transformers_engine import TransformersEngine

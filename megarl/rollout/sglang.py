@@ -324,26 +324,36 @@ class SGLangEngine(RolloutEngine):
         if self.process is not None:
             self.process.call(name, *arguments)
 
-    def buckets(
-        self, plan: Plan, memory: Staging, frozen: Collection[str] = ()
-    ) -> list[tuple[Plan, dict[str, Tensor]]]:
-        """See RolloutEngine. The memory of all parts has `rollout.transfer_bucket`, or the size of the
-        largest tensor. On a CPU it is a file, which another process can open."""
+    def split(self, plan: Plan, frozen: Collection[str] = ()) -> list[list[str]]:
+        """See RolloutEngine. A part fills `rollout.transfer_bucket`, or is one tensor."""
         shards = plan.targets[self.rank]
-        self._buckets = [{"tensors": {}, "complete": []}]
-        start, size, first_changing = 0, 0, next(name for name in shards if name not in frozen)
+        limit, used = self.config.rollout.transfer_bucket * 2**20, 0
+        parts: list[list[str]] = [[]]
+        first_changing = next(name for name in shards if name not in frozen)
         for name in sorted(shards, key=lambda name: name not in frozen):
-            shard = shards[name]
-            dtype = plan.formats.get(name, self._dtype)
-            needed = -(-_nbytes(shard.shape, dtype) // ALIGN) * ALIGN
-            full = start + needed > self.config.rollout.transfer_bucket * 2**20
-            if start and (full or name == first_changing):
-                self._buckets.append({"tensors": {}, "complete": []})
-                start = 0
-            self._buckets[-1]["tensors"][name] = (start, list(shard.shape), dtype)
-            start += needed
+            needed = self._bytes(plan, name)
+            if used and (used + needed > limit or name == first_changing):
+                parts.append([])
+                used = 0
+            parts[-1].append(name)
+            used += needed
+        return parts
+
+    def _bytes(self, plan: Plan, name: str) -> int:
+        dtype = plan.formats.get(name, self._dtype)
+        return -(-_nbytes(plan.targets[self.rank][name].shape, dtype) // ALIGN) * ALIGN
+
+    def buckets(self, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
+        """See RolloutEngine. On a CPU the memory is a file, which another process can open."""
+        self._buckets, size = [], 0
+        for part in parts:
+            tensors, start = {}, 0
+            for name, shard in part.targets[self.rank].items():
+                tensors[name] = (start, list(shard.shape), part.formats.get(name, self._dtype))
+                start += self._bytes(part, name)
+            self._buckets.append({"tensors": tensors, "complete": []})
             size = max(size, start)
-        self._buckets[-1]["complete"] = list(shards)
+        self._buckets[-1]["complete"] = [name for part in parts for name in part.targets[self.rank]]
         if self.device.type == "cpu":
             # A file that exists as long as this process has it open.
             self._file = os.memfd_create("megarl-weights")
@@ -353,14 +363,14 @@ class SGLangEngine(RolloutEngine):
         else:
             memory.reserve(size)
             self._memory = memory.take()
-        parts = []
+        found = []
         for bucket in self._buckets:
-            tensors = {}
+            views = {}
             for name, (first, shape, dtype) in bucket["tensors"].items():
                 of_it = self._memory[first : first + _nbytes(shape, dtype)]
-                tensors[name] = of_it.view(getattr(torch, dtype)).view(shape)
-            parts.append((plan.part(tensors.keys()), tensors))
-        return parts
+                views[name] = of_it.view(getattr(torch, dtype)).view(shape)
+            found.append(views)
+        return found
 
     def handle(self, bucket: int) -> bytes:
         """Return where SGLang's rank finds this rank's part; for one load (a CUDA handle is good for one)."""

@@ -129,16 +129,14 @@ class TransformersEngine(RolloutEngine):
                     found[f"{layer}.experts.{expert}.{part}.weight"] = view
         return found
 
-    def buckets(
-        self, plan: Plan, memory: Staging, frozen: Collection[str] = ()
-    ) -> list[tuple[Plan, dict[str, Tensor]]]:
+    def split(self, plan: Plan, frozen: Collection[str] = ()) -> list[list[str]]:
+        names = next(iter(plan.targets.values()))
+        parts = [name for name in names if name in frozen], [name for name in names if name not in frozen]
+        return [part for part in parts if part]
+
+    def buckets(self, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
         tensors = self.parameters()
-        if not frozen:
-            return [(plan, tensors)]
-        changing = {name for shards in plan.targets.values() for name in shards if name not in frozen}
-        frozen_tensors = {name: tensor for name, tensor in tensors.items() if name in frozen}
-        others = {name: tensor for name, tensor in tensors.items() if name not in frozen}
-        return [(plan.part(frozen), frozen_tensors), (plan.part(changing), others)]
+        return [{name: tensors[name] for name in next(iter(part.targets.values()))} for part in parts]
 
     def begin_update(self) -> None:
         self._has_weights = False

@@ -6,6 +6,7 @@ Collective: all ranks call the same methods in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import Any
 
 from megarl.config.errors import EngineError, EngineFailure
@@ -20,24 +21,25 @@ Failures = list[EngineFailure | None]  # by rank
 
 
 class _Guard:
-    """Calls the engine until its first failure; not at all where `active` is false."""
+    """Makes calls of the engine until its first failure; none where there is no engine to be called."""
 
-    def __init__(self, active: bool) -> None:
-        self.active = active
+    def __init__(self, engine: RolloutEngine | None) -> None:
+        self.engine = engine
         self.failure: EngineFailure | None = None
 
-    def __call__(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        if self.active and self.failure is None:
+    def __call__(self, call: Callable[[RolloutEngine], Any]) -> Any:
+        if self.engine is not None and self.failure is None:
             try:
-                return call(*arguments)
+                return call(self.engine)
             except EngineFailure as error:
                 self.failure = error
         return None
 
 
 class WeightSync:
-    """Keeps the engines of all ranks supplied with the actor's weights.
+    """Keeps the engines supplied with the actor's weights. All ranks of the job have one.
 
+    engine         of this rank, None where it has none
     transfers      one for each bucket of the engine, in order
     memory         what all transfers share; on the device only during a sync
     constant       so many transfers, the first, bring frozen weights: engines that have theirs get the others
@@ -51,7 +53,7 @@ class WeightSync:
         self,
         config: RolloutConfig,
         runtime: Runtime,
-        engine: RolloutEngine,
+        engine: RolloutEngine | None,
         transfers: Sequence[Transfer],
         memory: Sequence[Staging] = (),
         constant: int = 0,
@@ -76,7 +78,7 @@ class WeightSync:
         """Write the actor's present weights into all engines, which then carry `version`. Frozen ones are not
         written again to engines that all have kept their weights since the last sync."""
         self.failures, self.version = 0, version
-        failures, stats = self._update(_Guard(True))
+        failures, stats = self._update(_Guard(self.engine))
         self.recover(failures)
         return stats
 
@@ -87,32 +89,32 @@ class WeightSync:
         while any(failures):
             self.complete = False
             started_again = self._restart(failures)
-            failures, _ = self._update(_Guard(active=started_again))
+            failures, _ = self._update(_Guard(self.engine if started_again else None))
 
     def sleep(self, tags: Sequence[str]) -> None:
         """Free the device memory of the tags in all engines; without weights they need a sync."""
         self.asleep |= set(tags)
         self.complete &= "weights" not in tags
-        self._call_all(self.engine.sleep, tags)
+        self._call_all(lambda engine: engine.sleep(tags))
 
     def wake(self, tags: Sequence[str]) -> None:
         """Allocate the memory of the tags again; weights are undefined until a sync."""
         self.asleep -= set(tags)
-        self._call_all(self.engine.wake, tags)
+        self._call_all(lambda engine: engine.wake(tags))
 
     def take_events(self) -> list[str]:
         """Return the lines about failures since the last call."""
         events, self._events = self._events, []
         return events
 
-    def _call_all(self, call: Callable[[Sequence[str]], None], tags: Sequence[str]) -> None:
-        guard = _Guard(True)
+    def _call_all(self, call: Callable[[RolloutEngine], None]) -> None:
+        guard = _Guard(self.engine)
         self._await_ready(guard)
-        guard(call, tags)
+        guard(call)
         # An engine that failed is not asked again: once started anew it is put to sleep as `asleep` says.
-        while any(failures := gather_objects(self.runtime, guard.failure)):
+        while any(failures := gather_objects(self.runtime.job, guard.failure)):
             self.complete = False
-            guard = _Guard(self._restart(failures))
+            guard = _Guard(self.engine if self._restart(failures) else None)
             self._await_ready(guard)
 
     def _restart(self, failures: Failures) -> bool:
@@ -132,21 +134,24 @@ class WeightSync:
             error.on_every_rank = True
             raise error
         # All ranks of an engine start it again, of which the leader alone meets failures.
-        leader = self.runtime.rank // self.config.engine_tp * self.config.engine_tp
-        failed = any(failures[leader : leader + self.config.engine_tp])
-        if failed:
-            self.engine.restart()
-            self._restarted = True
-        return failed
+        first, tp = self.runtime.first_engine, self.config.engine_tp
+        leader = first + (self.runtime.rank - first) // tp * tp
+        if self.engine is None or not any(failures[leader : leader + tp]):
+            return False
+        self.engine.restart()
+        self._restarted = True
+        return True
 
     def _await_ready(self, guard: _Guard) -> None:
         """Wait until all guarded engines are ready; those started again sleep as far as the others do."""
         # An engine may take longer to start than any rank may wait in a collective. A guard that is not
         # active, or whose engine has failed, answers None: nobody waits for that one.
-        while not all(gather_objects(self.runtime, guard(self.engine.ready, READY_WAIT) is not False)):
+        while not all(
+            gather_objects(self.runtime.job, guard(lambda engine: engine.ready(READY_WAIT)) is not False)
+        ):
             pass
         if self._restarted and self.asleep:
-            guard(self.engine.sleep, sorted(self.asleep))
+            guard(lambda engine: engine.sleep(sorted(self.asleep)))
         self._restarted = False
 
     def _update(self, guard: _Guard) -> tuple[Failures, TransferStats]:
@@ -157,7 +162,7 @@ class WeightSync:
         kept = sum(transfer.target_bytes for transfer in self.transfers[:skipped])
         total = TransferStats(0, 0, 0, 0.0, bytes_kept=kept)
         failures: Failures = []
-        guard(self.engine.begin_update)
+        guard(lambda engine: engine.begin_update())
         for memory in self.memory:
             memory.take()
         for bucket, transfer in list(enumerate(self.transfers))[skipped:]:
@@ -165,12 +170,12 @@ class WeightSync:
             if self.config.fingerprint:
                 transfer.check()
             # Nobody reads before all have written, ...
-            handles = gather_objects(self.runtime, self.engine.handle(bucket))
-            guard(self.engine.load_bucket, bucket, handles, self.version)
+            handles = gather_objects(self.runtime.job, self.engine and self.engine.handle(bucket))
+            guard(methodcaller("load_bucket", bucket, handles, self.version))
             if bucket == len(self.transfers) - 1:
-                guard(self.engine.end_update, self.version)
+                guard(lambda engine: engine.end_update(self.version))
             # ... and nobody writes before all have read.
-            failures = gather_objects(self.runtime, guard.failure)
+            failures = gather_objects(self.runtime.job, guard.failure)
         for memory in self.memory:
             memory.release()
         self.complete = not any(failures)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch import Tensor
 from megarl.config.phases import PHASES, Phase
 from megarl.data.experience import Experience
 from megarl.model.routing import start_counting
-from megarl.observe.run_log import Sample
 from megarl.rollout.sampling import shuffle_seed
 from megarl.schedule.run import Run, Step
 from megarl.training import batch
@@ -33,32 +32,11 @@ from megarl.training.losses import actor_loss, critic_loss, supervised_loss
 
 
 def rollout(run: Run, step: Step) -> None:
-    """Sample groups of responses, verify them, and go on until the batch of effective prompts is full (DAPO
-    eq. 11).
-
-    Value pretraining, where the policy stands still, keeps its rollouts on disk and reads them the next
-    time."""
-    if step.stage == PRETRAINING:
-        stored, step.events = run.pretraining_rollouts.read(step.number)
-        step.metrics["rollout/reused"] = float(stored is not None)
-        if stored is not None:
-            step.batch, state = stored
-            # As if it had been sampled now: the next draw does not change.
-            run.load_state_dict(state["samplers"])
-            step.metrics |= state["stats"]
-            step.samples = {int(row): Sample(**sample) for row, sample in state.get("samples", {}).items()}
-            return
-    found = run.sampler.collect(step.index)
-    step.batch, step.verifier_errors = found.to_experience(), found.errors
-    step.samples = found.samples(run.tokenizer, run.config.log.samples)
-    step.metrics |= found.stats | {f"inside/{part}": seconds for part, seconds in found.seconds.items()}
-    step.events += run.weight_sync.take_events()
-    if step.stage == PRETRAINING:
-        samples = {str(row): asdict(sample) for row, sample in step.samples.items()}
-        state = {"stats": found.stats, "samplers": run.state_dict(), "samples": samples}
-        run.pretraining_rollouts.write(step.number, step.batch, state)
-    elif run.config.checkpoint.rollouts:
-        run.rollouts.write(step.number, step.batch, {"stats": found.stats})
+    """Sample groups of responses, and verify them."""
+    found = run.generation.rollout(step.stage, step.number)
+    step.batch, step.verifier_errors, step.samples = found.batch, found.errors, found.samples
+    step.metrics |= found.metrics
+    step.events += found.events + run.weight_sync.take_events()
 
 
 def distribute(run: Run, step: Step) -> None:
@@ -74,7 +52,7 @@ def distribute(run: Run, step: Step) -> None:
 def old_logprobs(run: Run, step: Step) -> None:
     """Compute the trainer's log-probs before any update, measure how far the engine's are from them, and
     correct the policy loss's token weights for that where `algorithm.mismatch` says so."""
-    experience, version = step.local.experience, run.engine.weight_version
+    experience, version = step.local.experience, max(0, step.number - 1 - run.config.schedule.ahead)
     start_counting(run.actor.model.routings, grad=False)
     columns = run.actor.logprob_columns(experience, step.local.micro_batches)
     step.metrics |= run.actor.routing_metrics()
@@ -169,7 +147,7 @@ def actor_update(run: Run, step: Step) -> None:
 
 def weight_transfer(run: Run, step: Step) -> None:
     """Write the actor's shards into the engine's, in place."""
-    step.metrics |= run.weight_sync.sync(step.number).metrics()
+    step.metrics |= run.publish(step.number)
     step.events += run.weight_sync.take_events()
 
 
@@ -195,7 +173,9 @@ def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return tokens per second of the whole job: generated, and put through forward and update."""
     rates = {}
     if metrics.get("time/rollout") and "rollout/tokens" in metrics and not metrics.get("rollout/reused"):
-        rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / metrics["time/rollout"]
+        seconds = metrics.get("inside/rollout", metrics["time/rollout"])  # of ranks that only generate
+        if seconds:  # else it was drawn before the run continued
+            rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / seconds
     seconds = sum(metrics.get(f"time/{phase.name}", 0.0) for phase in PHASES.values() if phase.model)
     if seconds and "train/tokens" in metrics:
         rates["throughput/train_tokens"] = metrics["train/tokens"] / seconds

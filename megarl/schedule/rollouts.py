@@ -23,7 +23,7 @@ from megarl.data.experience import Experience, read_experience, read_made_from, 
 from megarl.data.prompts import Prompt
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0
-from megarl.parallel.runtime import Runtime
+from megarl.parallel.runtime import Ranks, Runtime
 from megarl.training.checkpoint import settings_of, sha256_of
 
 KEY = "value_pretraining.rollouts"
@@ -47,18 +47,18 @@ WHOLE_CHARACTER = 4  # a character's UTF-8 has at most so many bytes, and so man
 
 
 class RolloutStore:
-    """A folder of rollouts. All ranks call the methods alike: rank 0 writes; a file that one rank cannot read
-    is used by none.
+    """A folder of rollouts. The ranks call the methods alike: their first writes; a file that one of them
+    cannot read is used by none.
 
     key, remedy  the config key, and what helps where there is no room, for messages
     made_from    settings that are stored with each file, and that a file must have been made with to be read
     """
 
     def __init__(
-        self, folder: Path, runtime: Runtime, key: str, remedy: str, made_from: Mapping[str, Any]
+        self, folder: Path, ranks: Ranks, key: str, remedy: str, made_from: Mapping[str, Any] | None = None
     ) -> None:
-        self.folder, self.runtime, self.key, self.remedy = folder, runtime, key, remedy
-        self.made_from = made_from
+        self.folder, self.ranks, self.key, self.remedy = folder, ranks, key, remedy
+        self.made_from = made_from or {}
 
     def read(self, number: int) -> tuple[tuple[Experience, dict[str, Any]] | None, list[str]]:
         """Return ((experience, state), []); or (None, lines) where there is no file, or a damaged one, which
@@ -75,7 +75,7 @@ class RolloutStore:
             refused = error
         except DataError as error:
             problem = f"{error}; it is sampled again"
-        reports = gather_objects(self.runtime, (found is not None, problem, refused))
+        reports = gather_objects(self.ranks, (found is not None, problem, refused))
         for _, _, theirs in reports:
             if theirs is not None:
                 raise theirs
@@ -86,12 +86,12 @@ class RolloutStore:
         """Write a rollout with `state` (JSON). Raises ConfigError on every rank where it cannot be
         written."""
         path, failure = self.folder / NAME.format(number), None
-        if self.runtime.rank == 0:
+        if self.ranks.rank == 0:
             try:
                 write_experience(path, experience, state, self.made_from)
             except OSError as error:
                 failure = f"{self.key}: {path}: cannot be written: {error} ({self.remedy})"
-        failure = from_rank_0(self.runtime, failure)
+        failure = from_rank_0(self.ranks, failure)
         if failure is not None:
             raise ConfigError(failure)
 
@@ -102,11 +102,11 @@ def read_step_rollout(run_dir: Path, number: int) -> tuple[Experience, dict[str,
     return batch, state["stats"]
 
 
-def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], runtime: Runtime) -> RolloutStore:
+def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks) -> RolloutStore:
     """Return the store of value pretraining's rollouts, made from the settings that decide them, the model's
     files and the prompts. Every rank calls this; rank 0 reads all of the model's files."""
     made_from: dict[str, Any] = {}
-    if runtime.rank == 0:
+    if ranks.rank == 0:
         files = sorted(path for path in config.model.path.iterdir() if path.suffix in MODEL_FILES)
         with ThreadPoolExecutor() as pool:
             digests = [
@@ -119,14 +119,14 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], runtime: Run
             "model.path (sha256)": hashlib.sha256(repr(digests).encode()).hexdigest(),
             "data.train (sha256)": data.hexdigest(),
         }
-    made_from = from_rank_0(runtime, made_from)
-    return RolloutStore(_folder(config), runtime, KEY, "choose another folder", made_from)
+    made_from = from_rank_0(ranks, made_from)
+    return RolloutStore(pretraining_folder(config), ranks, KEY, "choose another folder", made_from)
 
 
 def check_pretraining_rollouts(config: Config) -> None:
     """Check, before a rank is started, that the first stored rollout was made with this configuration. The
     model's files and the prompts are compared later. A damaged file is no error: it is sampled again."""
-    path = _folder(config) / NAME.format(1)
+    path = pretraining_folder(config) / NAME.format(1)
     if config.has_critic and config.value_pretraining.steps and path.exists():
         with suppress(DataError):
             check_made_from(path, _deciding(config))
@@ -147,7 +147,13 @@ def check_made_from(path: Path, now: Mapping[str, Any]) -> None:
             )
 
 
-def _folder(config: Config) -> Path:
+def rollouts_folder(config: Config) -> Path:
+    """Return where the rollouts of the main stage's steps are."""
+    return config.run_dir / "rollouts"
+
+
+def pretraining_folder(config: Config) -> Path:
+    """Return where the rollouts of value pretraining are."""
     return config.value_pretraining.rollouts or config.run_dir / "value_pretraining"
 
 

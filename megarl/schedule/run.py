@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,18 @@ from megarl.config.errors import ConfigError
 from megarl.config.phases import never_offloaded
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
-from megarl.data.prompts import PromptSampler, ReadReport, read_pairs, read_prompts
+from megarl.data.prompts import PromptSampler, ReadReport, read_pairs
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
 from megarl.observe.run_log import Sample
-from megarl.parallel.comm import barrier
 from megarl.parallel.offload import HostPool, empty_cache
 from megarl.parallel.runtime import Runtime
-from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engine import RolloutEngine, make_engine
-from megarl.rollout.sampler import RolloutSampler, RolloutWorker
+from megarl.rollout.sampler import raise_failure
 from megarl.rollout.weight_sync import Failures, WeightSync
+from megarl.schedule.ahead import Elsewhere, serve_orders
+from megarl.schedule.generation import Generation
 from megarl.schedule.offload import EngineMemory, OffloadManager
-from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts
+from megarl.schedule.watchdog import Watchdog
 from megarl.training.advantages import Tables
 from megarl.training.batch import LocalBatch
 from megarl.training.checkpoint import PRETRAINING
@@ -46,14 +45,6 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
-    """Start the engine once all ranks have given back what they do not use of the device: SGLang refuses GPUs
-    of which unlike shares are free, and makes its KV cache as large as what is free."""
-    empty_cache(runtime.device)
-    barrier(runtime)
-    engine.start()
-
-
 def load_weights(
     model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False
 ) -> None:
@@ -69,22 +60,36 @@ def make_weight_sync(
     config: Config,
     runtime: Runtime,
     hf_config: Mapping[str, Any],
-    model: torch.nn.Module,
+    model: torch.nn.Module | None,
     engine: RolloutEngine,
 ) -> WeightSync:
-    """Make the weight sync from the actor `model` to every rank's engine. hf_config: its config.json."""
+    """Make the weight sync from the actor `model` to every engine. hf_config: its config.json; model: None on
+    a rank that does not train. The engine of a rank that has none is only asked for its parts."""
     plan = engine_plan(config, hf_config, runtime.layout, cpu=runtime.device.type == "cpu")
-    sources = table_names(dict(model.named_parameters()))
+    sources = {} if model is None else table_names(dict(model.named_parameters()))
     dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
     staging, memory = Staging(runtime.device), Staging(runtime.device)
     frozen = frozen_targets(plan, hf_config, config.actor)
-    buckets = engine.buckets(plan, memory, frozen)
+    names = engine.split(plan, frozen)
+    parts = [plan.part(part) for part in names] if len(names) > 1 else [plan]
+    has_engine = runtime.rank >= runtime.first_engine
+    targets = engine.buckets(parts, memory) if has_engine else [{} for _ in parts]
     transfers = [
-        Transfer(part, runtime.rank, sources, targets, size, dtype=dtype, staging=staging)
-        for part, targets in buckets
+        Transfer(
+            part,
+            runtime.rank,
+            sources,
+            tensors,
+            size,
+            dtype=dtype,
+            group=runtime.transfer_group,
+            staging=staging,
+        )
+        for part, tensors in zip(parts, targets, strict=True)
     ]
-    constant = sum(targets.keys() <= frozen for _, targets in buckets)
-    weight_sync = WeightSync(config.rollout, runtime, engine, transfers, (staging, memory), constant)
+    constant = sum(frozen.issuperset(part) for part in names)
+    shared, ours = (staging, memory), engine if has_engine else None
+    weight_sync = WeightSync(config.rollout, runtime, ours, transfers, shared, constant)
     # The engine, which is starting, needs the memory in which the buckets were laid out.
     empty_cache(runtime.device)
     return weight_sync
@@ -116,33 +121,19 @@ class Run:
             self.pairs = read_pairs(config.data.train, config.data, key, self.tokenizer, report)
             self.pair_sampler = PromptSampler(len(self.pairs), config.seed, config.data.shuffle)
             return
-        self.prompts, report = read_prompts(config.data.train, config.data, self.tokenizer)
-        self.data_reports, self.problems = {"train": report}, []
-        if config.data.eval:
-            problems, self.data_reports["eval"] = read_prompts(config.data.eval, config.data, self.tokenizer)
-            self.problems = problems[: config.evaluation.max_problems or None]
-        self.prompt_sampler = PromptSampler(len(self.prompts), config.seed, config.data.shuffle)
-        reward = config.reward
-        self.verifiers = VerifierPool(
-            reward.verifier, reward.workers, reward.timeout, reward.memory, reward.terms
-        )
-        self.engine = make_engine(config, self.tokenizer, runtime)
-        start_engine(self.engine, runtime)
-        self.weight_sync = make_weight_sync(
-            config, runtime, self.folder.config, self.actor.model, self.engine
-        )
+        self.generation: Generation | Elsewhere
+        to_engines = config, runtime, self.folder.config, self.actor.model
+        if runtime.rollout_ranks:
+            self.weight_sync = make_weight_sync(*to_engines, make_engine(config, self.tokenizer, runtime))
+            self.generation = Elsewhere(config, runtime, self.weight_sync)
+            self.data_reports = self.generation.reports
+            return
+        self.generation = Generation(config, runtime, self.tokenizer, self._recover)
+        self.data_reports = self.generation.reports
+        self.weight_sync = make_weight_sync(*to_engines, self.generation.engine)
         for tag, size in (("weights", self.weight_sync.nbytes), ("kv_cache", 0)):
             memory = EngineMemory(self.weight_sync, tag, runtime.device, size)
             self.offload.register({f"engine.{tag}": memory})
-        generating = self.engine, self.verifiers, self.tokenizer, self._recover
-        worker = RolloutWorker(config, runtime.engines, *generating)
-        self.sampler = RolloutSampler(
-            worker, draw=lambda n: [self.prompts[i] for i in self.prompt_sampler.take(n)]
-        )
-        # Every step's rollout on disk.
-        self.rollouts = RolloutStore(
-            config.run_dir / "rollouts", runtime, "checkpoint.rollouts", "make room, or set it to false", {}
-        )
 
     def _settled(self, name: str) -> Any:
         """Build the actor, critic, reference or reward model with its weights, and offload it."""
@@ -175,14 +166,34 @@ class Run:
         with self.offload.also("rollout", {"actor.weights"}):
             self.weight_sync.recover(failures)
 
-    @cached_property
-    def pretraining_rollouts(self) -> RolloutStore:
-        """Return value pretraining's rollouts on disk. The first access is collective."""
-        return pretraining_rollouts(self.config, self.prompts, self.runtime)
+    @property
+    def elsewhere(self) -> Elsewhere | None:
+        """Return the generation on ranks of its own, where it is there."""
+        found = None if self.config.recipe == "sft" else self.generation
+        return found if isinstance(found, Elsewhere) else None
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Have the engines take the actor's present weights as `version`; return the transfer's metrics. Both
+        must be on the device."""
+        if self.elsewhere is not None:
+            return self.elsewhere.publish(version)
+        return self.weight_sync.sync(version).metrics()
+
+    def meet(self, *, wait: bool) -> dict[str, float]:
+        """Transfer the weights for which engines elsewhere were not free yet, if they are now (or once they
+        are); return the transfer's metrics."""
+        there = self.elsewhere
+        if there is None or there.pending is None or not there.free(wait=wait):
+            return {}
+        self.onload("weight_transfer", {"actor.weights"})
+        return there.meet(wait=wait)
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
         """Have the tensor groups on the device, and nothing else. Engines whose weights were lost get the
         actor's again, unless the phase has both on the device: then it syncs them itself."""
+        if self.elsewhere is not None:
+            self.offload.onload(phase, {name for name in groups if not name.startswith("engine.")})
+            return
         needs_engine = "engine.weights" in groups and "actor.weights" not in groups
         if needs_engine and not self.weight_sync.complete:
             self.offload.onload(phase, {"actor.weights", "engine.weights"})
@@ -201,26 +212,20 @@ class Run:
         """Return the models whose weights and optimizers a checkpoint holds."""
         return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the samplers stand, which the next step needs besides the models: JSON, alike on every
-        rank."""
-        return self.snapshot()()
-
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that puts the present `state_dict` together, later and in any thread."""
-        if self.config.recipe == "sft":
-            pairs = self.pair_sampler.state()
-            return lambda: {"pairs": pairs}
-        prompts, rollout = self.prompt_sampler.state(), self.sampler.snapshot()
-        return lambda: {"prompts": prompts, "rollout": rollout()}
+        """Return a function that gives, later and in any thread, where the samplers stand now, which the next
+        step needs besides the models: JSON, alike on every rank."""
+        if self.config.recipe != "sft":
+            return self.generation.snapshot()
+        pairs = self.pair_sampler.state()
+        return lambda: {"pairs": pairs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`. Raises CheckpointError where the data files have changed."""
-        if self.config.recipe == "sft":
-            self.pair_sampler.load_state(state["pairs"])
+        """Continue from what a `snapshot` gave. Raises CheckpointError where the data files have changed."""
+        if self.config.recipe != "sft":
+            self.generation.load_state_dict(state)
         else:
-            self.prompt_sampler.load_state(state["prompts"])
-            self.sampler.load_state_dict(state["rollout"])
+            self.pair_sampler.load_state(state["pairs"])
 
     def megatron_seconds(self) -> float:
         """Return this rank's seconds in Megatron's forward and backward passes and optimizers so far."""
@@ -244,8 +249,25 @@ class Run:
     def close(self) -> None:
         """End the engine and the verifiers."""
         if self.config.recipe != "sft":
-            self.engine.stop()
-            self.verifiers.close()
+            self.generation.close()
+
+
+class EngineRank:
+    """What lives for the whole run on a rank that has an engine and does not train."""
+
+    def __init__(self, config: Config, runtime: Runtime) -> None:
+        self.config, self.runtime = config, runtime
+        self.generation = Generation(config, runtime, load_tokenizer(config.model.path), raise_failure)
+        hf_config = open_model(config.model.path).config
+        self.weight_sync = make_weight_sync(config, runtime, hf_config, None, self.generation.engine)
+
+    def serve(self, watchdog: Watchdog) -> None:
+        """Carry out the trainers' orders until they let this rank go."""
+        serve_orders(self.config, self.runtime, self.generation, self.weight_sync, watchdog)
+
+    def close(self) -> None:
+        """End the engine and the verifiers."""
+        self.generation.close()
 
 
 @dataclass

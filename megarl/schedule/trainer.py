@@ -22,6 +22,7 @@ from megarl.config.phases import WEIGHT_TRANSFER, Phase, check_phases, pretraini
 from megarl.observe.prometheus import Exporter
 from megarl.observe.run_log import RunLog
 from megarl.observe.terminal import RunFacts, TerminalView
+from megarl.observe.timeline import Timeline
 from megarl.parallel.comm import barrier, from_rank_0, gather_objects
 from megarl.parallel.runtime import set_generator_states
 from megarl.parallel.signals import StopRequest
@@ -67,18 +68,22 @@ class Trainer:
         )
         every = -(-config.steps // PLAIN_LINES)
         self.view = TerminalView(log.terminal if self.is_rank_0 else "quiet", self.facts, every=every)
+        self.timeline = Timeline(self.folder, self.runtime.rank)
         self._enter("choose a checkpoint")
         self.checkpoint, self.skipped_checkpoints = choose_checkpoint(self.runtime, self.folder)
         self.writer = CheckpointWriter(
-            self.runtime, config, run.models, versions(), run.onload_for_checkpoint
+            self.runtime, config, run.models, versions(), run.onload_for_checkpoint, run.elsewhere
         )
         self.preemption = PreemptionHandler(run, self.writer, stop or StopRequest(()))
         if watchdog is not None:
             if config.recipe != "sft":
-                watchdog.depths["responses in the engine"] = lambda: run.engine.running
-                watchdog.depths["answers at the verifiers"] = lambda: run.verifiers.waiting
+                watchdog.depths |= run.generation.depths
             watchdog.depths["bytes of a checkpoint"] = lambda: self.writer.pending
         append = self.checkpoint is not None
+        if not append:
+            self.timeline.clear()
+            if run.elsewhere is not None:
+                run.elsewhere.continue_after(0, self.stage)
         self.log = None  # of rank 0
         if self.is_rank_0:
             exporter = Exporter(log.prometheus, log.prometheus_host) if log.prometheus else None
@@ -95,17 +100,21 @@ class Trainer:
                 done = self.resume()
                 if config.recipe != "sft":
                     run.onload("weight_transfer", {"actor.weights", "engine.weights"})
-                    run.weight_sync.sync(done)
+                    run.publish(done)
                     if self.checkpoint is None:
                         self.evaluate(0)
                     if self.checkpoint is None or self.checkpoint.pretraining:
                         self.pretrain_values()
+                if run.elsewhere is not None:
+                    run.elsewhere.begin(done, self.checkpoint.path if done and self.checkpoint else None)
                 for number in range(done + 1, config.steps + 1):
                     last = number == config.steps
                     with self.profiler.step(self.stage, number):
                         self.step(Step(self.stage, number), self.phases)
                     if last or (config.evaluation.every and number % config.evaluation.every == 0):
                         self.evaluate(number)
+                    if run.elsewhere is not None:
+                        run.elsewhere.draw_next(number, self.writer.step)
                     self.save(self.stage, number, last=last)
                 self._enter("checkpoint")
                 self.writer.finish()
@@ -116,6 +125,7 @@ class Trainer:
                 with suppress(OSError):  # a full disk may be the error itself, which must reach the user
                     self.log.write_event(str(error))
             raise
+        self.timeline.close()
         if self.log is not None:
             self.log.close()
 
@@ -139,6 +149,9 @@ class Trainer:
         if len(state["generators"]) == self.runtime.world:
             set_generator_states(state["generators"][self.runtime.rank])
         self.preemption.start(stage, step)
+        self.timeline.truncate_after(step, stage)
+        if self.run.elsewhere is not None:
+            self.run.elsewhere.continue_after(step, stage)
         if self.log is not None:
             self.log.truncate_after(step, stage)
         self._event(f"continues from {checkpoint.path}")
@@ -171,6 +184,7 @@ class Trainer:
     def step(self, step: Step, phases: Sequence[Phase]) -> None:
         """Run the phases of a step and record it. After a number that is not finite the rest is skipped."""
         run, metrics = self.run, step.metrics
+        self.timeline.step(step.stage, step.number)
         megatron_seconds = run.megatron_seconds()
         try:
             self.run_phases(step, phases)
@@ -212,12 +226,16 @@ class Trainer:
 
     def run_phases(self, step: Step, phases: Sequence[Phase], *, weights_changed: bool = False) -> None:
         """Run phases in their order. Before each one: leave if the run was told to end (as long as no weight
-        has changed in this step), then have its tensor groups on the device."""
+        has changed in this step), have engines elsewhere take the weights that they wait for, then have the
+        phase's tensor groups on the device."""
         offload = self.run.offload
         for phase in phases:
             self.preemption.check(weights_changed=weights_changed)
             weights_changed |= phase.updates_weights
             try:
+                if self.run.elsewhere is not None and self.run.elsewhere.pending is not None:
+                    with self._timed(step, "weight_transfer"):
+                        step.metrics |= self.run.meet(wait="actor.gradients" in phase.on_gpu)
                 with offload.explained(phase.name):
                     if phase.on_gpu and offload.enabled:
                         with self._timed(step, "residency"):
@@ -232,15 +250,18 @@ class Trainer:
 
     def evaluate(self, number: int) -> None:
         """Answer the held-out problems with the engine, and record the scores."""
-        if self.config.recipe == "sft" or not self.run.problems:
+        if self.config.recipe == "sft" or not self.run.generation.problems:
             return
         self._enter("evaluation")
-        self.run.onload("evaluation", {"engine.weights", "engine.kv_cache"})
         started = time.perf_counter()
-        result = self.run.sampler.evaluate(self.run.problems)
-        self._record("eval", number, {**result.stats(), "time/evaluation": time.perf_counter() - started})
+        self.run.meet(wait=True)
+        self.run.onload("evaluation", {"engine.weights", "engine.kv_cache"})
+        stats, answers = self.run.generation.evaluate()
+        self.timeline.waited(self.run.generation.take_waited())
+        self.timeline.leave()
+        self._record("eval", number, {**stats, "time/evaluation": time.perf_counter() - started})
         if self.log is not None:
-            self.log.write_answers(number, result.answers(self.run.tokenizer))
+            self.log.write_answers(number, answers)
 
     def save(self, stage: str, number: int, *, last: bool) -> None:
         """Begin a checkpoint after a step where one is due; leave where the run was told to end."""
@@ -274,8 +295,9 @@ class Trainer:
         self.view.event(f"{which} written to {out}")
 
     def _enter(self, phase: str, stage: str | None = None, step: int | None = None) -> None:
-        """Tell the terminal and the watchdog what the run does from now on."""
+        """Tell the terminal, the watchdog and the timeline what the run does from now on."""
         self.view.phase(phase)
+        self.timeline.enter(phase)
         if self.watchdog is not None:
             self.watchdog.phase(phase, stage, step)
 
@@ -285,6 +307,9 @@ class Trainer:
         started = time.perf_counter()
         with self.profiler.phase(name):
             yield
+        if self.config.recipe != "sft":
+            self.timeline.waited(self.run.generation.take_waited())
+        self.timeline.leave()
         step.metrics[f"time/{name}"] = step.metrics.get(f"time/{name}", 0.0) + time.perf_counter() - started
 
     def _event(self, line: str) -> None:

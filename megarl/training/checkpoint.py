@@ -1,10 +1,10 @@
 """Checkpoints on disk: which are complete, from which one a run continues, and whether it may.
 
 run_dir/checkpoints/step-000012/ holds actor/ and critic/ (training/sharded.py), state.json and
-state.safetensors (samplers, generators, counters) and manifest.json, which is written last: it lists every
-other file with its size and SHA-256. A checkpoint of value pretraining is pretraining-000012/ and has no
-actor, which stands still. training/saving.py writes them. The checks before a run need this file: it imports
-no Megatron.
+state.safetensors (samplers, generators, counters), rollouts/ where some were drawn ahead, and manifest.json,
+which is written last: it lists every other file with its size and SHA-256. A checkpoint of value pretraining
+is pretraining-000012/ and has no actor, which stands still. training/saving.py writes them. The checks before
+a run need this file: it imports no Megatron.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ FORMAT = 2
 NAME = re.compile(r"(\.?)(pretraining|step)-(\d{6,})(\.partial)?")
 PRETRAINING = "value_pretraining"  # the stage; any other is the main one
 SEAL = "sha256"  # of the manifest without this key
+BATCHES = "rollouts"  # the folder with the batches that were drawn ahead (schedule.ahead)
 STATE, NUMBERS = "state.json", "state.safetensors"
 LONG = 32  # numbers, from which a list is stored as a tensor
 MARK = "$numbers"  # {MARK: name of the tensor}

@@ -15,11 +15,13 @@ import shutil
 import sys
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTensor
@@ -42,9 +44,11 @@ from megarl.data.experience import balance
 from megarl.parallel.comm import any_rank, from_rank_0, gather_on_0
 from megarl.parallel.runtime import Runtime, generator_states
 from megarl.training.checkpoint import (
+    BATCHES,
     FOLDER,
     FORMAT,
     MANIFEST,
+    PRETRAINING,
     folder_name,
     prune,
     seal,
@@ -64,11 +68,24 @@ PATIENCE = 0.8  # of parallel.timeout, for which the other ranks wait
 Entries = dict[str, tuple[int, str]]  # file -> (bytes, SHA-256)
 
 
+class InFlight(Protocol):
+    """Batches that were drawn ahead of a step, which its checkpoint holds too."""
+
+    @abstractmethod
+    def files(self, step: int) -> list[Path]:
+        """Return them once they are there; called in a thread of rank 0."""
+
+    @abstractmethod
+    def wait_for_files(self, step: int) -> None:
+        """Wait until they are there; called by every rank before one waits for that thread."""
+
+
 class CheckpointWriter:
     """Writes the checkpoints of a run. Every rank has one and calls it alike.
 
-    prepare  called with a model's name before its weights and optimizer are read
-    seconds  the longest time that a save has kept the run from its work so far"""
+    prepare    called with a model's name before its weights and optimizer are read
+    in_flight  gives the batches that were drawn ahead, if any are
+    seconds    the longest time that a save has kept the run from its work so far"""
 
     def __init__(
         self,
@@ -77,9 +94,11 @@ class CheckpointWriter:
         models: Mapping[str, TrainableModel],
         versions: Mapping[str, str],
         prepare: Callable[[str], None],
+        in_flight: InFlight | None = None,
     ) -> None:
         self.runtime, self.config, self.models, self.versions = runtime, config, models, dict(versions)
-        self.prepare, self.seconds, self.settings = prepare, 0.0, settings_of(config)
+        self.prepare, self.in_flight, self.seconds = prepare, in_flight, 0.0
+        self.settings = settings_of(config)
         self._copiers = {name: HostCopier(runtime) for name in models}
         self._writing: _Writing | None = None
 
@@ -114,6 +133,8 @@ class CheckpointWriter:
         writing, failure = _Writing(final, manifest), None
         if self.runtime.rank == 0:
             writing.state = lambda: {**state(), "generators": generators}
+            if self.in_flight is not None and stage != PRETRAINING:
+                writing.ahead = partial(self.in_flight.files, step)
             try:
                 shutil.rmtree(writing.partial, ignore_errors=True)  # of a save that was interrupted
                 for part in parts:
@@ -146,6 +167,11 @@ class CheckpointWriter:
         """Return whether this rank's thread still writes."""
         thread = self._writing.thread if self._writing is not None else None
         return thread is not None and thread.is_alive()
+
+    @property
+    def step(self) -> int | None:
+        """Return the step whose checkpoint has been begun and is not whole, if there is one."""
+        return None if self._writing is None else int(self._writing.manifest["step"])
 
     @property
     def unfinished(self) -> bool:
@@ -182,6 +208,8 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Advance to the end, waiting for each rank at most `checkpoint.timeout`."""
+        if self._writing is not None and self.in_flight is not None:
+            self.in_flight.wait_for_files(self._writing.manifest["step"])
         while self._writing is not None:
             limit = min(self.config.checkpoint.timeout, PATIENCE * self.runtime.timeout)
             if self._writing.thread is not None:
@@ -193,11 +221,12 @@ class CheckpointWriter:
 
 @dataclass
 class _Writing:
-    """A checkpoint on its way to the disk, as one rank sees it. state: on rank 0 alone."""
+    """A checkpoint on its way to the disk, as one rank sees it. state, ahead: on rank 0 alone."""
 
     final: Path
     manifest: dict[str, Any]
     state: Callable[[], Mapping[str, Any]] | None = None
+    ahead: Callable[[], list[Path]] = list
     copies: dict[str, HostCopy] = field(default_factory=dict)
     files: Entries = field(default_factory=dict)
     failure: str | None = None
@@ -229,6 +258,9 @@ class _Writing:
             self._add(copy.write(self.partial / name))
         if self.state is not None:
             self._add(write_state(self.partial, self.state()))
+        for path in self.ahead():
+            (self.partial / BATCHES).mkdir(exist_ok=True)
+            self._add([Path(shutil.copy(path, self.partial / BATCHES))])
 
     def complete(
         self,

@@ -440,11 +440,13 @@ def split(copy: Copy, limit: int) -> Iterator[Copy]:
 
 
 def engine_targets(
-    config: Config, hf_config: Mapping[str, Any], world: int, *, cpu: bool = False
+    config: Config, hf_config: Mapping[str, Any], trainers: int, *, cpu: bool = False
 ) -> list[tuple[int, Shards]]:
-    """Return (rank, shards) of every rank, which holds part rank % engine_tp of engine rank // engine_tp.
-    cpu: SGLang's CPU engine. Raises ConfigError if the ranks or the model cannot be divided so."""
-    tp = config.rollout.engine_tp
+    """Return (rank, shards) of every rank with an engine: the trainers, or `parallel.rollout_ranks` behind
+    them. The r-th of them holds part r % engine_tp of engine r // engine_tp. cpu: SGLang's CPU engine. Raises
+    ConfigError if the ranks or the model cannot be divided so."""
+    tp, apart = config.rollout.engine_tp, config.parallel.rollout_ranks
+    first, world = (trainers, apart) if apart else (0, trainers)
     if world % tp:
         devices = f"{world} devices (parallel.tp * parallel.pp * parallel.dp * parallel.cp)"
         raise ConfigError(f"rollout.engine_tp: {tp} does not divide the {devices}")
@@ -455,7 +457,7 @@ def engine_targets(
             shards = [sglang_shards(hf_config, tp, rank, cpu=cpu) for rank in range(tp)]
         case unknown:
             assert_never(unknown)
-    return [(rank, shards[rank % tp]) for rank in range(world)]
+    return [(first + rank, shards[rank % tp]) for rank in range(world)]
 
 
 def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *, cpu: bool = False) -> Plan:

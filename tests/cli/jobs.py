@@ -25,7 +25,7 @@ def write_perturbed(runtime: Runtime, config: Config) -> None:
     for part in run.actor.optimizers:
         allocate_moments(part.optimizer)  # as its first step would
     run.actor.optimizer.reload_model_params()
-    save_checkpoint(runtime, config, 3, run.models, {"samplers": run.state_dict()}, {})
+    save_checkpoint(runtime, config, 3, run.models, {"samplers": run.snapshot()()}, {})
     run.export("actor", config.run_dir / "hf")
     run.close()
 
@@ -50,7 +50,7 @@ def start_training(runtime: Runtime, config: Config) -> list[torch.Tensor]:
     weights = [
         *run.actor.model.parameters(),
         *run.critic.model.parameters(),
-        *run.engine.parameters().values(),
+        *run.generation.engine.parameters().values(),
     ]
     run.close()
     return [tensor.detach().clone() for tensor in weights]

@@ -29,7 +29,7 @@ from megarl.parallel.machine import allocator_problem
 from megarl.plan.memory import plan_of
 from megarl.rollout.sglang import SGLangEngine
 from megarl.rollout.weight_sync import WeightSync
-from megarl.schedule import evaluation, preflight, run
+from megarl.schedule import evaluation, generation, preflight, run
 from megarl.schedule.run import make_weight_sync
 from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.layout import Region, Shard, full_box
@@ -75,8 +75,14 @@ def weight_sync_of(rank: int, *sizes: Any) -> WeightSync:
     }
     model: Any = SimpleNamespace(named_parameters=lambda: weights.items())
     job: Any = SimpleNamespace(
-        layout=layout, rank=rank, device=META, gather=lambda value: [value] * layout.world
+        layout=layout,
+        rank=rank,
+        device=META,
+        first_engine=0,
+        transfer_group=None,
+        gather=lambda value: [value] * layout.world,
     )
+    job.job = job
     return make_weight_sync(config, job, HF, model, engine)
 
 
@@ -204,7 +210,7 @@ def test_no_transfer_is_the_first_use_of_a_group(sizes: tuple[int, int, int, int
     """Messages go through the job's group; NCCL would make its communicator with those ranks alone that have
     some, and wait for ever."""
     config, layout, plan = planned(*sizes)
-    (first, _), *_ = SGLangEngine(config, HF, 1, META, (1,)).buckets(plan, Staging(META))
+    first = plan.part(SGLangEngine(config, HF, 1, META, (1,)).split(plan)[0])
     everyone = list(range(layout.world))
     talking = {
         rank
@@ -235,7 +241,7 @@ def test_a_handle_is_of_memory_that_is_shared_once(monkeypatch: pytest.MonkeyPat
     box = full_box((8, 4))
     shards = {name: Shard((8, 4), (Region(name, box, box),)) for name in ("a", "b")}
     memory = Staging(torch.device("cpu"))
-    [(_, tensors)] = engine.buckets(Plan((), {}, {1: shards}), memory)
+    [tensors] = engine.buckets([Plan((), {}, {1: shards})], memory)
     memory.release()
     memory.take()
     tensors["b"].fill_(3.0)
@@ -357,24 +363,18 @@ def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(
     def says(word: str) -> Any:
         return lambda *arguments, **options: order.append(word) or MagicMock()
 
-    monkeypatch.setattr(run, "empty_cache", says("empties"))
-    monkeypatch.setattr(run, "barrier", says("waits"))
+    monkeypatch.setattr(generation, "empty_cache", says("empties"))
+    monkeypatch.setattr(generation, "barrier", says("waits"))
     engine = SimpleNamespace(start=says("starts"))
     config = planned(2, 1, 4, 2)[0]
     if what == "run":
-        for name in (
-            "load_tokenizer",
-            "open_model",
-            "read_hf_config",
-            "HostPool",
-            "read_prompts",
-            "PromptSampler",
-            "VerifierPool",
-        ):
+        for name in ("load_tokenizer", "open_model", "read_hf_config", "HostPool"):
             monkeypatch.setattr(run, name, MagicMock(return_value=MagicMock()))
-        monkeypatch.setattr(run, "read_prompts", lambda *arguments: ([], MagicMock()))
+        for name in ("PromptSampler", "VerifierPool"):
+            monkeypatch.setattr(generation, name, MagicMock(return_value=MagicMock()))
+        monkeypatch.setattr(generation, "read_prompts", lambda *arguments: ([], MagicMock()))
         monkeypatch.setattr(run.Run, "_settled", says("settles"))
-        monkeypatch.setattr(run, "make_engine", lambda *arguments: engine)
+        monkeypatch.setattr(generation, "make_engine", lambda *arguments: engine)
         monkeypatch.setattr(run, "make_weight_sync", says("weight sync"))
         monkeypatch.setattr(run, "EngineMemory", MagicMock())
         run.Run(config, MagicMock(device=torch.device("cpu")))

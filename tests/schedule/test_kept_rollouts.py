@@ -70,13 +70,13 @@ def execute(runtime: Runtime, config: Config) -> int:
     """A whole run; gives how often this rank's engine was asked for responses."""
     config.run_dir.mkdir(exist_ok=True)
     run = Run(config, runtime)
-    asked, generate = [0], run.engine.generate
+    asked, generate = [0], run.generation.engine.generate
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
         asked[0] += 1
         return generate(*arguments, **keywords)
 
-    run.engine.generate = counted  # type: ignore[method-assign]
+    run.generation.engine.generate = counted  # type: ignore[method-assign]
     try:
         Trainer(run).train()
     finally:

@@ -197,6 +197,12 @@ def test_a_killed_run_ends_in_the_same_bits(folder: Path, undisturbed: Path) -> 
     assert records(config.run_dir) == records(undisturbed)
     for name in ("samples.jsonl", "distributions.jsonl"):
         assert (config.run_dir / name).read_text() == (undisturbed / name).read_text()
+    for rank in (0, 1):  # no step is missing in the timeline, and none is there twice
+        lines = (config.run_dir / "timeline" / f"rank-{rank:05d}.jsonl").read_text().splitlines()
+        phases = [(phase["step"], phase["phase"]) for phase in map(json.loads, lines)]
+        for name in ("rollout", "actor_update", "weight_transfer"):
+            assert [step for step, phase in phases if phase == name] == [1, 2, 3, 4, 5, 6]
+        assert (0, "resume") in phases
     happened = [event["event"] for event in load_run(config.run_dir).events]
     assert (
         f"continues from {checkpoint.path}" in happened

@@ -1,0 +1,324 @@
+"""Rollouts on ranks of their own (`parallel.rollout_ranks`), beside the trainers' steps (`schedule.ahead`).
+
+The trainers give orders (`Elsewhere`), which the ranks with engines carry out one after the other
+(`serve_orders`): take the weights of a version, draw the responses of a step, evaluate. Orders, and the words
+that answer them, go through the job's store, from the first rank of one side to the first of the other. A
+batch goes through run_dir/rollouts: it is written in any case, since a checkpoint holds what is in flight.
+
+With ahead = a the responses of step k are drawn with the weights after step k - 1 - a (not below 0), always
+with these: what is drawn does not depend on time. Version v is transferred once the engines have drawn step
+v + a, at the latest before the actor changes again, so that nobody has to keep older weights.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megarl.config.errors import CheckpointError
+from megarl.config.schema import Config
+from megarl.data.experience import Experience, read_experience
+from megarl.observe.run_log import Sample
+from megarl.observe.timeline import Timeline
+from megarl.parallel.comm import from_rank_0
+from megarl.parallel.runtime import Ranks, Runtime
+from megarl.rollout.weight_sync import WeightSync
+from megarl.schedule.generation import Generation, Rollout
+from megarl.schedule.rollouts import NAME, pretraining_folder, rollouts_folder
+from megarl.schedule.watchdog import Watchdog
+from megarl.training.checkpoint import BATCHES, PRETRAINING
+
+SLICE = 5.0  # seconds that the first of a side waits for a word before it tells the others that there is none
+LOOK = 0.02  # seconds between two looks for it
+PIECE = 4 * 2**20  # bytes of one entry of the store, which takes 8 MiB
+VISIBLE = 60.0  # seconds within which a file that one node has written must be there on the others
+
+
+class Words:
+    """Words in one direction, in order: from the first rank of one side to all of the other, through the
+    store that all ranks know."""
+
+    def __init__(self, store: dist.Store, name: str) -> None:
+        self.store, self.name = store, name
+        self.said = self.heard = 0
+
+    def say(self, ranks: Ranks, word: Any, aside: Any = None) -> None:
+        """Say a word for the first of `ranks`, one of which this rank is. aside: what only the first on the
+        other side is to hear."""
+        key, blob = f"{self.name}/{self.said}", pickle.dumps((word, aside)) if ranks.rank == 0 else b""
+        for first in range(0, len(blob), PIECE):
+            self.store.set(f"{key}/{first}", blob[first : first + PIECE])  # type: ignore[arg-type]
+        if ranks.rank == 0:
+            self.store.set(key, str(len(blob)))
+        self.said += 1
+
+    def hear(self, ranks: Ranks, seconds: float) -> tuple[Any, Any]:
+        """Return the next word on all of `ranks`, with what is said aside; None for it where there is none
+        within `seconds`."""
+        key, word, aside = f"{self.name}/{self.heard}", None, None
+        if ranks.rank == 0:
+            end = time.monotonic() + seconds
+            while not (there := self.store.check([key])) and time.monotonic() < end:
+                time.sleep(LOOK)
+            if there:
+                pieces = [f"{key}/{first}" for first in range(0, int(self.store.get(key)), PIECE)]
+                word, aside = pickle.loads(b"".join(self.store.get(piece) for piece in pieces))
+                for old in (key, *pieces):
+                    self.store.delete_key(old)
+        word = from_rank_0(ranks, word)
+        self.heard += word is not None
+        return word, aside
+
+
+class Elsewhere:
+    """The generation of responses as the trainers see it, who have no engines: it stands where a run without
+    `parallel.rollout_ranks` has a `Generation`. Every trainer has one and calls it alike.
+
+    Its waits are limited by the watchdog, as parts of a phase (watchdog.limit).
+
+    reports, problems  as of Generation; the number of problems
+    drawn, ordered     the last step whose responses have been drawn, and are to be drawn
+    pending            the version that is still to be transferred"""
+
+    def __init__(self, config: Config, runtime: Runtime, weight_sync: WeightSync) -> None:
+        assert runtime.store is not None
+        self.config, self.runtime, self.weight_sync = config, runtime, weight_sync
+        self.ahead, self.steps = config.schedule.ahead, config.steps
+        self._orders, self._words = (Words(runtime.store, name) for name in ("orders", "words"))
+        self.drawn = self.ordered = 0
+        self.pending: int | None = None
+        self._due: list[tuple[Any, ...]] = []  # orders that the pending version comes before
+        self._told: dict[Any, dict[str, Any]] = {}
+        self._waited = 0.0
+        self._last = PRETRAINING, 0  # stage and number of the rollout that was asked for last
+        hello = self._hear(("hello",))
+        self.reports, self.problems = hello["reports"], hello["problems"]
+
+    @property
+    def depths(self) -> dict[str, Callable[[], int]]:
+        """Return what may wait for the engines, for reports about a hang."""
+        return {"steps to be drawn": lambda: self.ordered - self.drawn}
+
+    def _hear(self, key: Any) -> dict[str, Any]:
+        """Wait for the word about `key`, and return what it says."""
+        while key not in self._told:
+            self._listen(SLICE)
+        return self._told.pop(key)
+
+    def _listen(self, seconds: float) -> bool:
+        """Take the next word, and return whether there was one."""
+        started = time.perf_counter()
+        word, aside = self._words.hear(self.runtime, seconds)
+        self._waited += time.perf_counter() - started
+        if word is None:
+            return False
+        key, said = word
+        self._told[key] = said | {"aside": aside}
+        if key[0] == "drawn" and key[1] != PRETRAINING:
+            self.drawn = key[2]
+        return True
+
+    def _order(self, *order: Any) -> None:
+        if order[:2] == ("draw", "train") or order[0] == "take":
+            self.ordered = order[-2]
+        self._orders.say(self.runtime, order)
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Have the actor's present weights transferred: now, or with ahead 2 as soon as the engines have
+        drawn what they are at (`meet`). Return the transfer's metrics, if there was one."""
+        self.pending = version
+        return self.meet(wait=self.ahead < 2)
+
+    def meet(self, *, wait: bool) -> dict[str, float]:
+        """Transfer the pending version if the engines are free, or once they are; return the transfer's
+        metrics. The actor's weights must be on the device."""
+        if self.pending is None or not self.free(wait=wait):
+            return {}
+        self._order("sync", self.pending)
+        metrics = self.weight_sync.sync(self.pending).metrics()
+        self.pending, due, self._due = None, self._due, []
+        for order in due:
+            self._order(*order)
+        return metrics
+
+    def free(self, *, wait: bool) -> bool:
+        """Return whether the engines have drawn all that they were told to."""
+        while self.drawn < self.ordered and (self._listen(SLICE if wait else 0.0) or wait):
+            pass
+        return self.drawn >= self.ordered
+
+    def begin(self, done: int, checkpoint: Path | None) -> None:
+        """Have the steps drawn that come after `done`, with the weights that were published last. checkpoint:
+        that a run continues from, which holds those that were drawn ahead of it (but at the end of a run that
+        is now to go further)."""
+        self.drawn = self.ordered = done
+        for number in range(done + 1, min(done + 1 + self.ahead, self.steps) + 1):
+            kept = None if checkpoint is None else checkpoint / BATCHES / NAME.format(number)
+            if kept is not None and from_rank_0(self.runtime, kept.exists()):
+                self._order("take", str(kept), number, done)
+            else:
+                self._order("draw", "train", number, done)
+
+    def draw_next(self, done: int, unfinished: int | None) -> None:
+        """Have the step drawn for which the weights after step `done` are meant. unfinished: the step of a
+        checkpoint that is not whole yet, and needs the batches after it."""
+        number, kept = done + 1 + self.ahead, done if unfinished is None else min(done, unfinished)
+        if number <= self.steps:
+            order = ("draw", "train", number, kept)
+            self._due.append(order) if self.pending is not None else self._order(*order)
+
+    def rollout(self, stage: str, number: int) -> Rollout:
+        """Return a step's rollout once it has been drawn. Value pretraining is in turn: it is drawn now."""
+        self._last = stage, number
+        if stage == PRETRAINING:
+            self._order("draw", stage, number, 0)
+        told = self._hear(("drawn", stage, number))
+        batch, state = self._read(stage, number)
+        samples = {int(row): Sample(**sample) for row, sample in state["samples"].items()}
+        staleness = (number - 1 - batch["policy_version"]).float() if stage != PRETRAINING else None
+        metrics = state["stats"] | told["metrics"]
+        if staleness is not None:
+            metrics |= {"staleness/mean": float(staleness.mean()), "staleness/max": float(staleness.max())}
+        return Rollout(batch, metrics, told["errors"], samples, told["events"])
+
+    def _read(self, stage: str, number: int) -> tuple[Experience, dict[str, Any]]:
+        return read_experience(visible(self._path(stage, number), VISIBLE))
+
+    def _path(self, stage: str, number: int) -> Path:
+        folder = pretraining_folder if stage == PRETRAINING else rollouts_folder
+        return folder(self.config) / NAME.format(number)
+
+    def evaluate(self) -> tuple[dict[str, float], Any]:
+        """Have the problems answered with the weights that were published last; see Generation.evaluate."""
+        self._order("evaluate")
+        told = self._hear(("evaluated",))
+        return told["stats"], told["aside"]
+
+    def take_waited(self) -> float:
+        """Return the seconds, since the last call, in which this rank waited for the engines."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that gives where the samplers stand after the last rollout that is in flight, as
+        the batch says that was drawn last; called in a thread."""
+        stage, number = self._last
+        last = number if stage == PRETRAINING else min(number + self.ahead, self.steps)
+        path = self._path(stage, last)
+
+        def state() -> dict[str, Any]:
+            found: dict[str, Any] = read_experience(visible(path, self.config.watchdog.limit))[1]["samplers"]
+            return found
+
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what a `snapshot` gave."""
+        self._order("load", state)
+
+    def continue_after(self, step: int, stage: str) -> None:
+        """Have the others drop what they have recorded after a step; 0 where the run begins anew."""
+        self._order("continue", step, stage)
+
+    def files(self, step: int) -> list[Path]:
+        """Return the batches that a checkpoint after `step` holds, once they are there; called in a
+        thread."""
+        limit, last = self.config.watchdog.limit, min(step + self.ahead, self.steps)
+        return [visible(self._path("train", number), limit) for number in range(step + 1, last + 1)]
+
+    def wait_for_files(self, step: int) -> None:
+        """Wait until those have been drawn; all trainers call this."""
+        while self.drawn < min(step + self.ahead, self.ordered):
+            self._listen(SLICE)
+
+    def close(self) -> None:
+        """Let the ranks with engines go."""
+        self._order("end")
+
+
+def visible(path: Path, seconds: float) -> Path:
+    """Return a path once there is a file. Raises CheckpointError after so many seconds."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > end:
+            raise CheckpointError(
+                f"{path}: has not appeared within {seconds:g} s (run_dir must be seen by all nodes)"
+            )
+        time.sleep(LOOK)
+    return path
+
+
+def serve_orders(
+    config: Config, runtime: Runtime, generation: Generation, weight_sync: WeightSync, watchdog: Watchdog
+) -> None:
+    """Carry out the trainers' orders on a rank with an engine, until they let it go."""
+    assert runtime.store is not None
+    timeline = Timeline(config.run_dir, runtime.rank)
+    watchdog.depths |= generation.depths
+    orders, words = (Words(runtime.store, name) for name in ("orders", "words"))
+    ranks, folder = runtime.engines, rollouts_folder(config)
+
+    def say(key: Any, aside: Any = None, **said: Any) -> None:
+        words.say(ranks, (key, said), aside)
+
+    say(("hello",), reports=generation.reports, problems=len(generation.problems))
+
+    def enter(phase: str, *place: Any) -> None:
+        watchdog.phase(phase, *place)
+        if place:
+            timeline.step(*place)
+        timeline.enter(phase)
+
+    timeline.enter("wait for orders")
+    while True:
+        watchdog.phase("wait for orders")  # again and again: the trainers' watchdogs limit their steps
+        match orders.hear(ranks, SLICE)[0]:
+            case None:
+                continue
+            case ("sync", version):
+                enter("weight_transfer", "train", version)
+                weight_sync.sync(version)
+            case ("draw", stage, number, done):
+                enter("rollout", stage, number)
+                started = time.perf_counter()
+                found = generation.rollout(stage, number)
+                metrics = {name: value for name, value in found.metrics.items() if name.startswith("inside/")}
+                metrics["inside/rollout"] = time.perf_counter() - started
+                events = found.events + weight_sync.take_events()
+                if stage == PRETRAINING:
+                    metrics["rollout/reused"] = found.metrics["rollout/reused"]
+                elif ranks.rank == 0 and not config.checkpoint.rollouts:
+                    for path in folder.glob(NAME.replace("{:06d}", "*")):
+                        if int(path.stem.rpartition("-")[2]) <= done:
+                            path.unlink()
+                say(("drawn", stage, number), metrics=metrics, errors=found.errors, events=events)
+            case ("take", source, number, _):
+                if ranks.rank == 0:
+                    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    shutil.copyfile(source, folder / NAME.format(number))
+                state = read_experience(folder / NAME.format(number))[1]
+                say(
+                    ("drawn", "train", number),
+                    metrics={"inside/rollout": 0.0},
+                    errors=state["errors"],
+                    events=[],
+                )
+            case ("continue", step, stage):
+                timeline.truncate_after(step, stage) if step else timeline.clear()
+            case ("load", state):
+                generation.load_state_dict(state)
+            case ("evaluate",):
+                enter("evaluation")
+                stats, answers = generation.evaluate()
+                say(("evaluated",), list(answers) if ranks.rank == 0 else [], stats=stats)
+            case ("end",):
+                timeline.close()
+                return
+        timeline.waited(generation.take_waited())
+        timeline.enter("wait for orders")

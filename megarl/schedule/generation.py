@@ -1,0 +1,157 @@
+"""What draws responses on a rank with an engine, and a step's rollout as it comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from megarl.config.schema import Config
+from megarl.data.experience import Experience
+from megarl.data.prompts import PromptSampler, read_prompts
+from megarl.observe.run_log import Sample
+from megarl.parallel.comm import barrier
+from megarl.parallel.offload import empty_cache
+from megarl.parallel.runtime import Runtime
+from megarl.rewards.pool import VerifierPool
+from megarl.rollout.engine import RolloutEngine, make_engine
+from megarl.rollout.sampler import RolloutSampler, RolloutWorker
+from megarl.rollout.weight_sync import Failures
+from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
+from megarl.training.checkpoint import PRETRAINING
+
+
+@dataclass
+class Rollout:
+    """The rollout of one step.
+
+    errors   of verifiers, and how often each occurred
+    samples  responses to be shown to people, by their row of the batch
+    events   lines to be shown"""
+
+    batch: Experience
+    metrics: dict[str, float]
+    errors: dict[str, int]
+    samples: dict[int, Sample]
+    events: list[str]
+
+
+def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
+    """Start the engine once all ranks have given back what they do not use of the device: SGLang refuses GPUs
+    of which unlike shares are free, and makes its KV cache as large as what is free."""
+    empty_cache(runtime.device)
+    barrier(runtime.engines)
+    engine.start()
+
+
+class Generation:
+    """Draws a step's responses with the engines' present weights, and evaluates. Every rank with an engine
+    has one and calls it alike.
+
+    recover  brings engines that failed back, see WeightSync
+    reports  what was read of each data file
+    problems for evaluation"""
+
+    def __init__(
+        self, config: Config, runtime: Runtime, tokenizer: Any, recover: Callable[[Failures], None]
+    ) -> None:
+        self.config, self.runtime, self.tokenizer = config, runtime, tokenizer
+        self._waited = 0.0
+        self.prompts, report = read_prompts(config.data.train, config.data, tokenizer)
+        self.reports, self.problems = {"train": report}, []
+        if config.data.eval:
+            problems, self.reports["eval"] = read_prompts(config.data.eval, config.data, tokenizer)
+            self.problems = problems[: config.evaluation.max_problems or None]
+        self.prompt_sampler = PromptSampler(len(self.prompts), config.seed, config.data.shuffle)
+        reward = config.reward
+        self.verifiers = VerifierPool(
+            reward.verifier, reward.workers, reward.timeout, reward.memory, reward.terms
+        )
+        self.engine = make_engine(config, tokenizer, runtime)
+        start_engine(self.engine, runtime)
+        worker = RolloutWorker(config, runtime.engines, self.engine, self.verifiers, tokenizer, recover)
+        self.sampler = RolloutSampler(
+            worker, draw=lambda n: [self.prompts[i] for i in self.prompt_sampler.take(n)]
+        )
+        # Every step's rollout on disk.
+        self.rollouts = RolloutStore(
+            rollouts_folder(config),
+            runtime.engines,
+            "checkpoint.rollouts",
+            "make room, or set it to false",
+        )
+
+    @property
+    def depths(self) -> dict[str, Callable[[], int]]:
+        """Return what may wait here, for reports about a hang."""
+        return {
+            "responses in the engine": lambda: self.engine.running,
+            "answers at the verifiers": lambda: self.verifiers.waiting,
+        }
+
+    @cached_property
+    def pretraining_rollouts(self) -> RolloutStore:
+        """Return value pretraining's rollouts on disk. The first access is collective."""
+        return pretraining_rollouts(self.config, self.prompts, self.runtime.engines)
+
+    def rollout(self, stage: str, number: int) -> Rollout:
+        """Sample groups of responses, verify them, and go on until the batch of effective prompts is full
+        (DAPO eq. 11).
+
+        Value pretraining, where the policy stands still, keeps its rollouts on disk and reads them the next
+        time."""
+        if stage != PRETRAINING:
+            found = self.sampler.collect(number)
+            rollout = Rollout(found.to_experience(), {**found.stats}, found.errors, {}, [])
+        else:
+            stored, events = self.pretraining_rollouts.read(number)
+            if stored is not None:
+                batch, state = stored
+                # As if it had been sampled now: the next draw does not change.
+                self.load_state_dict(state["samplers"])
+                samples = {int(row): Sample(**sample) for row, sample in state.get("samples", {}).items()}
+                return Rollout(batch, {"rollout/reused": 1.0, **state["stats"]}, {}, samples, events)
+            found = self.sampler.collect(-number)  # seeds of its own
+            metrics = {"rollout/reused": 0.0, **found.stats}
+            rollout = Rollout(found.to_experience(), metrics, found.errors, {}, events)
+        self._waited += found.seconds["gather"]
+        rollout.samples = found.samples(self.tokenizer, self.config.log.samples)
+        rollout.metrics |= {f"inside/{part}": seconds for part, seconds in found.seconds.items()}
+        apart = self.runtime.rollout_ranks > 0  # trainers read the batch, and a checkpoint keeps it
+        if stage == PRETRAINING or apart:
+            samples_ = {str(row): asdict(sample) for row, sample in rollout.samples.items()}
+            kept = {"stats": found.stats, "samplers": self.snapshot()(), "samples": samples_}
+            store = self.pretraining_rollouts if stage == PRETRAINING else self.rollouts
+            store.write(number, rollout.batch, {**kept, "errors": found.errors})
+        elif self.config.checkpoint.rollouts:
+            self.rollouts.write(number, rollout.batch, {"stats": found.stats})
+        return rollout
+
+    def evaluate(self) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
+        """Answer the held-out problems; return eval/* and every answer, decoded on demand."""
+        result = self.sampler.evaluate(self.problems)
+        self._waited += self.sampler.worker.seconds["gather"]
+        return result.stats(), result.answers(self.tokenizer)
+
+    def take_waited(self) -> float:
+        """Return the seconds, since the last call, in which this rank's engine was done and others were
+        not."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that gives, later and in any thread, where the samplers stand now, which the next
+        draw needs besides the weights: JSON, alike on every rank."""
+        prompts, rollout = self.prompt_sampler.state(), self.sampler.snapshot()
+        return lambda: {"prompts": prompts, "rollout": rollout()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what a `snapshot` gave. Raises CheckpointError where the data files have changed."""
+        self.prompt_sampler.load_state(state["prompts"])
+        self.sampler.load_state_dict(state["rollout"])
+
+    def close(self) -> None:
+        """End the engine and the verifiers."""
+        self.engine.stop()
+        self.verifiers.close()
