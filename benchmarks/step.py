@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from measure import Verdicts, machine
+from measure import Verdicts, cpu_seconds, machine
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "runs" / "bench"
@@ -137,6 +137,7 @@ class Trainer:
     progress: Path
     size: int = 0
     seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
 
     @staticmethod
     def start(name: str, progress: Path, command: list[str | Path], threads: int) -> Trainer:
@@ -165,7 +166,8 @@ class Trainer:
     def take_turn(self) -> None:
         """Let it go on until its next rollout has ended, and time that by this process's clock."""
         known = self.processes()  # which takes long enough for the next rollout to begin
-        started = time.perf_counter()
+        pids = [process.pid for process in known]
+        used, started = cpu_seconds(pids), time.perf_counter()
         self.send(signal.SIGCONT, known)
         while (size := self.progress.stat().st_size if self.progress.exists() else 0) <= self.size:
             if self.process.poll() is not None or time.perf_counter() - started > LIMIT:
@@ -175,6 +177,7 @@ class Trainer:
         self.seconds.append(time.perf_counter() - started)
         self.send(signal.SIGSTOP, known)
         self.send(signal.SIGSTOP)  # those that are new
+        self.cpu.append(cpu_seconds(pids) - used)
         self.size = size
 
 
@@ -201,6 +204,8 @@ def beside_trl(rounds: int, warmup: int, overrides: list[str]) -> dict[str, list
         for trainer in trainers:
             trainer.send(signal.SIGKILL)
             trainer.process.wait()
+    for trainer in trainers:
+        print(f"  {trainer.name:17s} {statistics.median(trainer.cpu[warmup:]):.3f} CPU s per rollout")
     return {trainer.name: trainer.seconds[warmup:] for trainer in trainers}
 
 
