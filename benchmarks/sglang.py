@@ -126,7 +126,7 @@ def main() -> int:
                     begin = time.perf_counter()
                     groups = worker.generate(requests, SamplingParams(args.tokens))
                     seconds = time.perf_counter() - begin
-                    made = sum(r.tokens.size for group in groups for r in group.responses)
+                    made = sum(r.length for group in groups for r in group.responses)
                     assert made == straight["tokens"] == args.tokens * len(rows), (made, straight["tokens"])
                     print(
                         f"straight {made / straight['seconds']:,.0f} tokens/s, megarl "

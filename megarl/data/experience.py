@@ -121,20 +121,79 @@ class Experience:
         return Experience(tokens, cu_seqlens, torch.tensor(mask, dtype=torch.bool), dict(columns))
 
 
+@dataclass
+class StepBatch:
+    """What every rank knows of the n sequences of a step, and the tokens of those that lie on this rank until
+    they are delivered to the ranks that train on them (parallel/delivery.py).
+
+    lengths           int64 [n], prompt + response tokens; response_lengths: response tokens
+    owners            int64 [n], the rank on which a sequence lies, by its number among those that deliver
+    columns           name -> Tensor [n], as in Experience
+    rows              int64 [m], ascending, the sequences that lie on this rank
+    own               these, with columns of tokens [T] alone; which ones is the same on every rank
+    """
+
+    lengths: Tensor
+    response_lengths: Tensor
+    owners: Tensor
+    columns: dict[str, Tensor]
+    rows: Tensor
+    own: Experience
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.columns[name]
+
+    def __setitem__(self, name: str, column: Tensor) -> None:
+        if column.shape[0] != self.num_sequences:
+            expected = f"an entry for each of {self.num_sequences} responses"
+            raise ValueError(f"column {name}: must have {expected} (got {column.shape[0]})")
+        self.columns[name] = column
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    @property
+    def num_sequences(self) -> int:
+        return self.lengths.numel()
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def drop(self) -> None:
+        """Forget the tokens, which have been delivered."""
+        self.rows, self.own = self.rows[:0], self.own.select([])
+
+
+def join(experiences: Sequence[Experience]) -> Experience:
+    """Return the sequences of at least one experience, one after the other; all have the same columns."""
+    first = experiences[0]
+    lengths = torch.cat([e.lengths for e in experiences])
+    return Experience(
+        torch.cat([e.tokens for e in experiences]),
+        torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        torch.cat([e.response_mask for e in experiences]),
+        {name: torch.cat([e[name] for e in experiences]) for name in first.columns},
+    )
+
+
 def write_experience(
     path: Path, experience: Experience, state: Mapping[str, Any], made_from: Mapping[str, Any]
-) -> None:
-    """Write `experience` with `state` and `made_from`, which must hold JSON. Raises OSError."""
+) -> str:
+    """Write `experience` with `state` and `made_from`, which must hold JSON; return its checksum. Raises
+    OSError."""
     text = json.dumps(state, default=str)  # a prompt's extra columns may be of types that JSON does not know
     tensors = {name: getattr(experience, name).contiguous() for name in _PARTS}
     tensors |= {f"column.{name}": column.contiguous() for name, column in experience.columns.items()}
     tensors[_STATE] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     partial = path.with_name(f".{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    save_file(tensors, partial, {"made_from": json.dumps(made_from), "sha256": _checksum(tensors)})
+    checksum = _checksum(tensors)
+    save_file(tensors, partial, {"made_from": json.dumps(made_from), "sha256": checksum})
     fsync(partial)
     os.replace(partial, path)
     fsync(path.parent)
+    return checksum
 
 
 def read_made_from(path: Path) -> dict[str, Any]:
@@ -146,13 +205,14 @@ def read_made_from(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: is damaged ({error})") from None
 
 
-def read_experience(path: Path) -> tuple[Experience, dict[str, Any]]:
-    """Read the experience and the state of a file. Raises DataError for a damaged file."""
+def read_experience(path: Path, sha256: str | None = None) -> tuple[Experience, dict[str, Any]]:
+    """Read the experience and the state of a file. Raises DataError for a damaged file, and for another one
+    than that with the checksum `sha256`."""
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             checksum = file.metadata()["sha256"]
-        if _checksum(tensors) != checksum:
+        if _checksum(tensors) != checksum or checksum != (sha256 or checksum):
             raise DataError(f"{path}: is damaged (its checksum is another)")
         tokens, cu_seqlens, mask = (tensors.pop(name) for name in _PARTS)
         state = json.loads(tensors.pop(_STATE).numpy().tobytes())

@@ -46,6 +46,25 @@ def from_rank_0(ranks: Ranks, value: Any) -> Any:
     return pickle.loads(_spread(ranks.cpu_group, pickle.dumps(value) if ranks.rank == 0 else None))
 
 
+def exchange(ranks: Ranks, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> dict[int, Tensor]:
+    """Send bytes (uint8) straight to some ranks, and return what others send here: one message a pair.
+
+    outgoing  rank -> what it is to get; incoming: rank -> how many bytes it sends. Nothing is sent where that
+              is nothing. The ranks that are named must call this too, in one order of calls."""
+    found = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in incoming.items()}
+    group, works = ranks.cpu_group, []
+    for rank, tensor in found.items():
+        if tensor.numel():
+            works.append(dist.irecv(tensor, group=group, tag=_TAG, group_src=rank))
+    for rank, tensor in outgoing.items():
+        if tensor.numel():
+            works.append(dist.isend(tensor, group=group, tag=_TAG, group_dst=rank))
+    for work in works:
+        assert work is not None  # it is where this rank is no member of the group
+        work.wait()
+    return found
+
+
 def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None:
     """Return every rank's bytes on rank 0: the beginnings in one gather, then the rest of the long ones."""
     world = dist.get_world_size(group)
@@ -53,17 +72,17 @@ def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None
         return [blob]
     head = _head(blob)
     heads = [torch.empty_like(head) for _ in range(world)] if _rank(group) == 0 else None
-    dist.gather(head, heads, dst=0, group=group)
+    dist.gather(head, heads, group=group, group_dst=0)
     if heads is None:
         if len(blob) > INLINE:
-            dist.send(_tensor(blob[INLINE:]), 0, group=group, tag=_TAG)
+            dist.send(_tensor(blob[INLINE:]), group=group, tag=_TAG, group_dst=0)
         return None
     blobs = [blob]
     for rank, head in enumerate(heads[1:], 1):
         begin, left = _read_head(head)
         if left:
             rest = torch.empty(left, dtype=torch.uint8)
-            dist.recv(rest, rank, group=group, tag=_TAG)
+            dist.recv(rest, group=group, tag=_TAG, group_src=rank)
             begin += rest.numpy().tobytes()
         blobs.append(begin)
     return blobs
@@ -75,11 +94,11 @@ def _spread(group: dist.ProcessGroup | None, blob: bytes | None) -> bytes:
         assert blob is not None
         return blob
     head = torch.empty(8 + INLINE, dtype=torch.uint8) if blob is None else _head(blob)
-    dist.broadcast(head, 0, group=group)
+    dist.broadcast(head, group=group, group_src=0)
     begin, left = _read_head(head)
     if left:
         rest = torch.empty(left, dtype=torch.uint8) if blob is None else _tensor(blob[INLINE:])
-        dist.broadcast(rest, 0, group=group)
+        dist.broadcast(rest, group=group, group_src=0)
         begin += rest.numpy().tobytes()
     return begin
 
@@ -159,10 +178,10 @@ def any_of(ranks: Ranks, flags: Sequence[bool]) -> list[bool]:
         return list(flags)
     cells = torch.tensor(flags, dtype=torch.uint8)
     gathered = [torch.empty_like(cells) for _ in range(ranks.world)] if ranks.rank == 0 else None
-    dist.gather(cells, gathered, dst=0, group=ranks.cpu_group)
+    dist.gather(cells, gathered, group=ranks.cpu_group, group_dst=0)
     if gathered is not None:
         cells = torch.stack(gathered).amax(0)
-    dist.broadcast(cells, 0, group=ranks.cpu_group)
+    dist.broadcast(cells, group=ranks.cpu_group, group_src=0)
     return [bool(cell) for cell in cells]
 
 

@@ -267,7 +267,7 @@ class Plan:
             for stage in self.stages
         )
         columns = frozenset[str]().union(*(phase.writes for phase in training_phases(config))) - {"tokens"}
-        # Every rank has the step's whole batch.
+        # At most: a rank has its replica's share of the batch, and what its engine drew.
         batch = self.step_tokens(self.longest) * (8 + 1 + SINGLE * len(columns))
         return {
             "pinned buffers": away * per_node,

@@ -6,46 +6,77 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from megarl.algorithms.evaluation import avg_at_k, interval, ks_up_to, majority_at_k, pass_at_k
-from megarl.data.experience import Experience
+from megarl.data.experience import Experience, StepBatch
 from megarl.data.prompts import Prompt
 from megarl.observe.run_log import Sample, choose_samples
 
+DERIVED = ("body", "owner", "length", "oldest", "routed")  # fields of a response that its state has not
+
 
 @dataclass
-class Response:
-    """A verified response.
+class Body:
+    """What a response is made of.
 
     tokens     int32 [l]
     logprobs   float32 [l], as the engine gave them
-    extracted  as in Verdict, and error
-    reward     as it enters the advantages, terms and penalty included
-    penalty    soft overlong punishment, <= 0
     versions   int32 [l], of the weights that each token was sampled from; None where all are the group's
-    score      as in Verdict, and terms
-    reflects   whether its text holds one of `log.reflection_words`; None where there are none
     routing    the experts that prompt and response went to in the engine, as Completion.routing
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
+    versions: np.ndarray | None = None
+    routing: np.ndarray | None = None
+
+
+@dataclass
+class Response:
+    """A verified response: facts, by which all ranks decide alike, and its body, which stays on the rank that
+    drew it until it is known who trains on it. Pickled, a response is its facts.
+
+    body       None on all other ranks
+    owner      the rank that drew it, by its number among those that have engines
+    length     tokens
+    extracted  as in Verdict, and error
+    reward     as it enters the advantages, terms and penalty included
+    penalty    soft overlong punishment, <= 0
+    score      as in Verdict, and terms
+    reflects   whether its text holds one of `log.reflection_words`; None where there are none
+    oldest     the least of the body's versions; None where it has none
+    routed     dtype and shape of a token's entry in the body's routing; None where it has none
+    """
+
+    body: Body | None
+    owner: int
+    length: int
     finish: Literal["stop", "length"]
     correct: bool
     extracted: str | None
     error: str | None
     reward: float
     penalty: float
-    versions: np.ndarray | None = None
     score: float | None = None
     terms: dict[str, float] = field(default_factory=dict)
     reflects: bool | None = None
-    routing: np.ndarray | None = None
+    oldest: int | None = None
+    routed: tuple[str, tuple[int, ...]] | None = None
+
+    @staticmethod
+    def of(body: Body, owner: int, **facts: Any) -> Response:
+        """Return the response with this body, whose facts but those of the body are given."""
+        oldest = None if body.versions is None else int(body.versions.min())
+        routed = None if body.routing is None else (str(body.routing.dtype), body.routing.shape[1:])
+        return Response(body, owner, body.tokens.size, oldest=oldest, routed=routed, **facts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"body": None}
 
     @property
     def truncated(self) -> bool:
@@ -77,29 +108,37 @@ class Group:
         return float(np.std([r.reward for r in self.responses]))
 
     def texts(self, tokenizer: Any) -> Iterator[tuple[Response, str]]:
-        """Return each response with its text."""
-        tokens = [r.tokens.tolist() for r in self.responses]
-        return zip(self.responses, tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True)
+        """Return each response whose body is here with its text."""
+        here = [r for r in self.responses if r.body is not None]
+        tokens = [r.body.tokens.tolist() for r in here if r.body is not None]
+        return zip(here, tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return lists, dicts, numbers and texts only; exact (a float32 survives as a float64)."""
-        responses = [
-            {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in vars(response).items()}
-            | {"routing": routing_state(response.routing)}
-            for response in self.responses
-        ]
+        """Return lists, dicts, numbers and texts only; exact (a float32 survives as a float64). All bodies
+        must be here."""
+        responses = []
+        for response in self.responses:
+            assert response.body is not None
+            facts = {name: v for name, v in vars(response).items() if name not in DERIVED}
+            tokens, logprobs, versions, routing = vars(response.body).values()
+            body = {"tokens": tokens.tolist(), "logprobs": logprobs.tolist()}
+            body["versions"] = None if versions is None else versions.tolist()
+            responses.append(facts | body | {"routing": routing_state(routing)})
         return {"prompt": prompt_state(self.prompt), "responses": responses, "version": self.version}
 
     @staticmethod
-    def from_state(state: Mapping[str, Any]) -> Group:
-        """Undo `state_dict`."""
-        responses = [
-            Response(**r | {"routing": routing_from_state(r.get("routing"))}) for r in state["responses"]
-        ]
-        for r in responses:
-            r.tokens = np.array(r.tokens, dtype=np.int32)
-            r.logprobs = np.array(r.logprobs, dtype=np.float32)
-            r.versions = None if r.versions is None else np.array(r.versions, dtype=np.int32)
+    def from_state(state: Mapping[str, Any], owner: int = 0, *, here: bool = True) -> Group:
+        """Undo `state_dict`, for a group that from now on lies on `owner`. here: whether that is this
+        rank."""
+        responses = []
+        for facts in state["responses"]:
+            facts, arrays = dict(facts), dict[str, Any]()
+            for name, kind in (("tokens", np.int32), ("logprobs", np.float32), ("versions", np.int32)):
+                given = facts.pop(name, None)
+                arrays[name] = None if given is None else np.array(given, dtype=kind)
+            body = Body(**arrays, routing=routing_from_state(facts.pop("routing", None)))
+            response = Response.of(body, owner, **facts)
+            responses.append(response if here else replace(response, body=None))
         return Group(prompt_from_state(state["prompt"]), responses, state["version"])
 
 
@@ -132,7 +171,7 @@ def response_stats(responses: Sequence[Response]) -> dict[str, float]:
     """Return reward/*, response/* and reflection/* over `responses` (at least one); no mean over nothing.
     reward/score where the verifier has graded one of them; reward/term_<name> without weights, and 0 where
     the answer has an error."""
-    lengths = [r.tokens.size for r in responses]
+    lengths = [r.length for r in responses]
     count = len(responses)
     graded = any(r.score is not None for r in responses)
     terms = dict.fromkeys(name for r in responses for name in r.terms)
@@ -171,7 +210,7 @@ class RolloutBatch:
 
     groups   to train on, in the order of their prompts (surplus of the step before first)
     stats    rollout/*, reward/*, response/*, reflection/*, the same on every rank
-    seconds  of this rank, per part
+    seconds  of this rank, per part; of rank 0 where this one has no engine to itself
     errors   verifiers' failures, and how often each occurred
     """
 
@@ -183,58 +222,75 @@ class RolloutBatch:
 
     @property
     def responses(self) -> list[Response]:
-        """Return all responses, group after group: row i of the Experience is responses[i]."""
+        """Return all responses, group after group: row i of the batch is responses[i]."""
         return [r for group in self.groups for r in group.responses]
 
-    def to_experience(self) -> Experience:
-        """Return the packed batch with the columns engine_logprobs float32 [T]; rewards float32, correct and
-        truncated bool, group_ids, policy_version and response_index int64 [n].
+    def to_step_batch(self, first: int = 0) -> StepBatch:
+        """Return the batch as every rank knows it, and what of it lies here, with the columns rewards
+        float32, correct and truncated bool, group_ids, policy_version and response_index int64 [n];
+        engine_logprobs float32 [T].
 
         group_ids[i] is the position of its group in `groups`, response_index[i] its position in the group.
         policy_version is that of a response's oldest token; where some were continued under new weights,
         token_versions int32 [T] has each token's. Where the engine's choice of experts was recorded, routing
-        [T, layers, topk] has it (`routing_array`)."""
+        [T, layers, topk] has it (`routing_array`).
+
+        first: the number of the first rank that has an engine, among those that deliver the batch."""
         rows = [(g, i, r) for g, group in enumerate(self.groups) for i, r in enumerate(group.responses)]
         prompts = [np.array(group.prompt.tokens, dtype=np.int64) for group in self.groups]
-        cu_seqlens = np.cumsum([0, *(prompts[g].size + r.tokens.size for g, _, r in rows)], dtype=np.int64)
-        total = int(cu_seqlens[-1])
-        tokens, mask = np.empty(total, dtype=np.int64), np.zeros(total, dtype=bool)
-        logprobs, versions = np.zeros(total, dtype=np.float32), np.zeros(total, dtype=np.int32)
-        oldest = []
-        for (g, _, r), start, end in zip(rows, cu_seqlens, cu_seqlens[1:], strict=False):
-            first = start + prompts[g].size
-            tokens[start:first], tokens[first:end], mask[first:end] = prompts[g], r.tokens, True
-            logprobs[first:end] = r.logprobs
-            versions[first:end] = self.groups[g].version if r.versions is None else r.versions
-            oldest.append(self.groups[g].version if r.versions is None else int(r.versions.min()))
+        versions = [self.groups[g].version if r.oldest is None else r.oldest for g, _, r in rows]
         columns = {
-            "engine_logprobs": torch.from_numpy(logprobs),
             "rewards": torch.tensor([r.reward for _, _, r in rows], dtype=torch.float32),
             "correct": torch.tensor([r.correct for _, _, r in rows], dtype=torch.bool),
             "truncated": torch.tensor([r.truncated for _, _, r in rows], dtype=torch.bool),
             "group_ids": torch.tensor([g for g, _, _ in rows], dtype=torch.int64),
-            "policy_version": torch.tensor(oldest, dtype=torch.int64),
+            "policy_version": torch.tensor(versions, dtype=torch.int64),
             "response_index": torch.tensor([i for _, i, _ in rows], dtype=torch.int64),
         }
-        if any(r.versions is not None for _, _, r in rows):
+        own = [(row, g, r.body) for row, (g, _, r) in enumerate(rows) if r.body is not None]
+        return StepBatch(
+            lengths=torch.tensor([prompts[g].size + r.length for g, _, r in rows], dtype=torch.int64),
+            response_lengths=torch.tensor([r.length for _, _, r in rows], dtype=torch.int64),
+            owners=torch.tensor([first + r.owner for _, _, r in rows], dtype=torch.int64),
+            columns=columns,
+            rows=torch.tensor([row for row, _, _ in own], dtype=torch.int64),
+            own=self._pack([(prompts[g], self.groups[g].version, body) for _, g, body in own]),
+        )
+
+    def _pack(self, bodies: Sequence[tuple[np.ndarray, int, Body]]) -> Experience:
+        """Pack prompts, versions and bodies, with their columns of tokens."""
+        cu_seqlens = np.cumsum([0, *(p.size + b.tokens.size for p, _, b in bodies)], dtype=np.int64)
+        total = int(cu_seqlens[-1])
+        tokens, mask = np.empty(total, dtype=np.int64), np.zeros(total, dtype=bool)
+        logprobs, versions = np.zeros(total, dtype=np.float32), np.zeros(total, dtype=np.int32)
+        kind, shape = next((r.routed for r in self.responses if r.routed is not None), ("uint8", (0,)))
+        none = np.iinfo(kind).max  # surplus may be of a step that recorded nothing
+        routing = np.full((total, *shape), none, dtype=kind)
+        for (prompt, version, body), start, end in zip(bodies, cu_seqlens, cu_seqlens[1:], strict=False):
+            first = start + prompt.size
+            tokens[start:first], tokens[first:end], mask[first:end] = prompt, body.tokens, True
+            logprobs[first:end] = body.logprobs
+            versions[first:end] = version if body.versions is None else body.versions
+            if body.routing is not None:
+                routing[start:end] = body.routing
+        columns = {"engine_logprobs": torch.from_numpy(logprobs)}
+        # Which columns there are is the same on every rank.
+        if any(r.oldest is not None for r in self.responses):
             columns["token_versions"] = torch.from_numpy(versions)
-        if (first_found := next((r.routing for _, _, r in rows if r.routing is not None), None)) is not None:
-            none = np.iinfo(first_found.dtype).max  # surplus may be of a step that recorded nothing
-            routing = np.full((total, *first_found.shape[1:]), none, dtype=first_found.dtype)
-            for (_, _, r), start, end in zip(rows, cu_seqlens, cu_seqlens[1:], strict=False):
-                if r.routing is not None:
-                    routing[start:end] = r.routing
+        if any(r.routed is not None for r in self.responses):
             columns["routing"] = torch.from_numpy(routing)
         arrays = torch.from_numpy(tokens), torch.from_numpy(cu_seqlens), torch.from_numpy(mask)
         return Experience(*arrays, columns)
 
+    def shown(self, limit: int) -> list[Group]:
+        """Return the groups of which `samples` takes its at most `limit` responses."""
+        return self.groups[: max(2, math.ceil(limit / len(self.groups[0].responses)))] if limit else []
+
     def samples(self, tokenizer: Any, limit: int) -> dict[int, Sample]:
         """Return at most `limit` responses of the first groups, as `choose_samples` takes them, by their row
-        of the Experience."""
-        if not limit:
-            return {}
+        of the batch. The bodies of `shown` must be here."""
         found: list[Sample] = []
-        for group in self.groups[: max(2, math.ceil(limit / len(self.groups[0].responses)))]:
+        for group in self.shown(limit):
             found += [
                 Sample(
                     step=self.step,
@@ -243,7 +299,7 @@ class RolloutBatch:
                     reward=r.reward,
                     correct=r.correct,
                     truncated=r.truncated,
-                    length=int(r.tokens.size),
+                    length=r.length,
                     answer=group.prompt.answer,
                     group_size=len(group.responses),
                     group_right=group.correct,
@@ -256,7 +312,7 @@ class RolloutBatch:
 
 @dataclass
 class EvaluationResult:
-    """k answers to each problem, in the order of the problems."""
+    """k answers to each problem, in the order of the problems; their bodies are on rank 0."""
 
     k: int
     groups: list[Group]
@@ -280,7 +336,7 @@ class EvaluationResult:
                     "majority": majority_at_k([r.extracted for r in answers], correct),
                     "vote": first[0][0] if first else None,
                     "votes": first[0][1] if first else 0,
-                    "length_mean": sum(r.tokens.size for r in answers) / len(answers),
+                    "length_mean": sum(r.length for r in answers) / len(answers),
                     "truncated": sum(r.truncated for r in answers) / len(answers),
                     "unverified": sum(r.error is not None for r in answers) / len(answers),
                 }
@@ -325,7 +381,7 @@ class EvaluationResult:
         }
 
     def answers(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        """Yield every answer with its text, decoded on demand, since only one rank needs it."""
+        """Yield every answer with its text, decoded on demand: on rank 0, where all bodies are."""
         for group in self.groups:
             for i, (r, text) in enumerate(group.texts(tokenizer)):
                 yield {
@@ -339,5 +395,5 @@ class EvaluationResult:
                     "score": r.score,
                     "truncated": r.truncated,
                     "error": r.error,
-                    "length": int(r.tokens.size),
+                    "length": r.length,
                 }

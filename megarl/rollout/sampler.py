@@ -1,30 +1,35 @@
 """The rollout of a step: prompts in, verified groups of responses out.
 
 `RolloutSampler` draws prompts and keeps what a step leaves to the next, `GroupCollector` decides which groups
-a step trains on (dynamic sampling), `RolloutWorker` generates over all ranks. All ranks call them alike and
-take the same decisions, since they see the same gathered groups.
+a step trains on (dynamic sampling), `RolloutWorker` generates over all engines. The first rank of each
+engine, its leader, takes the same decisions as the other leaders, since they all see the same facts of each
+response; its tokens stay where they were drawn. The other ranks of an engine wait for the outcome.
 """
 
 from __future__ import annotations
 
 import math
+import pickle
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from megarl.config.errors import ConfigError, DataError, EngineError, EngineFailure, MegarlError
 from megarl.config.schema import Config, DynamicSamplingConfig
 from megarl.data.prompts import Prompt
-from megarl.parallel.comm import gather_objects
-from megarl.parallel.runtime import Ranks
+from megarl.observe.run_log import Sample
+from megarl.parallel.comm import exchange, from_rank_0, gather_on_0
+from megarl.parallel.runtime import Ranks, leaders_of
 from megarl.rewards.shaping import soft_overlong_punishment
 from megarl.rollout.balance import share_out
 from megarl.rollout.batch import (
+    Body,
     EvaluationResult,
     Group,
     Response,
@@ -43,7 +48,18 @@ if TYPE_CHECKING:
     from megarl.rewards.pool import Item, VerifierPool
 
 SAME = 1e-6  # rewards of a smaller standard deviation count as one: group_advantages adds this to it
-TICK = 0.25  # seconds after which ranks exchange what has ended: none waits for a whole response
+TICK = 0.25  # seconds after which leaders exchange what has ended: none waits for a whole response
+WORD = 10.0  # seconds after which the other ranks of an engine hear that a rollout still runs
+
+
+@dataclass
+class Partial:
+    """A response that an earlier step began. pickled: its Completion, of `size` bytes, on the rank `owner`
+    alone (its number among those that have engines)."""
+
+    owner: int
+    size: int
+    pickled: bytes | None
 
 
 @dataclass
@@ -53,7 +69,7 @@ class GroupRequest:
 
     prompt: Prompt
     seeds: Sequence[int]
-    partial: Sequence[Completion | None] = ()
+    partial: Sequence[Partial | None] = ()
     expected: float = 0.0
 
 
@@ -61,11 +77,12 @@ class RolloutSampler:
     """Collects a step's groups, and evaluates.
 
     worker  of this rank
-    draw    the next n prompts of the training data, the same on every rank
+    draw    the next n prompts of the training data, the same on every leader
 
     With an engine that streams, prompts are drawn ahead as long as groups are missing, and groups are
     accepted in the order of their prompts. Once there are enough, what still runs is aborted: its prompts
     come first in the next step, with `rollout.continue_partial` together with their partial responses.
+    Only leaders draw prompts, and know of what a step leaves to the next.
     """
 
     def __init__(self, worker: RolloutWorker, draw: Callable[[int], Sequence[Prompt]] = lambda n: ()) -> None:
@@ -80,7 +97,11 @@ class RolloutSampler:
         hide the policy's accuracy.
 
         Raises DataError at the limit of generation batches where the configuration says so, and what engine
-        and verifiers raise."""
+        and verifiers raise; on every rank."""
+        found: RolloutBatch = self.worker.on_leaders(lambda: self._collect(step))
+        return found
+
+    def _collect(self, step: int) -> RolloutBatch:
         rollout, worker, streams = self.config.rollout, self.worker, self.worker.engine.streams
         # In value pretraining (steps below 0) no policy is trained that could use the engine's routing.
         routing = rollout.routing_replay and step > 0
@@ -105,7 +126,7 @@ class RolloutSampler:
                 elif streams:
                     worker.submit(draw_next(), params)
         for group in collector.offered:
-            lengths = [r.tokens.size for r in group.responses]
+            lengths = [r.length for r in group.responses]
             self.lengths[group.prompt.uid] = sum(lengths) / len(lengths)
         groups, self.surplus = collector.result()
         # Nothing was offered where the surplus of the step before was enough.
@@ -113,6 +134,14 @@ class RolloutSampler:
         errors = Counter(r.error for r in responses if r.error is not None)
         stats = {**collector.stats(), **response_stats(responses), "rollout/moved": worker.moved}
         return RolloutBatch(step, groups, stats, worker.seconds, dict(errors))
+
+    def samples(self, found: RolloutBatch, limit: int) -> dict[int, Sample]:
+        """Return on rank 0 at most `limit` responses of the first groups, by their row of the batch; nothing
+        on the others, which call this too."""
+        shown = self.worker.with_bodies(found.shown(limit)) if limit else []
+        if not shown or self.worker.engines.rank:
+            return {}
+        return replace(found, groups=shown).samples(self.worker.tokenizer, limit)
 
     def _draw(self, prompts: int, step: int, drawn: Counter[int]) -> list[GroupRequest]:
         """Return requests for the next prompts: first those that an earlier step returned. A prompt drawn
@@ -150,40 +179,53 @@ class RolloutSampler:
             requests.append(GroupRequest(problem, seeds))
             drawn[problem.uid] += 1
         self.worker.reset()
-        return EvaluationResult(k, self.worker.generate(requests, params))
+        groups = self.worker.generate(requests, params)
+        return EvaluationResult(k, self.worker.with_bodies(groups))
 
-    def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that gives, at any later time, what the next step needs besides the weights and
-        the prompts' order; lists and dicts only. Groups and requests never change once they are made."""
+    def snapshot(self) -> Callable[[], Callable[[], dict[str, Any]]]:
+        """Return a function that brings what the next step needs, besides the weights and the prompts' order,
+        to rank 0, as it stands now; all ranks call it together, if at all, at any later time. It returns one
+        that gives this there, in any thread; lists and dicts only. Groups and requests never change once they
+        are made."""
         surplus, returned, lengths = list(self.surplus), list(self.returned), dict(self.lengths)
 
-        def state() -> dict[str, Any]:
-            requests = [
-                {
-                    "prompt": prompt_state(request.prompt),
-                    "seeds": list(request.seeds),
-                    "begun": [
-                        completion and vars(completion) | {"routing": routing_state(completion.routing)}
-                        for completion in request.partial
-                    ],
-                }
-                for request in returned
-            ]
-            groups = [group.state_dict() for group in surplus]
-            return {"surplus": groups, "returned": requests, "lengths": list(lengths.items())}
+        def bring() -> Callable[[], dict[str, Any]]:
+            groups, requests = self.worker.with_bodies(surplus), self.worker.with_partials(returned)
+            return lambda: state(groups, requests) if self.worker.engines.rank == 0 else {}
 
-        return state
+        def state(groups: Sequence[Group], requests: Sequence[GroupRequest]) -> dict[str, Any]:
+            rows = []
+            for request in requests:
+                begun = [p and pickle.loads(p.pickled or b"") for p in request.partial]
+                rows.append(
+                    {
+                        "prompt": prompt_state(request.prompt),
+                        "seeds": list(request.seeds),
+                        "begun": [c and vars(c) | {"routing": routing_state(c.routing)} for c in begun],
+                    }
+                )
+            whole = [group.state_dict() for group in groups]
+            return {"surplus": whole, "returned": rows, "lengths": list(lengths.items())}
+
+        return bring
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what a `snapshot` gave."""
-        self.surplus = [Group.from_state(group) for group in state["surplus"]]
+        """Continue from what a `snapshot` gave. What lay on a leader then is shared out evenly, whatever the
+        number of leaders is now."""
+        self.surplus, self.returned = [], []
         self.lengths = dict(state.get("lengths", ()))
-        self.returned = []
-        for request in state.get("returned", ()):
-            partial = [
-                Completion(**c | {"routing": routing_from_state(c.get("routing"))}) if c else None
-                for c in request["begun"]
-            ]
+        if self.worker.leaders is None:
+            return
+        for i, group in enumerate(state["surplus"]):
+            owner, here = self.worker.owner(i)
+            self.surplus.append(Group.from_state(group, owner, here=here))
+        for i, request in enumerate(state.get("returned", ())):
+            owner, here = self.worker.owner(i)
+            partial: list[Partial | None] = []
+            for c in request["begun"]:
+                routing = c and {"routing": routing_from_state(c.get("routing"))}
+                whole = pickle.dumps(Completion(**c | routing)) if c else b""
+                partial.append(Partial(owner, len(whole), whole if here else None) if c else None)
             prompt = prompt_from_state(request["prompt"])
             self.returned.append(GroupRequest(prompt, request["seeds"], partial))
 
@@ -302,7 +344,7 @@ class GroupCollector:
         that are neither trained on nor kept for the next step."""
         groups, surplus = self.result()
         used = {id(group) for group in (*groups, *surplus)}
-        tokens = [sum(r.tokens.size for r in group.responses) for group in self.offered]
+        tokens = [sum(r.length for r in group.responses) for group in self.offered]
         waste = sum(n for group, n in zip(self.offered, tokens, strict=True) if id(group) not in used)
         alike = [group for group in self.offered if not self._differs(group)]
         right = sum(group.correct == len(group.responses) for group in alike)
@@ -335,14 +377,16 @@ def raise_failure(failures: Failures) -> None:
 
 class RolloutWorker:
     """One rank's part in generating: splits requests over the engines, generates, verifies, and puts the
-    groups of all ranks together on every rank.
+    groups of all engines together on every leader.
 
-    A response is submitted and numbered (`_requests`), waits for an engine (`_waiting`, `_begun`),
-    is generated and verified by the rank that has the engine (`_own`), exchanged (`_arrived`, the same on
-    every rank), and taken once its group is whole.
+    A response is submitted and numbered (`_requests`), waits for an engine (`_waiting`, `_begun`), is
+    generated and verified by the leader of that engine (`_own`), its facts are exchanged (`_arrived`, the
+    same on every leader but for bodies), and it is taken once its group is whole.
 
     engines  the ranks that have engines
-    recover  brings engines that failed back, see WeightSync
+    leaders  the first rank of each engine; None on the others. All methods but `generate` and `on_leaders`
+             are the leaders'
+    recover  brings engines that failed back, see WeightSync; called on all ranks that have engines
     seconds  of this rank since `reset`: generate, verify, gather (waiting for slower ranks included); and
              idle, in which an engine had nothing to do while another had, the mean over engines
     moved    responses since `reset` that another engine took than the one whose they were
@@ -359,6 +403,8 @@ class RolloutWorker:
     ) -> None:
         self.config, self.engines, self.engine = config, engines, engine
         self.verifier, self.tokenizer, self.recover = verifier, tokenizer, recover
+        self.each = config.rollout.engine_tp
+        self.leaders = leaders_of(engines, self.each, config.parallel.timeout)
         self.reflection = words_pattern(config.log.reflection_words)
         self.reset()
 
@@ -370,17 +416,18 @@ class RolloutWorker:
         self._params, self._terms = SamplingParams(0), True
         self._version = -1
         self._error: MegarlError | None = None
+        self._spoken = time.monotonic()
         self._clear()
 
     def _clear(self) -> None:
-        # Responses have numbers, the same on every rank.
+        # Responses have numbers, the same on every leader.
         self._count = 0
         # By the number of the first response, until the group is taken.
         self._requests: dict[int, GroupRequest] = {}
         self._arrived: dict[int, Response] = {}
         self._own: dict[int, tuple[Prompt, Completion | None]] = {}  # this rank's, until they are verified
         self._finished: list[tuple[int, Completion]] = []  # by an earlier step, and yet to be verified
-        # The same on every rank: the responses that wait, by the engine whose they are; of each the request
+        # The same on every leader: the responses that wait, by the engine whose they are; of each the request
         # and its index; the engine of each that was begun; and by engine how many have just ended.
         self._waiting: list[list[int]] = [[] for _ in self._ended]
         self._rows: dict[int, tuple[GroupRequest, int]] = {}
@@ -389,13 +436,57 @@ class RolloutWorker:
         if self.engine.running:  # after an error
             self.engine.abort()
 
+    def owner(self, number: int) -> tuple[int, bool]:
+        """Return the rank that holds the number-th thing where they are shared out, and whether it is this
+        one."""
+        assert self.leaders is not None
+        engine = number % self.leaders.world
+        return engine * self.each, engine == self.leaders.rank
+
+    def on_leaders(self, job: Callable[[], Any]) -> Any:
+        """Return what `job`, called on all leaders, returns there, on every rank; on the others without the
+        bodies. They wait as long as it takes, hear every `WORD` seconds that it still runs, and recover
+        engines with the leaders. An error is raised on every rank."""
+        if self.leaders is not None:
+            try:
+                found = job()
+            except MegarlError as error:
+                found = error
+                self._tell("failed", error)
+                raise
+            self._tell("done", found)
+            return found
+        while True:
+            word, value = from_rank_0(self.engines, None)
+            if word == "recover":
+                try:
+                    self.recover(value)
+                except MegarlError as error:
+                    if not error.on_every_rank:  # else the leaders say so next
+                        raise
+            elif word == "failed":
+                raise value
+            elif word == "done":
+                return value
+
+    def _tell(self, word: str, value: Any = None) -> None:
+        """Say to the ranks that are no leaders what becomes of them; all leaders call this alike."""
+        self._spoken = time.monotonic()
+        if self.each > 1:
+            from_rank_0(self.engines, (word, value))
+
     def generate(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[Group]:
         """Return one group per request, in their order, without the terms of the reward; the same on every
-        rank."""
-        self.submit(requests, params, terms=False)
-        while self.running:
-            self.tick()
-        return self.take()
+        rank but for bodies."""
+
+        def on_leader() -> list[Group]:
+            self.submit(requests, params, terms=False)
+            while self.running:
+                self.tick()
+            return self.take()
+
+        found: list[Group] = self.on_leaders(on_leader)
+        return found
 
     def submit(self, requests: Sequence[GroupRequest], params: SamplingParams, *, terms: bool = True) -> None:
         """Let the responses wait for an engine, and begin those that can. Ordered by prompt, they are cut
@@ -403,25 +494,27 @@ class RolloutWorker:
         neighbours; in a stretch the longest expected come first. What an earlier step began is begun on the
         engine of its stretch. terms: whether the terms of the reward are wanted, or only what the verifier
         says."""
+        assert self.leaders is not None
         self._params, self._terms = params, terms
         first, rows = self._count, [(request, i) for request in requests for i in range(len(request.seeds))]
         for request in requests:
             self._requests[self._count] = request
             self._count += len(request.seeds)
         own: dict[int, Request] = {}
-        number, count = self._engine, len(self._waiting)
+        number, count = self.leaders.rank, self.leaders.world
+        partials = self._move([request.partial[i] if request.partial else None for request, i in rows])
         for engine, waiting in enumerate(self._waiting):
             new = []
             for row in range(engine * len(rows) // count, (engine + 1) * len(rows) // count):
                 request, i = rows[row]
-                partial = request.partial[i] if request.partial else None
-                if partial is None:
+                if not request.partial or request.partial[i] is None:
                     self._rows[first + row] = request, i
                     new.append(first + row)
                     continue
                 self._begun[first + row] = engine
                 if engine != number:
                     continue
+                partial = partials[row]
                 self._own[first + row] = request.prompt, partial
                 if partial.finish != "abort":
                     self._finished.append((first + row, partial))
@@ -430,16 +523,11 @@ class RolloutWorker:
             waiting += sorted(new, key=lambda n: -self._rows[n][0].expected)
         self._begin(own)
 
-    @property
-    def _engine(self) -> int:
-        """Return the number of the engine whose leader this rank is; -1 where it is none's."""
-        number, part = divmod(self.engines.rank, self.config.rollout.engine_tp)
-        return -1 if part else number
-
     def _begin(self, own: dict[int, Request]) -> None:
-        """Give waiting responses to engines that have room, alike on every rank; this rank's engine gets
+        """Give waiting responses to engines that have room, alike on every leader; this one's engine gets
         `own` too. An engine may have `rollout.in_flight` at once, and as many more as it has just ended, so
         that it does not run dry before the next tick."""
+        assert self.leaders is not None
         at_once = self.config.rollout.in_flight
         most = float(self.config.rollout.max_batch if at_once is None else at_once)
         if not most or len(self._waiting) == 1:
@@ -453,7 +541,7 @@ class RolloutWorker:
             for number in given:
                 self._begun[number] = engine
                 request, i = self._rows.pop(number)
-                if engine == self._engine:
+                if engine == self.leaders.rank:
                     self._own[number] = request.prompt, None
                     own[number] = Request(request.prompt.tokens, request.seeds[i])
         self._waiting = [[number for number in those if number in self._rows] for those in self._waiting]
@@ -463,6 +551,38 @@ class RolloutWorker:
             self.engine.submit(own, self._params)
         except MegarlError as error:
             self._error = error  # exchanged by the next tick: no rank may be left waiting
+
+    def _move(self, partials: Sequence[Partial | None]) -> dict[int, Completion]:
+        """Return the partial responses of this rank's rows, which come from where they lie: row r of n goes
+        to the engine whose stretch holds it."""
+        assert self.leaders is not None
+        outgoing: dict[int, list[bytes]] = {}
+        incoming: dict[int, list[tuple[int, int]]] = {}  # by leader, (row, bytes)
+        found = {}
+        for row, partial in enumerate(partials):
+            if partial is None:
+                continue
+            holder = partial.owner // self.each
+            to = ((row + 1) * self.leaders.world - 1) // len(partials)
+            if to == self.leaders.rank != holder:
+                incoming.setdefault(holder, []).append((row, partial.size))
+            elif partial.pickled is not None and to == holder:
+                found[row] = pickle.loads(partial.pickled)
+            elif partial.pickled is not None:
+                outgoing.setdefault(to, []).append(partial.pickled)
+        if not outgoing and not incoming:
+            return found
+        arrived = exchange(
+            self.leaders,
+            {to: torch.frombuffer(b"".join(parts), dtype=torch.uint8) for to, parts in outgoing.items()},
+            {holder: sum(size for _, size in rows) for holder, rows in incoming.items()},
+        )
+        for holder, rows_ in incoming.items():
+            data, at = arrived[holder].numpy().tobytes(), 0
+            for row, size in rows_:
+                found[row] = pickle.loads(data[at : at + size])
+                at += size
+        return found
 
     @property
     def running(self) -> int:
@@ -495,8 +615,9 @@ class RolloutWorker:
         return groups
 
     def tick(self) -> None:
-        """Generate for a while, verify what has ended, exchange it, and give engines with room more to do.
-        All ranks raise an error of any."""
+        """Generate for a while, verify what has ended, exchange its facts, and give engines with room more to
+        do. All leaders raise an error of any."""
+        assert self.leaders is not None
         begin = time.perf_counter()
         ended, self._finished = self._finished, []
         pending, self._error = self._error, None
@@ -521,28 +642,51 @@ class RolloutWorker:
         except MegarlError as problem:
             error = problem
         verified = time.perf_counter()
-        busy = generated - begin if self._engine >= 0 else None
-        everyone = gather_objects(self.engines, (error, version, responses, failure, busy))
-        self.seconds["generate"] += generated - begin
+        busy = generated - begin
+        everyone = gather_on_0(self.leaders, (error, version, responses, failure, busy))
+        # What rank 0 says to all is as long as the news, however many engines have none.
+        word = self._sum_up(everyone) if everyone is not None else None
+        error, arrived, failures, idle, speak = from_rank_0(self.leaders, word)
+        self.seconds["generate"] += busy
         self.seconds["verify"] += verified - generated
         self.seconds["gather"] += time.perf_counter() - verified
-        errors, versions, arrived, failures, all_busy = zip(*everyone, strict=True)
-        seconds = [s for s in all_busy if s is not None]
-        self.seconds["idle"] += max(seconds) - sum(seconds) / len(seconds)
-        if any(errors):
-            raise next(filter(None, errors))
-        if len(set(versions)) > 1:
-            raise EngineError(f"rollout: the ranks' engines have different weight versions: {list(versions)}")
+        self.seconds["idle"] += idle
+        if speak:
+            self._tell("wait")
+        if error is not None:
+            raise error
         self._version = version
+        self._arrived |= arrived | responses  # this rank's own with their bodies
         self._newly_ended = [0] * len(self._ended)
-        for theirs in arrived:
-            self._arrived |= theirs
-            for number in theirs:
-                self._newly_ended[self._begun.pop(number)] += 1
+        for number in arrived:
+            self._newly_ended[self._begun.pop(number)] += 1
         self._ended = [sum(both) for both in zip(self._ended, self._newly_ended, strict=True)]
-        if any(failures):
-            self.recover(list(failures))
+        if failures:
+            self._tell("recover", failures)
+            self.recover(failures)
         self._begin({})
+
+    def _sum_up(self, everyone: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Return on rank 0 what all leaders have to know of what each has said: an error, the responses that
+        have ended, the failures by rank (none where there is none), for how long engines were idle while one
+        was not, and whether to speak to the others."""
+        errors, versions, arrived, failures, busy = zip(*everyone, strict=True)
+        error = next(filter(None, errors), None)
+        if error is None and len(set(versions)) > 1:
+            different = f"the ranks' engines have different weight versions: {list(versions)}"
+            error = EngineError(f"rollout: {different}")
+        speak = time.monotonic() - self._spoken > WORD
+        idle = max(busy) - sum(busy) / len(busy)
+        responses = {n: r for theirs in arrived for n, r in theirs.items()}
+        return error, responses, self._by_rank(failures), idle, speak
+
+    def _by_rank(self, failures: Sequence[EngineFailure | None]) -> Failures:
+        """Return the failures of all ranks that have engines, of which only leaders meet any; [] for none."""
+        if not any(failures):
+            return []
+        found: Failures = [None] * self.engines.world
+        found[:: self.each] = failures
+        return found
 
     def _verified(self, ended: Sequence[tuple[int, Completion]], version: int) -> dict[int, Response]:
         """Return this rank's responses by number, with rewards. version: of the engine's weights."""
@@ -563,9 +707,15 @@ class RolloutWorker:
                 penalty = soft_overlong_punishment(length, longest, overlong.buffer)
             terms = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
             versions = np.array(completion.versions, dtype=np.int32)
-            responses[number] = Response(
+            body = Body(
                 tokens=np.array(completion.tokens, dtype=np.int32),
                 logprobs=np.array(completion.logprobs, dtype=np.float32),
+                versions=versions if (versions != version).any() else None,
+                routing=completion.routing,
+            )
+            responses[number] = Response.of(
+                body,
+                self.engines.rank,
                 finish="length" if completion.finish == "length" else "stop",
                 correct=verdict.correct,
                 extracted=verdict.extracted,
@@ -574,15 +724,14 @@ class RolloutWorker:
                 penalty=penalty,
                 score=verdict.score,
                 terms=dict(verdict.terms),
-                versions=versions if (versions != version).any() else None,
                 reflects=self.reflection.search(text) is not None if self.reflection else None,
-                routing=completion.routing,
             )
         return responses
 
     def abort(self, keep: bool) -> list[GroupRequest]:
         """End what runs and forget what was not taken; return the requests of that, in their order. keep:
-        with their partial responses, to be continued."""
+        with their partial responses, to be continued, which stay where they are."""
+        assert self.leaders is not None
         ended: dict[int, Completion] = {}
         failure = None
         try:
@@ -591,22 +740,66 @@ class RolloutWorker:
             failure = error
         partial = {n: c for n, c in ended.items() if c.tokens}
         partial |= {n: c for n, (_, c) in self._own.items() if c is not None and n not in ended}
-        everyone = gather_objects(self.engines, (failure, partial if keep else {}))
-        if any(failures := [failure for failure, _ in everyone]):
+        for first, request in self._requests.items():  # what has arrived, of a group that is not complete
+            for n in range(first, first + len(request.seeds)):
+                if n in self._arrived and (body := self._arrived[n].body) is not None:
+                    partial[n] = self._as_completion(body, self._arrived[n].finish)
+        held = {n: pickle.dumps(c) for n, c in partial.items()} if keep else {}
+        owner = self.engines.rank
+        everyone = gather_on_0(
+            self.leaders, (failure, {n: Partial(owner, len(c), None) for n, c in held.items()})
+        )
+        word = None
+        if everyone is not None:
+            failures = self._by_rank([failure for failure, _ in everyone])
+            word = failures, {n: p for _, theirs in everyone for n, p in theirs.items()}
+        failures, kept = from_rank_0(self.leaders, word)
+        if failures:
+            self._tell("recover", failures)
             self.recover(failures)
-        partial = {n: c for _, theirs in everyone for n, c in theirs.items()}
+        kept |= {n: Partial(owner, len(c), c) for n, c in held.items()}
         returned = []
         for first, request in self._requests.items():
             numbers = range(first, first + len(request.seeds))
-            parts = [partial.get(n) or self._as_completion(n) for n in numbers] if keep else ()
+            parts = [kept.get(n) for n in numbers] if keep else ()
             returned.append(GroupRequest(request.prompt, request.seeds, parts))
         self._clear()
         return returned
 
-    def _as_completion(self, number: int) -> Completion | None:
-        """Return a response that has arrived, of a group that is not complete, as the engine gave it."""
-        r = self._arrived.get(number)
-        if r is None:
-            return None
-        versions = [self._version] * r.tokens.size if r.versions is None else r.versions.tolist()
-        return Completion(r.tokens.tolist(), r.logprobs.tolist(), r.finish, versions, r.routing)
+    def _as_completion(self, body: Body, finish: Any) -> Completion:
+        """Return a verified response as the engine gave it."""
+        versions = [self._version] * body.tokens.size if body.versions is None else body.versions.tolist()
+        return Completion(body.tokens.tolist(), body.logprobs.tolist(), finish, versions, body.routing)
+
+    def with_bodies(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups with all their bodies on rank 0; on the others as they are. All ranks call this
+        alike."""
+        here = {
+            (g, i): r.body for g, group in enumerate(groups) for i, r in enumerate(group.responses) if r.body
+        }
+        everyone = gather_on_0(self.leaders, here) if self.leaders is not None else None
+        if everyone is None:
+            return list(groups)
+        bodies = {place: body for theirs in everyone for place, body in theirs.items()}
+        return [
+            replace(group, responses=[replace(r, body=bodies[g, i]) for i, r in enumerate(group.responses)])
+            for g, group in enumerate(groups)
+        ]
+
+    def with_partials(self, requests: Sequence[GroupRequest]) -> list[GroupRequest]:
+        """Return the requests with all partial responses on rank 0; on the others as they are. All ranks call
+        this alike."""
+        here = {
+            (q, i): p
+            for q, request in enumerate(requests)
+            for i, p in enumerate(request.partial)
+            if p is not None and p.pickled is not None
+        }
+        everyone = gather_on_0(self.leaders, here) if self.leaders is not None else None
+        if everyone is None:
+            return list(requests)
+        whole = {place: partial for theirs in everyone for place, partial in theirs.items()}
+        return [
+            replace(request, partial=[whole.get((q, i)) for i in range(len(request.partial))])
+            for q, request in enumerate(requests)
+        ]

@@ -12,6 +12,7 @@ v + a, at the latest before the actor changes again, so that nobody has to keep 
 
 from __future__ import annotations
 
+import math
 import pickle
 import shutil
 import time
@@ -23,14 +24,22 @@ import torch.distributed as dist
 
 from megarl.config.errors import CheckpointError
 from megarl.config.schema import Config
-from megarl.data.experience import Experience, read_experience
+from megarl.data.experience import StepBatch
 from megarl.observe.run_log import Sample
 from megarl.observe.timeline import Timeline
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Ranks, Runtime
 from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule.generation import Generation, Rollout
-from megarl.schedule.rollouts import NAME, pretraining_folder, rollouts_folder
+from megarl.schedule.rollouts import (
+    FOLDER,
+    files_of,
+    pretraining_folder,
+    read_manifest,
+    read_rollout,
+    rollouts_folder,
+    stored,
+)
 from megarl.schedule.watchdog import Watchdog
 from megarl.training.checkpoint import BATCHES, PRETRAINING
 
@@ -158,8 +167,12 @@ class Elsewhere:
         that a run continues from, which holds those that were drawn ahead of it (but at the end of a run that
         is now to go further)."""
         self.drawn = self.ordered = done
+        if (
+            self.runtime.rank == 0
+        ):  # nobody is to take what was drawn after the checkpoint for what is to come
+            remove(rollouts_folder(self.config), done + 1)
         for number in range(done + 1, min(done + 1 + self.ahead, self.steps) + 1):
-            kept = None if checkpoint is None else checkpoint / BATCHES / NAME.format(number)
+            kept = None if checkpoint is None else checkpoint / BATCHES / FOLDER.format(number)
             if kept is not None and from_rank_0(self.runtime, kept.exists()):
                 self._order("take", str(kept), number, done)
             else:
@@ -187,12 +200,16 @@ class Elsewhere:
             metrics |= {"staleness/mean": float(staleness.mean()), "staleness/max": float(staleness.max())}
         return Rollout(batch, metrics, told["errors"], samples, told["events"])
 
-    def _read(self, stage: str, number: int) -> tuple[Experience, dict[str, Any]]:
-        return read_experience(visible(self._path(stage, number), VISIBLE))
+    def _read(self, stage: str, number: int) -> tuple[StepBatch, dict[str, Any]]:
+        """Read a batch: its files are shared out among the trainers, who deliver it."""
+        visible(self._path(stage, number), VISIBLE)
+        return read_rollout(self._folder(stage), number, self.runtime)
+
+    def _folder(self, stage: str) -> Path:
+        return (pretraining_folder if stage == PRETRAINING else rollouts_folder)(self.config)
 
     def _path(self, stage: str, number: int) -> Path:
-        folder = pretraining_folder if stage == PRETRAINING else rollouts_folder
-        return folder(self.config) / NAME.format(number)
+        return stored(self._folder(stage), number)
 
     def evaluate(self) -> tuple[dict[str, float], Any]:
         """Have the problems answered with the weights that were published last; see Generation.evaluate."""
@@ -205,18 +222,20 @@ class Elsewhere:
         waited, self._waited = self._waited, 0.0
         return waited
 
-    def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that gives where the samplers stand after the last rollout that is in flight, as
-        the batch says that was drawn last; called in a thread."""
+    def snapshot(self) -> Callable[[], Callable[[], dict[str, Any]]]:
+        """Return what returns a function that gives where the samplers stand after the last rollout that is
+        in flight, as the batch says that was drawn last; called in a thread."""
         stage, number = self._last
         last = number if stage == PRETRAINING else min(number + self.ahead, self.steps)
         path = self._path(stage, last)
 
         def state() -> dict[str, Any]:
-            found: dict[str, Any] = read_experience(visible(path, self.config.watchdog.limit))[1]["samplers"]
+            found: dict[str, Any] = read_manifest(visible(path, self.config.watchdog.limit))["state"][
+                "samplers"
+            ]
             return found
 
-        return state
+        return lambda: state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what a `snapshot` gave."""
@@ -230,7 +249,8 @@ class Elsewhere:
         """Return the batches that a checkpoint after `step` holds, once they are there; called in a
         thread."""
         limit, last = self.config.watchdog.limit, min(step + self.ahead, self.steps)
-        return [visible(self._path("train", number), limit) for number in range(step + 1, last + 1)]
+        manifests = [visible(self._path("train", number), limit) for number in range(step + 1, last + 1)]
+        return [path for manifest in manifests for path in files_of(manifest)]
 
     def wait_for_files(self, step: int) -> None:
         """Wait until those have been drawn; all trainers call this."""
@@ -252,6 +272,13 @@ def visible(path: Path, seconds: float) -> Path:
             )
         time.sleep(LOOK)
     return path
+
+
+def remove(folder: Path, first: int, last: float = math.inf) -> None:
+    """Remove the batches of steps `first` to `last`."""
+    for path in folder.glob(FOLDER.replace("{:06d}", "*")):
+        if first <= int(path.name.rpartition("-")[2]) <= last:
+            shutil.rmtree(path)
 
 
 def serve_orders(
@@ -294,15 +321,13 @@ def serve_orders(
                 if stage == PRETRAINING:
                     metrics["rollout/reused"] = found.metrics["rollout/reused"]
                 elif ranks.rank == 0 and not config.checkpoint.rollouts:
-                    for path in folder.glob(NAME.replace("{:06d}", "*")):
-                        if int(path.stem.rpartition("-")[2]) <= done:
-                            path.unlink()
+                    remove(folder, 0, done)
                 say(("drawn", stage, number), metrics=metrics, errors=found.errors, events=events)
             case ("take", source, number, _):
                 if ranks.rank == 0:
                     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    shutil.copyfile(source, folder / NAME.format(number))
-                state = read_experience(folder / NAME.format(number))[1]
+                    shutil.copytree(source, folder / FOLDER.format(number), dirs_exist_ok=True)
+                state = read_manifest(stored(Path(source).parent, number))["state"]
                 say(
                     ("drawn", "train", number),
                     metrics={"inside/rollout": 0.0},

@@ -101,7 +101,8 @@ class Evaluation:
         return self.weights or self.config.model.path
 
     def answer(self) -> EvaluationResult:
-        """Return `evaluation.samples` answers to every problem, judged; the same on every rank."""
+        """Return `evaluation.samples` answers to every problem, judged; the same on every rank, but for their
+        texts, which rank 0 has."""
         reward = self.config.reward
         with VerifierPool(reward.verifier, reward.workers, reward.timeout, reward.memory) as verifiers:
             worker = RolloutWorker(self.config, self.runtime, self.engine, verifiers, self.tokenizer)

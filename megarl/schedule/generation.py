@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from megarl.config.schema import Config
-from megarl.data.experience import Experience
+from megarl.data.experience import StepBatch
 from megarl.data.prompts import PromptSampler, read_prompts
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import barrier
@@ -27,10 +27,10 @@ class Rollout:
     """The rollout of one step.
 
     errors   of verifiers, and how often each occurred
-    samples  responses to be shown to people, by their row of the batch
+    samples  on rank 0, responses to be shown to people, by their row of the batch
     events   lines to be shown"""
 
-    batch: Experience
+    batch: StepBatch
     metrics: dict[str, float]
     errors: dict[str, int]
     samples: dict[int, Sample]
@@ -103,7 +103,7 @@ class Generation:
         time."""
         if stage != PRETRAINING:
             found = self.sampler.collect(number)
-            rollout = Rollout(found.to_experience(), {**found.stats}, found.errors, {}, [])
+            rollout = Rollout(found.to_step_batch(), {**found.stats}, found.errors, {}, [])
         else:
             stored, events = self.pretraining_rollouts.read(number)
             if stored is not None:
@@ -114,14 +114,14 @@ class Generation:
                 return Rollout(batch, {"rollout/reused": 1.0, **state["stats"]}, {}, samples, events)
             found = self.sampler.collect(-number)  # seeds of its own
             metrics = {"rollout/reused": 0.0, **found.stats}
-            rollout = Rollout(found.to_experience(), metrics, found.errors, {}, events)
+            rollout = Rollout(found.to_step_batch(), metrics, found.errors, {}, events)
         self._waited += found.seconds["gather"]
-        rollout.samples = found.samples(self.tokenizer, self.config.log.samples)
+        rollout.samples = self.sampler.samples(found, self.config.log.samples)
         rollout.metrics |= {f"inside/{part}": seconds for part, seconds in found.seconds.items()}
         apart = self.runtime.rollout_ranks > 0  # trainers read the batch, and a checkpoint keeps it
         if stage == PRETRAINING or apart:
             samples_ = {str(row): asdict(sample) for row, sample in rollout.samples.items()}
-            kept = {"stats": found.stats, "samplers": self.snapshot()(), "samples": samples_}
+            kept = {"stats": found.stats, "samplers": self.snapshot()()(), "samples": samples_}
             store = self.pretraining_rollouts if stage == PRETRAINING else self.rollouts
             store.write(number, rollout.batch, {**kept, "errors": found.errors})
         elif self.config.checkpoint.rollouts:
@@ -140,11 +140,17 @@ class Generation:
         waited, self._waited = self._waited, 0.0
         return waited
 
-    def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that gives, later and in any thread, where the samplers stand now, which the next
-        draw needs besides the weights: JSON, alike on every rank."""
+    def snapshot(self) -> Callable[[], Callable[[], dict[str, Any]]]:
+        """Return a function that brings where the samplers stand now, which the next draw needs besides the
+        weights, to rank 0; all ranks call it together, if at all, at any later time. It returns one that
+        gives this there, in any thread: JSON."""
         prompts, rollout = self.prompt_sampler.state(), self.sampler.snapshot()
-        return lambda: {"prompts": prompts, "rollout": rollout()}
+
+        def bring() -> Callable[[], dict[str, Any]]:
+            brought = rollout()
+            return lambda: {"prompts": prompts, "rollout": brought()}
+
+        return bring
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what a `snapshot` gave. Raises CheckpointError where the data files have changed."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.config.phases import PHASES, Phase
-from megarl.data.experience import Experience
+from megarl.data.experience import Experience, StepBatch
 from megarl.model.routing import start_counting
 from megarl.rollout.sampling import shuffle_seed
 from megarl.schedule.run import Run, Step
@@ -40,13 +40,16 @@ def rollout(run: Run, step: Step) -> None:
 
 
 def distribute(run: Run, step: Step) -> None:
-    """Distribute the batch over mini-batches with their global denominators, and take this replica's part."""
+    """Distribute the batch over mini-batches with their global denominators, and bring each replica its part
+    from the ranks that drew it."""
     config = run.config
     models = [run.critic] if step.stage == PRETRAINING else [run.actor, run.critic]
     networks = [model.model for model in models if model is not None]
     mini_batch = config.supervised.batch if step.stage == "sft" else config.update.mini_batch
     seed = shuffle_seed(config.seed, step.index)
     step.local = batch.distribute(step.batch, config, mini_batch, seed, networks, run.runtime)
+    if isinstance(step.batch, StepBatch):
+        step.batch.drop()
 
 
 def old_logprobs(run: Run, step: Step) -> None:
@@ -205,9 +208,9 @@ def enforced(phase: Phase, step: Step) -> Iterator[None]:
     """Hold a phase to its declaration: raise ValueError where it uses a column that it does not declare, or
     does not write one that it declares."""
 
-    def experiences() -> dict[int, Experience]:
-        local = getattr(step, "local", None)
-        found = (getattr(step, "batch", None), local and local.experience)
+    def experiences() -> dict[int, Experience | StepBatch]:
+        local, batch = getattr(step, "local", None), getattr(step, "batch", None)
+        found = (batch, getattr(batch, "own", None), local and local.experience)
         return {id(experience): experience for experience in found if experience is not None}
 
     before = experiences()

@@ -13,7 +13,7 @@ from megarl.schedule.run import Run
 from megarl.training.checkpoint import PRETRAINING
 from megarl.training.saving import CheckpointWriter
 
-State = Callable[[], Mapping[str, Any]]
+State = Callable[[], Callable[[], Mapping[str, Any]]]
 
 
 class PreemptionHandler:
@@ -33,7 +33,7 @@ class PreemptionHandler:
 
     def start(self, stage: str, step: int) -> None:
         """Begin after `step`, of which there is a checkpoint, or at the beginning of the run."""
-        self._last_saved, self._last_step = (stage, step), (stage, step, dict)
+        self._last_saved, self._last_step = (stage, step), (stage, step, lambda: dict)
         self._since = time.monotonic()
 
     def take_seconds(self) -> float:
@@ -45,7 +45,8 @@ class PreemptionHandler:
         """Save the step where that is `due`, and leave where the run was told to; nothing is put off after
         the `last` step.
 
-        state: gives what a checkpoint of the step needs besides the models; called at any later time. Raises
+        state: brings to rank 0 what a checkpoint of the step needs besides the models, and returns what gives
+        it there; called by all ranks together, at any later time, where the step is saved. Raises
         Interrupted on every rank where the run leaves, CheckpointError as CheckpointWriter."""
         self.longest_step = max(self.longest_step, time.monotonic() - self._since)
         self._since = time.monotonic()
@@ -84,6 +85,6 @@ class PreemptionHandler:
         started = time.perf_counter()
         stage, step, state = self._last_step
         parts = ("critic",) if stage == PRETRAINING else tuple(self.run.models)
-        self.writer.save(stage, step, parts, state, now=now)
+        self.writer.save(stage, step, parts, state(), now=now)
         self._last_saved = stage, step
         self._spent += time.perf_counter() - started

@@ -17,7 +17,7 @@ from megarl.parallel.comm import max_over_ranks
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.phases import FUNCTIONS
 from megarl.schedule.preflight import versions
-from megarl.schedule.rollouts import read_step_rollout
+from megarl.schedule.rollouts import files_of, read_rollout, rollouts_folder, stored
 from megarl.schedule.run import Run, Step
 from megarl.training.checkpoint import (
     FOLDER,
@@ -97,8 +97,8 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
             run.weight_sync.sync(number - 1)
         for phase in training_phases(config):
             if phase.name == ROLLOUT.name:
-                step.batch, statistics = read_step_rollout(config.run_dir, number)
-                step.metrics |= statistics
+                step.batch, state = read_rollout(rollouts_folder(config), number, runtime)
+                step.metrics |= state["stats"]
             elif phase.name != WEIGHT_TRANSFER.name:  # nobody asks the engine any more
                 if phase.on_gpu:
                     run.onload(phase.name, phase.on_gpu)
@@ -180,7 +180,7 @@ def check_replay(config: Config, number: int) -> None:
     recorded_numbers(config, number)
     before(config, number)
     if main_stage(config) == "train":
-        read_step_rollout(config.run_dir, number)
+        files_of(stored(rollouts_folder(config), number))
 
 
 def lines(outcome: Outcome) -> list[str]:

@@ -1,13 +1,20 @@
-"""What outlives a step of its rollout. Whole batches on disk, a safetensors file each: those of every step,
-for `megarl replay` (checkpoint.rollouts), and those of value pretraining, whose policy stands still, so that
-another critic can be fitted to the same ones (VAPO section 4.1). And a few responses for people, with each
-token's advantage and value.
+"""What outlives a step of its rollout. Whole batches on disk: those of every step, for `megarl replay`
+(checkpoint.rollouts), and those of value pretraining, whose policy stands still, so that another critic can
+be fitted to the same ones (VAPO section 4.1). And a few responses for people, with each token's advantage and
+value.
+
+A batch is a folder. Each rank that drew responses writes them into a safetensors file of their own, and rank
+0 then the manifest, with the files' checksums: without it there is no batch. Read at any layout: the files
+are shared out among the ranks, which then deliver the sequences as if they had drawn them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,19 +22,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megarl.config.errors import ConfigError, DataError
+from megarl.config.files import fsync
 from megarl.config.schema import Config
-from megarl.data.experience import Experience, read_experience, read_made_from, write_experience
+from megarl.data.experience import (
+    Experience,
+    StepBatch,
+    join,
+    read_experience,
+    read_made_from,
+    write_experience,
+)
 from megarl.data.prompts import Prompt
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0
 from megarl.parallel.runtime import Ranks, Runtime
+from megarl.training.batch import LocalBatch
 from megarl.training.checkpoint import settings_of, sha256_of
 
 KEY = "value_pretraining.rollouts"
-NAME = "step-{:06d}.safetensors"
+FOLDER = "step-{:06d}"
+MANIFEST = "manifest.json"
+OLD = "step-{:06d}.safetensors"  # until 2026-11 a batch was one file, which is still read
+OF_TOKENS = ("engine_logprobs", "token_versions", "routing")  # columns [T] of a file; the others are [n]
 # Keys, and sections, on which the frozen policy's samples and their rewards depend: nothing of the critic,
 # and not the number of rollouts.
 DECIDING = (
@@ -47,11 +67,11 @@ WHOLE_CHARACTER = 4  # a character's UTF-8 has at most so many bytes, and so man
 
 
 class RolloutStore:
-    """A folder of rollouts. The ranks call the methods alike: their first writes; a file that one of them
-    cannot read is used by none.
+    """A folder of rollouts. The ranks call the methods alike; a batch that one of them cannot read is used by
+    none.
 
     key, remedy  the config key, and what helps where there is no room, for messages
-    made_from    settings that are stored with each file, and that a file must have been made with to be read
+    made_from    settings that are stored with each batch, and that it must have been made with to be read
     """
 
     def __init__(
@@ -60,46 +80,146 @@ class RolloutStore:
         self.folder, self.ranks, self.key, self.remedy = folder, ranks, key, remedy
         self.made_from = made_from or {}
 
-    def read(self, number: int) -> tuple[tuple[Experience, dict[str, Any]] | None, list[str]]:
-        """Return ((experience, state), []); or (None, lines) where there is no file, or a damaged one, which
-        a line names.
+    def read(self, number: int) -> tuple[tuple[StepBatch, dict[str, Any]] | None, list[str]]:
+        """Return ((batch, state), []); or (None, lines) where there is none, or a damaged one, which a line
+        names.
 
-        Raises ConfigError on every rank where the file was made with other settings."""
-        path, found, problem = self.folder / NAME.format(number), None, ""
-        refused: ConfigError | None = None
+        Raises ConfigError on every rank where it was made with other settings."""
+        if not from_rank_0(self.ranks, stored(self.folder, number).exists()):
+            return None, []
         try:
-            if path.exists():
-                check_made_from(path, self.made_from)
-                found = read_experience(path)
-        except ConfigError as error:
-            refused = error
+            return read_rollout(self.folder, number, self.ranks, self.made_from), []
         except DataError as error:
-            problem = f"{error}; it is sampled again"
-        reports = gather_objects(self.ranks, (found is not None, problem, refused))
-        for _, _, theirs in reports:
-            if theirs is not None:
-                raise theirs
-        everywhere = all(whole for whole, _, _ in reports)
-        return found if everywhere else None, list(dict.fromkeys(line for _, line, _ in reports if line))
+            return None, [f"{error}; it is sampled again"]
 
-    def write(self, number: int, experience: Experience, state: Mapping[str, Any]) -> None:
-        """Write a rollout with `state` (JSON). Raises ConfigError on every rank where it cannot be
+    def write(self, number: int, batch: StepBatch, state: Mapping[str, Any]) -> None:
+        """Write a rollout with `state` (JSON, of rank 0). Raises ConfigError on every rank where it cannot be
         written."""
-        path, failure = self.folder / NAME.format(number), None
-        if self.ranks.rank == 0:
-            try:
-                write_experience(path, experience, state, self.made_from)
-            except OSError as error:
-                failure = f"{self.key}: {path}: cannot be written: {error} ({self.remedy})"
-        failure = from_rank_0(self.ranks, failure)
-        if failure is not None:
-            raise ConfigError(failure)
+        folder, rank = self.folder / FOLDER.format(number), self.ranks.rank
+        failure, part, sha256 = None, f"rank-{rank:05d}.safetensors", ""
+
+        def check() -> None:
+            failures = gather_objects(self.ranks, failure)
+            if any(failures):
+                raise ConfigError(f"{self.key}: {next(filter(None, failures))} ({self.remedy})")
+
+        try:
+            if rank == 0:
+                (self.folder / OLD.format(number)).unlink(missing_ok=True)
+                shutil.rmtree(folder, ignore_errors=True)  # damaged, or to be drawn again
+                folder.mkdir(parents=True, mode=0o700)
+        except OSError as error:
+            failure = f"{folder}: cannot be written: {error}"
+        check()
+        try:
+            if len(batch.rows):
+                columns = {name: column[batch.rows] for name, column in batch.columns.items()}
+                own = replace(batch.own, columns=batch.own.columns | columns | {"row": batch.rows})
+                sha256 = write_experience(folder / part, own, {}, {})
+        except OSError as error:
+            failure = f"{folder / part}: cannot be written: {error}"
+        check()
+        parts = gather_on_0(self.ranks, (part, sha256))
+        try:
+            if parts is not None:
+                files = {name: digest for name, digest in parts if digest}
+                content = {"made_from": self.made_from, "files": files, "state": state}
+                # A prompt's extra columns may be of types that JSON does not know.
+                text = json.dumps(content, default=str)
+                digest = hashlib.sha256(text.encode()).hexdigest()
+                aside = folder / f".{MANIFEST}.partial"
+                aside.write_text(f"{digest}\n{text}\n", encoding="utf-8")
+                fsync(aside)
+                os.replace(aside, folder / MANIFEST)
+                fsync(folder)
+        except OSError as error:
+            failure = f"{folder / MANIFEST}: cannot be written: {error}"
+        check()
 
 
-def read_step_rollout(run_dir: Path, number: int) -> tuple[Experience, dict[str, Any]]:
-    """Return batch and statistics of a step's rollout. Raises DataError if the file is missing or damaged."""
-    batch, state = read_experience(run_dir / "rollouts" / NAME.format(number))
-    return batch, state["stats"]
+def stored(folder: Path, number: int) -> Path:
+    """Return the file that says that there is a rollout: its manifest, or the one file of an old one."""
+    old = folder / OLD.format(number)
+    return old if old.exists() else folder / FOLDER.format(number) / MANIFEST
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return a rollout's made_from, state, and files (name -> SHA-256). Raises DataError where it is missing
+    or damaged."""
+    if path.name != MANIFEST:
+        return {
+            "made_from": read_made_from(path),
+            "files": {path.name: None},
+            "state": read_experience(path)[1],
+        }
+    try:
+        digest, text = path.read_text(encoding="utf-8").splitlines()
+        if hashlib.sha256(text.encode()).hexdigest() != digest:
+            raise DataError(f"{path}: is damaged (its checksum is another)")
+        return dict(json.loads(text))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: is damaged ({error})") from None
+
+
+def read_rollout(
+    folder: Path, number: int, ranks: Ranks, made_from: Mapping[str, Any] | None = None
+) -> tuple[StepBatch, dict[str, Any]]:
+    """Return the batch and the state of a rollout; every rank calls this, and holds what it has read. Raises
+    on every rank DataError where it is missing or damaged, ConfigError where it was `made_from` other
+    settings."""
+    path = stored(folder, number)
+    manifest: Any = None
+    try:
+        if ranks.rank == 0:
+            manifest = read_manifest(path)
+            check_made_from(path, manifest["made_from"], made_from or {})
+    except (ConfigError, DataError) as error:
+        manifest = error
+    manifest = from_rank_0(ranks, manifest)
+    if not isinstance(manifest, dict):
+        raise manifest
+    found, problem = [], None
+    try:
+        for i, (name, digest) in enumerate(manifest["files"].items()):
+            if i % ranks.world == ranks.rank:
+                found.append(read_experience(path.parent / name, digest)[0])
+    except DataError as error:
+        problem = error
+    own, facts = None, None
+    if found and problem is None:
+        own = join(found)
+        rows = own.columns.pop("row", torch.arange(own.num_sequences))  # an old file is the whole batch
+        own = own.select(rows.argsort())
+        columns = {name: own.columns.pop(name) for name in list(own.columns) if name not in OF_TOKENS}
+        facts = rows.sort().values, own.lengths, own.response_lengths, columns, own.select([])
+    everyone = gather_objects(ranks, (problem, facts))
+    if problem := next(filter(None, (theirs for theirs, _ in everyone)), None):
+        raise problem
+    by_rank = [(rank, *theirs) for rank, (_, theirs) in enumerate(everyone) if theirs is not None]
+    all_rows = torch.cat([rows for _, rows, *_ in by_rank])
+    order = all_rows.argsort()
+
+    def whole(parts: Iterable[Tensor]) -> Tensor:
+        return torch.cat([*parts])[order]
+
+    batch = StepBatch(
+        lengths=whole(lengths for _, _, lengths, *_ in by_rank),
+        response_lengths=whole(lengths for _, _, _, lengths, *_ in by_rank),
+        owners=whole(torch.full_like(rows, rank) for rank, rows, *_ in by_rank),
+        columns={name: whole(columns[name] for *_, columns, _ in by_rank) for name in by_rank[0][4]},
+        rows=facts[0] if facts is not None else all_rows[:0],
+        own=own if own is not None else by_rank[0][5],
+    )
+    return batch, manifest["state"]
+
+
+def files_of(manifest: Path) -> list[Path]:
+    """Return the files of a rollout. Raises DataError where one is missing."""
+    files = [manifest.parent / name for name in read_manifest(manifest)["files"]]
+    for path in files:
+        if not path.exists():
+            raise DataError(f"{path}: no such file, which {manifest} names")
+    return list(dict.fromkeys([*files, manifest]))
 
 
 def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks) -> RolloutStore:
@@ -126,17 +246,15 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
 def check_pretraining_rollouts(config: Config) -> None:
     """Check, before a rank is started, that the first stored rollout was made with this configuration. The
     model's files and the prompts are compared later. A damaged file is no error: it is sampled again."""
-    path = pretraining_folder(config) / NAME.format(1)
+    path = stored(pretraining_folder(config), 1)
     if config.has_critic and config.value_pretraining.steps and path.exists():
         with suppress(DataError):
-            check_made_from(path, _deciding(config))
+            check_made_from(path, read_manifest(path)["made_from"], _deciding(config))
 
 
-def check_made_from(path: Path, now: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first setting in `now` that the file was made with another value of,
-    DataError where the file is damaged. Keys that only one of the two has (from another version of megarl)
-    are not compared."""
-    then = read_made_from(path)
+def check_made_from(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first setting in `now` that a rollout was made with another value of. Keys
+    that only one of the two has (from another version of megarl) are not compared."""
     for key, value in now.items():
         if key in then and then[key] != value:
             what = f"{key} {then[key]!r}, this run has {value!r}"
@@ -168,18 +286,20 @@ def has_tokens(number: int, steps: int) -> bool:
 
 
 def with_tokens(
-    samples: Mapping[int, Sample], batch: Experience, local: Experience, tokenizer: Any, runtime: Runtime
+    samples: Mapping[int, Sample], local: LocalBatch, tokenizer: Any, runtime: Runtime
 ) -> list[Sample]:
-    """Return a step's samples, by their row of `batch`, with their tokens, advantages and values. Every rank
-    calls this with its replica's share of the batch, `local`; rank 0 gets them complete."""
-    parts = gather_on_0(runtime, token_worth(local, batch, samples) if runtime.is_replica_leader else {})
+    """Return a step's samples, by their row of the batch, with their tokens, advantages and values. Every
+    rank calls this with its replica's share of the batch; rank 0, which has the samples, gets them
+    complete."""
+    wanted = from_rank_0(runtime, list(samples))
+    parts = gather_on_0(runtime, token_worth(local, wanted) if runtime.is_replica_leader else {})
     if parts is None:
-        return list(samples.values())
+        return []
     found = {row: columns for part in parts for row, columns in part.items()}
     complete = []
     for row, sample in samples.items():
-        ids = batch.tokens[response_indices(batch, row)].tolist()
-        worth = {name: column.tolist() for name, column in found.get(row, {}).items()}
+        worth = {name: column.tolist() for name, column in found[row].items()}
+        ids = worth.pop("tokens")
         if advantages := worth.get("advantages"):
             mean = math.fsum(advantages) / len(advantages)
             sample = replace(
@@ -202,17 +322,16 @@ def _rounded(column: list[float]) -> list[float | None]:
     return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in column]
 
 
-def token_worth(local: Experience, batch: Experience, rows: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """Return row of `batch` -> {"advantages", "values"}, float32 [response tokens], for the rows and columns
-    that are in `local`, a replica's share."""
-    places = list(zip(local["group_ids"].tolist(), local["response_index"].tolist(), strict=True))
-    names = [name for name in ("advantages", "values") if name in local]
-    found = {}
+def token_worth(local: LocalBatch, rows: Iterable[int]) -> dict[int, dict[str, Tensor]]:
+    """Return row of the batch -> {"tokens", "advantages", "values"}, of the response's tokens, for the rows
+    and columns that are in `local`, a replica's share."""
+    places = {row: i for i, row in enumerate(local.rows.tolist())}
+    experience, found = local.experience, {}
     for row in rows:
-        place = (int(batch["group_ids"][row]), int(batch["response_index"][row]))
-        if place in places:
-            tokens = response_indices(local, places.index(place))
-            found[row] = {name: local[name][tokens].float() for name in names}
+        if row in places:
+            tokens = response_indices(experience, places[row])
+            columns = {n: experience[n][tokens].float() for n in ("advantages", "values") if n in experience}
+            found[row] = {"tokens": experience.tokens[tokens], **columns}
     return found
 
 

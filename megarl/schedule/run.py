@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from megarl.config.errors import ConfigError
 from megarl.config.phases import never_offloaded
 from megarl.config.schema import Config
-from megarl.data.experience import Experience
+from megarl.data.experience import Experience, StepBatch
 from megarl.data.prompts import PromptSampler, ReadReport, read_pairs
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
 from megarl.observe.run_log import Sample
@@ -211,13 +211,14 @@ class Run:
         """Return the models whose weights and optimizers a checkpoint holds."""
         return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
 
-    def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that gives, later and in any thread, where the samplers stand now, which the next
-        step needs besides the models: JSON, alike on every rank."""
+    def snapshot(self) -> Callable[[], Callable[[], dict[str, Any]]]:
+        """Return a function that brings where the samplers stand now, which the next step needs besides the
+        models, to rank 0; all ranks call it together, if at all, at any later time. It returns one that gives
+        this there, in any thread: JSON."""
         if self.config.recipe != "sft":
             return self.generation.snapshot()
         pairs = self.pair_sampler.state()
-        return lambda: {"pairs": pairs}
+        return lambda: lambda: {"pairs": pairs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what a `snapshot` gave. Raises CheckpointError where the data files have changed."""
@@ -277,9 +278,9 @@ class Step:
     stage            "train", "value_pretraining" or "sft"
     events           lines to be shown
     verifier_errors  error -> how often a verifier failed with it
-    samples          responses to be shown to people, by their row of the batch
+    samples          on rank 0, responses to be shown to people, by their row of the batch
     distributions    tables for distributions.jsonl
-    batch            the whole step's Experience, the same on every rank
+    batch            what every rank knows of the whole step; the pairs of a supervised step, whole
     local            this replica's share of it
     """
 
@@ -291,7 +292,7 @@ class Step:
     samples: dict[int, Sample] = field(default_factory=dict)
     distributions: Tables = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
-    batch: Experience = field(init=False, repr=False)
+    batch: Experience | StepBatch = field(init=False, repr=False)
     local: LocalBatch = field(init=False, repr=False)
 
     @property

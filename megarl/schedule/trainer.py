@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -200,10 +200,9 @@ class Trainer:
             metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
         step.events += self.guards.judged(metrics, step.verifier_errors)
         samples = list(step.samples.values())
-        if samples and has_tokens(step.number, self.facts.total(step.stage)):
-            samples = with_tokens(
-                step.samples, step.batch, step.local.experience, run.tokenizer, self.runtime
-            )
+        shows = self.config.log.samples and step.stage != "sft"
+        if shows and has_tokens(step.number, self.facts.total(step.stage)):
+            samples = with_tokens(step.samples, step.local, run.tokenizer, self.runtime)
         # Of each memory figure the largest of all ranks: the device that is the first to be full.
         memory = {name: size for name, size in metrics.items() if name.startswith("memory")}
         memory["memory/host"] = float(run.host.nbytes)
@@ -273,8 +272,9 @@ class Trainer:
             dict(self.pretraining_progress),
         )
 
-        def state() -> dict[str, Any]:
-            return {"samplers": samplers(), "guards": guards, "value_pretraining": pretraining}
+        def state() -> Callable[[], dict[str, Any]]:
+            brought = samplers()
+            return lambda: {"samplers": brought(), "guards": guards, "value_pretraining": pretraining}
 
         due = bool(every) and (number % every == 0 or last)
         self.preemption.after_step(stage, number, state, due=due, last=last and stage == self.stage)

@@ -25,7 +25,7 @@ from megarl.algorithms.advantages import (
 from megarl.algorithms.evaluation import explained_variance, variance_sums
 from megarl.algorithms.mismatch import difference_histogram, mismatch_factors, mismatch_metrics, mismatch_sums
 from megarl.config.schema import AlgorithmConfig, MismatchConfig
-from megarl.data.experience import Experience
+from megarl.data.experience import Experience, StepBatch
 from megarl.parallel.comm import max_over_ranks, sum_over_replicas
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import LocalBatch
@@ -34,7 +34,7 @@ Tables = dict[str, dict[str, list[float]]]  # of distributions.jsonl: table -> r
 
 
 def add_group_advantages(
-    config: AlgorithmConfig, batch: Experience, local: LocalBatch, runtime: Runtime
+    config: AlgorithmConfig, batch: Experience | StepBatch, local: LocalBatch, runtime: Runtime
 ) -> dict[str, float]:
     """Write this replica's advantages [T], each response's own at all of its tokens; return policy/kl_reward
     where there is one. The groups

@@ -12,13 +12,13 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megarl.algorithms.advantages import response_lengths
 from megarl.algorithms.losses import token_weights
 from megarl.config.schema import Config
-from megarl.data.experience import Experience, balance, cost, cut, even_length, pack
+from megarl.data.experience import Experience, StepBatch, balance, cost, cut, even_length, pack
 from megarl.model.builder import ModelChunks
 from megarl.model.fp8 import pack_multiple
 from megarl.parallel.comm import sum_over_replicas
+from megarl.parallel.delivery import deliver
 from megarl.parallel.runtime import Runtime
 
 
@@ -83,7 +83,7 @@ class LocalBatch:
         """Return those of all mini-batches: what a forward pass over the whole share takes."""
         return [batch for mini_batch in self.mini_batches for batch in mini_batch]
 
-    def gather(self, of_responses: Tensor, whole: Experience, runtime: Runtime) -> Tensor:
+    def gather(self, of_responses: Tensor, whole: Experience | StepBatch, runtime: Runtime) -> Tensor:
         """Return one number per response [n] of every replica's share, in the order of the whole batch, on
         every rank."""
         placed = torch.zeros(whole.num_sequences, dtype=torch.float64)
@@ -92,15 +92,16 @@ class LocalBatch:
 
 
 def distribute(
-    batch: Experience,
+    batch: Experience | StepBatch,
     config: Config,
     mini_batch: int,
     seed: int,
     models: Sequence[ModelChunks],
     runtime: Runtime,
 ) -> LocalBatch:
-    """Return this replica's share of `batch`, which every rank holds whole; every rank computes the same
-    assignment.
+    """Return this replica's share of `batch`, of which every rank knows the lengths and the columns [n] and
+    computes the same assignment. The tokens come from the ranks that hold them, unless the batch is an
+    Experience, which every rank holds whole.
 
     models: the networks that the share goes through; their sizes say what a sequence of a length costs."""
     critic_mini_batch = config.critic.mini_batch or mini_batch
@@ -108,7 +109,6 @@ def distribute(
     finest = min(mini_batch, critic_mini_batch)
     sizes = (mini_batch, critic_mini_batch, finest)
     ids, critic_ids, finest_ids = (mini_batch_ids(batch.num_sequences, size, seed) for size in sizes)
-    add_weights(batch, ids, critic_ids, config)
     lengths = batch.lengths.tolist()
     costs = cost(lengths, even_length(*map(matrix_shape, models)))
     shares_of: list[list[list[int]]] = []  # by mini-batch and replica
@@ -118,7 +118,16 @@ def distribute(
         shares_of.append([[members[i] for i in share] for share in shares])
     mine = [shares[runtime.dp_rank] for shares in shares_of]
     rows = torch.tensor([i for share in mine for i in share], dtype=torch.int64)
-    local = batch.select(rows)
+    if isinstance(batch, Experience):
+        local = batch.select(rows)
+    else:
+        layout, replicas = runtime.layout, range(runtime.layout.dp)
+        of_replicas = [[i for shares in shares_of for i in shares[replica]] for replica in replicas]
+        ranks = range(layout.world)
+        trained_by = [[rank for rank in ranks if layout.coords(rank).dp == replica] for replica in replicas]
+        local = deliver(runtime, batch, of_replicas, trained_by)
+    for name, of_responses in loss_weights(batch, ids, critic_ids, config).items():
+        local[name] = local.spread(of_responses[rows])
     stops = torch.tensor([0, *map(len, mine)]).cumsum(0).tolist()
 
     def micro_batches_of(size: int) -> list[list[MicroBatch]]:
@@ -149,23 +158,23 @@ def mini_batch_ids(sequences: int, mini_batch: int, seed: int) -> Tensor:
     return ids
 
 
-def add_weights(experience: Experience, ids: Tensor, critic_ids: Tensor, config: Config) -> None:
-    """Write policy_loss_weights, nll_loss_weights and value_loss_weights, float32 [T]: the denominators of
-    every loss term, global over each mini-batch (docs/design.md, "Numbers that must hold everywhere"). Reads
-    correct and truncated.
+def loss_weights(
+    batch: Experience | StepBatch, ids: Tensor, critic_ids: Tensor, config: Config
+) -> dict[str, Tensor]:
+    """Return policy_loss_weights, nll_loss_weights and value_loss_weights of each token of a response,
+    float32 [n]: the denominators of every loss term, global over each mini-batch (docs/design.md, "Numbers
+    that must hold everywhere"). Reads correct and truncated.
 
     ids, critic_ids: int64 [n], the actor's and the critic's mini-batch of each sequence."""
-    truncated = experience["truncated"]
+    truncated = batch["truncated"]
     kept = ~truncated if config.reward.overlong.filter else torch.ones_like(truncated)
-    lengths = response_lengths(experience.response_mask, experience.cu_seqlens)
     aggregation, longest = config.algorithm.aggregation, config.rollout.max_response_tokens
-    weights = {
+    lengths = batch.response_lengths
+    return {
         "policy_loss_weights": token_weights(lengths, aggregation, ids, kept, longest),
-        "nll_loss_weights": token_weights(lengths, "token", ids, kept & experience["correct"]),
+        "nll_loss_weights": token_weights(lengths, "token", ids, kept & batch["correct"]),
         "value_loss_weights": token_weights(lengths, "token", critic_ids, kept),
     }
-    for name, of_responses in weights.items():
-        experience[name] = experience.spread(of_responses)
 
 
 def matrix_shape(model: ModelChunks) -> tuple[int, int]:

@@ -114,8 +114,8 @@ class CheckpointWriter:
         """Begin the checkpoint of `step`, once the one before is whole; with `now`, or without
         `checkpoint.background`, finish it.
 
-        parts: the models that belong to it; state: gives what the next step needs besides them, the same on
-        every rank, called at any time until the checkpoint is whole. Raises CheckpointError on every rank
+        parts: the models that belong to it; state: gives what the next step needs besides them, called on
+        rank 0 at any time until the checkpoint is whole. Raises CheckpointError on every rank
         where this checkpoint, or the one before, cannot be written."""
         started = time.perf_counter()
         self.finish()
@@ -259,8 +259,9 @@ class _Writing:
         if self.state is not None:
             self._add(write_state(self.partial, self.state()))
         for path in self.ahead():
-            (self.partial / BATCHES).mkdir(exist_ok=True)
-            self._add([Path(shutil.copy(path, self.partial / BATCHES))])
+            folder = self.partial / BATCHES / path.parent.name
+            folder.mkdir(parents=True, exist_ok=True)
+            self._add([Path(shutil.copy(path, folder))])
 
     def complete(
         self,

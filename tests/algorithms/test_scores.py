@@ -185,9 +185,10 @@ def _result(k: int, rows: list[list[tuple[str | None, bool]]]) -> EvaluationResu
     groups = []
     for uid, row in enumerate(rows):
         prompt = Prompt(uid=uid, text=f"problem {uid}", tokens=(1,), answer="1")
-        empty = np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.float32)
         groups.append(
-            Group(prompt, [Response(*empty, "stop", right, vote, None, 0.0, 0.0) for vote, right in row], 0)
+            Group(
+                prompt, [Response(None, 0, 2, "stop", right, vote, None, 0.0, 0.0) for vote, right in row], 0
+            )
         )
     return EvaluationResult(k, groups)
 

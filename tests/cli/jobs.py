@@ -25,7 +25,7 @@ def write_perturbed(runtime: Runtime, config: Config) -> None:
     for part in run.actor.optimizers:
         allocate_moments(part.optimizer)  # as its first step would
     run.actor.optimizer.reload_model_params()
-    save_checkpoint(runtime, config, 3, run.models, {"samplers": run.snapshot()()}, {})
+    save_checkpoint(runtime, config, 3, run.models, {"samplers": run.snapshot()()()}, {})
     run.export("actor", config.run_dir / "hf")
     run.close()
 

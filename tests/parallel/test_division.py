@@ -80,11 +80,15 @@ def divide(
             sorted({int(n) for micro in own for n in numbers[micro.token_indices]}) for own in mini_batches
         ]
 
+    def by_number(name: str) -> dict[int, torch.Tensor]:
+        of_sequences = local.experience[name].split(local.experience.lengths.tolist())
+        return dict(zip(local.experience["number"].tolist(), of_sequences, strict=True))
+
     return {
         "shapes": [matrix_shape(model) for model in models],
         "actor": members(local.mini_batches),
         "critic": members(local.critic_mini_batches),
-        "weights": {name: batch[f"{name}_loss_weights"] for name in ("policy", "nll", "value")},
+        "weights": {name: by_number(f"{name}_loss_weights") for name in ("policy", "nll", "value")},
         "forward": sum(micro.token_indices.numel() for micro in local.micro_batches),
         "local": int(local.experience.response_mask.sum()),
     }
@@ -139,9 +143,10 @@ def test_mini_batches_of_the_critic(
             assert sorted(n for own in mini_batches for n in own) == list(range(RESPONSES))
             assert {len(own) for own in mini_batches} == {size}
             assert whole.setdefault(which, mini_batches) == mini_batches
-            weights = found[0]["weights"]["value" if which == "critic" else "policy"]
+            kind = "value" if which == "critic" else "policy"
+            weights = {n: own for rank in found for n, own in rank["weights"][kind].items()}
             for own in mini_batches:
                 tokens = sum(lengths[n] for n in own if kept[n])
                 for n in own:
-                    mine = weights[batch.cu_seqlens[n] : batch.cu_seqlens[n + 1]][2:].double().tolist()
+                    mine = weights[n][2:].double().tolist()
                     assert mine == pytest.approx([1 / tokens if kept[n] else 0.0] * lengths[n], rel=1e-6)

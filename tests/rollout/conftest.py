@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
+import queue
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.data.experience import Experience
+from megarl.parallel.delivery import deliver
+from megarl.rollout.batch import RolloutBatch
 from megarl.rollout.transformers_engine import TransformersEngine
 from tests.engines import load_folder
 from tests.tiny_models import make_tiny_model
@@ -18,6 +27,46 @@ TINIEST = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 16, "hea
 EOS = 1
 
 
+class Meeting:
+    """all_gather among threads. A thread that never comes breaks the barrier after 20 s instead of hanging
+    the test."""
+
+    def __init__(self, world: int) -> None:
+        self.barrier, self.values = threading.Barrier(world), [None] * world
+        self.post: Any = defaultdict(queue.Queue)  # by sender and receiver
+
+    def gather(self, rank: int) -> Callable[[Any], list[Any]]:
+        def exchange(value: Any) -> list[Any]:
+            self.values[rank] = value
+            self.barrier.wait(20)
+            result = list(self.values)
+            self.barrier.wait(20)
+            return result
+
+        return exchange
+
+    def ranks(self) -> list[Any]:
+        world = len(self.values)
+        return [
+            SimpleNamespace(rank=rank, world=world, gather=self.gather(rank), post=self.post)
+            for rank in range(world)
+        ]
+
+
+def threads(world: int, each: int = 1) -> list[Any]:
+    """The runtimes of ranks that are threads, `each` of which have one engine."""
+    found, leaders = Meeting(world).ranks(), Meeting(world // each).ranks()
+    for runtime in found:
+        runtime.leaders = None if runtime.rank % each else leaders[runtime.rank // each]
+    return found
+
+
+def experience_of(batch: RolloutBatch) -> Experience:
+    """Return the whole batch, all of which is here."""
+    made, alone = batch.to_step_batch(), threads(1)[0]
+    return deliver(alone, made, [range(made.num_sequences)], [[0]])
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
@@ -25,12 +74,33 @@ def one_thread():
 
 @pytest.fixture(scope="module", autouse=True)
 def gather_by_runtime() -> Iterator[None]:
-    """Ranks are threads, or there is one: what they exchange goes by way of the runtime that the test
-    gives."""
+    """Ranks are threads, or there is one: what they exchange goes by way of the runtime that the test gives,
+    pickled as between processes."""
+
+    def gather(runtime, value):
+        return [pickle.loads(blob) for blob in runtime.gather(pickle.dumps(value))]
+
+    def exchange(runtime, outgoing, incoming):
+        for to, blob in outgoing.items():
+            runtime.post[runtime.rank, to].put(bytes(blob.numpy()))
+        found = {}
+        for rank, size in incoming.items():
+            blob = runtime.post[rank, runtime.rank].get(timeout=20)
+            assert len(blob) == size
+            found[rank] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        return found
+
+    def gather_on_0(runtime, value):
+        found = gather(runtime, value)
+        return found if runtime.rank == 0 else None
+
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("sampler", "weight_sync"):
-            name = f"megarl.rollout.{module}.gather_objects"
-            patch.setattr(name, lambda runtime, value: runtime.gather(value))
+        patch.setattr("megarl.rollout.weight_sync.gather_objects", gather)
+        patch.setattr("megarl.rollout.sampler.leaders_of", lambda runtime, each, timeout: runtime.leaders)
+        patch.setattr("megarl.rollout.sampler.gather_on_0", gather_on_0)
+        patch.setattr("megarl.rollout.sampler.from_rank_0", lambda runtime, value: gather(runtime, value)[0])
+        for module in ("rollout.sampler", "parallel.delivery"):
+            patch.setattr(f"megarl.{module}.exchange", exchange)
         yield
 
 

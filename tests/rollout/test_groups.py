@@ -14,17 +14,18 @@ from hypothesis import strategies as st
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import DynamicSamplingConfig
 from megarl.data.prompts import Prompt
-from megarl.rollout.batch import Group, Response, RolloutBatch, response_stats
+from megarl.rollout.batch import Body, Group, Response, RolloutBatch, response_stats
 from megarl.rollout.sampler import GroupCollector, words_pattern
+from tests.rollout.conftest import experience_of
 
 SIZE = 3
 
 
 def group(uid: int, correct: int, version: int = 0, reflects: bool | None = None) -> Group:
     responses = [
-        Response(
-            tokens=np.arange(2 + i, dtype=np.int32),
-            logprobs=np.array([-0.1, *[-1 / 3] * (1 + i)], dtype=np.float32),
+        Response.of(
+            Body(np.arange(2 + i, dtype=np.int32), np.array([-0.1, *[-1 / 3] * (1 + i)], dtype=np.float32)),
+            0,
             finish="stop" if i else "length",
             correct=i < correct,
             extracted=str(i) if i else None,
@@ -206,19 +207,19 @@ def test_no_words_find_nothing():
 def test_routing_survives_json_and_is_a_column(kind):
     """Of responses that have none, as of surplus from before it was recorded, each token has no choice."""
     routed, free = group(5, 2), group(6, 1)
-    lengths = [len(routed.prompt.tokens) + r.tokens.size for r in routed.responses]
+    lengths = [len(routed.prompt.tokens) + r.length for r in routed.responses]
     for i, response in enumerate(routed.responses):
-        response.routing = np.full((lengths[i], 3, 2), i, dtype=kind)
+        response.body.routing = np.full((lengths[i], 3, 2), i, dtype=kind)
     again = Group.from_state(json.loads(json.dumps(routed.state_dict())))
     for a, b in zip(again.responses, routed.responses, strict=True):
-        assert a.routing.dtype == kind and np.array_equal(a.routing, b.routing)
-    experience = RolloutBatch(1, [free, again], {}, {}, {}).to_experience()
+        assert a.body.routing.dtype == kind and np.array_equal(a.body.routing, b.body.routing)
+    experience = experience_of(RolloutBatch(1, [free, again], {}, {}, {}))
     column, starts = experience["routing"].numpy(), experience.cu_seqlens.tolist()
     assert column.shape == (experience.num_tokens, 3, 2) and column.dtype == kind
     assert (column[: starts[SIZE]] == np.iinfo(kind).max).all()
     for i in range(SIZE):
         assert (column[starts[SIZE + i] : starts[SIZE + i + 1]] == i).all()
-    assert "routing" not in RolloutBatch(1, [free], {}, {}, {}).to_experience()
+    assert "routing" not in experience_of(RolloutBatch(1, [free], {}, {}, {}))
 
 
 def test_state_survives_json_exactly():
@@ -226,9 +227,10 @@ def test_state_survives_json_exactly():
     after = Group.from_state(json.loads(json.dumps(before.state_dict())))
     assert after.prompt == before.prompt and after.version == 11
     for a, b in zip(after.responses, before.responses, strict=True):
-        assert a.tokens.dtype == np.int32 and a.logprobs.dtype == np.float32
-        assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs)
-        assert {**vars(a), "tokens": 0, "logprobs": 0} == {**vars(b), "tokens": 0, "logprobs": 0}
+        assert a.body.tokens.dtype == np.int32 and a.body.logprobs.dtype == np.float32
+        assert np.array_equal(a.body.tokens, b.body.tokens)
+        assert np.array_equal(a.body.logprobs, b.body.logprobs)
+        assert {**vars(a), "body": 0} == {**vars(b), "body": 0}
     old = before.state_dict()  # of a checkpoint from before there were these fields
     for response in old["responses"]:
         del response["reflects"], response["routing"]

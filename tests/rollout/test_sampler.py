@@ -9,9 +9,8 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from megarl.rollout.sampler import RolloutSampler, RolloutWorker
 from megarl.rollout.sampling import Completion, SamplingParams, response_seed
 from megarl.rollout.transformers_engine import TransformersEngine
 from tests.engines import load_folder
-from tests.rollout.conftest import TINIEST
+from tests.rollout.conftest import TINIEST, experience_of, threads
 from tests.tiny_models import make_tiny_model
 
 
@@ -47,24 +46,6 @@ class OddText:
             Verdict(s % 2 == 0, str(s % 5) if s % 7 else None, "died" if s % 11 == 0 and s % 2 else None)
             for s in sums
         ]
-
-
-class Meeting:
-    """all_gather among threads. A thread that never comes breaks the barrier after 20 s instead of hanging
-    the test."""
-
-    def __init__(self, world: int) -> None:
-        self.barrier, self.values = threading.Barrier(world), [None] * world
-
-    def gather(self, rank: int) -> Callable[[Any], list[Any]]:
-        def exchange(value: Any) -> list[Any]:
-            self.values[rank] = value
-            self.barrier.wait(20)
-            result = list(self.values)
-            self.barrier.wait(20)
-            return result
-
-        return exchange
 
 
 @pytest.fixture(scope="module")
@@ -101,25 +82,24 @@ def run_ranks(
 ) -> list[list[RolloutBatch]]:
     """The batches of every rank. `act(sampler)` replaces collecting steps."""
     engines, tokenizer, prompts = world
-    meeting = Meeting(ranks)
+    runtimes = threads(ranks, settings_.rollout.engine_tp)
     results: list[Any] = [None] * ranks
 
     def one(rank: int) -> None:
         torch.set_num_threads(1)
         endless = itertools.cycle(prompts)
-        runtime: Any = SimpleNamespace(rank=rank, world=ranks, gather=meeting.gather(rank))
         verifier = options.get("verifiers", [OddText()] * ranks)[rank]
-        worker = RolloutWorker(settings_, runtime, engines[rank], verifier, tokenizer)
+        worker = RolloutWorker(settings_, runtimes[rank], engines[rank], verifier, tokenizer)
         rollouts = RolloutSampler(worker, lambda n: list(itertools.islice(endless, n)))
         try:
             results[rank] = act(rollouts) if act else [rollouts.collect(step) for step in range(steps)]
         except Exception as error:  # noqa: BLE001 (the tests look at it)
             results[rank] = error
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
+    running = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
+    for thread in running:
         thread.start()
-    for thread in threads:
+    for thread in running:
         thread.join(60)
     return results
 
@@ -130,19 +110,26 @@ def facts(batch: RolloutBatch) -> Any:
         (
             g.prompt.uid,
             g.version,
-            [
-                (r.tokens.tolist(), r.logprobs.tobytes(), r.finish, r.correct, r.extracted, r.error, r.reward)
-                for r in g.responses
-            ],
+            [(r.length, r.finish, r.correct, r.extracted, r.error, r.reward) for r in g.responses],
         )
         for g in batch.groups
     ]
     return rows, {k: v for k, v in batch.stats.items() if k != "rollout/moved"}, batch.errors
 
 
-@settings(max_examples=8, deadline=None)
+def bodies(batches: Sequence[RolloutBatch]) -> list[Any]:
+    """Tokens and log-probs of each response of a batch, of which one of the ranks has the body."""
+    held = [
+        [r.body for r in responses if r.body is not None]
+        for responses in zip(*(b.responses for b in batches), strict=True)
+    ]
+    assert {len(each) for each in held} == {1}
+    return [(body.tokens.tolist(), body.logprobs.tobytes()) for (body,) in held]
+
+
+@settings(max_examples=10, deadline=None)
 @given(
-    ranks=st.integers(2, 4),
+    split=st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2), (4, 2)]),
     prompts=st.integers(1, 6),
     group=st.integers(2, 4),
     dynamic=st.booleans(),
@@ -151,10 +138,14 @@ def facts(batch: RolloutBatch) -> Any:
     in_flight=st.sampled_from([None, 0, 1, 2, 5]),
 )
 def test_any_split_of_the_work_gives_the_same_run(
-    world, ranks, prompts, group, dynamic, limit, soft, in_flight
+    world, split, prompts, group, dynamic, limit, soft, in_flight
 ):
+    """Over so many ranks, so many of which have one engine. Each body is on one rank alone."""
+    ranks, each = split
     settings_ = config(
         rollout={
+            "engine": "sglang",
+            "engine_tp": each,
             "prompts": prompts,
             "group_size": group,
             "in_flight": in_flight,
@@ -162,9 +153,15 @@ def test_any_split_of_the_work_gives_the_same_run(
         },
         reward={"overlong": {"soft_punishment": soft, "buffer": 6}},
     )
-    alone = [facts(batch) for batch in run_ranks(world, settings_, 1, steps=3)[0]]
-    for batches in run_ranks(world, settings_, ranks, steps=3):
-        assert [facts(batch) for batch in batches] == alone
+    single = settings_.model_copy(update={"rollout": settings_.rollout.model_copy(update={"engine_tp": 1})})
+    alone = run_ranks(world, single, 1, steps=3)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megarl.rollout.sampler.WORD", 0.0)  # those who wait hear of each tick
+        found = run_ranks(world, settings_, ranks, steps=3)
+    for batches in found:
+        assert [facts(batch) for batch in batches] == [facts(batch) for batch in alone]
+    for step, batch in enumerate(alone):
+        assert bodies([batches[step] for batches in found]) == bodies([batch])
 
 
 def test_engines_of_different_speeds_give_the_same_run(world, monkeypatch):
@@ -172,7 +169,8 @@ def test_engines_of_different_speeds_give_the_same_run(world, monkeypatch):
     have come to last, and the batch is the same to the bit as that of one engine."""
     monkeypatch.setattr(sampler, "TICK", 0.02)
     work = {"prompts": 12, "group_size": 4, "max_response_tokens": 20}
-    alone = [facts(batch) for batch in run_ranks(world, config(rollout=work), 1, steps=2)[0]]
+    one_engine = run_ranks(world, config(rollout=work), 1, steps=2)[0]
+    alone = [facts(batch) for batch in one_engine]
     slow, poll = world[0][0], world[0][0].poll
 
     def one_step(seconds: float) -> list[tuple[int, Completion]]:
@@ -186,6 +184,8 @@ def test_engines_of_different_speeds_give_the_same_run(world, monkeypatch):
         assert [facts(batch) for batch in batches] == alone
         moved = [batch.stats["rollout/moved"] for batch in batches]
         assert all(moved) and moved == [batch.stats["rollout/moved"] for batch in spread[0]]
+    for step, batch in enumerate(one_engine):
+        assert bodies([batches[step] for batches in spread]) == bodies([batch])
     assert spread[0][0].seconds["idle"] > 0
     equal_parts = run_ranks(world, config(rollout={**work, "in_flight": 0}), 3, steps=2)
     assert [facts(batch) for batch in equal_parts[1]] == alone
@@ -205,13 +205,13 @@ def test_the_longest_begin_first(world, monkeypatch):
 
     def two_epochs(sampler_: RolloutSampler) -> list[RolloutBatch]:
         first = sampler_.collect(0)
-        state = json.loads(json.dumps(sampler_.snapshot()()))
+        state = json.loads(json.dumps(sampler_.snapshot()()()))
         sampler_.lengths = {}
         sampler_.load_state_dict(state)
         return [first, sampler_.collect(1)]
 
     first, second = run_ranks(world, settings_, 1, 0, act=two_epochs)[0]
-    took = {g.prompt.uid: np.mean([r.tokens.size for r in g.responses]) for g in first.groups}
+    took = {g.prompt.uid: np.mean([r.length for r in g.responses]) for g in first.groups}
     in_order = [response_seed(5, 0, g.prompt.uid, j) for g in first.groups for j in range(3)]
     longest_first = sorted(second.groups, key=lambda g: -took[g.prompt.uid])
     assert longest_first != second.groups == sorted(second.groups, key=lambda g: g.prompt.uid)
@@ -226,20 +226,20 @@ def test_rewards_flags_and_statistics(world):
     batch = run_ranks(world, settings_, 1, steps=1)[0][0]
     _, tokenizer, _ = world
     items = [
-        (tokenizer.decode(r.tokens.tolist(), skip_special_tokens=True), g.prompt.answer)
+        (tokenizer.decode(r.body.tokens.tolist(), skip_special_tokens=True), g.prompt.answer)
         for g in batch.groups
         for r in g.responses
     ]
     verdicts = OddText().verify(items)
     penalties = []
     for r, verdict in zip(batch.responses, verdicts, strict=True):
-        n = r.tokens.size
+        n = r.length
         penalties.append(0.0 if n <= 6 else (6 - n) / 6)
-        assert r.truncated == (n == 12 and r.tokens[-1] not in range(1, 40))
+        assert r.truncated == (n == 12 and r.body.tokens[-1] not in range(1, 40))
         assert (r.correct, r.extracted, r.error) == (verdict.correct, verdict.extracted, verdict.error)
         assert r.reward == pytest.approx(float(verdict.correct) + penalties[-1])
     assert min(penalties) < 0 and {r.truncated for r in batch.responses} == {True, False}
-    lengths = [r.tokens.size for r in batch.responses]
+    lengths = [r.length for r in batch.responses]
     words = [bool({"e", "7"} & set(re.findall(r"\w+", text, re.ASCII))) for text, _ in items]
     assert [r.reflects for r in batch.responses] == words and {*words} == {True, False}
     right = [v.correct for v in verdicts]
@@ -321,8 +321,8 @@ def test_terms_are_added_by_their_weights(world):
     for r in responses:
         value = 3.0 if r.correct else -3.0
         if r.error is None:
-            value += 0.5 * (1 - r.tokens.size / 12) - 2.0 * r.truncated
-            assert r.terms == {"brevity": 1 - r.tokens.size / 12, "cut": float(r.truncated)}
+            value += 0.5 * (1 - r.length / 12) - 2.0 * r.truncated
+            assert r.terms == {"brevity": 1 - r.length / 12, "cut": float(r.truncated)}
         failed += r.error is not None
         assert r.reward == pytest.approx(value)
     assert failed and {r.truncated for r in responses} == {True, False}
@@ -337,16 +337,18 @@ def test_terms_are_added_by_their_weights(world):
     assert all(r.terms == {} for g in evaluated.groups for r in g.responses)
 
 
-def test_to_experience_is_build_with_the_columns(world):
+def test_a_batch_is_build_with_the_columns(world):
     batch = run_ranks(world, config(), 1, steps=1)[0][0]
-    experience = batch.to_experience()
+    experience = experience_of(batch)
     prompts = [g.prompt.tokens for g in batch.groups for _ in g.responses]
-    built = Experience.build(prompts, [r.tokens.tolist() for r in batch.responses])
+    built = Experience.build(prompts, [r.body.tokens.tolist() for r in batch.responses])
     for name in ("tokens", "cu_seqlens", "response_mask"):
         packed, expected = getattr(experience, name), getattr(built, name)
         assert torch.equal(packed, expected) and packed.dtype == expected.dtype
     mask, logprobs = experience.response_mask, experience["engine_logprobs"]
-    assert torch.equal(logprobs[mask], torch.cat([torch.from_numpy(r.logprobs) for r in batch.responses]))
+    assert torch.equal(
+        logprobs[mask], torch.cat([torch.from_numpy(r.body.logprobs) for r in batch.responses])
+    )
     assert not logprobs[~mask].any() and bool((logprobs[mask] < 0).all())
     for column, name in (("rewards", "reward"), ("correct", "correct"), ("truncated", "truncated")):
         assert experience[column].tolist() == [getattr(r, name) for r in batch.responses]
@@ -357,8 +359,8 @@ def test_to_experience_is_build_with_the_columns(world):
     for row, sample in samples.items():
         response, group = batch.responses[row], batch.groups[row // 3]
         seen = (sample.length, sample.reward, sample.prompt)
-        assert seen == (response.tokens.size, response.reward, group.prompt.text)
-        assert sample.response == world[1].decode(response.tokens.tolist(), skip_special_tokens=True)
+        assert seen == (response.length, response.reward, group.prompt.text)
+        assert sample.response == world[1].decode(response.body.tokens.tolist(), skip_special_tokens=True)
         assert (sample.group_size, sample.group_right) == (3, sum(r.correct for r in group.responses))
 
 
@@ -369,7 +371,7 @@ def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world):
         batches = []
         for step in range(5):
             batches.append(sampler.collect(step))
-            state = json.loads(json.dumps(sampler.snapshot()()))
+            state = json.loads(json.dumps(sampler.snapshot()()()))
             sampler.surplus = []
             sampler.load_state_dict(state)
         return batches
@@ -379,7 +381,7 @@ def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world):
     assert [facts(b) for b in resumed] == [facts(b) for b in straight]
     assert any(b.stats["rollout/surplus"] for b in straight[:-1])
     for a, b in zip(resumed, straight, strict=True):
-        assert torch.equal(a.to_experience()["engine_logprobs"], b.to_experience()["engine_logprobs"])
+        assert torch.equal(experience_of(a)["engine_logprobs"], experience_of(b)["engine_logprobs"])
 
 
 def test_a_prompt_drawn_twice_in_a_step_gets_other_responses(world):
@@ -387,8 +389,8 @@ def test_a_prompt_drawn_twice_in_a_step_gets_other_responses(world):
     batch = run_ranks(world, twice, 1, steps=1)[0][0]
     for first, second in zip(batch.groups[:9], batch.groups[9:], strict=True):
         assert first.prompt.uid == second.prompt.uid
-        again = {tuple(r.tokens) for r in second.responses if r.tokens.size > 2}
-        assert again.isdisjoint(tuple(r.tokens) for r in first.responses)
+        again = {tuple(r.body.tokens) for r in second.responses if r.length > 2}
+        assert again.isdisjoint(tuple(r.body.tokens) for r in first.responses)
 
 
 def test_an_error_of_one_rank_is_raised_on_all(world):
@@ -401,6 +403,9 @@ def test_an_error_of_one_rank_is_raised_on_all(world):
 
     errors = run_ranks(world, config(), 3, steps=0, act=broken)
     assert [type(e) for e in errors] == [EngineError] * 3 and all("not started" in str(e) for e in errors)
+    shared = config(rollout={"engine": "sglang", "engine_tp": 2})
+    errors = run_ranks(world, shared, 4, steps=0, act=broken)  # of the second leader
+    assert [type(e) for e in errors] == [EngineError] * 4 and all("not started" in str(e) for e in errors)
 
 
 def test_ranks_with_different_weights_are_found(world):
@@ -434,10 +439,10 @@ def test_evaluation(world):
     assert (stats["eval/k"], stats["eval/problems"]) == (5, 9)
     params = SamplingParams(6, temperature=0)
     greedy = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(problems, k=2, params=params))[0]
-    assert all(np.array_equal(g.responses[0].tokens, g.responses[1].tokens) for g in greedy.groups)
+    assert all(np.array_equal(g.responses[0].body.tokens, g.responses[1].body.tokens) for g in greedy.groups)
     again = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(problems + problems[:2]))[0].groups
     pairs = zip(again[0].responses, again[9].responses, strict=True)
-    assert any(not np.array_equal(a.tokens, b.tokens) for a, b in pairs)
+    assert any(not np.array_equal(a.body.tokens, b.body.tokens) for a, b in pairs)
 
 
 def test_evaluation_needs_a_problem(world):

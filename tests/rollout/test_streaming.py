@@ -4,10 +4,11 @@ not depend on it. And answers of SGLang that cannot be answers."""
 from __future__ import annotations
 
 import base64
+import json
 import random
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from megarl.rollout.sglang import SGLangEngine
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.weight_sync import Failures
 from tests.engines import load_folder
-from tests.rollout.conftest import TINIEST
+from tests.rollout.conftest import TINIEST, threads
 from tests.tiny_models import make_tiny_model
 from tests.weights.folders import described
 
@@ -88,16 +89,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def collect(
-    world: Any, order: int, steps: int = 4, fail_after: int = 0, **rollout: Any
+    world: Any, order: int, steps: int = 4, fail_after: int = 0, ranks: int = 1, **rollout: Any
 ) -> tuple[list[Any], list[Failures]]:
-    """The uids of each step's groups with their responses' tokens; and the failures that were to be recovered
-    from."""
-    folder, tokenizer, prompts = world
-    engine = OutOfOrder(folder, eos_ids=range(1, 60))
-    engine.start()
-    load_folder(engine, version=7)
-    engine.chance, engine.fail_after = random.Random(order), fail_after
-    left = iter(prompts)
+    """The uids of each step's groups with their responses' tokens, of all ranks together; and the failures
+    that were to be recovered from."""
     settings = {
         "prompts": 5,
         "group_size": 3,
@@ -106,29 +101,67 @@ def collect(
         **rollout,
     }
     config = Config(
-        recipe="dapo", run_dir="runs/x", steps=1, model={"path": folder}, rollout=settings, seed=5
+        recipe="dapo", run_dir="runs/x", steps=1, model={"path": world[0]}, rollout=settings, seed=5
     )
     failures: list[Failures] = []
-    runtime: Any = SimpleNamespace(rank=0, world=1, gather=lambda value: [value])
-    worker = RolloutWorker(config, runtime, engine, OddText(), tokenizer, failures.append)
+    runtimes = threads(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        found = list(
+            pool.map(
+                lambda rank: collect_one(
+                    world, config, runtimes[rank], order + 10 * rank, steps, fail_after * (not rank), failures
+                ),
+                range(ranks),
+            )
+        )
+    together = []
+    for of_ranks in zip(*found, strict=True):
+        step = []
+        for groups in zip(*of_ranks, strict=True):
+            assert len({uid for uid, _ in groups}) == 1
+            responses = []
+            for bodies in zip(*(responses for _, responses in groups), strict=True):
+                (body,) = (body for body in bodies if body is not None)  # on one rank
+                responses.append((body.tokens.tolist(), body.versions is None))
+            step.append((groups[0][0], responses))
+        together.append(step)
+    return together, failures
+
+
+def collect_one(
+    world: Any,
+    config: Config,
+    runtime: Any,
+    order: int,
+    steps: int,
+    fail_after: int,
+    failures: list[Failures],
+) -> list[Any]:
+    """What one rank has of each step: the uids of the groups with their responses' bodies."""
+    torch.set_num_threads(1)
+    folder, tokenizer, prompts = world
+    engine = OutOfOrder(folder, eos_ids=range(1, 60))
+    engine.start()
+    load_folder(engine, version=7)
+    engine.chance, engine.fail_after = random.Random(order), fail_after
+    left = iter(prompts)
+    recover = failures.append if runtime.rank == 0 else lambda _: None
+    worker = RolloutWorker(config, runtime, engine, OddText(), tokenizer, recover)
     sampler = RolloutSampler(worker, lambda n: [next(left) for _ in range(n)])
     steps_ = []
     for step in range(steps):
         engine.weight_version = 7 + step
         batch = sampler.collect(step)
-        state = sampler.snapshot()()
+        state = runtime.gather(json.dumps(sampler.snapshot()()()))[0]
         sampler.returned = []
-        sampler.load_state_dict(state)
-        steps_.append(
-            [
-                (g.prompt.uid, [(r.tokens.tolist(), r.versions is None) for r in g.responses])
-                for g in batch.groups
-            ]
-        )
+        sampler.load_state_dict(json.loads(state))
+        steps_.append([(g.prompt.uid, [r.body for r in g.responses]) for g in batch.groups])
         assert batch.stats["rollout/prompts"] >= 5
-        versions = batch.to_experience().columns.get("token_versions")
+        made = batch.to_step_batch()
+        versions = made.own.columns.get("token_versions")
         assert versions is None or set(versions.unique().tolist()) <= {0, *range(7, 8 + step)}
-    return steps_, failures
+        assert made.rows.tolist() == (made.owners == runtime.rank).nonzero().squeeze(-1).tolist()
+    return steps_
 
 
 def test_what_is_accepted_does_not_depend_on_what_ends_first(world: Any) -> None:
@@ -147,6 +180,20 @@ def test_partial_responses_go_on_in_the_next_step(world: Any) -> None:
     assert uids == sorted(uids) and len(uids) == len(set(uids))
     mixed = [not fresh for step in steps[1:] for _, responses in step for _, fresh in responses]
     assert any(mixed), "no response went on under new weights"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("keep", [False, True])
+def test_over_several_engines(world: Any, ranks: int, keep: bool) -> None:
+    """Responses stay on the rank that drew them; what an engine goes on with comes there (it checks that it
+    is the beginning of its own answer), from a checkpoint too."""
+    alone, _ = collect(world, order=2, continue_partial=keep)
+    found, _ = collect(world, order=2, ranks=ranks, continue_partial=keep)
+    if not keep:
+        assert found == alone
+    uids = [uid for step in found for uid, _ in step]
+    assert uids == sorted(uids) and len(uids) == len(set(uids))
+    assert keep == any(not fresh for step in found for _, responses in step for _, fresh in responses)
 
 
 def test_a_failure_costs_nothing_but_time(world: Any) -> None:

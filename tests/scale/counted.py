@@ -54,7 +54,8 @@ def _peer(one: socket.socket) -> int:
 
 
 def traffic() -> Counter[str]:
-    """sockets, store requests, messages and bytes of this process so far, both directions together."""
+    """sockets, store requests, messages and bytes of this process so far, both directions together; bytes_in:
+    those that it received."""
     total: Counter[str] = Counter()
     port = int(os.environ.get("MASTER_PORT", "0"))
     for one in sockets():
@@ -66,7 +67,7 @@ def traffic() -> Counter[str]:
         if _peer(one) == port:
             total["store_requests"] += outward
         else:
-            total.update(sockets=1, messages=inward + outward, bytes=received + sent)
+            total.update(sockets=1, messages=inward + outward, bytes=received + sent, bytes_in=received)
         one.close()
     return total
 

@@ -1,56 +1,44 @@
-"""Ranks that join a job and wait for responses, and count what that costs: python -m tests.scale.idle FOLDER
-TP PP DP"""
+"""Ranks that join a job, wait for responses, and deliver a batch, and count what that costs: python -m
+tests.scale.idle FOLDER TP PP DP [EACH [RESPONSES TOKENS]]
+
+Prints the same row as tests/scale/simulated.py, of real ranks."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
 import megarl.parallel.cpu_platform
 import megarl.schedule.replay  # noqa: F401 (ranks are forked, and have it from here)
-from megarl.config.schema import LogConfig, ParallelConfig, RewardConfig, RolloutConfig
+from megarl.config.schema import ParallelConfig
 from megarl.parallel import runtime as parallel
 from megarl.parallel.comm import barrier, gather_objects
-from megarl.parallel.launch import launch
-from megarl.rollout.sampler import RolloutWorker
+from megarl.parallel.launch import launch, ranks_here
+from megarl.rollout.sampler import TICK
 from tests.scale.counted import traffic
+from tests.scale.drawn import count
+from tests.scale.simulated import summary
 
 IMPORTED_BY = os.getpid()
 TICKS = 5
+DEFAULTS = ("1", "512", "2000")  # ranks of an engine, responses, tokens
 NEWS = 100_000  # bytes that one rank has to say
-
-
-class Busy:
-    """An engine that is at work and has finished nothing."""
-
-    running, weight_version = 1, 0
-
-    def poll(self, seconds: float) -> list[Any]:
-        time.sleep(seconds)
-        return []
 
 
 def rank(arguments: Sequence[str]) -> int:
     """On each rank: writes FOLDER/RANK.json."""
-    folder, tp, pp, dp = Path(arguments[0]), *map(int, arguments[1:])
+    folder, (tp, pp, dp, each, responses, tokens) = Path(arguments[0]), map(int, arguments[1:])
     runtime = parallel.start(ParallelConfig(tp=tp, pp=pp, dp=dp, device="cpu", timeout=120), seed=0)
     counts: dict[str, Any] = {"forked": os.getpid() != IMPORTED_BY, "start": dict(traffic())}
-    config: Any = SimpleNamespace(reward=RewardConfig(), rollout=RolloutConfig(), log=LogConfig())
-    worker = RolloutWorker(config, runtime, Busy(), None, None)  # type: ignore[arg-type]
-    worker.tick()  # connects ranks
-    before = traffic()
-    for _ in range(TICKS):
-        worker.tick()
-    counts["ticks"] = dict(traffic() - before)
+    sizes = {"ticks": TICKS, "seconds": TICK, "responses": responses, "tokens": tokens}
+    counts |= count(runtime, runtime.layout, each, traffic, partial(barrier, runtime), **sizes)  # type: ignore[arg-type]
     before = traffic()
     assert (
         len(gather_objects(runtime, bytes(NEWS) if runtime.rank == runtime.world - 1 else None)[-1]) == NEWS
@@ -63,5 +51,10 @@ def rank(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    layout = ParallelConfig(tp=int(sys.argv[2]), pp=int(sys.argv[3]), dp=int(sys.argv[4]), device="cpu")
-    sys.exit(launch(partial(rank, sys.argv[1:]), layout, Path(sys.argv[1])))
+    given = [*sys.argv[1:], *DEFAULTS[len(sys.argv) - 5 :]]
+    layout = ParallelConfig(tp=int(given[1]), pp=int(given[2]), dp=int(given[3]), device="cpu")
+    code = launch(partial(rank, given), layout, Path(given[0]))
+    if not code:
+        found = [json.loads((Path(given[0]) / f"{r}.json").read_text()) for r in range(ranks_here(layout))]
+        print(json.dumps(summary(found, int(given[4]), TICKS, int(given[5])), indent=1))
+    sys.exit(code)

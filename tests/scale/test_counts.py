@@ -1,5 +1,5 @@
-"""What a rank sends while it starts and while it waits does not grow with the number of ranks
-(docs/scale.md)."""
+"""What a rank sends while it starts and while it waits, and what it gets of a batch, does not grow with the
+number of ranks (docs/scale.md)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from typing import Any
 
 import pytest
 
+from megarl.parallel.comm import INLINE
+from megarl.parallel.layout import Layout
 from tests.scale.idle import NEWS, TICKS
+from tests.scale.simulated import simulate, summary
 
 ROOT = Path(__file__).parents[2]
+HEAD = 8 + INLINE  # bytes of a short message
 Counts = dict[str, Any]
 
 
@@ -42,6 +46,30 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int, int]
     return run
 
 
+@pytest.mark.parametrize("each", [1, 4])
+def test_counts_of_simulated_ranks(each: int) -> None:
+    """The same code on 8 and 32 ranks that are threads: what a rank hears in a tick is as long, only leaders
+    say something, and each rank gets its share. (The others hear once of the end.)"""
+    few, many = (
+        simulate(Layout(tp=4, pp=pp, dp=dp), each, responses=128, tokens=600) for pp, dp in ((1, 2), (2, 4))
+    )
+    for ranks in (few, many):
+        engines = len(ranks) // each
+        found = summary(ranks, each, 5, 128)
+        end = (each > 1) * (len(ranks) - 1)
+        assert 5 * found["messages a tick, all ranks"] == pytest.approx(5 * 2 * (engines - 1) + end)
+        # Once as they come, and once more with the outcome where that is told to others.
+        assert found["bytes of facts into a leader, a response"] < 100 * (1 + (each > 1))
+        # Each rank's share once, less what it has drawn itself.
+        assert all(0 < r["delivery"].get("bytes_in", 0) <= r["share"] for r in ranks)
+        assert found["all into a rank / share"] <= 1.2
+        assert found["sent by a rank / (share + drawn)"] <= 1
+        for number, r in enumerate(ranks):
+            said = r["ticks"]["bytes"] - r["ticks"]["bytes_in"]
+            assert number % each == 0 or (r["ticks"]["bytes_in"] == HEAD and said % HEAD == 0)
+        assert {r["ticks"]["bytes_in"] for r in ranks[each::each]} == {(5 + (each > 1)) * HEAD}
+
+
 @pytest.mark.slow
 def test_a_rank_says_no_more_among_many(counts: Callable[[int, int, int], list[Counts]]) -> None:
     few, many = counts(2, 2, 2), counts(4, 4, 2)
@@ -61,6 +89,14 @@ def test_a_rank_says_no_more_among_many(counts: Callable[[int, int, int], list[C
     for what in ("messages", "bytes"):
         assert usual(many, "ticks", what) <= 1.1 * usual(few, "ticks", what) + 8 * TICKS
     assert usual(many, "ticks", "bytes") / TICKS < 4096
+    # A step's batch: each rank gets its replica's share, once, and less than 100 bytes of facts a response.
+    for ranks in (few, many):
+        assert max(rank["delivery"]["bytes_in"] / rank["share"] for rank in ranks) < 1.01
+        for rank in ranks[1:]:
+            assert rank["facts"]["bytes_in"] + rank["delivery"]["bytes_in"] < 1.2 * rank["share"]
+        for rank in ranks:
+            sent = rank["delivery"]["bytes"] - rank["delivery"]["bytes_in"]
+            assert sent < 1.01 * (rank["share"] + rank["drawn"])
     # What one rank has to say is sent to each once (counted where it is sent and where it is received), not
     # once for each rank, as where all are padded to the longest.
     assert NEWS <= statistics.mean(rank["news"]["bytes"] for rank in many) <= 2.1 * NEWS + 4096

@@ -33,7 +33,7 @@ def write_again(runtime: Runtime, config: Config, source: Path, full: Path) -> s
     state = load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)
     run.load_state_dict(state["samplers"])
     run.export("actor", config.run_dir / "hf")
-    written = {**state, "samplers": run.snapshot()()}
+    written = {**state, "samplers": run.snapshot()()()}
     save_checkpoint(runtime, config, checkpoint.step, run.models, written, checkpoint.manifest["versions"])
     try:
         save_model(run.actor, full)

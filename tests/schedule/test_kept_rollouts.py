@@ -21,6 +21,7 @@ from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import Config
 from megarl.data.experience import Experience, read_experience, read_made_from, write_experience
 from megarl.parallel.runtime import Runtime
+from megarl.schedule.rollouts import read_rollout
 from megarl.schedule.run import Run
 from megarl.schedule.trainer import Trainer
 from tests.ranks import RankPool
@@ -178,7 +179,7 @@ def test_a_damaged_file_is_named_and_sampled_again_and_more_rollouts_follow(
 ) -> None:
     """At another layout, too: the responses are the same."""
     kept = shutil.copytree(first, folder / "damaged")
-    with open(kept / "step-000002.safetensors", "r+b") as file:
+    with open(kept / "step-000002/rank-00001.safetensors", "r+b") as file:
         file.seek(-100, os.SEEK_END)
         file.write(bytes(100))
     config = config_of(folder, "mended", value_pretraining={"rollouts": kept, "steps": 4})
@@ -191,21 +192,24 @@ def test_a_damaged_file_is_named_and_sampled_again_and_more_rollouts_follow(
     ]
     assert events == [
         None,
-        [f"{kept}/step-000002.safetensors: is damaged (its checksum is another); it is sampled again"],
+        [
+            f"{kept}/step-000002/rank-00001.safetensors: is damaged (its checksum is another); "
+            "it is sampled again"
+        ],
         None,
         None,
     ]
-    assert_same_tensors(
-        load_file(kept / "step-000002.safetensors"), load_file(first / "step-000002.safetensors")
-    )
-    assert sorted(path.name for path in kept.iterdir()) == [f"step-{n:06d}.safetensors" for n in range(1, 5)]
+    mended, whole = (ranks(1, 1, 1).run(read_whole, folder=path, number=2)[0][0] for path in (kept, first))
+    assert_same_tensors(mended, whole)
+    assert sorted(path.name for path in kept.iterdir()) == [f"step-{n:06d}" for n in range(1, 5)]
     ranks(1, 1, 1).run(execute, config=config_of(folder, "one_rank", value_pretraining={"steps": 4}))
     for number in range(1, 5):
-        one, other = (
-            read_experience(path / f"step-{number:06d}.safetensors")
+        of_two, of_one = (
+            ranks(1, 1, 1).run(read_whole, folder=path, number=number)[0]
             for path in (kept, folder / "one_rank/value_pretraining")
         )
-        assert torch.equal(one[0].tokens, other[0].tokens) and one[1]["stats"] == other[1]["stats"]
+        assert torch.equal(of_two[0]["tokens"], of_one[0]["tokens"])
+        assert of_two[1]["stats"] == of_one[1]["stats"]
 
 
 @pytest.mark.slow
@@ -224,7 +228,7 @@ def test_rollouts_of_something_else_are_refused(
     capsys.readouterr()
     for number, (expected, keys) in enumerate(cases.items()):
         config = config_of(folder, f"refused{number}", value_pretraining=kept, **keys)
-        file = f"value_pretraining.rollouts: {first}/step-000001.safetensors"
+        file = f"value_pretraining.rollouts: {first}/step-000001/manifest.json"
         message = f"{file}: was sampled with {expected} (set it back, or choose another"
         found = ranks(1, 1, 2).run(refusal, config=config)
         assert len(set(found)) == 1 and found[0].startswith(message), found
@@ -235,6 +239,13 @@ def test_rollouts_of_something_else_are_refused(
             assert main(["train", str(tmp_path / "config.yaml")]) == 2
             assert capsys.readouterr().err.startswith(f"megarl: {message}")
     assert len(list(first.iterdir())) == 3
+
+
+def read_whole(runtime: Runtime, folder: Path, number: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tokens and columns of a rollout, on one rank, and its state."""
+    batch, state = read_rollout(folder, number, runtime)
+    assert len(batch.rows) == batch.num_sequences
+    return {"tokens": batch.own.tokens, **batch.own.columns, **batch.columns}, state
 
 
 def make_experience() -> Experience:

@@ -14,10 +14,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import megarl.config.phases as config_phases
 from megarl.config.phases import Phase, check_phases, declare
-from megarl.data.experience import Experience
+from megarl.data.experience import Experience, join, read_experience
 from megarl.observe.runs import load_run
 from megarl.schedule.phases import FUNCTIONS, enforced
-from megarl.schedule.rollouts import read_step_rollout
 from megarl.schedule.run import Step
 from tests.schedule.demo import make_warm_model, train
 from tests.schedule.test_offload import ORDERS
@@ -45,7 +44,9 @@ def test_a_reward_model(warm: Path, tmp_path: Path) -> None:
     dapo = ["parallel.tp=1", "parallel.dp=2", "checkpoint.rollouts=true", "log.samples=8"]
     records = train(warm, "dapo", tmp_path / "dapo", *options, *dapo)
     [first, _] = [record for record in records if record["stage"] == "train"]
-    batch, _ = read_step_rollout(tmp_path / "dapo", 1)
+    files = sorted((tmp_path / "dapo/rollouts/step-000001").glob("*.safetensors"))
+    batch = join([read_experience(file)[0] for file in files])
+    assert sorted(batch["row"].tolist()) == list(range(batch.num_sequences)) and len(files) == 2
     model = AutoModelForSequenceClassification.from_pretrained(scorer, dtype=torch.float32)
     ends = batch.cu_seqlens.tolist()
     with torch.no_grad():

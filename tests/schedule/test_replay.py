@@ -56,8 +56,8 @@ def test_steps_are_replayed(folder: Path, ranks: Callable[[int, int, int], RankP
     assert outcome.different == ["policy/loss"] and lines(outcome)[-1] == "1 differ"
     with pytest.raises(DataError, match="no step 4 of stage train"):
         check_replay(config, 4)
-    (config.run_dir / "rollouts/step-000002.safetensors").unlink()
-    with pytest.raises(DataError, match=r"step-000002.safetensors"):
+    (config.run_dir / "rollouts/step-000002/rank-00001.safetensors").unlink()
+    with pytest.raises(DataError, match=r"step-000002/rank-00001.safetensors: no such file"):
         check_replay(config, 2)
     (config.run_dir / "checkpoints/step-000001/state.json").unlink()
     with pytest.raises(CheckpointError, match=r"state.json: is missing"):

@@ -12,6 +12,7 @@ from megarl.data.experience import Experience
 from megarl.observe.run_log import Sample
 from megarl.schedule import rollouts
 from megarl.schedule.rollouts import has_tokens, response_indices, token_texts, token_worth, with_tokens
+from megarl.training.batch import LocalBatch
 from tests.tiny_models import make_tokenizer
 
 TEXTS = ("1+1=2", "Größe 👍!", "")
@@ -48,18 +49,20 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
     monkeypatch.setattr(rollouts, "TOKENS_SHOWN", shown)
     tokenizer = make_tokenizer(300)
     batch = make_batch(tokenizer)
-    shares = [batch.select([4, 0, 2]), batch.select([5, 3, 1])]
-    for share in shares:
+    rows = [torch.tensor([4, 0, 2]), torch.tensor([5, 3, 1])]
+    locals_ = [LocalBatch(batch.select(chosen), chosen, [], []) for chosen in rows]
+    for share in (local.experience for local in locals_):
         numbers = share["group_ids"] * 100 + share["response_index"] * 10
         share["advantages"] = (
             share.spread(numbers).float() + torch.arange(share.num_tokens) / 1e4
         ) * share.response_mask
-    theirs = token_worth(shares[1], batch, [0, 1, 4])
-    assert theirs.keys() == {1} and theirs[1].keys() == {"advantages"}
+    theirs = token_worth(locals_[1], [0, 1, 4])
+    assert theirs.keys() == {1} and theirs[1].keys() == {"tokens", "advantages"}
+    monkeypatch.setattr(rollouts, "from_rank_0", lambda runtime, value: value)
     monkeypatch.setattr(rollouts, "gather_on_0", lambda runtime, value: [value, theirs])
     runtime: Any = SimpleNamespace(rank=0, world=1, is_replica_leader=True)
     samples = {row: Sample(1, "p", TEXTS[row % 3], 1.0, True, False, 1) for row in (0, 1, 4)}
-    complete = with_tokens(samples, batch, shares[0], tokenizer, runtime)
+    complete = with_tokens(samples, locals_[0], tokenizer, runtime)
     for (row, sample), found in zip(samples.items(), complete, strict=True):
         number = row // 3 * 100 + row % 3 * 10
         assert found.response == sample.response and found.values is None

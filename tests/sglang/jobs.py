@@ -252,7 +252,9 @@ def rollout(runtime: Runtime, name: str, harm: str = "", most_failures: int = 3)
         error = problem
     return {
         "responses": [
-            (r.tokens.tolist(), r.logprobs.tolist()) for group in worker.take() for r in group.responses
+            (r.body.tokens.tolist(), r.body.logprobs.tolist())
+            for group in worker.take()
+            for r in group.responses
         ],
         "error": None if error is None else (type(error).__name__, str(error), error.on_every_rank),
         "events": scene.weight_sync.take_events(),

@@ -1,0 +1,107 @@
+"""A step's batch from the ranks that drew it to those that train on it: whatever lies where, each gets its
+share as if it had been cut out of the whole."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megarl.data.experience import Experience, StepBatch
+from megarl.parallel.comm import exchange, from_rank_0, gather_on_0
+from megarl.parallel.delivery import deliver, row_bytes
+from megarl.parallel.runtime import Runtime, leaders_of
+from tests.ranks import RankPool
+
+CASES = 24
+
+
+def whole_batch(seed: int) -> Experience:
+    """Random sequences; some batches with versions of tokens and choices of experts."""
+    chance, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    n = chance.choice([0, 1, 3, 17])
+    prompts = [[chance.randrange(200_000) for _ in range(chance.randint(1, 4))] for _ in range(n)]
+    whole = Experience.build(
+        prompts, [[chance.randrange(200_000) for _ in range(chance.randint(1, 9))] for _ in range(n)]
+    )
+    mask, total = whole.response_mask, whole.num_tokens
+    whole["engine_logprobs"] = torch.where(mask, torch.randn(total, generator=g), 0.0)
+    if chance.random() < 0.5:
+        versions = torch.randint(0, 9, (total,), generator=g, dtype=torch.int32)
+        whole["token_versions"] = torch.where(mask, versions, 0).to(torch.int32)
+    if chance.random() < 0.5:
+        kind = chance.choice([torch.uint8, torch.int16])
+        whole["routing"] = torch.randint(0, 99, (total, 3, 2), generator=g).to(kind)
+    whole["rewards"] = torch.randn(n, generator=g)
+    return whole
+
+
+def held_by(whole: Experience, owners: torch.Tensor, rank: int) -> StepBatch:
+    """What a rank has of the batch before it is delivered."""
+    rows = (owners == rank).nonzero().squeeze(-1)
+    of_sequences = {"rewards": whole["rewards"]}
+    own = whole.select(rows)
+    own.columns.pop("rewards")
+    return StepBatch(whole.lengths, whole.response_lengths, owners, of_sequences, rows, own)
+
+
+def deliver_cases(runtime: Runtime) -> list[int]:
+    """Asserts on each rank that its share is what a cut gives; gives the bytes of its share in each case."""
+    found = []
+    for seed in range(CASES):
+        chance, whole = random.Random(seed), whole_batch(seed)
+        # Four ranks in replicas of 4, 2 or 1, or two of them apart from those that draw.
+        replicas, drawing = chance.choice(
+            [
+                ([[0, 1, 2, 3]], [0, 1, 2, 3]),
+                ([[0, 2], [1, 3]], [0, 2]),
+                ([[0], [1], [2], [3]], [0, 1, 2, 3]),
+                ([[0], [1]], [2, 3]),
+                ([[0, 1]], [3]),
+            ]
+        )
+        n = whole.num_sequences
+        owners = torch.tensor([chance.choice(drawing) for _ in range(n)], dtype=torch.int64)
+        order = chance.sample(range(n), n)
+        shares = [order[d :: len(replicas)] for d in range(len(replicas))]
+        batch = held_by(whole, owners, runtime.rank)
+        local = deliver(runtime, batch, shares, replicas)
+        mine = next((d for d, members in enumerate(replicas) if runtime.rank in members), None)
+        expected = whole.select(shares[mine] if mine is not None else [])
+        assert local.columns.keys() == expected.columns.keys(), seed
+        for name in ("tokens", "cu_seqlens", "response_mask", *expected.columns):
+            one, other = (getattr(e, name) if name not in e else e[name] for e in (local, expected))
+            assert one.dtype == other.dtype and torch.equal(one, other), (seed, name)
+        found.append(int(row_bytes(batch).sum()))
+    return found
+
+
+def test_each_rank_gets_its_share_as_it_was(ranks: Callable[..., RankPool]) -> None:
+    found = ranks(2, 2, 1).run(deliver_cases)
+    assert all(each == found[0] for each in found) and max(found[0]) > 500
+
+
+def among_leaders(runtime: Runtime) -> dict[str, Any] | None:
+    """What the first of each two ranks say to each other."""
+    leaders = leaders_of(runtime, 2, 60.0)
+    if leaders is None:
+        return None
+    other = 1 - leaders.rank
+    sent = torch.full((3 + leaders.rank,), runtime.rank, dtype=torch.uint8)
+    return {
+        "place": (leaders.rank, leaders.world),
+        "on 0": gather_on_0(leaders, ("x" * 2000, runtime.rank)),
+        "from 0": from_rank_0(leaders, runtime.rank),
+        "straight": exchange(leaders, {other: sent}, {other: 3 + other})[other].tolist(),
+    }
+
+
+def test_leaders_are_a_group_of_their_own(ranks: Callable[..., RankPool]) -> None:
+    first, none, second, nobody = ranks(2, 2, 1).run(among_leaders)
+    assert none is nobody is None
+    assert (first["place"], second["place"]) == ((0, 2), (1, 2))
+    assert first["on 0"] == [("x" * 2000, 0), ("x" * 2000, 2)] and second["on 0"] is None
+    assert (first["from 0"], second["from 0"]) == (0, 0)
+    assert (first["straight"], second["straight"]) == ([2] * 4, [0] * 3)
