@@ -167,9 +167,7 @@ class Elsewhere:
         that a run continues from, which holds those that were drawn ahead of it (but at the end of a run that
         is now to go further)."""
         self.drawn = self.ordered = done
-        if (
-            self.runtime.rank == 0
-        ):  # nobody is to take what was drawn after the checkpoint for what is to come
+        if self.runtime.rank == 0:  # what was drawn after the checkpoint is no step of this run
             remove(rollouts_folder(self.config), done + 1)
         for number in range(done + 1, min(done + 1 + self.ahead, self.steps) + 1):
             kept = None if checkpoint is None else checkpoint / BATCHES / FOLDER.format(number)
@@ -230,10 +228,8 @@ class Elsewhere:
         path = self._path(stage, last)
 
         def state() -> dict[str, Any]:
-            found: dict[str, Any] = read_manifest(visible(path, self.config.watchdog.limit))["state"][
-                "samplers"
-            ]
-            return found
+            kept = read_manifest(visible(path, self.config.watchdog.limit))["state"]
+            return dict(kept["samplers"])
 
         return lambda: state
 
@@ -325,15 +321,14 @@ def serve_orders(
                 say(("drawn", stage, number), metrics=metrics, errors=found.errors, events=events)
             case ("take", source, number, _):
                 if ranks.rank == 0:
+                    place, aside = folder / FOLDER.format(number), folder / f".{FOLDER.format(number)}"
                     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    shutil.copytree(source, folder / FOLDER.format(number), dirs_exist_ok=True)
+                    shutil.rmtree(aside, ignore_errors=True)
+                    shutil.copytree(source, aside)
+                    aside.rename(place)
                 state = read_manifest(stored(Path(source).parent, number))["state"]
-                say(
-                    ("drawn", "train", number),
-                    metrics={"inside/rollout": 0.0},
-                    errors=state["errors"],
-                    events=[],
-                )
+                known = {"metrics": {"inside/rollout": 0.0}, "errors": state["errors"], "events": []}
+                say(("drawn", "train", number), **known)
             case ("continue", step, stage):
                 timeline.truncate_after(step, stage) if step else timeline.clear()
             case ("load", state):

@@ -80,7 +80,9 @@ def test_each_step_is_drawn_with_its_own_version(steps_ahead: int, steps: int, d
     """Whatever time drawing and training take: step k with the weights after step k - 1 - ahead."""
     done = min(done, steps - 1)
     engines = Engines()
-    config: Any = SimpleNamespace(schedule=SimpleNamespace(ahead=steps_ahead), steps=steps)
+    config: Any = SimpleNamespace(
+        schedule=SimpleNamespace(ahead=steps_ahead), steps=steps, run_dir=Path("nowhere")
+    )
     runtime: Any = SimpleNamespace(store=dist.HashStore(), **vars(ALONE))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "Words", engines.words)
