@@ -246,8 +246,10 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
 def check_pretraining_rollouts(config: Config) -> None:
     """Check, before a rank is started, that the first stored rollout was made with this configuration. The
     model's files and the prompts are compared later. A damaged file is no error: it is sampled again."""
-    path = stored(pretraining_folder(config), 1)
-    if config.has_critic and config.value_pretraining.steps and path.exists():
+    if config.has_critic and config.value_pretraining.steps:
+        path = stored(pretraining_folder(config), 1)
+        if not path.exists():
+            return
         with suppress(DataError):
             check_made_from(path, read_manifest(path)["made_from"], _deciding(config))
 

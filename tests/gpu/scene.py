@@ -21,8 +21,9 @@ from megarl.parallel.runtime import Runtime
 from megarl.rollout.engine import RolloutEngine, make_engine
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.rollout.weight_sync import WeightSync
+from megarl.schedule.generation import start_engine
 from megarl.schedule.offload import EngineMemory, OffloadManager
-from megarl.schedule.run import make_weight_sync, start_engine
+from megarl.schedule.run import make_weight_sync
 from megarl.training.batch import LocalBatch, distribute
 from megarl.training.losses import supervised_loss
 from megarl.training.model import TrainableModel, UpdateResult, tensor_groups
