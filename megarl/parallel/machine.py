@@ -103,7 +103,7 @@ def flaws(cuda: str | None) -> Iterator[str]:
     if find_spec("sglang"):
         problems.append(import_problem("sglang", SGLANG_IMPORT))
     yield from filter(None, problems)
-    for package in ("megatron-core", "sglang", "transformer-engine"):
+    for package in ("torch", "megatron-core", "sglang", "transformer-engine"):
         yield from changed(package)
     yield from filter(None, (allocator_problem(), hostname_problem()))
 

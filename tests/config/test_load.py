@@ -472,6 +472,10 @@ class TestContradictions:
             "(got 'a/b')"
         ),
         "recipe=sft algorithm.kl_reward=0.1": "algorithm.kl_reward: recipe sft",
+        "schedule.ahead=1": "schedule.ahead: 1 needs ranks that draw responses while others train",
+        "parallel.rollout_ranks=3 rollout.engine=sglang rollout.engine_tp=2": (
+            "parallel.rollout_ranks: 3 is no multiple of rollout.engine_tp 2"
+        ),
         "parallel.vpp=2": "parallel.vpp: 2 virtual stages on each rank of a pipeline of one rank",
         "parallel.pp=2 parallel.overlap_warmup_flush=true": "parallel.overlap_warmup_flush: has no effect",
         "recipe=sft algorithm.entropy_weight=0.1": "algorithm.entropy_weight: recipe sft",
