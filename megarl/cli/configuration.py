@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_yaml
-from megarl.config.phases import PRESETS
+from megarl.config.phases import AHEAD_PRESET, PRESETS
 from megarl.config.schema import fields
 
 KINDS = {
@@ -64,7 +64,7 @@ def docs() -> int:
         kind = " or ".join(_kinds(field.annotation)) + (f", in {extra['unit']}" if extra.get("unit") else "")
         default = "required" if field.is_required() else f"default {yaml(field.default)}"
         by_recipe = []
-        for recipe, preset in PRESETS.items():
+        for recipe, preset in (PRESETS | {"with schedule.ahead": AHEAD_PRESET}).items():
             value: Any = preset
             for part in key.split("."):
                 value = value.get(part) if isinstance(value, dict) else None

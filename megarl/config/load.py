@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megarl.config.errors import ConfigError
-from megarl.config.phases import PRESETS
+from megarl.config.phases import AHEAD_PRESET, PRESETS
 from megarl.config.schema import Config, RewardTerm, fields, named_sections_of, section_of
 
 Settings = dict[str, Any]
@@ -48,11 +48,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
     merged: Settings = {}
     if isinstance(recipe, str):
         _merge(merged, PRESETS.get(recipe, {}), {}, "")
+    preset = {**merged.get("algorithm", {}), **_section(settings, "algorithm")}
+    if _section(settings, "schedule").get("ahead") and preset.get("old_logprobs") != "engine":
+        _merge(merged, AHEAD_PRESET, {}, "")
     _merge(merged, settings, {}, "")
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(_explain(error, origins, str(path))) from None
+
+
+def _section(settings: Settings, name: str) -> Settings:
+    """Return a section that is not validated yet; {} where there is something else."""
+    found = settings.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def config_file(name: str | Path, folder: Path = Path()) -> Path:

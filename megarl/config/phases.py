@@ -115,6 +115,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+# With `schedule.ahead`: the trainer's log-probs are those of newer weights than drew the responses, which
+# truncated importance sampling corrects for. Not where the ratio is taken to the engine's own log-probs.
+AHEAD_PRESET: dict[str, Any] = {"algorithm": {"mismatch": {"weight": "token"}}}
+
 
 @dataclass(frozen=True)
 class Phase:

@@ -496,6 +496,17 @@ class TestContradictions:
         (tmp_path / "resolved.yaml").write_text(dump_config(config))
         check_config(load_config(tmp_path / "resolved.yaml"), "resolved.yaml")
 
+    def test_what_is_drawn_ahead_is_corrected_for(self, minimum: Path) -> None:
+        given = ["recipe=dapo", "data.train=[x.jsonl]", "parallel.rollout_ranks=1"]
+        for keys, weight in (
+            (["schedule.ahead=1"], "token"),
+            (["schedule.ahead=0"], "none"),
+            (["schedule.ahead=2", "algorithm.mismatch.weight=none"], "none"),
+            (["schedule.ahead=1", "algorithm.old_logprobs=engine"], "none"),
+            (["schedule.ahead=1", "recipe=sao", "rollout.group_size=1"], "none"),
+        ):
+            assert load_config(minimum, [*given, *keys]).algorithm.mismatch.weight == weight
+
     def test_critic_mini_batches_of_other_sizes_pass(self, minimum: Path) -> None:
         for size in (1, 256, 512, 1024, 8192):
             check_config(
