@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,8 +40,10 @@ from megarl.data.prompts import Prompt
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0
 from megarl.parallel.runtime import Ranks, Runtime
-from megarl.training.batch import LocalBatch
 from megarl.training.checkpoint import settings_of, sha256_of
+
+if TYPE_CHECKING:  # the preflight, which imports this file, says whether Megatron can be imported
+    from megarl.training.batch import LocalBatch
 
 KEY = "value_pretraining.rollouts"
 FOLDER = "step-{:06d}"

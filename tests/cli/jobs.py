@@ -33,10 +33,11 @@ def write_perturbed(runtime: Runtime, config: Config) -> None:
 def evaluate_policy(
     runtime: Runtime, config: Config, given: Path
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """The engine's weights and all answers."""
+    """The engine's weights and, on rank 0, all answers."""
     evaluation = Evaluation(*find_policy(config, given), runtime)
     weights = {name: tensor.clone() for name, tensor in evaluation.engine.parameters().items()}
-    answers = list(evaluation.answer().answers(evaluation.tokenizer))
+    found = evaluation.answer()
+    answers = list(found.answers(evaluation.tokenizer)) if runtime.rank == 0 else []
     evaluation.close()
     return weights, answers
 
