@@ -80,7 +80,12 @@ def work(rank: int, port: int, args: argparse.Namespace, results: Any) -> None:
             start = time.perf_counter()
             found = worker.generate(groups, SamplingParams(args.max_tokens))
             seconds = time.perf_counter() - start
-            drawn = [(r.tokens.tolist(), r.logprobs.tobytes()) for g in found for r in g.responses]
+            drawn = {  # the engine that drew a response has its tokens
+                (g, r): (response.body.tokens.tolist(), response.body.logprobs.tobytes())
+                for g, group in enumerate(found)
+                for r, response in enumerate(group.responses)
+                if response.body is not None
+            }
             ended.append((seconds, worker.moved, worker.seconds["idle"], drawn))
     results.put((rank, ended))
     dist.barrier()
@@ -108,8 +113,9 @@ def main() -> int:
     answers = dict(results.get(timeout=600) for _ in processes)
     for process in processes:
         process.join()
-    (equal, _, _, drawn), (balanced, moved, idle, again) = answers[0]
-    tokens = sum(len(response) for response, _ in drawn)
+    (equal, *_), (balanced, moved, idle, _) = answers[0]
+    drawn, again = ({k: v for own in answers.values() for k, v in own[run][3].items()} for run in (0, 1))
+    tokens = sum(len(response) for response, _ in drawn.values())
     ideal = tokens / sum(args.at_once / (args.step * slower) for slower in SLOWER)
     engines = "one of two engines three times that"
     given = f"{tokens} tokens, {args.at_once} at once, {args.step:g} s a step, {engines}"
