@@ -17,15 +17,15 @@ import argparse
 import shutil
 import statistics
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import torch
 from measure import Verdicts, machine
-from safetensors.numpy import load_file
 from step import FOLDER as BENCH
 from step import megarl
 
+from megarl.data.experience import read_experience
 from megarl.observe.runs import read_jsonl
 from megarl.observe.timeline import is_phase, timeline_ranks
 from megarl.plan.simulate import Costs, Work, recorded, simulate
@@ -99,12 +99,12 @@ class Measured:
                 found[r["phase"]] = seconds + r["end"] - r["begin"], waited + r["waited"]
         return found
 
-    def lengths(self, step: int) -> tuple[np.ndarray, float]:
-        """Responses' lengths in the order of their groups, and the mean prompt."""
-        tensors = load_file(self.run_dir / "rollouts" / f"step-{step:06d}.safetensors")
-        ends, mask = tensors["cu_seqlens"], tensors["response_mask"]
-        own = np.array([mask[a:b].sum() for a, b in pairwise(ends)])
-        return own, float(np.diff(ends).mean() - own.mean())
+    def lengths(self, step: int) -> tuple[list[np.ndarray], float]:
+        """The lengths of the responses that each engine drew, and the mean prompt."""
+        paths = sorted((self.run_dir / "rollouts" / f"step-{step:06d}").glob("rank-*.safetensors"))
+        parts = [read_experience(path) for path in paths]
+        prompts = [part.lengths - part.response_lengths for part in parts]
+        return [part.response_lengths.numpy() for part in parts], float(torch.cat(prompts).float().mean())
 
 
 def robust(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray:
@@ -133,10 +133,9 @@ def calibrate(steps: Sequence[tuple[Measured, int]]) -> Callable[[int], Costs]:
     transfers: list[float] = []
     samples: dict[tuple[int, str], list[tuple[float, float]]] = {}  # ranks, phase -> its tokens, seconds
     for run, step in steps:
-        lengths, prompt = run.lengths(step)
+        drawn, prompt = run.lengths(step)
         ranks = [run.phases(step, rank) for rank in run.records]
-        # Requests are cut into equal stretches, and all of them begin at once.
-        for found, own in zip(ranks, np.array_split(lengths, len(ranks)), strict=True):
+        for found, own in zip(ranks, drawn, strict=True):  # all of them begin at once
             taken, waited = found["rollout"]
             rows.append([own.max(), own.sum(), (own * (prompt + own / 2)).sum()])
             seconds.append(taken - waited)
@@ -144,7 +143,7 @@ def calibrate(steps: Sequence[tuple[Measured, int]]) -> Callable[[int], Costs]:
         times = {name: max(one[name][0] for one in ranks) for name in PHASES}
         whole = run.begins[step + 1] - run.begins[step]
         times["other"] = max(0.0, whole - sum(times.values()) - ranks[0]["rollout"][0] - transfers[-1])
-        tokens = (lengths.sum() + prompt * len(lengths)) / len(ranks)
+        tokens = sum(own.sum() + prompt * len(own) for own in drawn) / len(ranks)
         for name, taken in times.items():
             samples.setdefault((len(ranks), name), []).append((tokens, taken))
     fixed, row, cached = robust(rows, seconds)

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import json
 import os
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,7 +21,6 @@ from megarl.config.errors import DataError
 from megarl.config.files import fsync
 
 _PARTS = ("tokens", "cu_seqlens", "response_mask")
-_STATE = "state"  # JSON as bytes: a safetensors header, where texts would go, may have 100 MB at most
 
 
 @dataclass
@@ -177,37 +174,23 @@ def join(experiences: Sequence[Experience]) -> Experience:
     )
 
 
-def write_experience(
-    path: Path, experience: Experience, state: Mapping[str, Any], made_from: Mapping[str, Any]
-) -> str:
-    """Write `experience` with `state` and `made_from`, which must hold JSON; return its checksum. Raises
-    OSError."""
-    text = json.dumps(state, default=str)  # a prompt's extra columns may be of types that JSON does not know
+def write_experience(path: Path, experience: Experience) -> str:
+    """Write `experience`; return its checksum. Raises OSError."""
     tensors = {name: getattr(experience, name).contiguous() for name in _PARTS}
     tensors |= {f"column.{name}": column.contiguous() for name, column in experience.columns.items()}
-    tensors[_STATE] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     partial = path.with_name(f".{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     checksum = _checksum(tensors)
-    save_file(tensors, partial, {"made_from": json.dumps(made_from), "sha256": checksum})
+    save_file(tensors, partial, {"sha256": checksum})
     fsync(partial)
     os.replace(partial, path)
     fsync(path.parent)
     return checksum
 
 
-def read_made_from(path: Path) -> dict[str, Any]:
-    """Read the `made_from` of a file, from its header alone. Raises DataError for a damaged file."""
-    try:
-        with safe_open(path, "pt") as file:
-            return dict(json.loads(file.metadata()["made_from"]))
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path}: is damaged ({error})") from None
-
-
-def read_experience(path: Path, sha256: str | None = None) -> tuple[Experience, dict[str, Any]]:
-    """Read the experience and the state of a file. Raises DataError for a damaged file, and for another one
-    than that with the checksum `sha256`."""
+def read_experience(path: Path, sha256: str | None = None) -> Experience:
+    """Read the experience of a file. Raises DataError for a damaged file, and for another one than that with
+    the checksum `sha256`."""
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -215,11 +198,10 @@ def read_experience(path: Path, sha256: str | None = None) -> tuple[Experience, 
         if _checksum(tensors) != checksum or checksum != (sha256 or checksum):
             raise DataError(f"{path}: is damaged (its checksum is another)")
         tokens, cu_seqlens, mask = (tensors.pop(name) for name in _PARTS)
-        state = json.loads(tensors.pop(_STATE).numpy().tobytes())
         columns = {
             name.removeprefix("column."): t for name, t in tensors.items() if name.startswith("column.")
         }
-        return Experience(tokens, cu_seqlens, mask, columns), state
+        return Experience(tokens, cu_seqlens, mask, columns)
     except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: is damaged ({error})") from None
 

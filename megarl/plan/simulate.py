@@ -514,10 +514,11 @@ def recorded(run_dir: Path, lengths: Lengths) -> tuple[Lengths, Draw, str]:
     """Return a run's lengths, what draws them, and where they are from: its recorded rollouts
     (checkpoint.rollouts), of which groups are drawn as they are; else the mean and the longest in
     metrics.jsonl, through which a log-normal is put. Raises DataError for a run without either."""
-    files = sorted((run_dir / "rollouts").glob("step-*.safetensors"))[-RECORDED:]
-    groups: dict[tuple[int, int], list[int]] = {}
+    steps = sorted(manifest.parent for manifest in (run_dir / "rollouts").glob("step-*/manifest.json"))
+    files = [path for step in steps[-RECORDED:] for path in sorted(step.glob("*.safetensors"))]
+    groups: dict[tuple[Path, int], list[int]] = {}
     prompts: list[int] = []
-    for number, path in enumerate(files):
+    for path in files:
         try:
             with safe_open(path, "np") as file:
                 ends, mask = file.get_tensor("cu_seqlens"), file.get_tensor("response_mask")
@@ -526,7 +527,7 @@ def recorded(run_dir: Path, lengths: Lengths) -> tuple[Lengths, Draw, str]:
             raise DataError(f"{path}: is damaged ({error})") from None
         for begin, end, group in zip(ends[:-1], ends[1:], ids, strict=True):
             own = int(mask[begin:end].sum())
-            groups.setdefault((number, int(group)), []).append(own)
+            groups.setdefault((path.parent, int(group)), []).append(own)
             prompts.append(int(end - begin) - own)
     if groups:
         alone = [max(1, n) for group in groups.values() for n in group]

@@ -33,7 +33,6 @@ from megarl.data.experience import (
     StepBatch,
     join,
     read_experience,
-    read_made_from,
     write_experience,
 )
 from megarl.data.prompts import Prompt
@@ -48,7 +47,6 @@ if TYPE_CHECKING:  # the preflight, which imports this file, says whether Megatr
 KEY = "value_pretraining.rollouts"
 FOLDER = "step-{:06d}"
 MANIFEST = "manifest.json"
-OLD = "step-{:06d}.safetensors"  # until 2026-11 a batch was one file, which is still read
 OF_TOKENS = ("engine_logprobs", "token_versions", "routing")  # columns [T] of a file; the others are [n]
 # Keys, and sections, on which the frozen policy's samples and their rewards depend: nothing of the critic,
 # and not the number of rollouts.
@@ -107,7 +105,6 @@ class RolloutStore:
 
         try:
             if rank == 0:
-                (self.folder / OLD.format(number)).unlink(missing_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)  # damaged, or to be drawn again
                 folder.mkdir(parents=True, mode=0o700)
         except OSError as error:
@@ -117,7 +114,7 @@ class RolloutStore:
             if len(batch.rows):
                 columns = {name: column[batch.rows] for name, column in batch.columns.items()}
                 own = replace(batch.own, columns=batch.own.columns | columns | {"row": batch.rows})
-                sha256 = write_experience(folder / part, own, {}, {})
+                sha256 = write_experience(folder / part, own)
         except OSError as error:
             failure = f"{folder / part}: cannot be written: {error}"
         check()
@@ -140,20 +137,13 @@ class RolloutStore:
 
 
 def stored(folder: Path, number: int) -> Path:
-    """Return the file that says that there is a rollout: its manifest, or the one file of an old one."""
-    old = folder / OLD.format(number)
-    return old if old.exists() else folder / FOLDER.format(number) / MANIFEST
+    """Return the file that says that there is a rollout."""
+    return folder / FOLDER.format(number) / MANIFEST
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return a rollout's made_from, state, and files (name -> SHA-256). Raises DataError where it is missing
     or damaged."""
-    if path.name != MANIFEST:
-        return {
-            "made_from": read_made_from(path),
-            "files": {path.name: None},
-            "state": read_experience(path)[1],
-        }
     try:
         digest, text = path.read_text(encoding="utf-8").splitlines()
         if hashlib.sha256(text.encode()).hexdigest() != digest:
@@ -184,13 +174,13 @@ def read_rollout(
     try:
         for i, (name, digest) in enumerate(manifest["files"].items()):
             if i % ranks.world == ranks.rank:
-                found.append(read_experience(path.parent / name, digest)[0])
+                found.append(read_experience(path.parent / name, digest))
     except DataError as error:
         problem = error
     own, facts = None, None
     if found and problem is None:
         own = join(found)
-        rows = own.columns.pop("row", torch.arange(own.num_sequences))  # an old file is the whole batch
+        rows = own.columns.pop("row")
         own = own.select(rows.argsort())
         columns = {name: own.columns.pop(name) for name in list(own.columns) if name not in OF_TOKENS}
         facts = rows.sort().values, own.lengths, own.response_lengths, columns, own.select([])
@@ -221,7 +211,7 @@ def files_of(manifest: Path) -> list[Path]:
     for path in files:
         if not path.exists():
             raise DataError(f"{path}: no such file, which {manifest} names")
-    return list(dict.fromkeys([*files, manifest]))
+    return [*files, manifest]
 
 
 def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks) -> RolloutStore:

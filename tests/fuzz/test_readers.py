@@ -3,6 +3,7 @@ configuration: tests/config.)"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -26,13 +27,14 @@ from torch.distributed.checkpoint.metadata import (
 from megarl.config.errors import CheckpointError, MegarlError
 from megarl.config.files import check_index
 from megarl.config.schema import Config, DataConfig
-from megarl.data.experience import Experience, read_experience, read_made_from, write_experience
+from megarl.data.experience import Experience, read_experience, write_experience
 from megarl.data.prompts import validate_files
 from megarl.model.hf_config import check_buildable
 from megarl.rewards import get_verifier
 from megarl.rewards.pool import judge
 from megarl.rewards.verdict import Verdict
 from megarl.schedule.preflight import Described, check_tokenizer
+from megarl.schedule.rollouts import read_manifest
 from megarl.training.checkpoint import find_checkpoint, open_checkpoint, read_state, write_state
 from megarl.weights.families import ROPE_NEEDS, ROPE_NUMBERS, VALUES
 from megarl.weights.hf import HFFolder
@@ -177,25 +179,21 @@ def test_tokenizer_of_a_model(model: tuple[Path, bytes, bytes], data: st.DataObj
 @given(data=st.data())
 def test_recorded_rollouts(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "step.safetensors"
-    write_experience(path, Experience.build([[1, 2]], [[3, 4, 5]]), {"stats": {"a": 1.0}}, {"step": 1})
+    write_experience(path, Experience.build([[1, 2]], [[3, 4, 5]]))
     path.write_bytes(data.draw(damaged(path.read_bytes())))
     only_our_errors(lambda: read_experience(path))
-    only_our_errors(lambda: read_made_from(path))
+    manifest, text = tmp_path / "manifest.json", '{"files": {}, "state": {"a": 1.0}, "made_from": {}}'
+    whole = f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n".encode()
+    manifest.write_bytes(data.draw(damaged(whole)))
+    only_our_errors(lambda: read_manifest(manifest))
 
 
 @QUICK
-@given(
-    tensors=st.dictionaries(st.text(max_size=5), st.lists(st.integers(-5, 5), max_size=4), max_size=3),
-    made=JSON,
-)
-def test_foreign_files_in_the_place_of_rollouts(
-    tmp_path: Path, tensors: dict[str, list[int]], made: Any
-) -> None:
-    path = tmp_path / "step.safetensors"
-    header = {"made_from": json.dumps(made), "sha256": "0"}
+@given(tensors=st.dictionaries(st.text(max_size=5), st.lists(st.integers(-5, 5), max_size=4), max_size=3))
+def test_foreign_files_in_the_place_of_rollouts(tmp_path: Path, tensors: dict[str, list[int]]) -> None:
+    path, header = tmp_path / "step.safetensors", {"sha256": "0"}
     path.write_bytes(save({name: torch.tensor(values) for name, values in tensors.items()}, header))
     only_our_errors(lambda: read_experience(path))
-    only_our_errors(lambda: read_made_from(path))
 
 
 @QUICK

@@ -243,7 +243,11 @@ def test_lengths_of_a_run(tmp_path: Path) -> None:
     # With recorded rollouts, those themselves.
     batch = Experience.build([[1, 2, 3]] * 4, [[5] * 10, [5] * 20, [5] * 300, [5] * 310])
     batch["group_ids"] = torch.tensor([7, 7, 9, 9])
-    write_experience(tmp_path / "rollouts" / "step-000030.safetensors", batch, {}, {})
+    folder = tmp_path / "rollouts" / "step-000030"
+    write_experience(folder / "rank-00000.safetensors", batch.select([0, 1, 2]))  # of two engines
+    write_experience(folder / "rank-00001.safetensors", batch.select([3]))
+    assert "10 steps" in recorded(tmp_path, Lengths(1, 4000, 20))[2]  # not whole yet
+    (folder / "manifest.json").write_text("")
     fitted, draw, where = recorded(tmp_path, Lengths(1, 4000, 20))
     assert fitted.mean == 160 and fitted.prompt == 3 and "4 responses" in where
     assert {tuple(sorted(set(draw(chance, 50)))) for _ in range(20)} == {(10.0, 20.0), (300.0, 310.0)}

@@ -19,7 +19,7 @@ from megarl.cli.main import main
 from megarl.config import dump_config
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import Config
-from megarl.data.experience import Experience, read_experience, read_made_from, write_experience
+from megarl.data.experience import Experience, read_experience, write_experience
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.rollouts import read_rollout
 from megarl.schedule.run import Run
@@ -258,10 +258,8 @@ def make_experience() -> Experience:
 
 def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
     path, experience = tmp_path / "new" / "x.safetensors", make_experience()
-    state = {"stats": {"reward/mean": 0.1 + 0.2, "rollout/prompts": 7}, "samplers": {"a": ["\u00e9", None]}}
-    write_experience(path, experience, state, {"seed": 3})
-    found, found_state = read_experience(path)
-    assert found_state == state and read_made_from(path) == {"seed": 3}
+    write_experience(path, experience)
+    found = read_experience(path)
     assert found.columns.keys() == experience.columns.keys()
     for one, other in zip(
         (found.tokens, found.cu_seqlens, found.response_mask, *found.columns.values()),
@@ -284,7 +282,7 @@ def test_damage_is_found_wherever_it_is(
 ) -> None:
     """A bit flipped or the end lost: one line that names the file, never another experience."""
     path, experience = tmp_path_factory.mktemp("damage") / "x.safetensors", make_experience()
-    write_experience(path, experience, {"stats": {}}, {})
+    write_experience(path, experience)
     content = bytearray(path.read_bytes())
     at = data.draw(st.integers(0, len(content) - 1))
     if data.draw(st.booleans()):
@@ -293,7 +291,7 @@ def test_damage_is_found_wherever_it_is(
     else:
         os.truncate(path, at)
     try:
-        found, _ = read_experience(path)
+        found = read_experience(path)
     except DataError as error:
         assert str(path) in str(error) and "\n" not in str(error)
         return

@@ -45,7 +45,7 @@ def test_a_reward_model(warm: Path, tmp_path: Path) -> None:
     records = train(warm, "dapo", tmp_path / "dapo", *options, *dapo)
     [first, _] = [record for record in records if record["stage"] == "train"]
     files = sorted((tmp_path / "dapo/rollouts/step-000001").glob("*.safetensors"))
-    batch = join([read_experience(file)[0] for file in files])
+    batch = join([read_experience(file) for file in files])
     assert sorted(batch["row"].tolist()) == list(range(batch.num_sequences)) and len(files) == 2
     model = AutoModelForSequenceClassification.from_pretrained(scorer, dtype=torch.float32)
     ends = batch.cu_seqlens.tolist()
