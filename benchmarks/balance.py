@@ -1,7 +1,10 @@
 """What balance between engines gains: two real ranks over gloo, each with a transformers engine that takes a
 fixed time for each decoding step, as a GPU does; the first takes three times as long.
 
-python benchmarks/balance.py [--responses 512] [--at-once 8] [--step 0.01]
+The ideal split is drawn too, in the same run: who knows every length beforehand gives each engine, at once,
+the part whose tokens it can decode in the same time.
+
+python benchmarks/balance.py [--responses 2048] [--at-once 32] [--step 0.02]
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import multiprocessing
 import os
 import tempfile
 import time
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +45,7 @@ class NoText:
 
 
 def work(rank: int, port: int, args: argparse.Namespace, results: Any) -> None:
-    """One of the ranks: a batch in equal parts, the same batch balanced."""
+    """One of the ranks: a batch in equal parts, the same batch balanced, and by the ideal split."""
     torch.set_num_threads(1)
     ended = []
     with tempfile.TemporaryDirectory() as folder:
@@ -87,6 +91,17 @@ def work(rank: int, port: int, args: argparse.Namespace, results: Any) -> None:
                 if response.body is not None
             }
             ended.append((seconds, worker.moved, worker.seconds["idle"], drawn))
+        parts: list[Any] = [None] * len(SLOWER)
+        dist.all_gather_object(parts, {key: len(tokens) for key, (tokens, _) in drawn.items()})
+        lengths = {key: n for part in parts for key, n in part.items()}
+        speeds = [1 / slower for slower in SLOWER]
+        first, last = (sum(lengths.values()) * sum(speeds[:end]) / sum(speeds) for end in (rank, rank + 1))
+        so_far = accumulate((lengths[key] for key in sorted(lengths)), initial=0)
+        own = [request for request, before in zip(requests, so_far, strict=False) if first <= before < last]
+        dist.barrier()
+        start = time.perf_counter()
+        completions = engine.generate(own, SamplingParams(args.max_tokens))
+        ended.append((time.perf_counter() - start, sum(len(one.tokens) for one in completions)))
     results.put((rank, ended))
     dist.barrier()
     dist.destroy_process_group()
@@ -94,9 +109,9 @@ def work(rank: int, port: int, args: argparse.Namespace, results: Any) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--responses", type=int, default=512)
-    parser.add_argument("--at-once", type=int, default=8, help="rollout.max_batch")
-    parser.add_argument("--step", type=float, default=0.01, help="seconds of a decoding step")
+    parser.add_argument("--responses", type=int, default=2048)
+    parser.add_argument("--at-once", type=int, default=32, help="rollout.max_batch")
+    parser.add_argument("--step", type=float, default=0.02, help="seconds of a decoding step")
     parser.add_argument("--max-tokens", type=int, default=80)
     args = parser.parse_args()
     print(machine())
@@ -113,10 +128,11 @@ def main() -> int:
     answers = dict(results.get(timeout=600) for _ in processes)
     for process in processes:
         process.join()
-    (equal, *_), (balanced, moved, idle, _) = answers[0]
+    (equal, *_), (balanced, moved, idle, _), _ = answers[0]
+    alone = [own[2] for own in answers.values()]
     drawn, again = ({k: v for own in answers.values() for k, v in own[run][3].items()} for run in (0, 1))
     tokens = sum(len(response) for response, _ in drawn.values())
-    ideal = tokens / sum(args.at_once / (args.step * slower) for slower in SLOWER)
+    ideal = max(seconds for seconds, _ in alone)
     engines = "one of two engines three times that"
     given = f"{tokens} tokens, {args.at_once} at once, {args.step:g} s a step, {engines}"
     print(
@@ -125,6 +141,7 @@ def main() -> int:
     )
     verdicts = Verdicts()
     verdicts.holds("the same responses to the bit", again == drawn)
+    verdicts.holds("the ideal split draws as many tokens", sum(n for _, n in alone) == tokens)
     verdicts.at_most("seconds of a balanced batch over the ideal split's", balanced / ideal, 1.15, " x")
     return verdicts.exit_code
 

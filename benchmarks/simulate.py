@@ -2,10 +2,11 @@
 machine: two ranks that generate and train in turn, against one rank for each side, one step ahead. Lengths
 are those of an untrained model, which ends a response at random: a mean of about 30 tokens, up to 200.
 
-Costs are fitted to a run of one rank that does everything, and to every other step of two runs of two ranks
-in turn, before and after the runs ahead; the other steps are held against. Nothing is fitted to the runs
-ahead. Figures are medians over steps, as the machine may have other work; where that changes from run to run,
-the ratio of step times says more than each of them.
+Costs are fitted to two runs at once, each of one rank that does everything (two cores at work are slower than
+one, and in a run ahead both are), and to every other step of two runs of two ranks in turn, before and after
+the runs ahead; the other steps are held against. Nothing is fitted to the runs ahead. Figures are medians
+over steps, as the machine may have other work; where that changes from run to run, the ratio of step times
+says more than each of them.
 
     make bench BENCH=simulate
     python benchmarks/simulate.py --steps 30 --ahead 1 2
@@ -17,6 +18,7 @@ import argparse
 import shutil
 import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,7 @@ from megarl.plan.times import Lengths
 FOLDER = BENCH / "simulate"
 PROMPTS, GROUP, UPDATES, LONGEST = 32, 8, 4, 200
 WARMUP = 3
+ALONE = ("alone_1", "alone_2")
 PHASES = ("distribute", "old_logprobs", "group_advantages", "actor_update")
 SEEDS = 8  # simulations, of some steps each
 BOUND, POINTS = 0.15, 5  # of what is measured; percentage points of an idle share
@@ -192,15 +195,19 @@ def main() -> int:
 
         write_demo(FOLDER, 0)
         train("before", given.steps // 2, "parallel.dp=2")
-        train("alone", given.steps // 2, "parallel.dp=1")
+        with ThreadPoolExecutor() as pool:
+            alone = [pool.submit(train, name, given.steps // 2, "parallel.dp=1") for name in ALONE]
+            for run in alone:
+                run.result()
         for name, ahead in zip(names, given.ahead, strict=True):
             apart = ("parallel.dp=1", "parallel.rollout_ranks=1", f"schedule.ahead={ahead}")
             train(name, given.steps, *apart)
         train("after", given.steps // 2, "parallel.dp=2")
-    before, alone, after = (Measured(FOLDER / name) for name in ("before", "alone", "after"))
+    before, after = (Measured(FOLDER / name) for name in ("before", "after"))
+    by_themselves = [(run, step) for run in map(Measured, map(FOLDER.joinpath, ALONE)) for step in run.steps]
     print("\nfitted:")
     in_turn = [(run, step) for run in (before, after) for step in run.steps]
-    costs = calibrate([*((alone, step) for step in alone.steps), *in_turn[::2]])
+    costs = calibrate([*by_themselves, *in_turn[::2]])
     fitted, draw, where = recorded(before.run_dir, Lengths(1, LONGEST, 7))
     print(f"\nlengths of {where}: mean {fitted.mean:.1f}, prompts {fitted.prompt:.1f} tokens")
     work = Work(PROMPTS, GROUP, fitted.prompt, draw, streams=False)
