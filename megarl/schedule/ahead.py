@@ -44,7 +44,7 @@ from megarl.schedule.watchdog import Watchdog
 from megarl.training.checkpoint import BATCHES, PRETRAINING
 
 SLICE = 5.0  # seconds that the first of a side waits for a word before it tells the others that there is none
-LOOK = 0.02  # seconds between two looks for it
+LOOK = 0.005  # seconds between two looks for it
 PIECE = 4 * 2**20  # bytes of one entry of the store, which takes 8 MiB
 VISIBLE = 60.0  # seconds within which a file that one node has written must be there on the others
 
