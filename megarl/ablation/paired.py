@@ -121,6 +121,7 @@ def seeds_needed(chance: Callable[[int], float], wanted: float, most: int = 2000
     return high
 
 
+@cache
 def smallest_found(n: int, alpha: float, wanted: float) -> float:
     """Return the smallest effect, in standard deviations of the differences, that n seeds find with the
     chance `wanted`; infinite where n seeds cannot find any."""
