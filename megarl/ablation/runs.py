@@ -9,10 +9,11 @@ import json
 import platform
 import re
 import shutil
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import Field, ValidationError, model_validator
@@ -27,6 +28,7 @@ from megarl.observe.runs import read_metrics
 from megarl.schedule.preflight import versions
 
 SUFFIX = ".table.yaml"
+AnySection = TypeVar("AnySection", bound=Section)
 MARK = "ablation.json"  # in every folder made here; in a run's folder with `seconds` once it has ended well
 PLAN = "planned.yaml"
 LOG = "log.txt"
@@ -66,6 +68,10 @@ class AblationTable(Section):
     against: tuple[Literal["full", "previous"], ...] = Field(("full",), min_length=1)
     last: int = Field(1, ge=1)  # a run's score is the mean of its last so many evaluations
     rows: tuple[AblationRow, ...] = Field(min_length=1)
+    # Of a protocol's tasks (see protocol.py): keyword arguments of `task`, and the folder below warm_start/
+    # that keeps tasks apart.
+    knobs: dict[str, Any] = Field({})
+    start: str = ""
 
     @model_validator(mode="after")
     def _distinct(self) -> AblationTable:
@@ -92,11 +98,16 @@ def load_table(name: str, base: Path | None = None) -> AblationTable:
         files = [*(PACKAGE / folder).glob(f"*{SUFFIX}"), *folder.glob(f"*{SUFFIX}")]
         known = ", ".join(dict.fromkeys(sorted(file.name.removesuffix(SUFFIX) for file in files)))
         raise ConfigError(f"TABLE: {name}: no such table (one of {known}, or the path of a {SUFFIX} file)")
-    content = {**read_yaml(path), "name": path.name.removesuffix(SUFFIX), "folder": path.parent}
-    if base is not None:
-        content["base"] = base.absolute()
+    given = {} if base is None else {"base": base.absolute()}
+    name = path.name.removesuffix(SUFFIX)
+    return read_section(AblationTable, path, {"name": name, "folder": path.parent, **given})
+
+
+def read_section(kind: type[AnySection], path: Path, given: dict[str, Any]) -> AnySection:
+    """Read a file of one section, `given` over what it says. Raises ConfigError `file: key: what is
+    wrong`."""
     try:
-        return AblationTable.model_validate(content)
+        return kind.model_validate({**read_yaml(path), **given})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
@@ -116,9 +127,12 @@ class Settings:
     fresh: bool
     overrides: Sequence[str]  # settings for all rows
 
-    def seed_folder(self, seed: int) -> Path:
+    hours: float | None = None  # no run is begun that would not end within them
+    most: int | None = None  # runs to begin
+
+    def seed_folder(self, table: AblationTable, seed: int) -> Path:
         """Return the folder of a seed's task and warm start, which all rows of all tables share."""
-        return self.folder / "warm_start" / f"seed-{seed}"
+        return self.folder / "warm_start" / table.start / f"seed-{seed}"
 
 
 @dataclass(frozen=True)
@@ -143,10 +157,18 @@ class Planned:
 
     def mark(self) -> dict[str, Any]:
         """Read what was noted of the run when it started and when it ended."""
-        try:
-            return dict(json.loads((self.folder / MARK).read_text(encoding="utf-8")))
-        except ValueError:  # cut when its writer was killed: the run is not finished
-            return {}
+        return read_mark(self.folder)
+
+    def usual_seconds(self) -> float | None:
+        """Return the median of the seconds of finished runs like this one, with any seed; where there is
+        none, of other rows on its task. None where nothing is known."""
+        own = self.folder.parent if self.row else self.folder.parent.parent
+        pattern = "seed-*" if self.row else f"seed-*/{self.folder.name}"
+        for folders in (own.glob(pattern), own.parent.glob(f"*/{pattern}") if self.row else ()):
+            seconds = [read_mark(f).get("seconds") for f in folders if (f / MARK).is_file()]
+            if known := [s for s in seconds if s is not None]:
+                return statistics.median(known)
+        return None
 
     def seconds(self) -> float | None:
         """Return the wall time of the finished run, None where there is none.
@@ -181,9 +203,17 @@ class Planned:
         return "; ".join(f"{key} {then.get(key)}, now {now.get(key)}" for key in keys)
 
 
+def read_mark(folder: Path) -> dict[str, Any]:
+    """Return what was noted in a run's folder; nothing where its writer was killed in the middle."""
+    try:
+        return dict(json.loads((folder / MARK).read_text(encoding="utf-8")))
+    except ValueError:  # the run is not finished
+        return {}
+
+
 def warm_start(table: AblationTable, settings: Settings, seed: int) -> Planned:
     """Plan the supervised training of a seed, which all rows start from."""
-    folder = settings.seed_folder(seed)
+    folder = settings.seed_folder(table, seed)
     overrides = (
         *ONE_PROCESS,
         "checkpoint.export_hf=true",
@@ -197,7 +227,7 @@ def warm_start(table: AblationTable, settings: Settings, seed: int) -> Planned:
 
 def row_run(table: AblationTable, settings: Settings, row: AblationRow, seed: int) -> Planned:
     """Plan the run of a row with a seed."""
-    folder = settings.seed_folder(seed)
+    folder = settings.seed_folder(table, seed)
     overrides = (
         *ONE_PROCESS,
         *("checkpoint.export_hf=false", "log.samples=0"),
@@ -211,11 +241,11 @@ def row_run(table: AblationTable, settings: Settings, row: AblationRow, seed: in
     return Planned(f"{row.name}, seed {seed}", seed, table.config(row, overrides), row.slug)
 
 
-def task_writer(name: str) -> Callable[[Path, int], None]:
+def task_writer(name: str) -> Callable[..., None]:
     """Return the function that `module:function` names. Raises ConfigError where there is none."""
     module, _, attribute = name.partition(":")
     try:
-        found: Callable[[Path, int], None] = getattr(importlib.import_module(module), attribute)
+        found: Callable[..., None] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"task: {name}: {error} (it must be module:function)") from None
     return found
@@ -226,10 +256,10 @@ def make_task(table: AblationTable, settings: Settings, seed: int) -> None:
     that was run.
 
     Raises ConfigError where it is not, without --fresh."""
-    task = settings.seed_folder(seed) / "task"
+    task = settings.seed_folder(table, seed) / "task"
     made = task.with_name("task.new")
     shutil.rmtree(made, ignore_errors=True)
-    task_writer(table.task)(made, seed)
+    task_writer(table.task)(made, seed, **table.knobs)
 
     def contents(folder: Path) -> dict[Path, bytes]:
         files = (path for path in folder.rglob("*") if path.is_file())
