@@ -59,8 +59,9 @@ class AblationTable(Section):
     title: str
     base: Path  # configuration at demo scale
     warm_start: Path  # likewise
-    # `module:function` of (folder, seed): writes model/, sft.jsonl, train.jsonl, eval.jsonl
+    # `module:function` of (folder, seed, **knobs): writes model/, sft.jsonl, train.jsonl, eval.jsonl
     task: str = Field(pattern=r"^[\w.]+:\w+$")
+    knobs: dict[str, Any] = Field({})
     full: str  # the row of the whole system
     # What each row is compared with: the full system, the row above, or both.
     against: tuple[Literal["full", "previous"], ...] = Field(("full",), min_length=1)
@@ -211,11 +212,11 @@ def row_run(table: AblationTable, settings: Settings, row: AblationRow, seed: in
     return Planned(f"{row.name}, seed {seed}", seed, table.config(row, overrides), row.slug)
 
 
-def task_writer(name: str) -> Callable[[Path, int], None]:
+def task_writer(name: str) -> Callable[..., None]:
     """Return the function that `module:function` names. Raises ConfigError where there is none."""
     module, _, attribute = name.partition(":")
     try:
-        found: Callable[[Path, int], None] = getattr(importlib.import_module(module), attribute)
+        found: Callable[..., None] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"task: {name}: {error} (it must be module:function)") from None
     return found
@@ -229,7 +230,7 @@ def make_task(table: AblationTable, settings: Settings, seed: int) -> None:
     task = settings.seed_folder(seed) / "task"
     made = task.with_name("task.new")
     shutil.rmtree(made, ignore_errors=True)
-    task_writer(table.task)(made, seed)
+    task_writer(table.task)(made, seed, **table.knobs)
 
     def contents(folder: Path) -> dict[Path, bytes]:
         files = (path for path in folder.rglob("*") if path.is_file())
