@@ -61,8 +61,9 @@ class AblationTable(Section):
     title: str
     base: Path  # configuration at demo scale
     warm_start: Path  # likewise
-    # `module:function` of (folder, seed): writes model/, sft.jsonl, train.jsonl, eval.jsonl
+    # `module:function` of (folder, seed, **knobs): writes model/, sft.jsonl, train.jsonl, eval.jsonl
     task: str = Field(pattern=r"^[\w.]+:\w+$")
+    knobs: dict[str, Any] = Field({})
     full: str  # the row of the whole system
     # What each row is compared with: the full system, the row above, or both.
     against: tuple[Literal["full", "previous"], ...] = Field(("full",), min_length=1)
