@@ -1,26 +1,21 @@
-"""The figures of an ablation: accuracy by step beside the full system, and the forest plot of a protocol;
-each as one page and as one PNG."""
+"""The figures of an ablation, accuracy by step beside the full system: as one page and as one PNG."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from megarl.ablation.protocol import Outcome, Protocol, cells
 from megarl.ablation.result import Curve, Result, RowResult, score_text
-from megarl.observe.plots import COLOURS, FONT, GRID, INK, MUTED, NICE, figure, finish, svg
+from megarl.observe.plots import COLOURS, GRID, INK, MUTED, figure, finish, svg
 from megarl.observe.report import page
 
 BLUE, GREY = COLOURS[0], COLOURS[-1]
 COLUMNS = 3
-FOREST = {"holds": COLOURS[2], "opposite": COLOURS[5], "equivalent": COLOURS[0], "undecided": COLOURS[4]}
 
 
 def write_page(result: Result, path: Path) -> None:
@@ -68,70 +63,6 @@ def write_png(result: Result, path: Path) -> None:
     for axes in grid[len(result.rows) :]:
         axes.set_axis_off()
     fig.savefig(path, dpi=110, metadata={"Software": None})
-
-
-def draw_forest(outcomes: Sequence[Outcome]) -> Figure:
-    """Draw a protocol's rows under each other: the difference with its interval, shaded the bound, beside it
-    the paper's points, and above it the verdict as a word of its colour."""
-    heads = 34  # points a row
-    fig, axes = figure(right=62, left=8, height=58 + heads * max(len(outcomes), 1))
-    axes.grid(False)
-    axes.axvline(0, color=MUTED, linewidth=0.9)
-    text: dict[str, Any] = {"textcoords": "offset points", "fontsize": FONT - 1, "annotation_clip": False}
-    beside: dict[str, Any] = {**text, "xycoords": ("axes fraction", "data"), "va": "center", "color": MUTED}
-    ends = [abs(end) for one in outcomes for end in (one.low, one.high, one.mean) if end is not None]
-    reach = 1.12 * max([*ends, *(one.row.bound for one in outcomes)], default=1.0)
-    for at, one in enumerate(outcomes):
-        colour = FOREST.get(one.verdict, GREY)
-        axes.barh(at, 2 * one.row.bound, left=-one.row.bound, height=0.3, color=GREY, alpha=0.22, linewidth=0)
-        if one.low is not None and one.high is not None:
-            axes.plot([one.low, one.high], [at, at], color=colour, linewidth=2.2, solid_capstyle="butt")
-        if one.mean is not None:
-            axes.plot([one.mean], [at], color=colour, marker="o", markersize=5.5)
-        name = {**text, "xycoords": ("axes fraction", "data"), "va": "bottom"}
-        axes.annotate(one.row.row, (0, at - 0.2), xytext=(0, 2), color=INK, **name)
-        right = {**name, "ha": "right", "color": colour, "fontweight": "bold"}
-        axes.annotate(one.verdict, (1, at - 0.2), xytext=(56, 2), **right)
-        paper = "-" if one.paper is None else f"{one.paper:+g}"
-        axes.annotate(paper, (1, at), xytext=(56, 0), ha="right", **beside)
-    axes.annotate("paper's points", (1, -1.0), xytext=(56, 0), ha="right", **beside)
-    axes.set_xlim(-reach, reach)
-    axes.set_ylim(len(outcomes) - 0.55, -1.2)
-    axes.set_yticks([])
-    axes.xaxis.set_major_locator(MaxNLocator(5, steps=NICE))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
-    axes.set_xlabel("difference of accuracy; shaded: the bound", color=MUTED, fontsize=FONT, labelpad=2)
-    return fig
-
-
-def write_forest(
-    protocol: Protocol,
-    outcomes: Sequence[Outcome],
-    cards: Sequence[tuple[RowResult, RowResult]],
-    notes: Sequence[str],
-    folder: Path,
-) -> None:
-    """Write forest.png, and report.html: forest plot, table, notes, and the curves of each row (in blue) over
-    those of its neighbour (in grey), given in `cards`."""
-    draw_forest(outcomes).savefig(folder / "forest.png", dpi=200, metadata={"Software": None})
-    heads, rows = cells(protocol, outcomes)
-    marked = [(line, one.verdict in ("holds", "opposite")) for line, one in zip(rows, outcomes, strict=True)]
-    look = "Each line: mean difference and interval of the row minus its neighbour."
-    forest = page.figure("Differences", "accuracy", svg(draw_forest(outcomes)), (), look)
-    curves = []
-    for row, other in cards:
-        if steps := band(row.curves)[0]:
-            fig, axes = figure()
-            draw_row(axes, row, other)
-            finish(axes, "step", (0, 1), False, (steps[0], steps[-1]))
-            curves.append(page.figure(row.name, "", svg(fig), (), f"grey: {other.name}"))
-    listed = "".join(f"<li>{escape(line)}</li>" for line in notes)
-    body = [
-        f"<h1>{escape(protocol.title)}</h1>",
-        page.section("Verdicts", forest, page.table(heads, marked), f'<ul class="look">{listed}</ul>'),
-        page.section("Accuracy by step", f'<div class="grid">{"".join(curves)}</div>' if curves else ""),
-    ]
-    (folder / "report.html").write_text(page.document(protocol.title, body), encoding="utf-8")
 
 
 def draw_row(axes: Axes, row: RowResult, full: RowResult) -> None:

@@ -1,14 +1,12 @@
-"""A protocol: which comparisons are made, on which task, with how many fresh seeds, and how each is judged.
-It is written before the runs; afterwards each of its rows has one verdict, which nothing but the runs
-decides.
+"""A protocol: which rows are compared, on which task, with how many fresh seeds, and how each is judged.
 
-A row is two arms on one task, with a technique and without it, paired by seed.
+It is written before its runs; afterwards nothing but the runs decides. A row is a row of a paper's table
+minus another one, both on one task of the family (demo/family.py), paired by seed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 import statistics
@@ -20,32 +18,37 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from megarl.ablation import paired, runs
-from megarl.ablation.result import Curve
-from megarl.ablation.runs import AblationTable
+from megarl.ablation import paired
+from megarl.ablation.result import LEVEL, Curve
+from megarl.ablation.runs import AblationTable, find_file, load_table, read_section
 from megarl.config.errors import ConfigError
-from megarl.config.load import PACKAGE, config_file
 from megarl.config.schema import Section
+from megarl.demo.family import Knobs, longest_right
 
-SUFFIX = ".protocol.yaml"
+TASK = "megarl.demo.family:write_family"
 FRESH = 100  # seeds below are for tuning, and never part of a result
-VERDICTS = {
-    "holds": "a difference in the paper's direction after Holm's correction",
-    "opposite": "a difference in the other direction after Holm's correction",
-    "equivalent": "within the bound that was named before",
-    "undecided": "neither; a difference of the size beside it would have been found",
-}
+POWER = 0.8  # chance with which a difference is to be found
+VERDICTS = ("holds", "opposite", "equivalent", "undecided")
+Arm = tuple[str, str, int]  # task, row of the table, seed
 
 
 class Task(Section):
-    """What rows run on. What is left out is the table's."""
+    """What rows run on, and from which warm start."""
 
-    task: str | None = Field(None, pattern=r"^[\w.]+:\w+$")  # `module:function` of (folder, seed, **knobs)
-    knobs: dict[str, Any] = Field({})  # keyword arguments of that function
-    base: Path | None = None  # configuration at demo scale, relative to the protocol's file
-    warm_start: Path | None = None  # likewise
-    overrides: tuple[str, ...] = ()  # settings of all arms on this task, e.g. steps=30
-    row_overrides: dict[str, tuple[str, ...]] = Field({})  # settings of one row of the table, after those
+    what: str = Field(min_length=1)
+    knobs: Knobs = Knobs()
+    # rollout.max_response_tokens, as a multiple of the longest right response to a training prompt
+    limit: float = Field(gt=0)
+    overrides: tuple[str, ...] = ()  # settings of all runs; a row's own sizes (in the table) go over them
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Return the knobs that are not at their defaults, as JSON holds them."""
+        return self.knobs.model_dump(mode="json", exclude_defaults=True)
+
+    @property
+    def max_response_tokens(self) -> int:
+        return math.ceil(self.limit * longest_right(self.knobs))
 
 
 class ProtocolRow(Section):
@@ -55,47 +58,54 @@ class ProtocolRow(Section):
     against: str
     task: str
     claims: Literal["worse", "better"]  # what the paper says of `row` beside `against`
-    # Smallest difference of interest: power is computed for it, and what lies within it counts as equivalent.
+    # Smallest difference of interest: power is told for it, and what lies within it counts as equivalent.
     bound: float = Field(gt=0, lt=1)
+    why: str = Field(min_length=1)  # this task brings the technique out
 
-    @property
-    def key(self) -> str:
-        return f"{self.row} against {self.against} on {self.task}"
+    def arms(self, curves: Mapping[Arm, Curve]) -> tuple[dict[int, Curve], dict[int, Curve]]:
+        """Return seed -> curve of `row` and of `against`."""
+        own, its = (
+            {seed: curve for (task, name, seed), curve in curves.items() if (task, name) == (self.task, arm)}
+            for arm in (self.row, self.against)
+        )
+        return own, its
 
 
 class Protocol(Section):
-    """What was decided before the runs. Files are relative to the protocol's own."""
+    """What is decided before the runs. Files are relative to the protocol's own."""
 
     name: str
     folder: Path
     title: str
     table: Path  # the rows' files and the papers' points
-    first_seed: int = FRESH
+    first_seed: int = Field(FRESH, ge=FRESH)
     seeds: int = Field(ge=2)  # so many from first_seed on
     # A run's score: the mean accuracy of its last `last` evaluations, or of all after step 0 (`curve`).
     statistic: Literal["last", "curve"]
     last: int = Field(3, ge=1)
-    alpha: float = Field(0.05, gt=0, lt=0.5)  # over all rows, after the correction
-    power: float = Field(0.8, gt=0, lt=1)
-    correction: Literal["holm"] = "holm"
-    tried: Path  # .jsonl: every setting that was run with tuning seeds
     tasks: dict[str, Task] = Field(min_length=1)
     rows: tuple[ProtocolRow, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _consistent(self) -> Protocol:
-        if self.first_seed < FRESH:
-            raise ValueError(f"first_seed: must be at least {FRESH} (seeds below are for tuning)")
         for row in self.rows:
             if row.task not in self.tasks:
-                raise ValueError(
-                    f"rows: {row.row}: no such task: {row.task} (one of {', '.join(self.tasks)})"
-                )
+                known = ", ".join(self.tasks)
+                raise ValueError(f"rows: {row.row}: no such task: {row.task} (one of {known})")
             if row.row == row.against:
                 raise ValueError(f"rows: {row.row}: against: must be another row")
-        if len({row.key for row in self.rows}) < len(self.rows):
-            raise ValueError("rows: the same comparison stands there twice")
+        if len({row.row for row in self.rows}) < len(self.rows):
+            raise ValueError("rows: the same row stands there twice")
         return self
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{self.name}.yaml"
+
+    @property
+    def tried(self) -> Path:
+        """Return the log of every setting that was run with tuning seeds."""
+        return self.path.with_name(f"{self.name.removesuffix('.protocol')}.tried.jsonl")
 
     @property
     def fresh_seeds(self) -> range:
@@ -103,8 +113,8 @@ class Protocol(Section):
 
     @property
     def level(self) -> float:
-        """Return alpha of the strictest of Holm's steps: what a single row has for sure."""
-        return self.alpha / len(self.rows)
+        """Return the strictest of Holm's levels: what a single row has for sure."""
+        return LEVEL / len(self.rows)
 
     def score(self, curve: Curve, statistic: str | None = None) -> float:
         """Return a run's score, by the statistic decided before or by the other one."""
@@ -112,61 +122,43 @@ class Protocol(Section):
             return statistics.fmean([curve[step] for step in sorted(curve)][-self.last :])
         return statistics.fmean(accuracy for step, accuracy in curve.items() if step > 0)
 
-    def setting(self, task: str) -> dict[str, Any]:
-        """Return a task's settings as JSON holds them, without what is left out."""
-        return self.tasks[task].model_dump(mode="json", exclude_defaults=True)
+    def setting(self, row: ProtocolRow, overrides: Sequence[str] = ()) -> dict[str, Any]:
+        """Return what a row's differences depend on beside code and seeds, as JSON holds it. overrides: of
+        the command line, after the task's."""
+        task = self.tasks[row.task]
+        common = {"against": row.against, "task": row.task, **task.given, "limit": task.limit}
+        score = f"{self.statistic} {self.last}" if self.statistic == "last" else self.statistic
+        return {**common, "overrides": [*task.overrides, *overrides], "score": score}
 
     def tables(self) -> dict[str, AblationTable]:
-        """Return for each task the table with that task, its bases and its overrides. Raises ConfigError for
-        a row that the table lacks, and for knobs that the task's function does not take."""
-        table, path = runs.load_table(str(self.folder / self.table)), self.folder / f"{self.name}.yaml"
-        known = [row.name for row in table.rows]
+        """Return for each task the paper's table on it. Raises ConfigError for a row that the table lacks."""
+        table = load_table(str(self.folder / self.table))
         for name in (name for row in self.rows for name in (row.row, row.against)):
-            if name not in known:
-                raise ConfigError(f"{path}: rows: {name}: no such row in {self.table}")
+            if name not in {row.name for row in table.rows}:
+                raise ConfigError(f"{self.path}: rows: {name}: no such row in {self.table}")
         found = {}
         for name, task in self.tasks.items():
-            if unknown := {*task.row_overrides} - {*known}:
-                raise ConfigError(f"{path}: tasks.{name}.row_overrides: {min(unknown)}: no such row")
-            rows = tuple(
-                row.model_copy(
-                    update={
-                        "overrides": (*row.overrides, *task.overrides, *task.row_overrides.get(row.name, ()))
-                    }
-                )
-                for row in table.rows
-            )
-            # Files of the protocol are made absolute; the table's own stay relative to the table.
-            files = {"base": task.base, "warm_start": task.warm_start}
-            given = {key: (self.folder / file).absolute() for key, file in files.items() if file}
-            start = [task.task or table.task, task.knobs, task.warm_start and str(task.warm_start)]
-            own = bool(task.task or task.knobs or task.warm_start)
-            digest = hashlib.sha256(json.dumps(start, sort_keys=True).encode()).hexdigest()[:10]
-            update = {"name": f"{self.name}/{name}", "task": start[0], "knobs": task.knobs, "rows": rows}
-            found[name] = table.model_copy(update={**update, **given, "start": digest if own else ""})
-            try:
-                inspect.signature(runs.task_writer(found[name].task)).bind(Path(), 0, **task.knobs)
-            except TypeError as error:
-                raise ConfigError(f"{path}: tasks.{name}.knobs: {error}") from None
+            common = (f"rollout.max_response_tokens={task.max_response_tokens}", *task.overrides)
+            rows = [row.model_copy(update={"overrides": (*common, *row.overrides)}) for row in table.rows]
+            # Other knobs are another task, with warm starts and runs in folders of their own; a task that
+            # two protocols share has the same ones in both.
+            digest = hashlib.sha256(json.dumps(task.given, sort_keys=True).encode()).hexdigest()[:8]
+            start = f"{name}-{digest}"
+            update = {"name": f"{self.name}/{start}", "start": start, "task": TASK, "knobs": task.given}
+            found[name] = table.model_copy(update={**update, "rows": tuple(rows)})
         return found
 
 
 def is_protocol(name: str) -> bool:
     """Tell a protocol's name or path from a table's."""
-    return name.endswith((".protocol", SUFFIX))
+    return name.endswith((".protocol", ".protocol.yaml"))
 
 
 def load_protocol(name: str) -> Protocol:
     """Read a protocol given as NAME.protocol or by its path. Raises ConfigError `file: key: what is wrong`,
     or for an unknown name."""
-    folder = Path("configs/ablations")
-    path = Path(name) if name.endswith(SUFFIX) else config_file(folder / f"{name}.yaml")
-    if not name.endswith(SUFFIX) and not path.is_file():
-        files = {*(PACKAGE / folder).glob(f"*{SUFFIX}"), *folder.glob(f"*{SUFFIX}")}
-        known = ", ".join(sorted({file.name.removesuffix(".yaml") for file in files}))
-        raise ConfigError(f"TABLE: {name}: no such protocol (one of {known}, or the path of a {SUFFIX} file)")
-    given = {"name": path.name.removesuffix(".yaml"), "folder": path.parent}
-    return runs.read_section(Protocol, path, given)
+    path = find_file(name, "protocol", ".yaml")
+    return read_section(Protocol, path, {"name": path.name.removesuffix(".yaml"), "folder": path.parent})
 
 
 @dataclass(frozen=True)
@@ -175,39 +167,34 @@ class Outcome:
     not be able to stop when the numbers please."""
 
     row: ProtocolRow
-    wanted: int  # seeds
-    alpha: float
-    paper: float | None  # points: the row's minus its neighbour's
+    seeds: range  # the protocol's
     differences: Mapping[int, float]  # by seed, of the statistic decided before
+    paper: float | None = None  # points: the row's minus its neighbour's
     other: float | None = None  # mean difference of the statistic that does not decide
-    deviation: float | None = None  # of the differences
-    low: float | None = None  # interval of 1 - alpha of their mean, uncorrected
+    mean: float | None = None
+    low: float | None = None  # interval of 1 - LEVEL of the mean, uncorrected
     high: float | None = None
     found: float | None = None  # smallest difference that these seeds find; None where they cannot find any
     p: float | None = None
     holm: float | None = None
     equivalence: float | None = None  # p of two one-sided tests
-    equivalence_holm: float | None = None
 
     @property
-    def mean(self) -> float | None:
-        return statistics.fmean(self.differences.values()) if self.differences else None
-
-    @property
-    def complete(self) -> bool:
-        return len(self.differences) == self.wanted
+    def within(self) -> bool:
+        """Tell whether the interval lies within the bound."""
+        bound = self.row.bound
+        return self.low is not None and self.high is not None and -bound < self.low <= self.high < bound
 
     @property
     def verdict(self) -> str:
-        """Return a key of VERDICTS, or how far the row is."""
-        mean, low, high = self.mean, self.low, self.high
-        if mean is None or low is None or high is None or self.holm is None:
-            return f"{len(self.differences)} of {self.wanted} seeds" if self.differences else "not run yet"
-        if self.holm < self.alpha:
-            return "holds" if (mean < 0) == (self.row.claims == "worse") else "opposite"
-        within = -self.row.bound < low and high < self.row.bound
-        corrected = self.equivalence_holm is not None and self.equivalence_holm < self.alpha
-        return "equivalent" if within and corrected else "undecided"
+        """Return one of VERDICTS, or how far the row is."""
+        if self.mean is None:
+            return "not run yet"
+        if self.holm is None:
+            return f"{len(self.differences)} of {len(self.seeds)} seeds"
+        if self.holm < LEVEL:
+            return "holds" if (self.mean < 0) == (self.row.claims == "worse") else "opposite"
+        return "equivalent" if self.within else "undecided"
 
     @property
     def said(self) -> str:
@@ -215,214 +202,129 @@ class Outcome:
         if self.verdict == "undecided":
             size = "none, with so few seeds" if self.found is None else f"{self.found:.3f}"
             return f"undecided (would have found: {size})"
-        bound = self.row.bound
-        small = self.low is not None and self.high is not None and -bound < self.low and self.high < bound
-        return self.verdict + (
-            " (but within the bound)" if self.verdict in ("holds", "opposite") and small else ""
-        )
+        small = self.within and self.verdict in ("holds", "opposite")
+        return f"{self.verdict} (but within the bound)" if small else self.verdict
 
 
-def judge(outcomes: Sequence[Outcome], level: float, power: float) -> list[Outcome]:
-    """Fill in interval, tests, corrections and what could have been found.
-
-    A row whose seeds are not all there counts as p = 1 in Holm's correction, so that what holds before the
-    others are there still holds then. level: alpha of Holm's first step; power: of what could have been
-    found.
-    """
-    judged = []
-    for one in outcomes:
-        values, mean, n = [*one.differences.values()], one.mean, len(one.differences)
-        if mean is not None and n > 1:
-            deviation = statistics.stdev(values)
-            error = deviation / math.sqrt(n)
-            half = paired.t_quantile(1 - one.alpha, n - 1) * error
-            one = replace(one, deviation=deviation, low=mean - half, high=mean + half)
-            if one.complete:
-                found = paired.smallest_found(n, level, power) * deviation if deviation else math.nan
-                one = replace(
-                    one,
-                    found=found if math.isfinite(found) else None,
-                    p=paired.sign_flip_p(values),
-                    equivalence=paired.equivalence_p(mean, error, n - 1, one.row.bound),
-                )
-        judged.append(one)
-    holm = paired.holm([1.0 if one.p is None else one.p for one in judged])
-    both = paired.holm([1.0 if one.equivalence is None else one.equivalence for one in judged])
-    return [
-        one if one.p is None else replace(one, holm=p, equivalence_holm=q)
-        for one, p, q in zip(judged, holm, both, strict=True)
-    ]
+def measure(row: ProtocolRow, seeds: range, differences: Mapping[int, float], level: float) -> Outcome:
+    """Return a row with interval and tests, not yet corrected. seeds: that must be there for a p; level: of
+    the smallest difference that they find."""
+    one, values, n = Outcome(row, seeds, differences), [*differences.values()], len(differences)
+    if not values:
+        return one
+    one = replace(one, mean=(mean := statistics.fmean(values)))
+    if n < 2:
+        return one
+    deviation = statistics.stdev(values)
+    error = deviation / math.sqrt(n)
+    half = paired.t_quantile(1 - LEVEL, n - 1) * error
+    one = replace(one, low=mean - half, high=mean + half)
+    if {*differences} != {*seeds}:
+        return one
+    found = paired.smallest_found(n, level, POWER) * deviation if deviation else math.inf
+    return replace(
+        one,
+        found=found if math.isfinite(found) else None,
+        p=paired.sign_flip_p(values),
+        equivalence=paired.equivalence_p(mean, error, n - 1, row.bound),
+    )
 
 
-def plan_power(protocol: Protocol, spread: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """Return for each row what the protocol's seeds can find, from the differences of tuning seeds (by the
-    row's key), all at the strictest of Holm's steps: seeds needed to find a difference of `bound`, seeds
-    needed to show equivalence where there is none, smallest difference that the protocol's seeds find. None:
-    unknown, or more than 2,000 seeds."""
-    plan: list[dict[str, Any]] = []
-    level, wanted = protocol.level, protocol.power
+def corrected(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Apply Holm's correction. A row whose seeds are not all there counts as p = 1: what holds before the
+    others are there still holds then."""
+    ps = paired.holm([1.0 if one.p is None else one.p for one in outcomes])
+    return [one if one.p is None else replace(one, holm=p) for one, p in zip(outcomes, ps, strict=True)]
+
+
+def judge(
+    protocol: Protocol, curves: Mapping[Arm, Curve], papers: Mapping[str, float | None]
+) -> list[Outcome]:
+    """Return a protocol's rows, judged by the finished runs. papers: points of the table's rows."""
+    outcomes = []
     for row in protocol.rows:
-        facts: dict[str, Any] = {"row": row.key, "bound": row.bound, "deviation": None, "tuning_seeds": 0}
-        facts |= {"for_difference": None, "for_equivalence": None, "finds": None}
-        values = spread.get(row.key, ())
+        own, its = row.arms(curves)
+        both = sorted(own.keys() & its.keys())
+        differences = {seed: protocol.score(own[seed]) - protocol.score(its[seed]) for seed in both}
+        one = measure(row, protocol.fresh_seeds, differences, protocol.level)
+        if both:
+            name = "curve" if protocol.statistic == "last" else "last"
+            others = [protocol.score(own[seed], name) - protocol.score(its[seed], name) for seed in both]
+            one = replace(one, other=statistics.fmean(others))
+        points, beside = papers[row.row], papers[row.against]
+        outcomes.append(one if points is None or beside is None else replace(one, paper=points - beside))
+    return corrected(outcomes)
+
+
+@dataclass(frozen=True)
+class Power:
+    """What is known of a row before its runs, from the spread of tuning seeds; all at the strictest of Holm's
+    levels, with a chance of POWER. None: unknown, or more than 2,000 seeds."""
+
+    row: ProtocolRow
+    tuned: int  # seeds
+    deviation: float | None = None  # of the differences
+    for_difference: int | None = None  # seeds that find a difference of `bound`
+    for_equivalence: int | None = None  # seeds whose interval lies within the bound, where there is none
+    finds: float | None = None  # smallest difference that the protocol's seeds find
+
+
+def power_of(protocol: Protocol, tried: Sequence[Mapping[str, Any]]) -> list[Power]:
+    """Return the power of each row. tried: of `read_tried`; what was run with the protocol's own settings
+    counts."""
+    found, level = [], protocol.level
+    for row in protocol.rows:
+        setting = json.loads(json.dumps(protocol.setting(row)))
+        entries = [one["differences"] for one in tried if (one["row"], one["setting"]) == (row.row, setting)]
+        values = [d for differences in entries for d in differences.values() if d is not None]
+        one = Power(row, len(values))
         if len(values) > 1 and (deviation := statistics.stdev(values)) > 0:
             size = row.bound / deviation
-
-            def finds(n: int, size: float = size) -> float:
-                return paired.power(n, size, level)
-
-            def shows(n: int, size: float = size) -> float:
-                return paired.equivalence_power(n, size, level)
-
-            smallest = paired.smallest_found(protocol.seeds, level, wanted) * deviation
-            facts |= {
-                "deviation": deviation,
-                "tuning_seeds": len(values),
-                "for_difference": paired.seeds_needed(finds, wanted),
-                "for_equivalence": paired.seeds_needed(shows, wanted),
-                "finds": smallest if math.isfinite(smallest) else None,
-            }
-        plan.append(facts)
-    return plan
+            finds = paired.smallest_found(protocol.seeds, level, POWER) * deviation
+            one = replace(
+                one,
+                deviation=deviation,
+                for_difference=paired.seeds_needed(lambda n, d=size: paired.power(n, d, level), POWER),
+                for_equivalence=paired.seeds_needed(
+                    lambda n, d=size: paired.equivalence_power(n, d, LEVEL / 2), POWER
+                ),
+                finds=finds if math.isfinite(finds) else None,
+            )
+        found.append(one)
+    return found
 
 
-def note_tried(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Append settings that are tried with tuning seeds, one line each, with the time."""
-    when = datetime.now(UTC).isoformat(timespec="seconds")
+def note_tried(protocol: Protocol, outcomes: Sequence[Outcome], overrides: Sequence[str], code: str) -> None:
+    """Append the differences of tuning seeds to the protocol's log, one line for each row, unless it has them
+    already. overrides: of the command line; code: checksum of megarl's files."""
+    known, lines = read_tried(protocol.tried), []
+    for one in outcomes:
+        what = {"row": one.row.row, "setting": protocol.setting(one.row, overrides)}
+        what = json.loads(json.dumps(what))
+        differences = {str(seed): difference for seed, difference in one.differences.items()}
+        logged = [old["differences"].items() for old in known if what == {key: old[key] for key in what}]
+        if differences and not any(differences.items() <= old for old in logged):
+            when = datetime.now(UTC).isoformat(timespec="seconds")
+            lines.append(json.dumps({"when": when, "code": code, **what, "differences": differences}) + "\n")
     try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"when": when, **entry}) + "\n" for entry in entries)
+        with open(protocol.tried, "a", encoding="utf-8") as file:
+            file.writelines(lines)
     except OSError as error:
-        what = f"tried: cannot be written: {error.strerror} (every setting tried must be on record)"
-        raise ConfigError(f"{path}: {what}") from None
+        problem = f"cannot be written: {error.strerror} (every setting that is tried must be on record)"
+        raise ConfigError(f"{protocol.tried}: {problem}") from None
 
 
 def read_tried(path: Path) -> list[dict[str, Any]]:
-    """Return the settings tried, one entry for each comparison and setting: the last one, with all its seeds.
-    Raises ConfigError where a line is not JSON."""
+    """Return the settings tried: for each row and setting the last entry, with all seeds that were run.
+    Raises ConfigError where a line is none."""
     found: dict[str, dict[str, Any]] = {}
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
             key = json.dumps([entry["row"], entry["setting"]], sort_keys=True)
+            before = found.pop(key, {"differences": {}})
+            found[key] = {**entry, "differences": {**before["differences"], **entry["differences"]}}
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{path}: line {number}: not a setting that was tried (mend it)") from None
-        before = found.pop(key, {"seeds": {}})
-        found[key] = {**entry, "seeds": {**before["seeds"], **entry["seeds"]}}
     return [*found.values()]
-
-
-def markdown(
-    protocol: Protocol,
-    outcomes: Sequence[Outcome],
-    plan: Sequence[Mapping[str, Any]],
-    tried: Sequence[Mapping[str, Any]],
-    said: Sequence[str] = (),
-) -> str:
-    """Return the rows with their verdicts, how they were judged, the power known before, and what was
-    tried."""
-    heads, rows = cells(protocol, outcomes)
-    powers = [
-        [
-            one["row"],
-            f"{one['bound']:g}",
-            *("-" if one[key] is None else f"{one[key]:.3f}" for key in ("deviation",)),
-            *(str(one[key] or "-") for key in ("tuning_seeds", "for_difference", "for_equivalence")),
-            "-" if one["finds"] is None else f"{one['finds']:.3f}",
-        ]
-        for one in plan
-    ]
-    power_heads = ["row", "bound", "standard deviation of the differences", "from tuning seeds"]
-    power_heads += ["seeds to find it", "seeds to show equivalence", f"{protocol.seeds} seeds find"]
-    settings = []
-    for one in tried:
-        values = [value for value in one["seeds"].values() if value is not None]
-        mean = f"{statistics.fmean(values):+.3f}" if values else "not finished"
-        text = json.dumps(one["setting"]).replace("|", "\\|")
-        settings.append([one["when"][:10], one["row"], f"`{text}`", ", ".join(one["seeds"]), mean])
-    tried_heads = ["first or last run", "row", "setting", "seeds", "mean difference"]
-    parts = [_grid(heads, rows), "\n".join(f"- {line}" for line in [*said, *rules(protocol, outcomes)])]
-    parts += ["Power, known before the runs:", _grid(power_heads, powers)]
-    parts += [f"Settings tried on seeds below {FRESH}: {len(settings) or 'none yet'}."]
-    return "\n\n".join([*parts, *([_grid(tried_heads, settings)] if settings else [])]) + "\n"
-
-
-def cells(protocol: Protocol, outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows of the table of verdicts, as text."""
-    other = "all evaluations" if protocol.statistic == "last" else "last evaluations"
-    heads = ["row", "task", "paper: points, claim", "difference", "p, Holm", "bound"]
-    heads += ["p of equivalence, Holm", f"difference over {other}", "seeds", "verdict"]
-
-    def number(value: float | None) -> str:
-        return "" if value is None else "< 0.001" if value < 0.001 else f"{value:.3f}"
-
-    rows = []
-    for one in outcomes:
-        paper = ("-" if one.paper is None else f"{one.paper:+g}") + f", {one.row.claims}"
-        interval = f" [{one.low:+.3f}, {one.high:+.3f}]" if one.low is not None else ""
-        rows.append(
-            [
-                *(f"{one.row.row} - {one.row.against}", one.row.task, paper),
-                "" if one.mean is None else f"{one.mean:+.3f}{interval}",
-                *(number(one.holm), f"{one.row.bound:g}", number(one.equivalence_holm)),
-                "" if one.other is None else f"{one.other:+.3f}",
-                *(f"{len(one.differences)}", one.said),
-            ]
-        )
-    return heads, rows
-
-
-def rules(protocol: Protocol, outcomes: Sequence[Outcome]) -> list[str]:
-    """Return how the rows are judged, one sentence each."""
-    last, curve = (
-        f"the mean of the last {protocol.last} evaluations",
-        "the mean of all evaluations after step 0",
-    )
-    decides, other = (last, curve) if protocol.statistic == "last" else (curve, last)
-    counts = [sum(one.verdict == verdict for one in outcomes) for verdict in VERDICTS]
-    decided = ", ".join(f"{n} {verdict}" for n, verdict in zip(counts, VERDICTS, strict=True))
-    seeds = protocol.fresh_seeds
-    return [
-        f"{sum(counts[:3])} of {len(outcomes)} rows are decided ({decided}).",
-        f"Score of a run: {decides}, as decided before; {other}, beside it, decides nothing.",
-        f"Seeds {seeds[0]} to {seeds[-1]}, in pairs: both runs share task, warm start and order of prompts. "
-        f"Interval: {1 - protocol.alpha:.0%} of the paired t-test, uncorrected. p: signs flipped, two-sided.",
-        f"Equivalent: that interval lies within the bound and two one-sided tests say so. Both p are "
-        f"corrected by Holm over the {len(outcomes)} rows, each for itself, at {protocol.alpha:g}.",
-        f"Would have found: the difference that these seeds, with the spread they had, find with a chance of "
-        f"{protocol.power:.0%} at p < {protocol.level:.4f}, the first of Holm's steps.",
-    ]
-
-
-def terminal(outcomes: Sequence[Outcome], width: int = 41) -> str:
-    """Return the forest plot as text: o the difference, = its interval, | no difference, ( ) the bound."""
-    ends = [
-        abs(end)
-        for one in outcomes
-        for end in (one.low, one.high, one.mean, one.row.bound)
-        if end is not None
-    ]
-    scale = max(ends, default=1.0) * 1.05
-
-    def place(value: float) -> int:
-        return round((value / scale + 1) / 2 * (width - 1))
-
-    wide = max((len(one.row.row) for one in outcomes), default=0)
-    lines = []
-    for one in outcomes:
-        line = [" "] * width
-        if one.low is not None and one.high is not None:
-            for i in range(place(one.low), place(one.high) + 1):
-                line[i] = "="
-        line[place(-one.row.bound)], line[place(one.row.bound)], line[place(0)] = "(", ")", "|"
-        if one.mean is not None:
-            line[place(one.mean)] = "o"
-        difference = "" if one.mean is None else f"{one.mean:+.3f}"
-        paper = "" if one.paper is None else f"paper {one.paper:+g}"
-        lines.append(f"{one.row.row:{wide}} {''.join(line)} {difference:6}  {paper:9}  {one.said}".rstrip())
-    return "\n".join([*lines, f"{'':{wide}} {-scale:<+{width // 2}.3f}{scale:>+{width - width // 2}.3f}"])
-
-
-def _grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *rows))

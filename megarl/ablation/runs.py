@@ -63,14 +63,12 @@ class AblationTable(Section):
     warm_start: Path  # likewise
     # `module:function` of (folder, seed, **knobs): writes model/, sft.jsonl, train.jsonl, eval.jsonl
     task: str = Field(pattern=r"^[\w.]+:\w+$")
-    knobs: dict[str, Any] = Field({})
     full: str  # the row of the whole system
     # What each row is compared with: the full system, the row above, or both.
     against: tuple[Literal["full", "previous"], ...] = Field(("full",), min_length=1)
     last: int = Field(1, ge=1)  # a run's score is the mean of its last so many evaluations
     rows: tuple[AblationRow, ...] = Field(min_length=1)
-    # Of a protocol's tasks (see protocol.py): keyword arguments of `task`, and the folder below warm_start/
-    # that keeps tasks apart.
+    # Of a protocol's tasks: keyword arguments of `task`, and a name of its own for the task with these knobs.
     knobs: dict[str, Any] = Field({})
     start: str = ""
 
@@ -93,15 +91,23 @@ class AblationTable(Section):
 def load_table(name: str, base: Path | None = None) -> AblationTable:
     """Read a table given by its name or path; `base` takes the place of its own. Raises ConfigError
     `file: key: what is wrong`, or for an unknown name."""
-    folder = Path("configs/ablations")
-    path = Path(name) if name.endswith(".yaml") else config_file(folder / f"{name}{SUFFIX}")
-    if not name.endswith(".yaml") and not path.is_file():
-        files = [*(PACKAGE / folder).glob(f"*{SUFFIX}"), *folder.glob(f"*{SUFFIX}")]
-        known = ", ".join(dict.fromkeys(sorted(file.name.removesuffix(SUFFIX) for file in files)))
-        raise ConfigError(f"TABLE: {name}: no such table (one of {known}, or the path of a {SUFFIX} file)")
+    path = find_file(name, "table", SUFFIX)
     given = {} if base is None else {"base": base.absolute()}
     name = path.name.removesuffix(SUFFIX)
     return read_section(AblationTable, path, {"name": name, "folder": path.parent, **given})
+
+
+def find_file(name: str, kind: str, ending: str) -> Path:
+    """Return the path of a .KIND.yaml file that is given by its path, or by its name without `ending` in
+    configs/ablations. Raises ConfigError for an unknown name."""
+    folder = Path("configs/ablations")
+    path = Path(name) if name.endswith(".yaml") else config_file(folder / f"{name}{ending}")
+    if not name.endswith(".yaml") and not path.is_file():
+        files = [file for place in (PACKAGE / folder, folder) for file in place.glob(f"*.{kind}.yaml")]
+        known = ", ".join(sorted({file.name.removesuffix(ending) for file in files}))
+        what = f"no such {kind} (one of {known}, or the path of a .{kind}.yaml file)"
+        raise ConfigError(f"TABLE: {name}: {what}")
+    return path
 
 
 def read_section(kind: type[AnySection], path: Path, given: dict[str, Any]) -> AnySection:
@@ -127,12 +133,12 @@ class Settings:
     limit: float  # seconds a run
     fresh: bool
     overrides: Sequence[str]  # settings for all rows
-
-    hours: float | None = None  # no run is begun that would not end within them
+    hours: float | None = None  # after which no run begins
     most: int | None = None  # runs to begin
 
     def seed_folder(self, table: AblationTable, seed: int) -> Path:
-        """Return the folder of a seed's task and warm start, which all rows of all tables share."""
+        """Return the folder of a seed's task and warm start, which all rows of all tables share that run on
+        this task."""
         return self.folder / "warm_start" / table.start / f"seed-{seed}"
 
 
@@ -140,10 +146,15 @@ class Settings:
 class Planned:
     """One run as it is to be, in `config.run_dir`; the warm start of a seed, or a row with a seed."""
 
-    name: str
+    table: AblationTable
+    what: str  # warm start, or the row's name
     seed: int
     config: Config
-    row: str = ""
+    row: str = ""  # its slug
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}{self.table.start and f' on {self.table.start}'}, seed {self.seed}"
 
     @property
     def folder(self) -> Path:
@@ -162,11 +173,11 @@ class Planned:
 
     def usual_seconds(self) -> float | None:
         """Return the median of the seconds of finished runs like this one, with any seed; where there is
-        none, of other rows on its task. None where nothing is known."""
-        own = self.folder.parent if self.row else self.folder.parent.parent
-        pattern = "seed-*" if self.row else f"seed-*/{self.folder.name}"
-        for folders in (own.glob(pattern), own.parent.glob(f"*/{pattern}") if self.row else ()):
-            seconds = [read_mark(f).get("seconds") for f in folders if (f / MARK).is_file()]
+        none, of the other rows on its task, or of the warm starts on other tasks. None where nothing is
+        known."""
+        own, pattern = (self.folder.parent, "seed-*") if self.row else (self.folder.parents[1], "seed-*/sft")
+        for runs in (own.glob(pattern), own.parent.glob(f"*/{pattern}")):
+            seconds = [read_mark(run).get("seconds") for run in runs if (run / MARK).is_file()]
             if known := [s for s in seconds if s is not None]:
                 return statistics.median(known)
         return None
@@ -223,7 +234,8 @@ def warm_start(table: AblationTable, settings: Settings, seed: int) -> Planned:
         set_key("model.path", folder / "task" / "model"),
         set_key("run_dir", folder / "sft"),
     )
-    return Planned(f"warm start, seed {seed}", seed, load_config(table.folder / table.warm_start, overrides))
+    config = load_config(table.folder / table.warm_start, overrides)
+    return Planned(table, "warm start", seed, config)
 
 
 def row_run(table: AblationTable, settings: Settings, row: AblationRow, seed: int) -> Planned:
@@ -239,7 +251,7 @@ def row_run(table: AblationTable, settings: Settings, row: AblationRow, seed: in
         set_key("model.path", folder / "sft" / "hf"),
         set_key("run_dir", settings.folder / table.name / row.slug / f"seed-{seed}"),
     )
-    return Planned(f"{row.name}, seed {seed}", seed, table.config(row, overrides), row.slug)
+    return Planned(table, row.name, seed, table.config(row, overrides), row.slug)
 
 
 def task_writer(name: str) -> Callable[..., None]:

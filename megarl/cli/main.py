@@ -234,20 +234,9 @@ def build_parser() -> Parser:
     ablate.path("--folder", None, f"{below} {DEFAULT}", default=Path("runs/ablations"))
     ablate.number("--jobs", "N", f"runs at a time {DEFAULT}", default=1)
     ablate.number("--limit", "SECONDS", f"longest time for one run {DEFAULT}", default=1800.0)
-    ablate.number(
-        "--hours",
-        "H",
-        "begin no run that would not end within them; default: no limit",
-        default=None,
-        type=float,
-    )
-    ablate.number(
-        "--most",
-        "N",
-        "begin at most so many runs; of a protocol, 0 only says what it would cost; default: all",
-        default=None,
-        type=int,
-    )
+    ablate.number("--hours", "H", "begin no run after them; default: no limit", default=None, type=float)
+    text = "begin at most so many runs; of a protocol, 0 only says what is missing; default: all"
+    ablate.number("--most", "N", text, default=None, type=int)
     ablate.flag("--fresh", "delete and repeat runs that were made with other settings")
     ablate.path("--into", "FILE", "Markdown file that has a place for the table: it is written there too")
     ablate.overrides("steps=30 (right after TABLE); they are for the rows, not for the warm start")

@@ -2,8 +2,8 @@
 
 As in delayed.py a chain of additions modulo 10 decides early, and lines that carry the result along put off
 the judgement. The knobs say how hard prompts are, how long responses are, how well the teacher of the warm
-start works, and what bad habits he has. docs/ablations.md shows an example of each regime;
-configs/ablations/regimes.yaml has their knobs.
+start works, and what bad habits he has. The tasks of a protocol (configs/ablations) are settings of them;
+docs/ablations.md shows an example of each.
 """
 
 from __future__ import annotations
@@ -118,15 +118,9 @@ def response_tokens(terms: int, lines: int, width: int = 1) -> int:
     return 6 * (terms - 1) + (3 + width) * lines + 3
 
 
-def text_tokens(response: str) -> int:
-    """Return the tokens of a response's text, end of sequence included: `Answer: ` is one, like each other
-    character."""
-    return len(response.replace("Answer: ", "A")) + 1
-
-
-def longest_right(knobs: Knobs, lines: Span | None = None) -> int:
-    """Return the tokens of the longest right response that does not ramble; lines: instead of the knobs'."""
-    return response_tokens(knobs.terms[1], (lines or knobs.lines)[1], knobs.width)
+def longest_right(knobs: Knobs) -> int:
+    """Return the tokens of the longest right response to a training prompt that does not ramble."""
+    return response_tokens(knobs.terms[1], knobs.lines[1], knobs.width)
 
 
 def draw_problem(
@@ -179,7 +173,7 @@ def teach(problem: Problem, rng: random.Random, knobs: Knobs) -> str:
 
 
 def write_family(folder: Path, seed: int, **knobs: object) -> None:
-    """Write what a regime's runs start from into `folder`, the same bytes for the same seed and knobs.
+    """Write what a task's runs start from into `folder`, the same bytes for the same seed and knobs.
 
     model/       Hugging Face folder: untrained model of 512 positions, and tokenizer
     sft.jsonl    38,400 rows prompt, response, answer: 600 steps of 64
