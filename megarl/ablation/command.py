@@ -85,7 +85,7 @@ def ablate(name: str, base: Path | None, into: Path | None, seeds: Sequence[int]
     with locked(settings.folder, "megarl ablate"):
         print(f"{table.title}: {len(table.rows)} rows x {len(settings.seeds)} seeds in {out}", flush=True)
         started = time.monotonic()
-        codes, planned = _warm_up(planned, settings, piece)
+        codes, planned = _warm_up(_warm_starts(planned, settings), planned, settings, piece)
         chosen = [run for run in planned if not settings.rows or run.row in settings.rows]
         others = (run for run in planned if run not in chosen)
         finished = {run.name: run for run in others if run.seconds() is not None and not run.changed()}
@@ -155,11 +155,12 @@ def _ablate_protocol(
         what = f"tuning seeds {', '.join(map(str, settings.seeds))}" if tuning else f"{protocol.seeds} seeds"
         print(f"{protocol.title}: {len(chosen)} rows, {what}, in {out}", flush=True)
         powers = power_of(protocol, read_tried(protocol.tried))
-        _tell_costs([one for one in powers if one.row in chosen], own, settings)
+        warm = _warm_starts(own.values(), settings)
+        _tell_costs([one for one in powers if one.row in chosen], own, warm.values(), settings.fresh)
         if settings.most == 0:
             return 0
         started, piece = time.monotonic(), Piece.of(settings)
-        codes, ready = _warm_up([*own.values()], settings, piece)
+        codes, ready = _warm_up(warm, own.values(), settings, piece)
         finished = {key: run for key, run in planned.items() if key not in own and _usable(run)}
         key_of = {run.folder: key for key, run in own.items()}
 
@@ -191,7 +192,9 @@ def _ablate_protocol(
     return piece.code(codes)
 
 
-def _tell_costs(powers: Sequence[Power], own: Mapping[Arm, Planned], settings: Settings) -> None:
+def _tell_costs(
+    powers: Sequence[Power], own: Mapping[Arm, Planned], warm: Iterable[Planned], fresh: bool
+) -> None:
     """Print of each row what is still to be run and, from the seconds of earlier runs, how long that takes;
     and what its seeds can find."""
 
@@ -202,9 +205,7 @@ def _tell_costs(powers: Sequence[Power], own: Mapping[Arm, Planned], settings: S
         unknown = len(missing) - len(seconds)
         return said + (f" ({unknown} of unknown length)" if unknown else "")
 
-    missing = {
-        key: run for key, run in own.items() if run.seconds() is None or (settings.fresh and not _usable(run))
-    }
+    missing = {key: run for key, run in own.items() if run.seconds() is None or (fresh and not _usable(run))}
     for one in powers:
         row = one.row
         arms = [(row.task, row.row), (row.task, row.against)]
@@ -219,7 +220,7 @@ def _tell_costs(powers: Sequence[Power], own: Mapping[Arm, Planned], settings: S
             f"  power: standard deviation {one.deviation:.3f} over {one.tuned} tuning seeds; {find} seeds "
             f"find {row.bound:g}, {show} show equivalence within it; the protocol's seeds find {finds}"
         )
-    cold = [run for run in _warm_starts(missing.values(), settings).values() if run.seconds() is None]
+    cold = [run for run in warm if run.seconds() is None]
     print(f"all of it, shared arms once: {cost([*missing.values()])}; warm starts: {cost(cold)}", flush=True)
 
 
@@ -229,10 +230,12 @@ def _warm_starts(planned: Iterable[Planned], settings: Settings) -> dict[Path, P
     return {path: runs.warm_start(run.table, settings, run.seed) for path, run in first.items()}
 
 
-def _warm_up(planned: Sequence[Planned], settings: Settings, piece: Piece) -> tuple[list[int], list[Planned]]:
+def _warm_up(
+    warm: Mapping[Path, Planned], planned: Iterable[Planned], settings: Settings, piece: Piece
+) -> tuple[list[int], list[Planned]]:
     """Make the tasks and complete the warm starts of these runs; return the exit codes of those that failed,
     and the runs that can begin."""
-    warm, code = _warm_starts(planned, settings), runs.code_checksum()
+    code = runs.code_checksum()
     for run in warm.values():
         # The same code and knobs (which are in the folder's name) make the same task: a look at each of many
         # takes seconds.

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -281,13 +282,13 @@ def power_of(protocol: Protocol, tried: Sequence[Mapping[str, Any]]) -> list[Pow
         if len(values) > 1 and (deviation := statistics.stdev(values)) > 0:
             size = row.bound / deviation
             finds = paired.smallest_found(protocol.seeds, level, POWER) * deviation
+            difference = partial(paired.power, effect=size, alpha=level)
+            equivalence = partial(paired.equivalence_power, bound=size, alpha=LEVEL / 2)
             one = replace(
                 one,
                 deviation=deviation,
-                for_difference=paired.seeds_needed(lambda n, d=size: paired.power(n, d, level), POWER),
-                for_equivalence=paired.seeds_needed(
-                    lambda n, d=size: paired.equivalence_power(n, d, LEVEL / 2), POWER
-                ),
+                for_difference=paired.seeds_needed(difference, POWER),
+                for_equivalence=paired.seeds_needed(equivalence, POWER),
                 finds=finds if math.isfinite(finds) else None,
             )
         found.append(one)

@@ -12,7 +12,7 @@ import random
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Final, Literal, NamedTuple, Self
 
 from pydantic import model_validator
 
@@ -22,7 +22,8 @@ from megarl.demo.delayed import ALPHABET, BRIEF_LINES, COUNTERS, MAX_TERM
 
 POSITIONS = 512
 SIGNS = "=:;~"  # how an addition is written, one sign for each way
-TRIVIAL, IMPOSSIBLE = "!", "?"  # what such a prompt begins with
+TRIVIAL: Final = "!"  # what a prompt begins with that is always solved
+IMPOSSIBLE: Final = "?"  # or never
 WARM_SHARE = 0.1  # at most, of trivial and of impossible prompts in the warm start: they teach it little
 SFT_ROWS = 600 * 64
 TRAIN_ROWS = 4096

@@ -35,7 +35,7 @@ from megarl.ablation.runs import load_table
 from megarl.cli.main import main
 from megarl.config import check_config, load_config
 from megarl.config.errors import ConfigError
-from megarl.demo import family
+from megarl.demo import arithmetic, family
 from tests.ablation.test_tables import changes, leaves
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -260,7 +260,7 @@ class TestShown:
 PROTOCOL = f"""\
 title: Test protocol
 table: {CONFIGS}/ablations/vapo.table.yaml
-seeds: 8
+seeds: 7
 statistic: curve
 tasks:
   near: {{what: Near., limit: 1.0}}
@@ -302,6 +302,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(command, "run_jobs", drawn)
     monkeypatch.setattr(family, "SFT_ROWS", 20)
     monkeypatch.setattr(family, "TRAIN_ROWS", 20)
+    monkeypatch.setattr(arithmetic, "EVAL_ROWS", 20)
     return names
 
 
@@ -318,35 +319,35 @@ class TestCommand:
         assert "without value pretraining on near: 0.000 at 0, " in out
         assert main([*ablate, "--seeds", "0"]) == 2  # other settings, without --fresh
         assert "was run with other settings: algorithm.alpha 0.25, now 0.5 (give" in capsys.readouterr().err
-        assert main([*ablate, "--seeds", "0", "1", "2", "--rows", "without_clip_higher", "--fresh"]) == 0
-        assert len(ran) == 6 + 2 + 6
-        assert main([*ablate, "--seeds", "0", "1", "2", "--fresh"]) == 0
-        assert len(ran) == 14 + 2 + 6
+        assert main([*ablate, "--seeds", "0", "1", "--rows", "without_clip_higher", "--fresh"]) == 0
+        assert len(ran) == 6 + 1 + 4
+        assert main([*ablate, "--seeds", "0", "1", "--fresh"]) == 0
+        assert len(ran) == 11 + 1 + 4
         tried = read_tried(log)
         settings = [["algorithm.alpha=0.25"]] * 2 + [[]] * 2
         assert [[o for o in one["setting"]["overrides"] if o != "steps=10"] for one in tried] == settings
-        assert tried[2]["setting"]["lines"] == [1, 30] and len(tried[2]["differences"]) == 3
-        assert "3 of 8 seeds" in (path.parent / "out/test.protocol/tuning/table.md").read_text()
+        assert tried[2]["setting"]["lines"] == [1, 30] and len(tried[2]["differences"]) == 2
+        assert "2 of 7 seeds" in (path.parent / "out/test.protocol/tuning/table.md").read_text()
 
         ran.clear()
         capsys.readouterr()
         assert main([*ablate, "--most", "0"]) == 0 and not ran  # only what it costs
         out = capsys.readouterr().out
         assert (
-            "without value pretraining - VAPO on near: 16 runs, 8 min of one core\n  power: standard" in out
+            "without value pretraining - VAPO on near: 14 runs, 7 min of one core\n  power: standard" in out
         )
-        assert "all of it, shared arms once: 32 runs, 16 min of one core; warm starts: 16 runs, 8 min" in out
-        assert main([*ablate, "--most", "20"]) == 75  # 16 warm starts, 4 of 32 runs
-        assert len(ran) == 20 and "the same command goes on" in capsys.readouterr().out
-        assert main([*ablate, "--hours", "1e-9"]) == 75 and len(ran) == 20
+        assert "all of it, shared arms once: 28 runs, 14 min of one core; warm starts: 14 runs, 7 min" in out
+        assert main([*ablate, "--most", "18"]) == 75  # 14 warm starts, 4 of 28 runs
+        assert len(ran) == 18 and "the same command goes on" in capsys.readouterr().out
+        assert main([*ablate, "--hours", "1e-9"]) == 75 and len(ran) == 18
         place = path.parent / "place.md"
         marks = "<!-- megarl ablate test.protocol: begin -->\n<!-- megarl ablate test.protocol: end -->"
         place.write_text(marks)
         assert main([*ablate, "--into", "place.md"]) == 0
-        assert len(ran) == len({*ran}) == 48  # nothing twice
+        assert len(ran) == len({*ran}) == 42  # nothing twice
         record = json.loads((path.parent / "out/test.protocol/table.json").read_text())
         assert [row["verdict"] for row in record["rows"]] == ["holds", "equivalent"]
-        assert record["rows"][0]["paper"] == -49 and record["power"][0]["tuned"] == 3
+        assert record["rows"][0]["paper"] == -49 and record["power"][0]["tuned"] == 2
         assert "2 of 2 rows are decided" in place.read_text()
         assert (path.parent / "images/ablations_test_protocol.png").is_file()
         assert len(read_tried(log)) == 4  # a final run is no tuning
@@ -357,10 +358,10 @@ class TestCommand:
         path.write_text(PROTOCOL.replace("[1, 30]", "[1, 31]"))
         assert main([*ablate, "--most", "3"]) == 75
         assert len({folder.name for folder in (path.parent / "out/warm_start").iterdir()} - folders) == 1
-        assert all("far-" in name for name in ran[48:]) and len(ran) == 51
+        assert all("far-" in name for name in ran[42:]) and len(ran) == 45
         path.write_text(PROTOCOL.replace("limit: 1.0, overrides", "limit: 1.1, overrides"))
         capsys.readouterr()
-        assert main(ablate) == 2 and len(ran) == 51
+        assert main(ablate) == 2 and len(ran) == 45
         assert "was run with other settings: rollout.max_response_tokens" in capsys.readouterr().err
 
     CASES = {
@@ -382,7 +383,7 @@ class TestCommand:
         assert not out and not (path.parent / "runs").exists()
 
     DAMAGED: dict[tuple[str, str], str] = {
-        ("seeds: 8", "seeds: 8\nfirst_seed: 5"): "first_seed: Input should be greater than or equal to 100",
+        ("seeds: 7", "seeds: 7\nfirst_seed: 5"): "first_seed: Input should be greater than or equal to 100",
         ("statistic: curve", ""): "statistic: Field required",
         ("task: near", "task: nowhere"): "rows: without value pretraining: no such task: nowhere",
         ("against: VAPO, task: near", "against: VOPA, task: near"): "rows: VOPA: no such row in ",

@@ -108,7 +108,7 @@ def test_shares_of_difficulty_and_what_the_kinds_mean() -> None:
 @pytest.mark.parametrize("skew", [0.5, 1.0, 4.0])
 def test_lines_and_skew(skew: float) -> None:
     lines = [problem.lines for problem, _ in texts(Knobs(lines=(3, 43), skew=skew))]
-    assert (min(lines), max(lines)) == (3, 43)
+    assert min(lines) in (3, 4) and max(lines) == 43
     assert sum(lines) / DRAWS == pytest.approx(3 + 40 / (skew + 1), abs=1.0)
 
 
