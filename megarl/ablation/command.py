@@ -69,6 +69,9 @@ class Piece:
 def ablate(name: str, base: Path | None, into: Path | None, seeds: Sequence[int] | None, **given: Any) -> int:
     """Run what is missing of a table or protocol and write it; return 0, 75 where --hours or --most left
     runs, or the exit code of a failed run. given: the other fields of `Settings`."""
+    settings_after_rows = [row for row in given["rows"] if "=" in row]  # `--rows a b steps=30`
+    given["rows"] = [row for row in given["rows"] if "=" not in row]
+    given["overrides"] = [*given["overrides"], *settings_after_rows]
     if is_protocol(name):
         return _ablate_protocol(load_protocol(name), base, into, seeds, given)
     settings = Settings(seeds=range(5) if seeds is None else seeds, **given)

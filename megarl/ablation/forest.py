@@ -65,7 +65,7 @@ def markdown(
 
     tasks = [
         f"Task {name}: {task.what.strip()} Knobs: `{json.dumps(task.given)}`; at most "
-        f"{task.max_response_tokens} tokens; `{' '.join(task.overrides)}`."
+        f"{task.max_response_tokens} tokens; settings: `{' '.join(task.overrides) or 'the base'}`."
         for name, task in protocol.tasks.items()
     ]
     powers_heads = ["row", "bound", "tuning seeds", "standard deviation of the differences"]

@@ -239,7 +239,7 @@ def build_parser() -> Parser:
     ablate.number("--most", "N", text, default=None, type=int)
     ablate.flag("--fresh", "delete and repeat runs that were made with other settings")
     ablate.path("--into", "FILE", "Markdown file that has a place for the table: it is written there too")
-    ablate.overrides("steps=30 (right after TABLE); they are for the rows, not for the warm start")
+    ablate.overrides("steps=30 (right after TABLE or ROW); they are for the rows, not for the warm start")
     return parser
 
 

@@ -372,7 +372,7 @@ class TestCommand:
         "{path} --most -1": "--hours and --most: must be greater than 0",
         "{path} --hours 0": "--hours and --most: must be greater than 0",
         "{path} --rows vapo": "--rows: vapo: no such row (one of without_value_pretraining, without_clip",
-        "{path} seed=3 --seeds 1": "command line: seed=3: each run has its own",
+        "{path} --seeds 1 --rows without_clip_higher seed=3": "command line: seed=3: each run has its own",
     }
 
     @pytest.mark.parametrize("arguments", CASES)
