@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megarl.ablation.paired import holm, t_quantile, t_within
+
 LEVEL = 0.05  # of the tests; intervals are of 1 - LEVEL
 AGAINST = {"full": "the full system", "previous": "the row above"}  # kind of comparison -> in words
 Curve = Mapping[int, float]  # step -> accuracy
@@ -86,7 +88,7 @@ class Result:
             compared = compare(row.scores(self.last), other.scores(self.last), other.name)
             if other is not row and compared:
                 found[row.name] = compared
-        return dict(zip(found, holm([*found.values()]), strict=True))
+        return dict(zip(found, corrected([*found.values()]), strict=True))
 
     def record(self) -> dict[str, Any]:
         """Return all of it as JSON can hold it."""
@@ -182,34 +184,7 @@ def compare(scores: Mapping[int, float], others: Mapping[int, float], against: s
     return Comparison(against, n, mean, error, mean - half, mean + half, p=p)
 
 
-def holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Apply Holm's step-down correction: the i-th smallest of m p-values times m - i + 1, never less than the
-    one before."""
-    order = sorted((c.p, i) for i, c in enumerate(comparisons) if c.p is not None)
-    corrected: dict[int, float] = {}
-    least = 0.0
-    for rank, (p, i) in enumerate(order):
-        least = corrected[i] = max(least, min(1.0, p * (len(order) - rank)))
-    return [replace(c, holm=corrected.get(i)) for i, c in enumerate(comparisons)]
-
-
-def t_within(t: float, df: int) -> float:
-    """Return P(|T| <= t) of Student's t, df a whole number (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
-    angle = math.atan2(t, math.sqrt(df))
-    term = math.cos(angle) if df % 2 else 1.0
-    total = term if df > 1 else 0.0
-    for k in range(3 if df % 2 else 2, df - 1, 2):
-        term *= math.cos(angle) ** 2 * (k - 1) / k
-        total += term
-    return 2 / math.pi * (angle + math.sin(angle) * total) if df % 2 else math.sin(angle) * total
-
-
-def t_quantile(share: float, df: int) -> float:
-    """Return t with P(|T| <= t) = share, by bisection."""
-    low, high = 0.0, 1.0
-    while t_within(high, df) < share:
-        high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_within(middle, df) < share else (low, middle)
-    return high
+def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Apply Holm's correction over the comparisons that have a p."""
+    found = iter(holm([c.p for c in comparisons if c.p is not None]))
+    return [c if c.p is None else replace(c, holm=next(found)) for c in comparisons]

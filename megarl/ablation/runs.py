@@ -9,10 +9,11 @@ import json
 import platform
 import re
 import shutil
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import Field, ValidationError, model_validator
@@ -27,6 +28,7 @@ from megarl.observe.runs import read_metrics
 from megarl.schedule.preflight import versions
 
 SUFFIX = ".table.yaml"
+AnySection = TypeVar("AnySection", bound=Section)
 MARK = "ablation.json"  # in every folder made here; in a run's folder with `seconds` once it has ended well
 PLAN = "planned.yaml"
 LOG = "log.txt"
@@ -59,13 +61,16 @@ class AblationTable(Section):
     title: str
     base: Path  # configuration at demo scale
     warm_start: Path  # likewise
-    # `module:function` of (folder, seed): writes model/, sft.jsonl, train.jsonl, eval.jsonl
+    # `module:function` of (folder, seed, **knobs): writes model/, sft.jsonl, train.jsonl, eval.jsonl
     task: str = Field(pattern=r"^[\w.]+:\w+$")
     full: str  # the row of the whole system
     # What each row is compared with: the full system, the row above, or both.
     against: tuple[Literal["full", "previous"], ...] = Field(("full",), min_length=1)
     last: int = Field(1, ge=1)  # a run's score is the mean of its last so many evaluations
     rows: tuple[AblationRow, ...] = Field(min_length=1)
+    # Of a protocol's tasks: keyword arguments of `task`, and a name of its own for the task with these knobs.
+    knobs: dict[str, Any] = Field({})
+    start: str = ""
 
     @model_validator(mode="after")
     def _distinct(self) -> AblationTable:
@@ -86,17 +91,30 @@ class AblationTable(Section):
 def load_table(name: str, base: Path | None = None) -> AblationTable:
     """Read a table given by its name or path; `base` takes the place of its own. Raises ConfigError
     `file: key: what is wrong`, or for an unknown name."""
+    path = find_file(name, "table", SUFFIX)
+    given = {} if base is None else {"base": base.absolute()}
+    name = path.name.removesuffix(SUFFIX)
+    return read_section(AblationTable, path, {"name": name, "folder": path.parent, **given})
+
+
+def find_file(name: str, kind: str, ending: str) -> Path:
+    """Return the path of a .KIND.yaml file that is given by its path, or by its name without `ending` in
+    configs/ablations. Raises ConfigError for an unknown name."""
     folder = Path("configs/ablations")
-    path = Path(name) if name.endswith(".yaml") else config_file(folder / f"{name}{SUFFIX}")
+    path = Path(name) if name.endswith(".yaml") else config_file(folder / f"{name}{ending}")
     if not name.endswith(".yaml") and not path.is_file():
-        files = [*(PACKAGE / folder).glob(f"*{SUFFIX}"), *folder.glob(f"*{SUFFIX}")]
-        known = ", ".join(dict.fromkeys(sorted(file.name.removesuffix(SUFFIX) for file in files)))
-        raise ConfigError(f"TABLE: {name}: no such table (one of {known}, or the path of a {SUFFIX} file)")
-    content = {**read_yaml(path), "name": path.name.removesuffix(SUFFIX), "folder": path.parent}
-    if base is not None:
-        content["base"] = base.absolute()
+        files = [file for place in (PACKAGE / folder, folder) for file in place.glob(f"*.{kind}.yaml")]
+        known = ", ".join(sorted({file.name.removesuffix(ending) for file in files}))
+        what = f"no such {kind} (one of {known}, or the path of a .{kind}.yaml file)"
+        raise ConfigError(f"TABLE: {name}: {what}")
+    return path
+
+
+def read_section(kind: type[AnySection], path: Path, given: dict[str, Any]) -> AnySection:
+    """Read a file of one section, `given` over what it says. Raises ConfigError `file: key: what is
+    wrong`."""
     try:
-        return AblationTable.model_validate(content)
+        return kind.model_validate({**read_yaml(path), **given})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
@@ -115,20 +133,28 @@ class Settings:
     limit: float  # seconds a run
     fresh: bool
     overrides: Sequence[str]  # settings for all rows
+    hours: float | None = None  # after which no run begins
+    most: int | None = None  # runs to begin
 
-    def seed_folder(self, seed: int) -> Path:
-        """Return the folder of a seed's task and warm start, which all rows of all tables share."""
-        return self.folder / "warm_start" / f"seed-{seed}"
+    def seed_folder(self, table: AblationTable, seed: int) -> Path:
+        """Return the folder of a seed's task and warm start, which all rows of all tables share that run on
+        this task."""
+        return self.folder / "warm_start" / table.start / f"seed-{seed}"
 
 
 @dataclass(frozen=True)
 class Planned:
     """One run as it is to be, in `config.run_dir`; the warm start of a seed, or a row with a seed."""
 
-    name: str
+    table: AblationTable
+    what: str  # warm start, or the row's name
     seed: int
     config: Config
-    row: str = ""
+    row: str = ""  # its slug
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}{self.table.start and f' on {self.table.start}'}, seed {self.seed}"
 
     @property
     def folder(self) -> Path:
@@ -143,10 +169,18 @@ class Planned:
 
     def mark(self) -> dict[str, Any]:
         """Read what was noted of the run when it started and when it ended."""
-        try:
-            return dict(json.loads((self.folder / MARK).read_text(encoding="utf-8")))
-        except ValueError:  # cut when its writer was killed: the run is not finished
-            return {}
+        return read_mark(self.folder)
+
+    def usual_seconds(self) -> float | None:
+        """Return the median of the seconds of finished runs like this one, with any seed; where there is
+        none, of the other rows on its task, or of the warm starts on other tasks. None where nothing is
+        known."""
+        own, pattern = (self.folder.parent, "seed-*") if self.row else (self.folder.parents[1], "seed-*/sft")
+        for runs in (own.glob(pattern), own.parent.glob(f"*/{pattern}")):
+            seconds = [read_mark(run).get("seconds") for run in runs if (run / MARK).is_file()]
+            if known := [s for s in seconds if s is not None]:
+                return statistics.median(known)
+        return None
 
     def seconds(self) -> float | None:
         """Return the wall time of the finished run, None where there is none.
@@ -181,9 +215,17 @@ class Planned:
         return "; ".join(f"{key} {then.get(key)}, now {now.get(key)}" for key in keys)
 
 
+def read_mark(folder: Path) -> dict[str, Any]:
+    """Return what was noted in a run's folder; nothing where its writer was killed in the middle."""
+    try:
+        return dict(json.loads((folder / MARK).read_text(encoding="utf-8")))
+    except ValueError:  # the run is not finished
+        return {}
+
+
 def warm_start(table: AblationTable, settings: Settings, seed: int) -> Planned:
     """Plan the supervised training of a seed, which all rows start from."""
-    folder = settings.seed_folder(seed)
+    folder = settings.seed_folder(table, seed)
     overrides = (
         *ONE_PROCESS,
         "checkpoint.export_hf=true",
@@ -192,12 +234,13 @@ def warm_start(table: AblationTable, settings: Settings, seed: int) -> Planned:
         set_key("model.path", folder / "task" / "model"),
         set_key("run_dir", folder / "sft"),
     )
-    return Planned(f"warm start, seed {seed}", seed, load_config(table.folder / table.warm_start, overrides))
+    config = load_config(table.folder / table.warm_start, overrides)
+    return Planned(table, "warm start", seed, config)
 
 
 def row_run(table: AblationTable, settings: Settings, row: AblationRow, seed: int) -> Planned:
     """Plan the run of a row with a seed."""
-    folder = settings.seed_folder(seed)
+    folder = settings.seed_folder(table, seed)
     overrides = (
         *ONE_PROCESS,
         *("checkpoint.export_hf=false", "log.samples=0"),
@@ -208,14 +251,14 @@ def row_run(table: AblationTable, settings: Settings, row: AblationRow, seed: in
         set_key("model.path", folder / "sft" / "hf"),
         set_key("run_dir", settings.folder / table.name / row.slug / f"seed-{seed}"),
     )
-    return Planned(f"{row.name}, seed {seed}", seed, table.config(row, overrides), row.slug)
+    return Planned(table, row.name, seed, table.config(row, overrides), row.slug)
 
 
-def task_writer(name: str) -> Callable[[Path, int], None]:
+def task_writer(name: str) -> Callable[..., None]:
     """Return the function that `module:function` names. Raises ConfigError where there is none."""
     module, _, attribute = name.partition(":")
     try:
-        found: Callable[[Path, int], None] = getattr(importlib.import_module(module), attribute)
+        found: Callable[..., None] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"task: {name}: {error} (it must be module:function)") from None
     return found
@@ -226,10 +269,10 @@ def make_task(table: AblationTable, settings: Settings, seed: int) -> None:
     that was run.
 
     Raises ConfigError where it is not, without --fresh."""
-    task = settings.seed_folder(seed) / "task"
+    task = settings.seed_folder(table, seed) / "task"
     made = task.with_name("task.new")
     shutil.rmtree(made, ignore_errors=True)
-    task_writer(table.task)(made, seed)
+    task_writer(table.task)(made, seed, **table.knobs)
 
     def contents(folder: Path) -> dict[Path, bytes]:
         files = (path for path in folder.rglob("*") if path.is_file())

@@ -224,18 +224,22 @@ def build_parser() -> Parser:
 
     text = "run a paper's ablation table at demo scale: each row with several seeds"
     ablate = add(commands, "ablate", "ablation.command:ablate", text, check_packages=True)
-    text = "vapo, dapo, or the path of a .table.yaml file"
+    text = "vapo, dapo, vapo.protocol, or the path of a .table.yaml or .protocol.yaml file"
     ablate.add_argument("name", metavar="TABLE", help=text)
     ablate.path("--base", "CONFIG", "what the rows are put over; default: the table's")
-    ablate.number("--seeds", "N", "default: 0 1 2 3 4", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    text = "default: 0 1 2 3 4, or a protocol's own; of a protocol only for tuning, below 100"
+    ablate.number("--seeds", "N", text, type=int, nargs="+", default=None)
     text = "the rows to run, e.g. vapo without_clip_higher; default: all"
     ablate.add_argument("--rows", nargs="+", metavar="ROW", default=[], help=text)
     ablate.path("--folder", None, f"{below} {DEFAULT}", default=Path("runs/ablations"))
     ablate.number("--jobs", "N", f"runs at a time {DEFAULT}", default=1)
     ablate.number("--limit", "SECONDS", f"longest time for one run {DEFAULT}", default=1800.0)
+    ablate.number("--hours", "H", "begin no run after them; default: no limit", default=None, type=float)
+    text = "begin at most so many runs; of a protocol, 0 only says what is missing; default: all"
+    ablate.number("--most", "N", text, default=None, type=int)
     ablate.flag("--fresh", "delete and repeat runs that were made with other settings")
     ablate.path("--into", "FILE", "Markdown file that has a place for the table: it is written there too")
-    ablate.overrides("steps=30 (right after TABLE); they are for the rows, not for the warm start")
+    ablate.overrides("steps=30 (right after TABLE or ROW); they are for the rows, not for the warm start")
     return parser
 
 

@@ -13,6 +13,8 @@ import re
 import reprlib
 import sys
 from collections.abc import Hashable, Mapping, Sequence
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +95,16 @@ def read_yaml(path: Path, whose: str = "") -> Settings:
         raise ConfigError(f"{path}: not a UTF-8 text: {byte}{whose}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}{whose}") from None
-    content = parse_yaml(text, str(path))
+    content = deepcopy(_document(text, str(path)))
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold `key: value` lines{whose}")
     return content
+
+
+@lru_cache(maxsize=64)
+def _document(text: str, where: str) -> Any:
+    """Parse a file once for many configurations over it."""
+    return parse_yaml(text, where)
 
 
 def _files(path: Path, root: Path | None, named_by: tuple[Path, ...] = ()) -> list[tuple[str, Settings]]:

@@ -177,16 +177,17 @@ def write_task_files(
     *,
     layers: int = 2,
     experts: int = 0,
+    draw_eval: Callable[[random.Random], P] | None = None,
 ) -> None:
     """Write sft.jsonl, train.jsonl and eval.jsonl of a task, and model/; no prompt of the first two is held
     out.
 
-    draw: draws a problem. answer: gives the problem as the warm start shows it, with the teacher's response.
-    Raises DataError where the folder cannot be written."""
+    draw: draws a problem, draw_eval one for evaluation where that differs. answer: gives the problem as the
+    warm start shows it, with the teacher's response. Raises DataError where the folder cannot be written."""
 
     def problems(rng: random.Random, *, evaluation: bool = False) -> Iterator[P]:
         while True:
-            problem = draw(rng)
+            problem = draw_eval(rng) if evaluation and draw_eval else draw(rng)
             if held_out(problem.prompt) == evaluation:
                 yield problem
 
@@ -233,11 +234,14 @@ def write_task_files(
         raise DataError(f"{place}: {problem}") from error
 
 
-def build_tokenizer(alphabet: str = ALPHABET, words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    alphabet: str = ALPHABET, words: Sequence[str] = WORDS, positions: int = MAX_POSITIONS
+) -> PreTrainedTokenizerFast:
     """Build a BPE tokenizer: each character of the alphabet is a token, and each word, built up by merges.
 
     40 tokens for the demo: `Answer: `, `Wait` and `=?` with its newline are its words. Digits never merge, so
-    that the model sees numbers digit by digit. Text with other characters loses them."""
+    that the model sees numbers digit by digit. Text with other characters loses them. positions: of the
+    model that is built for it."""
     vocabulary = {PAD: 0, EOS: 1} | {character: i + 2 for i, character in enumerate(alphabet)}
     merges: list[tuple[str, str]] = []
     for word in words:
@@ -250,7 +254,7 @@ def build_tokenizer(alphabet: str = ALPHABET, words: Sequence[str] = WORDS) -> P
         tokenizer_object=tokenizer,
         eos_token=EOS,
         pad_token=PAD,
-        model_max_length=MAX_POSITIONS,
+        model_max_length=positions,
         clean_up_tokenization_spaces=False,
     )
 
@@ -269,7 +273,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 2, 
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=MAX_POSITIONS,
+        max_position_embeddings=tokenizer.model_max_length,
         initializer_range=0.06,  # Qwen's 0.02 is for wide models: at width 64 it learns much later
         tie_word_embeddings=True,
         architectures=[made.__name__],

@@ -1,4 +1,4 @@
-"""The statistics of an ablation against tables, an integral and counts by hand; the verdict's rate of false
+"""The comparisons of an ablation against counts by hand; the verdict's rate of false
 alarms; table and figures."""
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megarl.ablation.figures import band, write_page, write_png
 from megarl.ablation.result import (
@@ -18,35 +16,9 @@ from megarl.ablation.result import (
     Result,
     RowResult,
     compare,
-    holm,
+    corrected,
     markdown,
-    t_quantile,
-    t_within,
 )
-
-
-class TestStudent:
-    # Two-sided critical values as every statistics book prints them: (degrees of freedom, share, t).
-    TABLE = [
-        (1, 0.95, 12.706), (2, 0.95, 4.303), (3, 0.95, 3.182), (4, 0.95, 2.776), (5, 0.95, 2.571),
-        (7, 0.95, 2.365), (9, 0.95, 2.262), (30, 0.95, 2.042), (120, 0.95, 1.980), (1, 0.90, 6.314),
-        (4, 0.90, 2.132), (1, 0.99, 63.657), (4, 0.99, 4.604), (9, 0.99, 3.250),
-    ]  # fmt: skip
-
-    @pytest.mark.parametrize(("df", "share", "t"), TABLE)
-    def test_tabulated_quantiles(self, df: int, share: float, t: float) -> None:
-        assert t_quantile(share, df) == pytest.approx(t, abs=6e-4)
-
-    @given(st.integers(1, 60), st.floats(0, 30))
-    def test_against_the_integral_of_the_density(self, df: int, t: float) -> None:
-        constant = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
-
-        def density(x: float) -> float:
-            return constant * (1 + x * x / df) ** (-(df + 1) / 2)
-
-        n = 2000  # Simpson's rule on [0, t], doubled
-        inner = sum((4 if i % 2 else 2) * density(i * t / n) for i in range(1, n))
-        assert t_within(t, df) == pytest.approx(2 * (density(0) + inner + density(t)) * t / n / 3, abs=1e-9)
 
 
 class TestComparison:
@@ -69,21 +41,21 @@ class TestComparison:
     def test_holm_as_in_r(self) -> None:
         """p.adjust(c(0.01, 0.04, 0.03, 0.005), "holm") gives 0.03 0.06 0.06 0.02."""
         given_ = [Comparison("x", 5, 0.1, p=p) for p in (0.01, 0.04, 0.03, 0.005)]
-        assert [c.holm for c in holm([*given_, Comparison("x", 1, 0.1)])] == [
+        assert [c.holm for c in corrected([*given_, Comparison("x", 1, 0.1)])] == [
             *map(pytest.approx, (0.03, 0.06, 0.06, 0.02)),
             None,
         ]
 
     @pytest.mark.parametrize(
-        ("mean", "p", "corrected", "verdict"),
+        ("mean", "p", "holm", "verdict"),
         [
             (-0.1, 0.001, 0.008, "worse"), (0.1, 0.001, 0.008, "better"),
             (-0.1, 0.02, 0.16, "worse, not after Holm"), (-0.1, 0.2, 1.0, "within the spread"),
             (0.1, None, None, "no spread to judge by"), (0.0, None, None, "the same"),
         ],
     )  # fmt: skip
-    def test_verdicts(self, mean: float, p: float | None, corrected: float | None, verdict: str) -> None:
-        assert Comparison("x", 5, mean, p=p, holm=corrected).verdict == verdict
+    def test_verdicts(self, mean: float, p: float | None, holm: float | None, verdict: str) -> None:
+        assert Comparison("x", 5, mean, p=p, holm=holm).verdict == verdict
 
     def test_a_table_without_effects_seldom_has_a_verdict(self) -> None:
         """8 rows that are all like the reference, 5 seeds: in at most 5 % of the tables (Holm) one is called
@@ -96,7 +68,7 @@ class TestComparison:
             reference, *rows = (
                 {seed: score + rng.gauss(0, 0.02) for seed, score in shared.items()} for _ in range(9)
             )
-            found = holm([c for row in rows if (c := compare(row, reference, "x"))])
+            found = corrected([c for row in rows if (c := compare(row, reference, "x"))])
             alarms += any(c.verdict in ("worse", "better") for c in found)
             single += any("not after Holm" in c.verdict or c.verdict in ("worse", "better") for c in found)
         assert alarms / 300 < 0.08 < single / 300

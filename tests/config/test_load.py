@@ -183,7 +183,9 @@ class TestPresets:
 
 
 class TestFilesOfTheProject:
-    FILES = sorted(file for file in CONFIGS.rglob("*.yaml") if not file.name.endswith(".table.yaml"))
+    FILES = sorted(
+        file for file in CONFIGS.rglob("*.yaml") if not file.stem.endswith((".table", ".protocol"))
+    )
 
     def bases(self) -> set[Path]:
         lines = [
