@@ -13,7 +13,14 @@ from tests.schedule.demo import make_warm_model, train
 
 
 @pytest.mark.timeout(1800)
-def test_the_demo_learns_on_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "apart",
+    [(), ("parallel.rollout_ranks=1", "schedule.ahead=1")],
+    ids=["in turn", "one step ahead on a rank of its own"],
+)
+def test_the_demo_learns_on_sglang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: tuple[str, ...]
+) -> None:
     """DAPO with filtering, so that prompts are drawn while others run and the surplus is aborted."""
     monkeypatch.setattr(demo, "LIMIT", 900)  # seconds: SGLang imports for long where the machine is busy
     warm = make_warm_model(tmp_path / "demo", steps=60)
@@ -28,6 +35,7 @@ def test_the_demo_learns_on_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "rollout.fingerprint=true",
         "rollout.continue_partial=true",
         "rollout.dynamic_sampling.max_batches=3",
+        *apart,
     )
     steps = [r for r in records if r["stage"] == "train"]
     evaluations = [r for r in records if r["stage"] == "eval"]
@@ -35,9 +43,12 @@ def test_the_demo_learns_on_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [r["step"] for r in evaluations] == [0, 3]
     for record in records:
         assert all(math.isfinite(value) for value in record.values() if isinstance(value, float))
+    if apart:
+        assert [record["staleness/mean"] > 0 for record in steps] == [False, True, True]
     for record in steps:
         assert 0 <= record["reward/accuracy"] <= 1
-        assert record["mismatch/logprob_abs_max"] <= 1e-4  # trainer against engine, nats
+        if not (apart and record["step"] > 1):  # then the trainer is a step ahead of the engine's weights
+            assert record["mismatch/logprob_abs_max"] <= 1e-4  # trainer against engine, nats
         assert record["policy/grad_norm"] > 0
         assert record["rollout/prompts"] >= 8
     left = [
