@@ -88,6 +88,23 @@ def test_products_agree_with_their_coefficients(a: int, b: int, c: int, d: int) 
     assert verify_math(f"Answer: (x+({a}))(x+({b}))", expanded).correct == ((a + b, a * b) == (c + d, c * d))
 
 
-def test_equal_forms_give_one_vote() -> None:
-    forms = ["\\boxed{\\frac{2}{4}}", "Answer: $1/2$", "so \\boxed{2/4}"]
+@pytest.mark.parametrize(
+    "forms",
+    [
+        ("\\boxed{\\frac{2}{4}}", "Answer: $1/2$", "so \\boxed{2/4}", "Answer: 0.5"),
+        ("Answer: 0.054", "Answer: $\\frac{27}{500}$", "Answer: $5.4 \\times 10^{-2}$", "Answer: 5.4e-2"),
+    ],
+)
+def test_equal_forms_give_one_vote(forms: tuple[str, ...]) -> None:
     assert len({verify_math(form, "7").extracted for form in forms}) == 1
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(100, 998), st.integers(-40, 25), st.integers(-1, 1))
+def test_scientific_notation_agrees_with_exact_arithmetic(digits: int, exponent: int, off: int) -> None:
+    """Also where both round to zero in math-verify's six places."""
+    value = digits * Fraction(10) ** exponent
+    mantissa = (digits + off) / 100
+    assert verify_math(f"Answer: ${mantissa:.2f} \\times 10^{{{exponent + 2}}}$", str(value)).correct == (
+        off == 0
+    )
