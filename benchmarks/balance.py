@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import queue
+import sys
 import tempfile
 import time
 from itertools import accumulate
@@ -32,6 +34,7 @@ from megarl.rollout.sampling import SamplingParams, response_seed
 
 SLOWER = (3.0, 1.0)  # by engine
 GROUP = 8
+LIMIT = 600  # seconds to wait for the ranks
 
 
 class NoText:
@@ -125,7 +128,20 @@ def main() -> int:
     ]
     for process in processes:
         process.start()
-    answers = dict(results.get(timeout=600) for _ in processes)
+    answers: dict[int, Any] = {}
+    end = time.monotonic() + LIMIT
+    while len(answers) < len(processes):
+        try:
+            rank, ended = results.get(timeout=1)
+        except queue.Empty:
+            for rank, process in enumerate(processes):
+                if process.exitcode:  # the other one waits for it
+                    sys.exit(f"rank {rank} ended with exit code {process.exitcode} (its error stands above)")
+            if time.monotonic() > end:
+                missing = [rank for rank in range(len(processes)) if rank not in answers]
+                sys.exit(f"no result of rank {missing[0]} after {LIMIT} s")
+        else:
+            answers[rank] = ended
     for process in processes:
         process.join()
     (equal, *_), (balanced, moved, idle, _), _ = answers[0]
