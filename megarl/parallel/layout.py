@@ -3,7 +3,7 @@ GPUs."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -33,7 +33,7 @@ class Layout:
     vpp: int = 1
 
     def __post_init__(self) -> None:
-        sizes = asdict(self)
+        sizes = vars(self)
         if min(sizes.values()) < 1:
             got = ", ".join(f"{name}={size}" for name, size in sizes.items())
             raise ValueError(f"every parallel size must be at least 1 (got {got})")

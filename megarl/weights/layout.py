@@ -242,8 +242,10 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
     naming `rollout.engine_tp`, if the model cannot be divided so."""
     sizes = Sizes.of(hf_config)
     cuts = _sglang_cuts(sizes, tp, tp_rank, cpu)
-    shards: Shards = {}
-    for pair, layer, expert in whole_model(hf_config):
+
+    @cache
+    def of_pair(pair: Pair) -> tuple[str, Shard]:
+        """Return a pair's name and shard, the same in all layers {l} and experts {e}."""
         axis = 1 if pair.operation == "row" else 0
         parts = []
         for name, dims in pair.hf:
@@ -251,13 +253,19 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
             # A dimension without a cut is whole.
             start, stop, width = cuts.get(dims.split()[axis], (0, shape[0], shape[0]))
             for first in (0, shape[0] // 2) if pair.operation == "halves" else (0,):
-                parts.append(_Part(name.format(l=layer, e=expert), first + start, first + stop, width))
+                parts.append(_Part(name, first + start, first + stop, width))
         name = parts[0].name.replace("self_attn.q_proj", "self_attn.qkv_proj")
         name = name.replace("mlp.gate_proj", "mlp.gate_up_proj")
         if pair.per_expert:
             fused = "w2" if "down_proj" in name else "w13"
-            name = f"{name.partition('.experts.')[0]}.experts.{fused}_weight.{expert}"
-        shards[name] = _joined(parts, sizes.shape(pair.hf[0][1]), axis)
+            name = f"{name.partition('.experts.')[0]}.experts.{fused}_weight.{{e}}"
+        return name, _joined(parts, sizes.shape(pair.hf[0][1]), axis)
+
+    shards: Shards = {}
+    for pair, layer, expert in whole_model(hf_config):
+        name, shard = of_pair(pair)
+        regions = [one._replace(hf_name=one.hf_name.format(l=layer, e=expert)) for one in shard.regions]
+        shards[name.format(l=layer, e=expert)] = shard._replace(regions=tuple(regions))
     return shards
 
 

@@ -56,14 +56,15 @@ def test_all_layouts_are_listed_on_demand(
 
 
 @pytest.mark.parametrize("options", ["vapo_32b", "dapo_30b_a3b --best", "dapo_72b --best"])
-def test_no_torch_is_needed(options: str) -> None:
-    """Importing torch and Megatron takes longer than the plan."""
+def test_no_torch_is_needed_and_seconds_are_few(options: str) -> None:
+    """Importing torch and Megatron takes longer than the plan. In CPU time, as this machine may be busy."""
     import subprocess
     import sys
 
     code = (
-        "import sys; from megarl.cli.main import main; main(['plan', *sys.argv[1:]]);"
-        "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules)"
+        "import sys, time; from megarl.cli.main import main; main(['plan', *sys.argv[1:]]);"
+        "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules);"
+        "assert time.process_time() < 5, time.process_time()"
     )
     name, *more = options.split()
     given = [f"configs/{name}.yaml", *more]
