@@ -175,7 +175,7 @@ def test_apart_and_in_turn_is_what_it_was(warm: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["dapo", "vapo"])
+@pytest.mark.parametrize("recipe", ["dapo", "vapo", "sao", "grpo"])
 def test_two_runs_ahead_are_one(warm: Path, tmp_path: Path, recipe: str) -> None:
     """And a step of one can be done again on one rank."""
     keys = ("steps=3", "parallel.tp=1", "parallel.rollout_ranks=1", "schedule.ahead=1", "checkpoint.every=1")
