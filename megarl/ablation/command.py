@@ -223,7 +223,7 @@ def _tell_costs(
             f"  power: standard deviation {one.deviation:.3f} over {one.tuned} tuning seeds; {find} seeds "
             f"find {row.bound:g}, {show} show equivalence within it; the protocol's seeds find {finds}"
         )
-    cold = [run for run in warm if run.seconds() is None]
+    cold = [run for run in warm if run.seconds() is None or (fresh and run.changed())]
     print(f"all of it, shared arms once: {cost([*missing.values()])}; warm starts: {cost(cold)}", flush=True)
 
 

@@ -64,8 +64,10 @@ def markdown(
         return "-" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
 
     tasks = [
-        f"Task {name}: {task.what.strip()} Knobs: `{json.dumps(task.given)}`; at most "
-        f"{task.max_response_tokens} tokens; settings: `{' '.join(task.overrides) or 'the base'}`."
+        f"Task {name}: {task.what.strip()} Knobs: `{json.dumps(task.given)}`, others at their defaults; "
+        f"at most {task.max_response_tokens} tokens; "
+        f"warm start {(task.warm_start or protocol.warm_start).name}; "
+        f"settings: `{' '.join(task.overrides) or 'the base'}`."
         for name, task in protocol.tasks.items()
     ]
     powers_heads = ["row", "bound", "tuning seeds", "standard deviation of the differences"]
@@ -79,7 +81,8 @@ def markdown(
     for entry in tried:
         now, then = own.get(entry["row"], {}), entry["setting"]
         other = (key for key in {**then, **now} if then.get(key) != now.get(key))
-        text = "; ".join(f"{key}: {json.dumps(then.get(key))}" for key in other).replace("|", "\\|")
+        old = (f"{key}: {json.dumps(then[key]) if key in then else 'default'}" for key in other)
+        text = "; ".join(old).replace("|", "\\|")
         values = entry["differences"]
         mean = f"{statistics.fmean(values.values()):+.3f}"
         settings.append([entry["when"][:10], entry["row"], text or "as now", ", ".join(values), mean])

@@ -23,6 +23,7 @@ from megarl.ablation import paired
 from megarl.ablation.result import LEVEL, Curve
 from megarl.ablation.runs import AblationTable, find_file, load_table, read_section
 from megarl.config.errors import ConfigError
+from megarl.config.load import Settings, read_yaml
 from megarl.config.schema import Section
 from megarl.demo.family import Knobs, longest_right
 
@@ -41,6 +42,7 @@ class Task(Section):
     # rollout.max_response_tokens, as a multiple of the longest right response to a training prompt
     limit: float = Field(gt=0)
     overrides: tuple[str, ...] = ()  # settings of all runs; a row's own sizes (in the table) go over them
+    warm_start: Path | None = None  # in place of the protocol's
 
     @property
     def given(self) -> dict[str, Any]:
@@ -50,6 +52,12 @@ class Task(Section):
     @property
     def max_response_tokens(self) -> int:
         return math.ceil(self.limit * longest_right(self.knobs))
+
+
+class SharedTasks(Section):
+    """A file of tasks that several protocols have, which then share warm starts as well."""
+
+    tasks: dict[str, Task] = Field(min_length=1)
 
 
 class ProtocolRow(Section):
@@ -79,11 +87,13 @@ class Protocol(Section):
     folder: Path
     title: str
     table: Path  # the rows' files and the papers' points
+    warm_start: Path  # in place of the table's
     first_seed: int = Field(FRESH, ge=FRESH)
     seeds: int = Field(ge=2)  # so many from first_seed on
     # A run's score: the mean accuracy of its last `last` evaluations, or of all after step 0 (`curve`).
     statistic: Literal["last", "curve"]
     last: int = Field(3, ge=1)
+    shared: Path | None = None  # a file of SharedTasks: a task in it needs only what is this protocol's own
     tasks: dict[str, Task] = Field(min_length=1)
     rows: tuple[ProtocolRow, ...] = Field(min_length=1)
 
@@ -129,7 +139,9 @@ class Protocol(Section):
         task = self.tasks[row.task]
         common = {"against": row.against, "task": row.task, **task.given, "limit": task.limit}
         score = f"{self.statistic} {self.last}" if self.statistic == "last" else self.statistic
-        return {**common, "overrides": [*task.overrides, *overrides], "score": score}
+        warm_start = (task.warm_start or self.warm_start).name
+        common |= {"warm_start": warm_start, "overrides": [*task.overrides, *overrides]}
+        return {**common, "score": score}
 
     def tables(self) -> dict[str, AblationTable]:
         """Return for each task the paper's table on it. Raises ConfigError for a row that the table lacks."""
@@ -143,10 +155,13 @@ class Protocol(Section):
             rows = [row.model_copy(update={"overrides": (*common, *row.overrides)}) for row in table.rows]
             # Other knobs are another task, with warm starts and runs in folders of their own; a task that
             # two protocols share has the same ones in both.
-            digest = hashlib.sha256(json.dumps(task.given, sort_keys=True).encode()).hexdigest()[:8]
+            what = task.given | ({"warm_start": task.warm_start.name} if task.warm_start else {})
+            digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
             start = f"{name}-{digest}"
-            update = {"name": f"{self.name}/{start}", "start": start, "task": TASK, "knobs": task.given}
-            found[name] = table.model_copy(update={**update, "rows": tuple(rows)})
+            update: dict[str, Any] = {"name": f"{self.name}/{start}", "start": start, "rows": tuple(rows)}
+            update |= {"task": TASK, "knobs": task.given}
+            update["warm_start"] = self.folder.absolute() / (task.warm_start or self.warm_start)
+            found[name] = table.model_copy(update=update)
         return found
 
 
@@ -159,7 +174,15 @@ def load_protocol(name: str) -> Protocol:
     """Read a protocol given as NAME.protocol or by its path. Raises ConfigError `file: key: what is wrong`,
     or for an unknown name."""
     path = find_file(name, "protocol", ".yaml")
-    return read_section(Protocol, path, {"name": path.name.removesuffix(".yaml"), "folder": path.parent})
+    given: Settings = {"name": path.name.removesuffix(".yaml"), "folder": path.parent}
+    content = read_yaml(path)
+    if isinstance(shared := content.get("shared"), str) and isinstance(content.get("tasks"), dict):
+        known = read_section(SharedTasks, path.parent / shared, {}).model_dump(exclude_unset=True)["tasks"]
+        given["tasks"] = {
+            task: {**known.get(task, {}), **own} if isinstance(own, dict) else own
+            for task, own in content["tasks"].items()
+        }
+    return read_section(Protocol, path, given)
 
 
 @dataclass(frozen=True)
@@ -192,7 +215,10 @@ class Outcome:
         if self.mean is None:
             return "not run yet"
         if self.holm is None:
-            return f"{len(self.differences)} of {len(self.seeds)} seeds"
+            tuned = self.differences.keys().isdisjoint(self.seeds)
+            plural = "s" if len(self.differences) > 1 else ""
+            total = f"tuning seed{plural}" if tuned else f"of {len(self.seeds)} seeds"
+            return f"{len(self.differences)} {total}"
         if self.holm < LEVEL:
             return "holds" if (self.mean < 0) == (self.row.claims == "worse") else "opposite"
         return "equivalent" if self.within else "undecided"

@@ -95,16 +95,10 @@ def read_yaml(path: Path, whose: str = "") -> Settings:
         raise ConfigError(f"{path}: not a UTF-8 text: {byte}{whose}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}{whose}") from None
-    content = deepcopy(_document(text, str(path)))
+    content = deepcopy(_parsed(text, str(path)))
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold `key: value` lines{whose}")
     return content
-
-
-@lru_cache(maxsize=64)
-def _document(text: str, where: str) -> Any:
-    """Parse a file once for many configurations over it."""
-    return parse_yaml(text, where)
 
 
 def _files(path: Path, root: Path | None, named_by: tuple[Path, ...] = ()) -> list[tuple[str, Settings]]:
@@ -295,6 +289,10 @@ def parse_yaml(text: str, where: str) -> Any:
     except (ValueError, TypeError, LookupError, AttributeError) as error:  # `!!bool x`, `!!timestamp x`
         problem = f"a value does not fit its tag ({type(error).__name__}: {error})"
         raise ConfigError(f"{where}: not valid YAML: {problem}") from None
+
+
+# A file is parsed once for many configurations over it; whoever changes the result takes a copy.
+_parsed = lru_cache(maxsize=64)(parse_yaml)
 
 
 def dump_yaml(content: Any) -> str:

@@ -25,7 +25,7 @@ SIGNS = "=:;~"  # how an addition is written, one sign for each way
 TRIVIAL: Final = "!"  # what a prompt begins with that is always solved
 IMPOSSIBLE: Final = "?"  # or never
 WARM_SHARE = 0.1  # at most, of trivial and of impossible prompts in the warm start: they teach it little
-SFT_ROWS = 600 * 64
+SFT_ROWS = 300 * 64
 TRAIN_ROWS = 4096
 
 Span = tuple[int, int]
@@ -177,7 +177,7 @@ def write_family(folder: Path, seed: int, **knobs: object) -> None:
     """Write what a task's runs start from into `folder`, the same bytes for the same seed and knobs.
 
     model/       Hugging Face folder: untrained model of 512 positions, and tokenizer
-    sft.jsonl    38,400 rows prompt, response, answer: 600 steps of 64
+    sft.jsonl    19,200 rows prompt, response, answer: 300 steps of 64
     train.jsonl  4,096 different problems (prompt, answer), none held out
     eval.jsonl   512 held-out problems, neither trivial nor impossible, the same for every seed
 

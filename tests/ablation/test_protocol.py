@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,7 +57,8 @@ ROW = ProtocolRow(row="a", against="b", task="sums", claims="worse", bound=0.05,
 def protocol(**given: Any) -> Protocol:
     content = {
         "name": "vapo.protocol", "folder": CONFIGS / "ablations", "title": "Synthetic <results>",
-        "table": "vapo.table.yaml", "seeds": 20, "statistic": "last", "last": 2,
+        "table": "vapo.table.yaml", "warm_start": "../ablation_family_sft.yaml",
+        "seeds": 20, "statistic": "last", "last": 2,
         "tasks": {"sums": {"what": "Sums.", "limit": 1.0}},
         "rows": [ROW.model_copy(update={"row": row, "against": "VAPO"}) for row in EFFECTS],
     }  # fmt: skip
@@ -121,7 +123,7 @@ class TestVerdicts:
         early = judge(plan, synthetic(range(100, 119)), PAPERS)
         assert {one.verdict for one in early} == {"19 of 20 seeds"}
         assert all(one.p is None and one.holm is None and one.low is not None for one in early)
-        assert {one.verdict for one in judge(plan, synthetic(range(20)), PAPERS)} == {"20 of 20 seeds"}
+        assert {one.verdict for one in judge(plan, synthetic(range(20)), PAPERS)} == {"20 tuning seeds"}
         assert {one.verdict for one in judge(plan, {}, PAPERS)} == {"not run yet"}
         assert "0 of 6 rows are decided" in markdown(plan, early, [], [], "")
 
@@ -189,9 +191,19 @@ class TestTuning:
             assert power.finds is not None and (power.finds <= 0.05) == (n <= 20)
         assert powers[5].deviation is None  # runs that are all the same say nothing of the spread
         # Other settings say nothing of the protocol's: of the task, of the command line, of the score.
-        other = {"sums": {"what": "Sums.", "limit": 2.0}}
-        for changed in (protocol(folder=tmp_path, tasks=other), protocol(folder=tmp_path, last=3)):
+        for other in ({"limit": 2.0}, {"limit": 1.0, "warm_start": "../ablation_sft.yaml"}):
+            changed = protocol(folder=tmp_path, tasks={"sums": {"what": "Sums.", **other}})
             assert {one.tuned for one in power_of(changed, read_tried(plan.tried))} == {0}
+        changed = protocol(folder=tmp_path, last=3)
+        assert {one.tuned for one in power_of(changed, read_tried(plan.tried))} == {0}
+
+    def test_a_task_with_a_warm_start_of_its_own(self) -> None:
+        own = {"what": "Sums.", "limit": 1.0, "warm_start": "../ablation_sft.yaml"}
+        tables = protocol(tasks={"sums": {"what": "Sums.", "limit": 1.0}, "far": own}).tables()
+        files = {name: (table.folder / table.warm_start).name for name, table in tables.items()}
+        assert files == {"sums": "ablation_family_sft.yaml", "far": "ablation_sft.yaml"}
+        other = protocol(tasks={"sums": own}).tables()["sums"]
+        assert other.start != tables["sums"].start  # and so a folder of its own
 
     def test_every_setting_once_with_all_its_seeds(self, tmp_path: Path) -> None:
         plan = protocol(folder=tmp_path, rows=[ROW])
@@ -257,14 +269,16 @@ class TestShown:
         assert "not run yet" in (tmp_path / "report.html").read_text() and "not run yet" in terminal(outcomes)
 
 
+FAR = "{what: Far., knobs: {lines: [1, 30]}, limit: 1.0, overrides: [steps=10]}"
 PROTOCOL = f"""\
 title: Test protocol
 table: {CONFIGS}/ablations/vapo.table.yaml
+warm_start: {CONFIGS}/ablation_family_sft.yaml
 seeds: 7
 statistic: curve
 tasks:
   near: {{what: Near., limit: 1.0}}
-  far: {{what: Far., knobs: {{lines: [1, 30]}}, limit: 1.0, overrides: [steps=10]}}
+  far: {FAR}
 rows:
   - {{row: without value pretraining, against: VAPO, task: near, claims: worse, bound: 0.05, why: Both.}}
   - {{row: without clip-higher, against: VAPO, task: far, claims: worse, bound: 0.05, why: Both.}}
@@ -327,7 +341,7 @@ class TestCommand:
         settings = [["algorithm.alpha=0.25"]] * 2 + [[]] * 2
         assert [[o for o in one["setting"]["overrides"] if o != "steps=10"] for one in tried] == settings
         assert tried[2]["setting"]["lines"] == [1, 30] and len(tried[2]["differences"]) == 2
-        assert "2 of 7 seeds" in (path.parent / "out/test.protocol/tuning/table.md").read_text()
+        assert "2 tuning seeds" in (path.parent / "out/test.protocol/tuning/table.md").read_text()
 
         ran.clear()
         capsys.readouterr()
@@ -400,6 +414,24 @@ class TestCommand:
             load_protocol(str(path)).tables()
         assert str(caught.value).startswith(f"{path}: {self.DAMAGED[old, new]}")
 
+    def test_tasks_of_several_protocols(self, path: Path) -> None:
+        """In one file: a protocol adds settings of its own, and what is wrong is said of the right file."""
+        shared = path.with_name("test.tasks.yaml")
+        shared.write_text("tasks:\n  far: {what: Far., knobs: {lines: [1, 30]}, limit: 1.0}\n")
+        path.write_text(
+            PROTOCOL.replace(f"far: {FAR}", "far: {overrides: [steps=10]}") + f"shared: {shared.name}\n"
+        )
+        given = {"name": "test.protocol", "folder": path.parent, "shared": shared.name}
+        assert load_protocol(str(path)) == Protocol.model_validate({**yaml.safe_load(PROTOCOL), **given})
+        shared.write_text(shared.read_text().replace("lines:", "line:"))
+        with pytest.raises(ConfigError) as caught:
+            load_protocol(str(path))
+        assert str(caught.value).startswith(f"{shared}: tasks.far.knobs.line: Extra inputs")
+        shared.write_text("tasks:\n  near: {what: Near., limit: 1.0}\n")
+        with pytest.raises(ConfigError) as caught:
+            load_protocol(str(path))
+        assert str(caught.value).startswith(f"{path}: tasks.far.what: Field required")
+
 
 SHIPPED = {name: load_protocol(f"{name}.protocol") for name in ("vapo", "dapo")}
 ROWS = [(name, row) for name, plan in SHIPPED.items() for row in plan.rows]
@@ -437,7 +469,8 @@ def test_every_technique_has_its_row() -> None:
 def test_tasks_are_what_they_are_for() -> None:
     vapo, dapo = SHIPPED["vapo"].tasks, SHIPPED["dapo"].tasks
     for name in vapo.keys() & dapo.keys():  # one task, and one warm start
-        assert (vapo[name].what, vapo[name].knobs) == (dapo[name].what, dapo[name].knobs)
+        same = {"overrides": ()}
+        assert vapo[name].model_copy(update=same) == dapo[name].model_copy(update=same)
         starts = {plan.tables()[name].start for plan in SHIPPED.values()}
         assert len(starts) == 1
     for name, task in (vapo | dapo).items():
