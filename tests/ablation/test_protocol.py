@@ -366,6 +366,14 @@ class TestCommand:
         assert (path.parent / "images/ablations_test_protocol.png").is_file()
         assert len(read_tried(log)) == 4  # a final run is no tuning
 
+        # Another warm start: refused, or made again with all that began from it, and counted before it is.
+        (path.parent / "sft.yaml").write_text(f"base: {CONFIGS}/ablation_family_sft.yaml\nsteps: 299\n")
+        path.write_text(PROTOCOL.replace(f"{CONFIGS}/ablation_family_sft.yaml", "sft.yaml"))
+        capsys.readouterr()
+        assert main([*ablate, "--most", "0", "--fresh"]) == 0
+        assert "warm starts: 14 runs, 7 min of one core" in capsys.readouterr().out
+        assert main(ablate) == 2 and "steps 300, now 299" in capsys.readouterr().err
+
         # Other knobs are another task, beside the old one; another limit is refused, run by run.
         folders = {folder.name for folder in (path.parent / "out/warm_start").iterdir()}
         assert {name.split("-")[0] for name in folders} == {"near", "far"}
