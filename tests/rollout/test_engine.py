@@ -132,17 +132,19 @@ def test_long_responses_outgrow_the_cache_and_late_prompts_join(make_engine, ref
         grown.append((before, cache.columns))
 
     monkeypatch.setattr(KVCache, "reserve", spy)
-    # 12 rows at once, prompts of 1 to 150 tokens, responses of up to 300: the cache grows, and takes rows
-    # longer than all before.
+    # 12 rows at once, prompts of 1 to 350 tokens, responses of up to 150, whose lengths differ between
+    # processors: the cache grows for responses, and for the last prompts, longer than all before.
     asked = [
         Request(p, i)
         for i, p in enumerate(
-            prompts(12, seed=3, high=10) + prompts(15, seed=4, low=100, high=150) + prompts(8, seed=5)
+            prompts(12, seed=3, high=10)
+            + prompts(15, seed=4, low=100, high=150)
+            + prompts(8, seed=5, low=340, high=350)
         )
     ]
     engine = make_engine(max_batch=12, eos_ids=range(1, 5))
-    completions = engine.generate(asked, SamplingParams(max_tokens=300))
-    assert max(len(c.tokens) for c in completions) > 150 and min(len(c.tokens) for c in completions) < 20
+    completions = engine.generate(asked, SamplingParams(max_tokens=150))
+    assert max(len(c.tokens) for c in completions) > 100 and min(len(c.tokens) for c in completions) < 20
     assert len(grown) > 2 and all(before < after for before, after in grown)
     assert_logprobs(reference("qwen3"), completions, asked)
 
