@@ -1,22 +1,21 @@
-"""The protocol of a rollout engine, and the choice of one by its name.
+"""The protocol of a rollout engine.
 
-A new engine needs: a class with this protocol, in a file of its own; a case in `make_engine`; its name in
-`RolloutConfig.engine` (config/schema.py) and its limits in config/check.py; the layout of its weights in
-weights/plan.py; its memory and speed in plan/memory.py and plan/times.py, which take every engine but
-transformers for SGLang; and what must be installed for it in schedule/preflight.py.
+A new engine needs: a class with this protocol, in a file of its own; a case in `make_engine`
+(schedule/generation.py); its name in `RolloutConfig.engine` (config/schema.py) and its limits in
+config/check.py; the layout of its weights in weights/plan.py; its memory and speed in plan/memory.py and
+plan/times.py, which take every engine but transformers for SGLang; and what must be installed for it in
+schedule/preflight.py.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol, assert_never
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from megarl.config.errors import EngineError
-from megarl.config.schema import Config
-from megarl.parallel.runtime import Runtime
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
@@ -115,25 +114,3 @@ def check_positions(prompt: int, response: int, positions: float) -> None:
             f"rollout: a prompt of {prompt} tokens and {response} response tokens do not fit the model's "
             f"{positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
         )
-
-
-def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
-    """Make the engine that `rollout.engine` names, not started. A trainer that has none gets that of the
-    first rank with one, which it never starts, to know its parts."""
-    rank = max(runtime.rank, runtime.first_engine)
-    eos_ids = (tokenizer.eos_token_id,)
-    match config.rollout.engine:
-        case "sglang":
-            from megarl.rollout.sglang import SGLangEngine
-            from megarl.weights.families import read_config
-
-            hf_config = read_config(config.model.path)
-            return SGLangEngine(config, hf_config, rank, runtime.device, eos_ids)
-        case "transformers":
-            from megarl.model.builder import DTYPES
-            from megarl.rollout.transformers_engine import TransformersEngine
-
-            dtype, max_batch = DTYPES[config.model.dtype], config.rollout.max_batch
-            return TransformersEngine(config.model.path, dtype, runtime.device, max_batch, eos_ids, tokenizer)
-        case other:
-            assert_never(other)

@@ -14,9 +14,8 @@ from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.batch import EvaluationResult
-from megarl.rollout.engine import make_engine
 from megarl.rollout.sampler import RolloutSampler, RolloutWorker
-from megarl.schedule.generation import start_engine
+from megarl.schedule.generation import make_engine, start_engine
 from megarl.schedule.run import load_tokenizer, load_weights, make_weight_sync
 from megarl.training.checkpoint import FOLDER, MANIFEST, find_checkpoint, open_checkpoint, sha256_of
 from megarl.training.sharded import load_model

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, assert_never
 
 from megarl.config.schema import Config
 from megarl.data.experience import StepBatch
 from megarl.data.prompts import PromptSampler, read_prompts
+from megarl.model.builder import DTYPES
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import barrier
 from megarl.parallel.offload import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.engine import RolloutEngine, make_engine
+from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampler import RolloutSampler, RolloutWorker
+from megarl.rollout.sglang import SGLangEngine
+from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.weight_sync import Failures
 from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
 from megarl.training.checkpoint import PRETRAINING
+from megarl.weights.families import read_config
 
 
 @dataclass
@@ -35,6 +39,22 @@ class Rollout:
     errors: dict[str, int]
     samples: dict[int, Sample]
     events: list[str]
+
+
+def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
+    """Make the engine that `rollout.engine` names, not started. A trainer that has none gets that of the
+    first rank with one, which it never starts, to know its parts."""
+    rank = max(runtime.rank, runtime.first_engine)
+    eos_ids = (tokenizer.eos_token_id,)
+    match config.rollout.engine:
+        case "sglang":
+            hf_config = read_config(config.model.path)
+            return SGLangEngine(config, hf_config, rank, runtime.device, eos_ids)
+        case "transformers":
+            dtype, max_batch = DTYPES[config.model.dtype], config.rollout.max_batch
+            return TransformersEngine(config.model.path, dtype, runtime.device, max_batch, eos_ids, tokenizer)
+        case other:
+            assert_never(other)
 
 
 def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:

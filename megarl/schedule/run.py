@@ -20,10 +20,10 @@ from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_conf
 from megarl.observe.run_log import Sample
 from megarl.parallel.offload import HostPool, empty_cache
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engine import RolloutEngine, make_engine
+from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.weight_sync import Failures, WeightSync
 from megarl.schedule.ahead import Elsewhere, serve_orders
-from megarl.schedule.generation import Generation
+from megarl.schedule.generation import Generation, make_engine
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.watchdog import Watchdog
 from megarl.training.advantages import Tables

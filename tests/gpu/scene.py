@@ -18,10 +18,10 @@ from megarl.data.experience import Experience
 from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.offload import HostPool
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engine import RolloutEngine, make_engine
+from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.rollout.weight_sync import WeightSync
-from megarl.schedule.generation import start_engine
+from megarl.schedule.generation import make_engine, start_engine
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.run import make_weight_sync
 from megarl.training.batch import LocalBatch, distribute
