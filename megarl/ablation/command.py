@@ -198,7 +198,7 @@ def _ablate_protocol(
 def _tell_costs(
     powers: Sequence[Power], own: Mapping[Arm, Planned], warm: Iterable[Planned], fresh: bool
 ) -> None:
-    """Print of each row what is still to be run and, from the seconds of earlier runs, how long that takes;
+    """Print of each row what is still to be run and how long that takes, by earlier runs or by the protocol;
     and what its seeds can find."""
 
     def cost(missing: Sequence[Planned]) -> str:
@@ -224,7 +224,8 @@ def _tell_costs(
             f"find {row.bound:g}, {show} show equivalence within it; the protocol's seeds find {finds}"
         )
     cold = [run for run in warm if run.seconds() is None or (fresh and run.changed())]
-    print(f"all of it, shared arms once: {cost([*missing.values()])}; warm starts: {cost(cold)}", flush=True)
+    print(f"all of it, shared arms once: {cost([*missing.values()])}; warm starts: {cost(cold)}")
+    print("  (by earlier runs in this folder; where there are none, by the protocol's file)", flush=True)
 
 
 def _warm_starts(planned: Iterable[Planned], settings: Settings) -> dict[Path, Planned]:

@@ -71,6 +71,8 @@ class AblationTable(Section):
     # Of a protocol's tasks: keyword arguments of `task`, and a name of its own for the task with these knobs.
     knobs: dict[str, Any] = Field({})
     start: str = ""
+    # What a warm start and a run took elsewhere: their cost, until there are some here.
+    seconds: tuple[float, float] | None = None
 
     @model_validator(mode="after")
     def _distinct(self) -> AblationTable:
@@ -173,14 +175,14 @@ class Planned:
 
     def usual_seconds(self) -> float | None:
         """Return the median of the seconds of finished runs like this one, with any seed; where there is
-        none, of the other rows on its task, or of the warm starts on other tasks. None where nothing is
-        known."""
+        none, of the other rows on its task, or of the warm starts on other tasks; else what its table says.
+        None where nothing is known."""
         own, pattern = (self.folder.parent, "seed-*") if self.row else (self.folder.parents[1], "seed-*/sft")
         for runs in (own.glob(pattern), own.parent.glob(f"*/{pattern}")):
             seconds = [read_mark(run).get("seconds") for run in runs if (run / MARK).is_file()]
             if known := [s for s in seconds if s is not None]:
                 return statistics.median(known)
-        return None
+        return self.table.seconds and self.table.seconds[bool(self.row)]
 
     def seconds(self) -> float | None:
         """Return the wall time of the finished run, None where there is none.

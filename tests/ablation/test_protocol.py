@@ -277,7 +277,7 @@ warm_start: {CONFIGS}/ablation_family_sft.yaml
 seeds: 7
 statistic: curve
 tasks:
-  near: {{what: Near., limit: 1.0}}
+  near: {{what: Near., limit: 1.0, seconds: [60, 240]}}
   far: {FAR}
 rows:
   - {{row: without value pretraining, against: VAPO, task: near, claims: worse, bound: 0.05, why: Both.}}
@@ -330,6 +330,8 @@ class TestCommand:
         assert len(ran) == 2 + 4  # warm starts of two tasks, two arms each
         out = capsys.readouterr().out
         assert "without clip-higher - VAPO on far: 2 runs (2 of unknown length)\n  power: unknown" in out
+        assert "without value pretraining - VAPO on near: 2 runs, 8 min of one core\n" in out
+        assert "; warm starts: 2 runs, 60 s of one core (1 of unknown length)\n" in out
         assert "without value pretraining on near: 0.000 at 0, " in out
         assert main([*ablate, "--seeds", "0"]) == 2  # other settings, without --fresh
         assert "was run with other settings: algorithm.alpha 0.25, now 0.5 (give" in capsys.readouterr().err
@@ -477,7 +479,7 @@ def test_every_technique_has_its_row() -> None:
 def test_tasks_are_what_they_are_for() -> None:
     vapo, dapo = SHIPPED["vapo"].tasks, SHIPPED["dapo"].tasks
     for name in vapo.keys() & dapo.keys():  # one task, and one warm start
-        same = {"overrides": ()}
+        same = {"overrides": (), "seconds": None}
         assert vapo[name].model_copy(update=same) == dapo[name].model_copy(update=same)
         starts = {plan.tables()[name].start for plan in SHIPPED.values()}
         assert len(starts) == 1
