@@ -31,6 +31,7 @@ from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Ranks, Runtime
 from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule.generation import Generation, Rollout
+from megarl.schedule.profiler import Profiler
 from megarl.schedule.rollouts import (
     FOLDER,
     files_of,
@@ -278,7 +279,12 @@ def remove(folder: Path, first: int, last: float = math.inf) -> None:
 
 
 def serve_orders(
-    config: Config, runtime: Runtime, generation: Generation, weight_sync: WeightSync, watchdog: Watchdog
+    config: Config,
+    runtime: Runtime,
+    generation: Generation,
+    weight_sync: WeightSync,
+    watchdog: Watchdog,
+    profiler: Profiler,
 ) -> None:
     """Carry out the trainers' orders on a rank with an engine, until they let it go."""
     assert runtime.store is not None
@@ -306,11 +312,13 @@ def serve_orders(
                 continue
             case ("sync", version):
                 enter("weight_transfer", "train", version)
-                weight_sync.sync(version)
+                with profiler.phase("weight_transfer"):
+                    weight_sync.sync(version)
             case ("draw", stage, number, done):
                 enter("rollout", stage, number)
                 started = time.perf_counter()
-                found = generation.rollout(stage, number)
+                with profiler.step(stage, number), profiler.phase("rollout"):
+                    found = generation.rollout(stage, number)
                 metrics = {name: value for name, value in found.metrics.items() if name.startswith("inside/")}
                 metrics["inside/rollout"] = time.perf_counter() - started
                 events = found.events + weight_sync.take_events()

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megarl.config.schema import Config
 from megarl.parallel.runtime import Runtime
+from megarl.training.checkpoint import PRETRAINING
 
 # Layers x response tokens above which the transformers engine's operators are left out of a trace: there are
 # some 50 for each, of about 1 kB in memory.
@@ -26,7 +27,8 @@ _NAME = re.compile(r'("name": )"[^"]*"')
 
 class Profiler:
     """Traces `log.profile` steps of the main stage, after the first one that this process does, which warms
-    up. Each step is a trace of its own, so that the memory is that of one step."""
+    up; on a rank that only generates, their rollouts. Each step is a trace of its own, so that the memory is
+    that of one step."""
 
     def __init__(self, config: Config, runtime: Runtime, layers: int) -> None:
         self.runtime, self.folder = runtime, config.run_dir / "profile"
@@ -42,8 +44,8 @@ class Profiler:
     @contextmanager
     def step(self, stage: str, number: int) -> Iterator[None]:
         """Trace a step where it is one of those that are wanted, and write the trace when it has ended."""
-        self.done += 1
-        if not 1 < self.done <= self.steps + 1:
+        self.done += stage != PRETRAINING
+        if stage == PRETRAINING or not 1 < self.done <= self.steps + 1:
             yield
             return
         os.environ.setdefault(

@@ -25,6 +25,7 @@ from megarl.rollout.weight_sync import Failures, WeightSync
 from megarl.schedule.ahead import Elsewhere, serve_orders
 from megarl.schedule.generation import Generation, make_engine
 from megarl.schedule.offload import EngineMemory, OffloadManager
+from megarl.schedule.profiler import Profiler
 from megarl.schedule.watchdog import Watchdog
 from megarl.training.advantages import Tables
 from megarl.training.batch import LocalBatch
@@ -260,11 +261,13 @@ class EngineRank:
         tokenizer = load_tokenizer(config.model.path)
         self.generation = Generation(config, runtime, tokenizer, lambda f: self.weight_sync.recover(f))
         hf_config = open_model(config.model.path).config
+        self.layers = hf_config["num_hidden_layers"]
         self.weight_sync = make_weight_sync(config, runtime, hf_config, None, self.generation.engine)
 
     def serve(self, watchdog: Watchdog) -> None:
         """Carry out the trainers' orders until they let this rank go."""
-        serve_orders(self.config, self.runtime, self.generation, self.weight_sync, watchdog)
+        profiler = Profiler(self.config, self.runtime, self.layers)
+        serve_orders(self.config, self.runtime, self.generation, self.weight_sync, watchdog, profiler)
 
     def close(self) -> None:
         """End the engine and the verifiers."""

@@ -23,6 +23,7 @@ from megarl.schedule import ahead
 from megarl.schedule.ahead import Elsewhere, Words
 from megarl.weights.transfer import TransferStats
 from tests.schedule.demo import make_warm_model, train
+from tests.schedule.test_profiler import events
 
 ALONE: Any = SimpleNamespace(rank=0, world=1, cpu_group=None)
 
@@ -184,8 +185,13 @@ def test_two_runs_ahead_are_one(warm: Path, tmp_path: Path, recipe: str) -> None
         keys += ("value_pretraining.steps=1",)
     if recipe == "sao":
         keys += ("rollout.prompts=32", "rollout.group_size=1")
-    one, other = (train(warm, recipe, tmp_path / name, *keys) for name in ("one", "other"))
+    one = train(warm, recipe, tmp_path / "one", *keys, "log.profile=1")
+    other = train(warm, recipe, tmp_path / "other", *keys)
     assert numbers(one) == numbers(other)
+    traces = [events(path) for path in sorted((tmp_path / "one/profile").glob("train-000002-rank-*.gz"))]
+    phases = [{event["name"] for event in trace} & {"rollout", "actor_update"} for trace in traces]
+    assert phases == [{"rollout", "actor_update"}, {"rollout"}]  # the second rank only generates
+    assert all("train step 2" in {event["name"] for event in trace} for trace in traces)
     staleness = [record["staleness/max"] for record in one if record["stage"] == "train"]
     assert staleness == [0.0, 1.0, 1.0]
     from tests.schedule.demo import megarl
