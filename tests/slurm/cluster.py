@@ -19,7 +19,7 @@ import psutil
 NODES = ("node1", "node2")
 DAEMONS = ("munged", "munge", "slurmctld", "slurmd", "sbatch")
 LIMIT = 180.0
-HOSTS, MARK = Path("/etc/hosts"), "# megarl's tests"
+HOSTS, MARK = Path("/etc/hosts"), "# megarl's tests, process "
 CONF = """\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -119,8 +119,8 @@ class Cluster:
         for process in alive:
             process.kill()
         lines = HOSTS.read_text().splitlines(keepends=True)
-        # in place: it is a mount in containers
-        HOSTS.write_text("".join(line for line in lines if MARK not in line))
+        # in place: it is a mount in containers; another suite beside this one has lines of its own
+        HOSTS.write_text("".join(line for line in lines if not _left_behind(line)))
 
     def _start(self) -> None:
         folder = self.folder
@@ -133,7 +133,7 @@ class Cluster:
         )
         (folder / "cgroup.conf").write_text("CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n")
         with HOSTS.open("a") as hosts:
-            hosts.writelines(f"127.0.1.{i} {name} {MARK}\n" for i, name in enumerate(NODES, 1))
+            hosts.writelines(f"127.0.1.{i} {name} {MARK}{os.getpid()}\n" for i, name in enumerate(NODES, 1))
         key = folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
@@ -209,6 +209,12 @@ class Cluster:
     def _remember(self, name: str, file: Path) -> None:
         wait_for(name, lambda: file.is_file() and file.read_text().strip())
         self.pids[name] = psutil.Process(int(file.read_text()))
+
+
+def _left_behind(line: str) -> bool:
+    """Tell a line of /etc/hosts that this process wrote, or one that is gone."""
+    _, mark, pid = line.partition(MARK)
+    return bool(mark) and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid)))
 
 
 def _free_ports(count: int) -> list[int]:
