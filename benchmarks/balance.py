@@ -143,7 +143,7 @@ def main() -> int:
         else:
             answers[rank] = ended
     for process in processes:
-        process.join()
+        process.join(timeout=LIMIT)
     (equal, *_), (balanced, moved, idle, _), _ = answers[0]
     alone = [own[2] for own in answers.values()]
     drawn, again = ({k: v for own in answers.values() for k, v in own[run][3].items()} for run in (0, 1))
