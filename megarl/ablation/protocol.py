@@ -43,7 +43,9 @@ class Task(Section):
     limit: float = Field(gt=0)
     overrides: tuple[str, ...] = ()  # settings of all runs; a row's own sizes (in the table) go over them
     warm_start: Path | None = None  # in place of the protocol's
-    seconds: tuple[float, float] | None = None  # of a warm start and of a run, see AblationTable
+    # What a run and a warm start took elsewhere: their cost, until there are some in the folder.
+    seconds: float | None = None
+    warm_start_seconds: float | None = None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -160,7 +162,8 @@ class Protocol(Section):
             digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
             start = f"{name}-{digest}"
             update: dict[str, Any] = {"name": f"{self.name}/{start}", "start": start, "rows": tuple(rows)}
-            update |= {"task": TASK, "knobs": task.given, "seconds": task.seconds}
+            update |= {"task": TASK, "knobs": task.given}
+            update |= {"seconds": task.seconds, "warm_start_seconds": task.warm_start_seconds}
             update["warm_start"] = self.folder.absolute() / (task.warm_start or self.warm_start)
             found[name] = table.model_copy(update=update)
         return found

@@ -71,8 +71,8 @@ class AblationTable(Section):
     # Of a protocol's tasks: keyword arguments of `task`, and a name of its own for the task with these knobs.
     knobs: dict[str, Any] = Field({})
     start: str = ""
-    # What a warm start and a run took elsewhere: their cost, until there are some here.
-    seconds: tuple[float, float] | None = None
+    seconds: float | None = None
+    warm_start_seconds: float | None = None
 
     @model_validator(mode="after")
     def _distinct(self) -> AblationTable:
@@ -182,7 +182,7 @@ class Planned:
             seconds = [read_mark(run).get("seconds") for run in runs if (run / MARK).is_file()]
             if known := [s for s in seconds if s is not None]:
                 return statistics.median(known)
-        return self.table.seconds and self.table.seconds[bool(self.row)]
+        return self.table.seconds if self.row else self.table.warm_start_seconds
 
     def seconds(self) -> float | None:
         """Return the wall time of the finished run, None where there is none.

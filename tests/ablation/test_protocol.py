@@ -277,7 +277,7 @@ warm_start: {CONFIGS}/ablation_family_sft.yaml
 seeds: 7
 statistic: curve
 tasks:
-  near: {{what: Near., limit: 1.0, seconds: [60, 240]}}
+  near: {{what: Near., limit: 1.0, seconds: 240, warm_start_seconds: 60}}
   far: {FAR}
 rows:
   - {{row: without value pretraining, against: VAPO, task: near, claims: worse, bound: 0.05, why: Both.}}
