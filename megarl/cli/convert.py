@@ -1,5 +1,5 @@
-"""`megarl convert`: a model's folder from Hugging Face's format to Megatron's and back, with a progress
-bar."""
+"""`megarl convert`: a model's folder from Hugging Face's format to Megatron's and back, and from a GGUF file
+to Hugging Face's, with a progress bar."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.console import Console
 from megarl.config.errors import ConfigError, MegarlError
 from megarl.parallel.runtime import is_launched, launched_rank, launched_world
 from megarl.weights.files import readable
+from megarl.weights.gguf import gguf_to_hf
 from megarl.weights.megatron import Advance, Conversion, conversion_layout, hf_to_megatron, megatron_to_hf
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -43,6 +44,20 @@ def to_hf(
         out,
         source=source,
         dtype=DTYPES[dtype] if dtype else None,
+        max_shard_bytes=int(max_shard_gb * 1e9),
+        verify=verify,
+        watch=_progress,
+    )
+    return _convert(job, out, verify)
+
+
+def from_gguf(source: Path, out: Path, dtype: str, max_shard_gb: float, verify: bool) -> int:
+    """Write the model of a GGUF file as a Hugging Face folder."""
+    job = partial(
+        gguf_to_hf,
+        source,
+        out,
+        dtype=DTYPES[dtype],
         max_shard_bytes=int(max_shard_gb * 1e9),
         verify=verify,
         watch=_progress,

@@ -156,7 +156,9 @@ def build_parser() -> Parser:
     plan_weights.model()
     plan_weights.config()
 
-    convert = group("convert", "convert a model's folder to Megatron's format and back", "Conversions.")
+    convert = group(
+        "convert", "convert a model's folder to Megatron's format and back, or from GGUF", "Conversions."
+    )
     out = "folder to make; it appears when it is whole and on disk"
     verify = "read the result back from the disk and compare every bit"
     text = "write a Hugging Face folder as a Megatron distributed checkpoint"
@@ -178,6 +180,15 @@ def build_parser() -> Parser:
     to_hf.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help=text)
     to_hf.number("--max-shard-gb", "GB", f"of one *.safetensors file {DEFAULT}", default=4.0)
     to_hf.flag("--verify", verify)
+
+    text = "write a GGUF file (llama.cpp's format) as a Hugging Face folder, dequantised"
+    from_gguf = add(convert, "from-gguf", "cli.convert:from_gguf", text)
+    from_gguf.path("source", "FILE.gguf", "file of a Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE model")
+    from_gguf.path("out", "OUT", out)
+    text = f"of every tensor {DEFAULT}"
+    from_gguf.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help=text)
+    from_gguf.number("--max-shard-gb", "GB", f"of one *.safetensors file {DEFAULT}", default=4.0)
+    from_gguf.flag("--verify", verify)
 
     text = "check the nodes of a job before its ranks start: run on each of them, as slurm/ does"
     nodes = add(commands, "preflight", "cli.preflight:preflight", text, check_packages=True)

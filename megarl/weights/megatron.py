@@ -559,7 +559,7 @@ def megatron_to_hf(
     source: the folder with config.json and tokenizer, where the checkpoint has none (one of a training run).
     dtype: of every tensor; by default each keeps its own. A value head makes it a classifier. Else as
     `hf_to_megatron`."""
-    began, processes = time.perf_counter(), Processes()
+    processes = Processes()
     model = processes.run(lambda: MegatronFolder(checkpoint, source=source))
     kinds = {name: model.dtype(name) if dtype is None else dtype for name in model.shapes}
     found = {*kinds.values()}
@@ -567,8 +567,28 @@ def megatron_to_hf(
     heads = model.config.get("architectures", [""])
     if model.critic and heads[0].endswith("Classification"):  # which stays what it is
         config = {**model.config, **{key: config[key] for key in ("dtype", "torch_dtype") if key in config}}
-    shapes = dict(model.shapes)
-    if model.critic and config["architectures"][0].endswith("ForTokenClassification"):
+    carried = source or checkpoint
+    return write_hf(model, out, kinds, config, carried, max_shard_bytes, verify, watch, critic=model.critic)
+
+
+def write_hf(
+    model: ModelFolder,
+    out: Path,
+    kinds: Mapping[str, torch.dtype],
+    config: Mapping[str, Any],
+    carried: Path,
+    max_shard_bytes: int,
+    verify: bool,
+    watch: Watch,
+    *,
+    critic: bool = False,
+) -> Conversion:
+    """Write a model, whatever its files are, as a Hugging Face folder.
+    kinds: the dtype of each tensor. config: config.json. carried: the folder of tokenizer and the like. Else
+    as `megatron_to_hf`."""
+    began, processes = time.perf_counter(), Processes()
+    shapes, kinds = dict(model.shapes), dict(kinds)
+    if critic and config["architectures"][0].endswith("ForTokenClassification"):
         shapes[SCORE_BIAS], kinds[SCORE_BIAS] = (1,), kinds["score.weight"]
     sizes = {name: prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}
     files = named_files(sizes, max_shard_bytes)
@@ -600,7 +620,7 @@ def megatron_to_hf(
 
     def finish() -> None:
         write_index(folder, files, sum(sizes.values()))
-        _finish(folder, source or checkpoint, digests, None if config == model.config else config)
+        _finish(folder, carried, digests, None if config == model.config else config)
 
     with new_folder(out, sum(sizes.values()), processes) as folder:
         with watch("writing", sum(sizes[name] for file in mine for name in files[file])) as advance:
@@ -609,7 +629,7 @@ def megatron_to_hf(
         processes.first(finish)
         if verify:
             kinds.pop(SCORE_BIAS, None)  # that it is zero is checked when the folder is opened
-            _verify(model, kinds, lambda: HFFolder(folder, critic=model.critic), folder, watch, processes)
+            _verify(model, kinds, lambda: HFFolder(folder, critic=critic), folder, watch, processes)
     return Conversion(sum(sizes.values()), len(files), time.perf_counter() - began, ())
 
 
