@@ -1,5 +1,6 @@
 """Speed of the transformers engine at the demo's size: Qwen3, hidden 64, 2 layers, 32 prompts x 8 responses,
-one thread.
+one thread; and what it costs that a response does not depend on its company, beside torch's own linear layers
+and attention in the same engine, in turns.
 
 python benchmarks/rollout.py [--repeats 5] [--profile]
 """
@@ -8,13 +9,21 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
+from measure import Verdicts, machine
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from megarl.rollout import transformers_engine
 from megarl.rollout.sampling import Request, SamplingParams, response_seed
 from megarl.rollout.transformers_engine import TransformersEngine
 
@@ -59,6 +68,34 @@ def make_requests(prompts: int, group: int, step: int) -> list[Request]:
     return requests
 
 
+@contextmanager
+def free_order() -> Iterator[None]:
+    """Have engines that are made and used here multiply whatever rows there are, and attend to 16 keys more
+    than the longest row has at most: as torch does it."""
+
+    def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+    block = transformers_engine.Block
+    with (
+        patch.object(transformers_engine, "decode_attention", plain),
+        patch.object(transformers_engine, "COLUMNS", 16),
+        patch.object(transformers_engine.BlockLinear, "forward", torch.nn.Linear.forward),
+        patch.object(block, "of", staticmethod(lambda hidden: block(16, 1))),
+    ):
+        yield
+
+
+def cost(measured: Callable[[], float], repeats: int) -> float:
+    """Return the median ratio of CPU times, with the fixed order / without, one after the other."""
+    ratios = []
+    for _ in range(repeats + 1):
+        fixed = measured()
+        with free_order():
+            ratios.append(fixed / measured())
+    return statistics.median(ratios[1:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Speed of the transformers engine at the demo's size, on one thread."
@@ -71,6 +108,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print the operators that take the time")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    print(machine())
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(Path(folder), args.max_batch)
         params = SamplingParams(max_tokens=args.max_tokens)
@@ -87,6 +125,17 @@ def main() -> None:
                 f"{wall:.3f} s wall, {cpu:.3f} s CPU, {tokens / wall:,.0f} tokens/s, {tokens / cpu:,.0f} "
                 "tokens/CPU s"
             )
+
+        def generation() -> float:
+            with tempfile.TemporaryDirectory() as other:
+                of_its_own = make_engine(Path(other), args.max_batch)  # made as it is patched now
+            of_its_own.generate(requests[:8], params)
+            cpu = time.process_time()
+            of_its_own.generate(requests, params)
+            return time.process_time() - cpu
+
+        what = "CPU time of generation, with / without an order of sums that company does not change"
+        Verdicts().at_most(what, cost(generation, 2 * args.repeats), 1.10)
         if args.profile:
             with torch.profiler.profile() as profile:
                 engine.generate(requests, params)

@@ -16,7 +16,18 @@ from pathlib import Path
 from measure import MARKS
 
 FOLDER = Path(__file__).parent
-NAMES = ("packing", "gae", "verifier", "step", "logprob_head", "reshard", "convert", "checkpoint", "simulate")
+NAMES = (
+    "packing",
+    "gae",
+    "verifier",
+    "rollout",
+    "step",
+    "logprob_head",
+    "reshard",
+    "convert",
+    "checkpoint",
+    "simulate",
+)
 
 
 def run(name: str, arguments: list[str]) -> tuple[list[str], int]:

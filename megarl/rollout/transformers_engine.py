@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,9 @@ from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
 
 ATTENTION = "megarl_rollout"  # the name under which `attention` is registered with transformers
-# See DecodeLoop. (Also, torch's memory-efficient kernel on CUDA refuses a bf16 mask whose rows are not a
-# multiple of 8.)
-ROWS, COLUMNS = 16, 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
-FEWEST = 32  # columns that attention sees: with 8 MKL takes another path
+COLUMNS = 64  # keys of a chunk of attention: see DecodeLoop
+# (Also, torch's memory-efficient kernel on CUDA refuses a bf16 mask whose rows are not a multiple of 8.)
+NARROW = 256  # hidden size below which calling a product costs more than multiplying
 PREFILL_TOKENS = 16384  # padded prompt tokens in one forward pass
 _NAN = 1 << 40  # added to the count of live rows where one holds NaN: one device-to-host copy carries both
 
@@ -96,6 +95,11 @@ class TransformersEngine(RolloutEngine):
                 "(use another model family)"
             )
         self._model = model.eval().requires_grad_(False)
+        if in_fixed_order(next(model.parameters())):
+            for module in model.modules():
+                if type(module) is nn.Linear:
+                    module.__class__ = BlockLinear
+                    cast(BlockLinear, module).block = Block.of(config.hidden_size)
         self._has_weights = self._asleep = False
         self.weight_version = -1
 
@@ -299,15 +303,17 @@ class DecodeLoop:
     than `max_batch`) and join together, in the order in which their prompts first appear, whenever rows are
     free. Everything per row lives in tensors and becomes Python lists once, when it ends.
 
-    On a CPU, in float32, a response and its log-probabilities are the same to the bit in any company, since
-    every sum over features or tokens is taken in an order that the company does not change: rows are computed
-    in multiples of ROWS (MKL multiplies fewer than 4 in another way), attention sees multiples of COLUMNS,
-    each row from its own column 0 on, and a prompt is padded to a width of its own, not to the longest of its
-    neighbours. (Mixtures are not: the tokens of an expert are multiplied as many as there are.)"""
+    On a CPU, in float32, a response and its log-probabilities are the same to the bit in any company. How a
+    library orders the sum of a product or a reduction depends on its shape, so no shape that a response meets
+    depends on its company: linear layers multiply rows in blocks of one size (`Block`), attention adds
+    chunks of COLUMNS keys in their order (`decode_attention`), each row from its own column 0 on, and a
+    prompt is padded to a width of its own, not to the longest of its neighbours. (Mixtures are not: the
+    tokens of an expert are multiplied as many as there are.)"""
 
     def __init__(self, model: Any, max_batch: int, params: SamplingParams, stopping: Stopping) -> None:
         self.params, self.stopping, self.max_batch = params, stopping, max_batch
         self.body, self.head, self.device = model.get_decoder(), model.get_output_embeddings(), model.device
+        self.block = Block.of(model.config.hidden_size)
         self.requests: dict[int, Request] = {}  # that have not come back
         self.waiting: list[tuple[tuple[int, ...], list[int]]] = []  # the next one is popped from the end
         # Of a mixture whose routing is wanted: what the routers of the layers have just chosen, [tokens,
@@ -317,8 +323,8 @@ class DecodeLoop:
         self.cache = KVCache(model, self.experts)
         # Per row: the key of its request (-1: none), its seed, newest token, that token's position, and the
         # number of response tokens so far. Rows up to `used` are responses, of which some have ended; those
-        # behind them, up to a multiple of ROWS, are computed but mean nothing.
-        self.state = torch.zeros(5, _whole(max_batch, ROWS) + ROWS, dtype=torch.int64, device=self.device)
+        # behind them, up to a whole number of blocks, are computed but mean nothing.
+        self.state = torch.zeros(5, self.block.room(max_batch), dtype=torch.int64, device=self.device)
         self.key, self.seed, self.token, self.position, self.count = self.state
         self.live = torch.zeros_like(self.key, dtype=torch.bool)
         self.nan = torch.zeros_like(self.live)
@@ -413,21 +419,22 @@ class DecodeLoop:
         self.position[rows] = lengths[source] - 1
         self.count[rows] = 0
         self.used = rows.stop
-        # The head, and what draws from its logits, see a multiple of ROWS too.
-        last = hidden.new_zeros(_whole(len(groups), ROWS), hidden.shape[2])
+        # The head, and what draws from its logits, see whole blocks too.
+        last = hidden.new_zeros(self.block.whole(len(groups)), hidden.shape[2])
         last[: len(groups)] = hidden[torch.arange(len(groups), device=device), lengths - 1]
-        padded = source.new_zeros(_whole(source.numel(), ROWS))
+        padded = source.new_zeros(self.block.whole(source.numel()))
         padded[: source.numel()] = source
         self._choose(slice(rows.start, rows.start + padded.numel()), self.head(last)[padded])
 
     def _step(self) -> None:
         """Feed every row's newest token and choose the next."""
         self._make_room(self.used)
-        cache, rows = self.cache, slice(0, _whole(self.used, ROWS))
+        cache, rows = self.cache, slice(0, self.block.whole(self.used))
         mask = cache.attend(self.position[rows], self.longest)
+        # In blocks, as `BlockLinear` multiplies them: what looks like a sequence is a block of responses.
         hidden = self.body(
-            input_ids=self.token[rows, None],
-            position_ids=self.position[rows, None],
+            input_ids=self.token[rows].view(-1, self.block.rows),
+            position_ids=self.position[rows].view(-1, self.block.rows),
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
@@ -436,7 +443,7 @@ class DecodeLoop:
             at = torch.arange(rows.stop, device=self.device)
             cache.chosen[at, self.position[rows]] = self._take_chosen()
         self.longest += 1
-        self._choose(rows, self.head(hidden[:, 0]))
+        self._choose(rows, self.head(hidden).flatten(0, 1))
 
     def _take_chosen(self) -> Tensor:
         """Return the experts of the forward pass just run, int16 [tokens, layers, topk]."""
@@ -514,7 +521,7 @@ class DecodeLoop:
         """Let the cache hold `rows` rows, and the next token of each. Growth is geometric, but never beyond
         what the live rows can still need."""
         # Behind a row's newest token there is a place for what is computed after its end.
-        rows, columns = _whole(rows, ROWS) + ROWS, self.longest + 3
+        rows, columns = self.block.room(rows), self.longest + 3
         if rows > self.cache.rows or columns > self.cache.columns:
             grown = min(columns * 3 // 2 + 128, columns + self.params.max_tokens)
             self.cache.reserve(rows, grown if columns > self.cache.columns else 0)
@@ -546,20 +553,21 @@ class KVCache:
     def update(
         self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values [rows, kv_heads, new, dim]; return all that it attends to."""
+        """Add a layer's new keys and values, [prompts, kv_heads, tokens, dim] or of a step [blocks, kv_heads,
+        rows, dim]; return all that it attends to, [rows, kv_heads, columns, dim]."""
         if self.prefilling:
             self._aside.append((key, value))
             return key, value
         keys, values = self.keys[layer], self.values[layer]
-        dim = keys.shape[3]
-        keys.view(-1, dim).index_copy_(0, self._at, key.reshape(-1, dim))
-        values.view(-1, dim).index_copy_(0, self._at, value.reshape(-1, dim))
-        return keys[: len(key), :, : self._seen], values[: len(key), :, : self._seen]
+        rows, dim = len(key) * key.shape[2], keys.shape[3]
+        keys.view(-1, dim).index_copy_(0, self._at, key.transpose(1, 2).reshape(-1, dim))
+        values.view(-1, dim).index_copy_(0, self._at, value.transpose(1, 2).reshape(-1, dim))
+        return keys[:rows, :, : self._seen], values[:rows, :, : self._seen]
 
     def attend(self, position: Tensor, longest: int) -> Tensor:
         """Prepare a step whose new tokens have these positions, int64 [rows], none above `longest`; return
         its additive mask [rows, 1, 1, columns that attention sees]."""
-        self._seen = max(_whole(longest + 1, COLUMNS), FEWEST)
+        self._seen = _whole(longest + 1, COLUMNS)
         rows, position = len(position), position[:, None]
         self._at = (self._starts_of_heads[:rows] + position).view(-1)
         mask = torch.zeros(rows, self._seen, dtype=self.keys[0].dtype, device=position.device)
@@ -586,7 +594,7 @@ class KVCache:
     def reserve(self, rows: int, columns: int) -> None:
         """Grow to at least these sizes; what is there stays."""
         old_rows, old_columns = self.rows, self.columns
-        self.rows, self.columns = max(rows, old_rows), max(_whole(columns, COLUMNS), old_columns, FEWEST)
+        self.rows, self.columns = max(rows, old_rows), max(_whole(columns, COLUMNS), old_columns)
 
         def grown(old: Tensor, dim: int) -> Tensor:
             shape = [self.rows, *old.shape[1:dim], self.columns, *old.shape[dim + 1 :]]
@@ -617,25 +625,106 @@ def _width(prompt: tuple[int, ...]) -> int:
     return max(16, 1 << (len(prompt) - 1).bit_length())
 
 
+def in_fixed_order(tensor: Tensor) -> bool:
+    """Return whether the sums of products with it are taken in an order that company does not change: in
+    float32 on a CPU. (bf16 would have to round the scores, or to keep its keys in float32.)"""
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32
+
+
+class Block(NamedTuple):
+    """The rows that a linear layer multiplies at once, and how many blocks there are at least."""
+
+    rows: int
+    fewest: int
+
+    @staticmethod
+    def of(hidden: int) -> Block:
+        """Return the block for a model of this width. In a narrow one blocks are small and go into one
+        batched product, for which MKL has another path where there is but one; in a wide one each is a
+        product of its own."""
+        return Block(16, 2) if hidden < NARROW else Block(64, 1)
+
+    def whole(self, rows: int) -> int:
+        """Return the rows of as many blocks as these rows need."""
+        return max(_whole(rows, self.rows), self.rows * self.fewest)
+
+    def room(self, rows: int) -> int:
+        """Return the rows that tensors need for so many responses, of which the newest may begin anywhere."""
+        return self.whole(rows) + self.whole(0)
+
+
+class BlockLinear(nn.Linear):
+    """A linear layer that multiplies rows block by block: the order in which the products of a row are added
+    depends on the block's shape alone."""
+
+    block: Block
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [blocks, rows, in], or any [..., in] -> [..., out]."""
+        blocks, (rows, fewest) = input, self.block
+        if input.dim() != 3 or input.shape[1] != rows or len(input) < fewest:
+            flat = input.reshape(-1, self.in_features)
+            flat = F.pad(flat, (0, 0, 0, self.block.whole(len(flat)) - len(flat)))
+            blocks = flat.view(-1, rows, self.in_features)
+        if fewest == 1:
+            out = torch.stack([F.linear(one, self.weight, self.bias) for one in blocks])
+        else:
+            weight = self.weight.t().expand(len(blocks), -1, -1)
+            out = torch.bmm(blocks, weight)
+            if self.bias is not None:
+                out += self.bias
+        if blocks is input:
+            return out
+        shape = *input.shape[:-1], self.out_features
+        return out.view(-1, self.out_features)[: math.prod(shape[:-1])].view(shape)
+
+
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Implement transformers' attention interface: query [rows, heads, q, dim], key and value [rows,
     kv_heads, k, dim] -> [rows, q, heads, dim].
 
-    In decoding (q = 1) the query heads that share a key head are treated as queries of one head, so that
-    grouped keys are never repeated. Without a mask (prefill) attention is causal."""
-    rows, heads, length, dim = query.shape
-    kv_heads = key.shape[1]
+    Without a mask (prefill) attention is causal. With one (a step of decoding) query is [blocks, heads, rows,
+    dim], one query of each row; the query heads that share a key head are treated as queries of one head, so
+    that grouped keys are never repeated."""
     scale = kwargs["scaling"]
-    if length == 1:
-        grouped = query.view(rows, kv_heads, heads // kv_heads, dim)
-        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scale)
-        return out.view(rows, 1, heads, dim), None
-    out = F.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scale, enable_gqa=heads != kv_heads
-    )
-    return out.transpose(1, 2), None
+    if attention_mask is None:
+        grouped = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+        return out.transpose(1, 2), None
+    rows, kv_heads, _, dim = key.shape
+    blocks, heads, block, _ = query.shape
+    query = query.transpose(1, 2).reshape(rows, kv_heads, heads // kv_heads, dim)
+    if in_fixed_order(query):
+        out = decode_attention(query, key, value, attention_mask, scale)
+    else:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scale)
+    return out.reshape(blocks, block, heads, dim), None
+
+
+def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attend to keys in chunks of COLUMNS, whose results are added in the order of the keys: a row's sums are
+    the same whatever is masked behind its end, since such a chunk adds zeros.
+
+    query [rows, kv_heads, group, dim]; key, value [rows, kv_heads, n * COLUMNS, dim], finite where masked;
+    mask, additive, [rows, 1, 1, n * COLUMNS] -> [rows, kv_heads, group, dim]."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    split = key.split(COLUMNS, 2), value.split(COLUMNS, 2), mask.split(COLUMNS, 3)
+    # Of each chunk the result and, float32 [rows, kv_heads, group], the logarithm of the sum of exponentials.
+    found = [flash(query, k, v, attn_mask=m, scale=scale) for k, v, m in zip(*split, strict=True)]
+    if len(found) == 1:
+        return found[0][0]
+    sums = torch.stack([total for _, total in found])
+    sums += mask[:, 0, 0, ::COLUMNS].T[..., None, None]  # of a chunk that is masked whole there is no sum
+    shares = (sums - sums.amax(0)).exp_()[..., None]
+    out, total = found[0][0] * shares[0], shares[0]
+    for (part, _), share in zip(found[1:], shares[1:], strict=True):
+        out = torch.addcmul(out, part, share)
+        total = total + share
+    return out / total
 
 
 AttentionInterface.register(ATTENTION, attention)

@@ -4,16 +4,26 @@ life cycle."""
 from __future__ import annotations
 
 import random
+import re
 import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.config.errors import CheckpointError, EngineError
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.rollout.transformers_engine import KVCache, TransformersEngine
+from megarl.rollout.transformers_engine import (
+    COLUMNS,
+    DecodeLoop,
+    KVCache,
+    TransformersEngine,
+    _width,
+    decode_attention,
+)
 from tests.engines import load_folder
 from tests.rollout.conftest import EOS, FAMILIES
 
@@ -108,6 +118,131 @@ def test_a_long_response_is_the_same_to_the_bit_in_any_company(make_engine):
     assert [engine.generate([request], params)[0] for request in asked] == together
 
 
+ORDERED = re.compile(r"mm|linear|matmul|attention|sum|mean|norm|softmax|cumsum|sort|topk|argmax|searchsorted")
+
+
+class Shapes(TorchDispatchMode):
+    """The products and reductions of floating-point numbers, each with what decides the order of its sums:
+    the shape of one matrix of a batch (and whether it is one of several), or the length of a reduced row. By
+    phase: a prompt's prefill, named by its width, and the steps. (The largest number is the same in any
+    order.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.found = "", set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = operation.overloadpacket.__name__
+        tensors = [
+            a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.is_floating_point()
+        ]
+        if ORDERED.search(name) and tensors:
+            if "attention" in name:  # query and key of one head of one row
+                shape = [tuple(t.shape[2:]) for t in tensors[:2]]
+            elif name in ("bmm", "baddbmm"):
+                shape = [tuple(t.shape[1:]) for t in tensors[-2:]] + [len(tensors[-1]) > 1]
+            elif re.search("mm|linear|matmul", name):
+                shape = [tuple(t.shape) for t in tensors[:2]]
+            elif name in ("sum", "mean"):
+                shape = [tensors[0].shape[d] for d in args[1]]
+            else:
+                shape = [tensors[0].shape[-1]]
+            self.found.add((self.phase, name, str(shape)))
+        return operation(*args, **kwargs)
+
+
+def shapes_of(monkeypatch, engine, asked, params) -> set[tuple[str, str, str]]:
+    """Returns what Shapes finds while these requests are answered."""
+    shapes = Shapes()
+    step, prefill = DecodeLoop._step, DecodeLoop._prefill
+
+    def named_step(loop):
+        shapes.phase = "step"
+        step(loop)
+
+    def named_prefill(loop, groups):
+        shapes.phase = f"prefill {_width(groups[0][0])}"
+        prefill(loop, groups)
+
+    with monkeypatch.context() as patched, shapes:
+        patched.setattr(DecodeLoop, "_step", named_step)
+        patched.setattr(DecodeLoop, "_prefill", named_prefill)
+        engine.generate(asked, params)
+    return shapes.found
+
+
+@pytest.mark.parametrize(("family", "wide"), [("grouped", False), ("qwen3", True), ("glm4", True)])
+def test_no_shape_that_a_response_meets_depends_on_its_company(make_engine, monkeypatch, family, wide):
+    """On every processor: what a library may choose the order of a sum by is the same alone and among others,
+    fewer and more of them, with shorter and longer prompts, while the cache grows."""
+    monkeypatch.setattr("megarl.rollout.transformers_engine.NARROW", 0 if wide else 256)
+    sizes = (3, 30, 31, 70, 100, 140, 5, 12, 9, 180)
+    asked = [
+        Request(p, 10 * i + j) for i, n in enumerate(sizes) for p in prompts(1, i, n, n) for j in range(9)
+    ]
+    params = SamplingParams(max_tokens=70, top_p=0.9, top_k=40)
+    engine = make_engine(family, eos_ids=())
+    company = shapes_of(monkeypatch, engine, asked, params)
+    for i in (0, 12, 39):
+        alone = shapes_of(monkeypatch, engine, asked[i : i + 1], params)
+        own = {"step", f"prefill {_width(asked[i].prompt)}"}
+        assert alone == {shape for shape in company if shape[0] in own}
+        assert {phase for phase, *_ in alone} == own and len(alone) > 15
+    few = shapes_of(monkeypatch, engine, asked[:9], params)
+    assert few <= company
+
+
+@pytest.mark.parametrize("what", ["attention", "linear"])
+def test_the_shapes_show_what_depends_on_company(make_engine, monkeypatch, what):
+    """The test above sees torch's own attention and linear layers."""
+    if what == "attention":
+
+        def plain(query, key, value, mask, scale):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+        monkeypatch.setattr("megarl.rollout.transformers_engine.decode_attention", plain)
+    else:
+        monkeypatch.setattr("megarl.rollout.transformers_engine.BlockLinear.forward", torch.nn.Linear.forward)
+    asked = [Request(p, 10 * i + j) for i, p in enumerate(prompts(9, high=100)) for j in range(9)]
+    engine, params = make_engine(eos_ids=()), SamplingParams(max_tokens=70)
+    company = shapes_of(monkeypatch, engine, asked, params)
+    alone = shapes_of(monkeypatch, engine, asked[:1], params)
+    assert {s for s in alone if s[0] == "step"} != {s for s in company if s[0] == "step"}
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=5),
+    groups=st.sampled_from([(1, 1), (2, 2), (3, 3), (1, 4)]),
+    more=st.integers(0, 3),
+)
+def test_chunks_of_keys_are_attention_and_masked_ones_change_no_bit(seed, lengths, groups, more):
+    (kv_heads, group), dim = groups, 16
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [*lengths, *[1] * (16 - len(lengths))]
+    columns = -(-max(lengths) // COLUMNS) * COLUMNS
+
+    def attend(rows: slice, columns: int) -> torch.Tensor:
+        mask = torch.zeros(16, 1, 1, columns)
+        for row, length in enumerate(lengths):
+            mask[row, ..., length:] = -torch.inf
+        k, v = key[:, :, :columns], value[:, :, :columns]
+        return decode_attention(query[rows], k[rows], v[rows], mask[rows], 0.25)
+
+    query = torch.randn(16, kv_heads, group, dim, generator=generator)
+    key, value = (
+        3 * torch.randn(16, kv_heads, columns + more * COLUMNS, dim, generator=generator) for _ in "kv"
+    )
+    found = attend(slice(0, 16), columns)
+    for row, length in enumerate(lengths):
+        scores = (query[row].double() @ key[row, :, :length].double().transpose(1, 2)) * 0.25
+        expected = scores.softmax(-1) @ value[row, :, :length].double()
+        torch.testing.assert_close(found[row].double(), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(attend(slice(0, 16), columns + more * COLUMNS), found)
+
+
 def test_poll_comes_back_in_time(make_engine):
     """A slice of no time is a step, or a prefill: nobody waits for the longest response."""
     engine, params = make_engine(eos_ids=()), SamplingParams(max_tokens=30)
@@ -149,17 +284,22 @@ def test_long_responses_outgrow_the_cache_and_late_prompts_join(make_engine, ref
     assert_logprobs(reference("qwen3"), completions, asked)
 
 
-def test_prompts_are_prefilled_once(make_engine):
+def test_prompts_are_prefilled_once(make_engine, monkeypatch):
     engine = make_engine(max_batch=64)
-    seen = []
-    hook = engine._model.get_decoder().embed_tokens.register_forward_pre_hook(
-        lambda module, args: seen.append(args[0].shape)
-    )
+    seen, prefill = [], DecodeLoop._prefill
+
+    def spy(loop, groups):
+        hook = loop.body.embed_tokens.register_forward_pre_hook(
+            lambda module, args: seen.append(args[0].shape)
+        )
+        prefill(loop, groups)
+        hook.remove()
+
+    monkeypatch.setattr(DecodeLoop, "_prefill", spy)
     engine.generate(requests(6, group=8), SamplingParams(max_tokens=3))
-    hook.remove()
     widths = [16 if len(p) <= 16 else 32 for p in prompts(6)]  # with padding
     shapes = sorted((widths.count(width), width) for width in set(widths))
-    assert sorted(tuple(shape) for shape in seen if shape[1] > 1) == shapes
+    assert sorted(map(tuple, seen)) == shapes
 
 
 def test_a_long_prefill_is_cut(make_engine, monkeypatch):
