@@ -45,7 +45,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, kind: GroupBaseline = "
         variance = zeros.index_add(0, group, centred.square()) / (sizes - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + 1e-6)[group]
     elif kind == "leave_one_out":
-        centred = centred * (sizes / (sizes - 1).clamp(min=1))[group]
+        centred = centred * (sizes.double() / (sizes - 1).clamp(min=1))[group]
     return centred.to(torch.promote_types(rewards.dtype, torch.float32))
 
 

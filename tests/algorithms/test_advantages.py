@@ -56,6 +56,20 @@ def test_group_advantages_equal_the_formula(rows):
     )
 
 
+@pytest.mark.parametrize("kind", ["group_mean", "leave_one_out"])
+def test_group_advantages_of_float64_are_exact(kind):
+    """With groups of 2 to 8, whose G / (G - 1) float32 does not have."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.repeat_interleave(torch.arange(7), torch.arange(2, 9))
+    rewards = torch.randn(len(ids), dtype=torch.float64, generator=generator)
+    found = adv.group_advantages(rewards, ids, kind)
+    for i, group in enumerate(ids):
+        others = [
+            float(r) for j, r in enumerate(rewards) if ids[j] == group and (kind == "group_mean" or i != j)
+        ]
+        assert abs(float(found[i]) - (float(rewards[i]) - statistics.fmean(others))) < 1e-14
+
+
 def test_group_advantages_by_hand():
     """+1, -1, -1, -1: mean -1/2, sample standard deviation 1; a group of one and equal rewards give exactly
     0."""
