@@ -16,6 +16,7 @@ from rich import progress
 from rich.console import Console
 
 from megarl.config.errors import ConfigError, MegarlError
+from megarl.parallel.machine import check_launcher
 from megarl.parallel.runtime import is_launched, launched_rank, launched_world
 from megarl.weights.files import readable
 from megarl.weights.gguf import gguf_to_hf
@@ -67,6 +68,7 @@ def from_gguf(source: Path, out: Path, dtype: str, max_shard_gb: float, verify: 
 
 def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
     """Run a conversion in this process, or as one of those that torchrun started; the first one prints."""
+    check_launcher()
     if is_launched():
         dist.init_process_group("gloo", timeout=LIMIT)
     try:

@@ -277,6 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from megarl.parallel import machine
 
             machine.check_packages()
+            machine.check_launcher()
         return getattr(import_module(module), function)(**given)
 
     return exit_code(call)

@@ -254,6 +254,45 @@ def hostname_problem() -> str | None:
     return None
 
 
+def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError for a variable of a launcher (torchrun, Slurm) that megarl reads and cannot use.
+
+    Of the four that say that this process is one of several, all or neither of RANK and WORLD_SIZE must be
+    there, and then the other two: half a launch would wait for ranks that nobody starts."""
+    remedy = "torchrun sets them all; unset RANK and WORLD_SIZE to start without it"
+
+    def number(name: str, least: int, below: int | None = None, why: str = "") -> int | None:
+        text = environment.get(name)
+        if text is None:
+            return None
+        if not re.fullmatch(r"-?[0-9]{1,9}", text.strip()):
+            raise ConfigError(f"{name}: {text!r} is not a whole number ({remedy})")
+        value = int(text)
+        if value < least or (below is not None and value >= below):
+            upper = "" if below is None else f" to {below - 1}{why}"
+            raise ConfigError(f"{name}: must be {least}{upper or ' or more'} (got {value}; {remedy})")
+        return value
+
+    world = number("WORLD_SIZE", 1)
+    number("RANK", 0, world, ", as WORLD_SIZE says")
+    local = number("LOCAL_WORLD_SIZE", 1, None if world is None else world + 1, ", as WORLD_SIZE says")
+    number("LOCAL_RANK", 0, local or world, f", as {'LOCAL_' if local else ''}WORLD_SIZE says")
+    port = number("MASTER_PORT", 1, 65536)
+    there = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in environment]
+    if {"RANK", "WORLD_SIZE"} & {*there} and len(there) < 4:
+        absent = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - {*there}
+        raise ConfigError(f"{there[0]}: is set, but not {', '.join(sorted(absent))} ({remedy})")
+    if "RANK" in environment:
+        host = environment["MASTER_ADDR"]
+        try:
+            socket.getaddrinfo(host or " ", port)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"MASTER_ADDR: {host!r}: {error} (name the node of rank 0)") from None
+    end = environment.get("SLURM_JOB_END_TIME", "0")
+    if not re.fullmatch(r"[0-9]+(\.[0-9]*)?", end):
+        raise ConfigError(f"SLURM_JOB_END_TIME: {end!r} is not a time in seconds since 1970 (Slurm sets it)")
+
+
 def unseen_gpu(environment: Mapping[str, str]) -> str | None:
     """Return why torch sees no GPU though NVIDIA's driver is loaded and nobody has hidden the devices; None
     where that is not so."""

@@ -150,7 +150,12 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "cpu":  # ranks may be forked: no call to CUDA
         return torch.device("cpu")
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if index >= count:
+            raise ConfigError(
+                f"LOCAL_RANK: {index}, but this node has {count} GPUs (start one rank for each)"
+            )
+        return torch.device("cuda", index)
     if wanted == "cuda":
         problem = "cuda was asked for, but torch sees no CUDA device (use auto or cpu)"
         raise ConfigError(f"parallel.device: {problem}")

@@ -743,6 +743,19 @@ class TestRealProcess:
         assert done.stderr.startswith("megarl: ")
         assert not (scene.folder / "run").exists()
 
+    @pytest.mark.parametrize(
+        ("variables", "said"),
+        [
+            ({"WORLD_SIZE": "abc"}, "WORLD_SIZE: 'abc' is not a whole number (torchrun sets them all; "),
+            ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK: must be 0 to 1, as WORLD_SIZE says (got 5; "),
+        ],
+    )
+    def test_a_launcher_that_cannot_be(self, scene: Scene, variables: dict[str, str], said: str) -> None:
+        done = run("train", str(scene.config), **variables)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert done.stderr.startswith(f"megarl: {said}")
+        assert not (scene.folder / "run").exists()
+
     @pytest.mark.slow
     def test_under_torchrun_rank_0_alone_says_it(self, scene: Scene) -> None:
         launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -21,6 +21,7 @@ from megarl.parallel.machine import (
     SUPPORTED,
     allocator_problem,
     broken_transformer_engine,
+    check_launcher,
     driver_problem,
     driver_version,
     hostname_problem,
@@ -357,3 +358,52 @@ def test_everything_that_megarl_imports_is_in_the_table() -> None:
                     if name not in names and not any(m.startswith(path) for m in modules)
                 ]
     assert missing == []
+
+
+LAUNCHED = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "SLURM_JOB_END_TIME": "1790000000",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"RANK": "one"}, "RANK: 'one' is not a whole number"),
+        ({"RANK": ""}, "RANK: '' is not a whole number"),
+        ({"RANK": "-1"}, "RANK: must be 0 to 3, as WORLD_SIZE says (got -1"),
+        ({"RANK": "4"}, "RANK: must be 0 to 3, as WORLD_SIZE says (got 4"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE: must be 1 or more (got 0"),
+        ({"WORLD_SIZE": "1e3"}, "WORLD_SIZE: '1e3' is not a whole number"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE: must be 1 to 4, as WORLD_SIZE says (got 8"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK: must be 0 to 1, as LOCAL_WORLD_SIZE says (got 2"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK: 'x' is not a whole number"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT: must be 1 to 65535 (got 70000"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT: 'http' is not a whole number"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR: '': "),
+        ({"MASTER_ADDR": "no such host"}, "MASTER_ADDR: 'no such host': "),
+        ({"MASTER_ADDR": None}, "RANK: is set, but not MASTER_ADDR (torchrun sets them all; "),
+        ({"RANK": None, "MASTER_PORT": None}, "WORLD_SIZE: is set, but not MASTER_PORT, RANK ("),
+        ({"SLURM_JOB_END_TIME": "soon"}, "SLURM_JOB_END_TIME: 'soon' is not a time in seconds since 1970"),
+        ({"SLURM_JOB_END_TIME": "-5"}, "SLURM_JOB_END_TIME: '-5' is not a time"),
+    ],
+)
+def test_a_variable_of_a_launcher_that_cannot_be_used_is_named(
+    changed: dict[str, str | None], said: str
+) -> None:
+    environment = {name: value for name, value in (LAUNCHED | changed).items() if value is not None}
+    with pytest.raises(ConfigError) as error:
+        check_launcher(environment)
+    assert str(error.value).startswith(said) and "\n" not in str(error.value)
+
+
+def test_launchers_that_can_be() -> None:
+    """Also a process that nobody launched, on a node where the address of another job is left over."""
+    check_launcher(LAUNCHED)
+    check_launcher({})
+    check_launcher({"MASTER_ADDR": "gone", "MASTER_PORT": "1", "SLURM_JOB_END_TIME": "1790000000.5"})
