@@ -186,6 +186,10 @@ def _rollout_problems(c: Config) -> Iterator[str]:
     if "trust_remote_code" in r.engine_options:
         what = "code that lies in a model's folder is never run"
         yield f"rollout.engine_options: trust_remote_code: {what} (leave it out)"
+    runner = r.engine_options.get("moe_runner_backend", "triton")
+    if runner != "triton":
+        what = f"moe_runner_backend: {runner} wants the weights of experts in another order"
+        yield f"rollout.engine_options: {what} (leave it out: megarl sets triton)"
     if not all(word.strip() for word in c.log.reflection_words):
         yield "log.reflection_words: must not hold an empty text, which every response holds (take it out)"
     if "" in r.stop:

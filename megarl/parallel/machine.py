@@ -102,10 +102,41 @@ def flaws(cuda: str | None) -> Iterator[str]:
             problems.append(lock_problem(LOCK.read_text(encoding="utf-8")))
     if find_spec("sglang"):
         problems.append(import_problem("sglang", SGLANG_IMPORT))
+        if cuda:
+            problems.append(memory_saver_problem(cuda))
     yield from filter(None, problems)
     for package in ("torch", "megatron-core", "sglang", "transformer-engine"):
         yield from changed(package)
     yield from filter(None, (allocator_problem(), hostname_problem()))
+
+
+def cuda_runtime_folders() -> list[str]:
+    """Return the folders of NVIDIA's wheels that hold CUDA's runtime library, which the loader does not know
+    of."""
+    spec = find_spec("nvidia")
+    roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
+    return sorted({str(path.parent) for root in roots for path in root.glob("*/lib/libcudart.so.*")})
+
+
+def memory_saver_problem(cuda: str) -> str | None:
+    """Return why the object that SGLang's memory saver preloads keeps an engine's processes from starting;
+    None where it does not. cuda: the version that torch was built for."""
+    spec = find_spec("torch_memory_saver")
+    if spec is None or spec.origin is None:
+        return None
+    name = f"torch_memory_saver_hook_mode_preload_cu{cuda.partition('.')[0]}.abi3.so"
+    preloaded = Path(spec.origin).parents[1] / name
+    if not preloaded.exists():
+        return None  # another version's names: SGLang says so itself
+    paths = os.pathsep.join(filter(None, [*cuda_runtime_folders(), os.environ.get("LD_LIBRARY_PATH", "")]))
+    environment = {**os.environ, "LD_PRELOAD": str(preloaded), "LD_LIBRARY_PATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", ""], env=environment, capture_output=True, text=True, timeout=60
+    )
+    if done.returncode == 0:
+        return None
+    said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return f"sglang's memory saver cannot be preloaded: {said} ({INSTALL})"
 
 
 def unmet(package: str) -> list[str]:

@@ -32,6 +32,7 @@ from torch import Tensor
 from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.parallel.launch import environment_of_children
+from megarl.parallel.machine import cuda_runtime_folders
 from megarl.rollout.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams, routing_array
 from megarl.weights.families import Sizes
@@ -49,6 +50,7 @@ FP8_CONFIG = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
+MOE_RUNNER = "triton"  # the runner of experts whose weights lie as `weights/layout.py` writes them
 POLL = 0.2  # seconds between checks that the process is alive, while waiting
 KILL_WAIT = 30.0  # seconds for the kernel to end what was killed
 LOG_LINES = 4  # of the engine's own log, in an error
@@ -278,6 +280,10 @@ class SGLangEngine(RolloutEngine):
         else:
             arguments |= {"base_gpu_id": self.device.index, "mem_fraction_static": rollout.engine_memory}
             arguments |= {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}  # see _environment
+            if self.hf_config.get("num_experts", self.hf_config.get("num_local_experts")):
+                # Other runners want an expert's gate and up in another order (FusedMoE._weight_loader_impl),
+                # and on Blackwell one of them is the default; nor do they return what was routed where.
+                arguments["moe_runner_backend"] = MOE_RUNNER
         return arguments | rollout.engine_options
 
     def _environment(self) -> dict[str, str]:
@@ -288,7 +294,12 @@ class SGLangEngine(RolloutEngine):
             # (BreakableCudaGraphBackend.__init__): with those it is off.
             options = self.config.rollout.engine_options
             sleeps = options.get("disable_prefill_cuda_graph", True) and "breakable" not in str(options)
-            return {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1" if sleeps else "0"}
+            found = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1" if sleeps else "0"}
+            # Would permute the rows of experts when they are loaded, those that a transfer leaves out twice.
+            found["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
+            # What the memory saver preloads needs CUDA's runtime before Python could say where it is.
+            paths = [*cuda_runtime_folders(), os.environ.get("LD_LIBRARY_PATH", "")]
+            return found | {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths))}
         cores = sorted(os.sched_getaffinity(0))
         ranks = range(self.rank, self.rank + self.config.rollout.engine_tp)
         return {

@@ -316,12 +316,16 @@ def _check_engine_layout(
         raise ConfigError(
             f"rollout.engine_tp: {tp} does not divide {devices} (an engine lies within one node)"
         )
-    fp8_block = config.rollout.weights_dtype == "fp8_block"
-    if fp8_block and not cpu and torch.cuda.get_device_capability(device) >= (10, 0):
-        raise ConfigError(
-            "rollout.weights_dtype: fp8_block: on Blackwell SGLang packs the blocks' scales in a way of its "
-            "own, which megarl does not write (set it to model)"
-        )
+    if config.rollout.weights_dtype == "fp8_block" and not cpu:
+        capability = torch.cuda.get_device_capability(device)
+        problem = ""
+        if capability >= (10, 0):
+            problem = "on Blackwell SGLang packs the blocks' scales in a way of its own"
+        elif capability < (8, 9):  # can_auto_enable_marlin_fp8, SGLang 0.5.23
+            problem = "on GPUs before Ada and Hopper SGLang repacks the weights for Marlin's kernels"
+        if problem:
+            unwritten = "which megarl does not write (set it to model)"
+            raise ConfigError(f"rollout.weights_dtype: fp8_block: {problem}, {unwritten}")
     world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
     engine_targets(config, hf_config, world - config.parallel.rollout_ranks, cpu=cpu)
 

@@ -450,6 +450,10 @@ def engine_targets(
     if world % tp:
         devices = f"{world} devices (parallel.tp * parallel.pp * parallel.dp * parallel.cp)"
         raise ConfigError(f"rollout.engine_tp: {tp} does not divide the {devices}")
+    if first % tp:
+        ranks = f"the {first} ranks that train, behind which the engines begin"
+        lies = "an engine of several ranks lies within one node"
+        raise ConfigError(f"rollout.engine_tp: {tp} does not divide {ranks} ({lies}: change one of the two)")
     match config.rollout.engine:
         case "transformers":
             shards = [hf_shards(hf_config)]
@@ -516,13 +520,21 @@ def fp8_block(
         for name, shard in shards.items():
             mine[name] = shard
             if shard.regions and all(is_linear(region.hf_name) for region in shard.regions):
-                mine[name + SCALE_SUFFIX] = _scales_of(name, shard, shapes)
-                formats |= {name: FP8, name + SCALE_SUFFIX: FP32}
+                scale = _scale_name(name)
+                mine[scale] = _scales_of(name, shard, shapes)
+                formats |= {name: FP8, scale: FP32}
     return (
         [(rank, joined.setdefault(id(shards), {**shards, **scales})) for rank, shards in sources],
         [(rank, quantised[id(shards)]) for rank, shards in targets],
         formats,
     )
+
+
+def _scale_name(name: str) -> str:
+    """Return the target tensor of the scales of another. Those of expert 7 in SGLang's `w13_weight.7` are row
+    7 of a parameter of their own (Fp8MoEMethod.create_weights, 0.5.23): `w13_weight_scale_inv.7`."""
+    stem, _, expert = name.rpartition(".")
+    return f"{stem}{SCALE_SUFFIX}.{expert}" if expert.isdigit() else name + SCALE_SUFFIX
 
 
 def _scales_of(name: str, shard: Shard, shapes: Mapping[str, Shape]) -> Shard:

@@ -125,6 +125,9 @@ class TestKeys:
         "rollout.engine_options.trust_remote_code=true": (
             "{x}: rollout.engine_options: trust_remote_code: code that lies in"
         ),
+        "rollout.engine_options.moe_runner_backend=flashinfer_trtllm": (
+            "{x}: rollout.engine_options: moe_runner_backend: flashinfer_trtllm wants the weights of"
+        ),
     }
 
     @pytest.mark.parametrize("overrides", CASES)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata as metadata
+import os
+import shutil
 import socket
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -22,11 +25,13 @@ from megarl.parallel.machine import (
     allocator_problem,
     broken_transformer_engine,
     check_launcher,
+    cuda_runtime_folders,
     driver_problem,
     driver_version,
     hostname_problem,
     import_problem,
     lock_problem,
+    memory_saver_problem,
     unmet,
 )
 from megarl.parallel.runtime import choose_device
@@ -407,3 +412,35 @@ def test_launchers_that_can_be() -> None:
     check_launcher(LAUNCHED)
     check_launcher({})
     check_launcher({"MASTER_ADDR": "gone", "MASTER_PORT": "1", "SLURM_JOB_END_TIME": "1790000000.5"})
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_what_the_memory_saver_preloads_finds_the_runtime_in_nvidias_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real preloaded object that needs a real library: without the folder of the wheel no process starts,
+    with it one does, and where there is no such wheel `megarl doctor` says so. (The runtime's version is none
+    that this machine may have.)"""
+    wheel, package = tmp_path / "nvidia" / "cu13" / "lib", tmp_path / "torch_memory_saver"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    wheel.mkdir(parents=True)
+    source = tmp_path / "empty.c"
+    source.write_text("int cudart_is_here(void) { return 1; }")
+    runtime = wheel / "libcudart.so.99"
+    preloaded = tmp_path / "torch_memory_saver_hook_mode_preload_cu13.abi3.so"
+    shared = ["cc", "-shared", "-fPIC"]
+    subprocess.run([*shared, source, "-Wl,-soname,libcudart.so.99", "-o", runtime], check=True)
+    subprocess.run([*shared, source, "-Wl,--no-as-needed", runtime, "-o", preloaded], check=True)
+    alone = subprocess.run(
+        [sys.executable, "-S", "-c", ""],
+        env={**os.environ, "LD_PRELOAD": str(preloaded)},
+        capture_output=True,
+    )
+    assert alone.returncode == 127
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert str(wheel) in cuda_runtime_folders()
+    assert memory_saver_problem("13.0") is None
+    runtime.unlink()
+    line = memory_saver_problem("13.0")
+    assert line is not None and "libcudart.so.99" in line and line.endswith(f"({module.INSTALL})")

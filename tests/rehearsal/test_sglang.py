@@ -18,6 +18,7 @@ from torch.multiprocessing import reductions
 
 from megarl.config.schema import Config
 from megarl.parallel.internals import changed
+from megarl.parallel.machine import cuda_runtime_folders
 from megarl.rollout.sglang import LOADER, TAGS, SGLangEngine
 from tests.gpu.scene import sizes_of
 from tests.rehearsal.fakecuda import pretend
@@ -39,9 +40,11 @@ def node() -> Iterator[None]:
     patch.undo()
 
 
-def engine_on(folder: Path, rank: int = 0, **rollout: Any) -> SGLangEngine:
+def engine_on(
+    folder: Path, rank: int = 0, sizes: dict[str, Any] | None = None, **rollout: Any
+) -> SGLangEngine:
     """The engine of a rank on CUDA, tp 8 unless `rollout` says so, not started; Qwen2.5-32B's sizes."""
-    sizes = sizes_of("Qwen2.5-32B")
+    sizes = sizes or sizes_of("Qwen2.5-32B")
     (folder / "config.json").write_text(json.dumps(sizes))
     make_tokenizer(400).save_pretrained(folder)
     asked = {"engine": "sglang", "engine_tp": 8, **LENGTHS, **rollout}
@@ -93,6 +96,59 @@ def test_sglang_takes_the_arguments(tmp_path: Path, weights: str, options: dict[
     )
     if not options:
         assert found["cuda_graph_config"]["decode"]["max_bs"] == 256  # every batch that may run has its graph
+
+
+def test_experts_go_through_the_runner_whose_order_is_written(tmp_path: Path) -> None:
+    """The default runner of Blackwell has an expert's gate and up swapped."""
+    from sglang.srt.server_args import ServerArgs
+
+    experts = {**sizes_of("Qwen2.5-32B"), "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    experts |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "head_dim": 128}
+    engine = engine_on(tmp_path, sizes=experts)
+    assert engine.process is not None
+    server = ServerArgs(**engine.process.arguments)
+    server.resolve_once()
+    assert server.resolved_dict()["moe_runner_backend"] == "triton"
+    dense = engine_on(tmp_path).process
+    assert dense is not None and "moe_runner_backend" not in dense.arguments
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
+def test_parameters_of_fp8_blocks_are_those_of_the_plan(model_type: str) -> None:
+    """SGLang's own methods make them: of a linear layer, of experts, and of attention, whose scales of an FP8
+    KV cache are the engine's alone."""
+    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
+    from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    from megarl.rollout.sglang import FP8_CONFIG
+    from megarl.rollout.sglang_inside import KV_SCALES
+    from megarl.weights.layout import hf_shapes, sglang_shards
+    from megarl.weights.plan import fp8_block
+
+    sizes = {"model_type": model_type, "num_hidden_layers": 1, "hidden_size": 256, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 320, "head_dim": 128}
+    sizes |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    _, [(_, planned)], _ = fp8_block([], [(0, sglang_shards(sizes, 1, 0))], hf_shapes(sizes))
+    config, layer = Fp8Config.from_config(FP8_CONFIG), torch.nn.Module()
+    layer.tp_group, layer.moe_tp_size, layer.moe_runner_config = None, 1, SimpleNamespace(is_gated=True)
+    load = {"weight_loader": lambda *_: None}
+    if model_type == "qwen2":
+        method = Fp8LinearMethod(config)
+        method.create_weights(layer, 256, [512, 512], 256, 1024, torch.bfloat16, **load)
+        prefix, expert = "model.layers.0.mlp.gate_up_proj.", ""
+    else:
+        method = Fp8MoEMethod(config)
+        method.create_weights(layer, 3, 256, 256, torch.bfloat16, **load)
+        prefix, expert = "model.layers.0.mlp.experts.", ".2"
+    theirs = {
+        f"{prefix}{name}{expert}": tuple(p.shape[1:] if expert else p.shape)
+        for name, p in layer.named_parameters()
+    }
+    ours = {n: s.shape for n, s in planned.items() if n.startswith(prefix) and n.endswith(expert)}
+    assert theirs == ours
+    attention = torch.nn.Module()
+    BaseKVCacheMethod(config).create_weights(attention)
+    assert {f".attn.{name}" for name, _ in attention.named_parameters()} == set(KV_SCALES)
 
 
 def test_an_engine_of_half_a_node_begins_at_its_own_device(tmp_path: Path) -> None:
@@ -173,6 +229,7 @@ def test_a_rank_of_an_engine_on_cuda_leaves_its_environment_alone(
     engine = engine_on(tmp_path)
     assert engine.process is not None
     environment = engine.process.environment
+    assert all(folder in environment["LD_LIBRARY_PATH"].split(":") for folder in cuda_runtime_folders())
     assert "RANK" not in environment and "SGLANG_USE_CPU_ENGINE" not in environment
     assert environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
 

@@ -33,7 +33,7 @@ from megarl.schedule import evaluation, generation, preflight, run
 from megarl.schedule.run import make_weight_sync
 from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.layout import Region, Shard, full_box
-from megarl.weights.plan import Plan, engine_plan
+from megarl.weights.plan import Plan, engine_plan, engine_targets
 from megarl.weights.transfer import Staging, Transfer, TransferStats
 
 ROOT = Path(__file__).parents[2]
@@ -299,15 +299,34 @@ def test_a_user_is_told_that_the_engine_runs_without_them(
     )
 
 
-@pytest.mark.parametrize(("capability", "refused"), [((9, 0), False), ((10, 0), True), ((12, 0), True)])
-def test_fp8_blocks_are_not_sent_to_an_engine_that_packs_their_scales(
-    capability: tuple[int, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+def test_engines_behind_the_trainers_begin_with_one_of_their_first_ranks() -> None:
+    """6 trainers and 4 ranks with engines: no engine of 4 would have all its ranks in one node of 8."""
+    engines = ["parallel.rollout_ranks=4", "rollout.engine_tp=4"]
+    config = load_config(ROOT / "configs/vapo_32b.yaml", engines)
+    with pytest.raises(ConfigError, match=r"^rollout\.engine_tp: 4 does not divide the 6 ranks that train"):
+        engine_targets(config, HF, 6)
+    assert [rank for rank, _ in engine_targets(config, HF, 8)] == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("capability", "refused"),
+    [
+        ((8, 0), "on GPUs before Ada and Hopper"),
+        ((8, 6), "on GPUs before Ada and Hopper"),
+        ((8, 9), None),
+        ((9, 0), None),
+        ((10, 0), "on Blackwell"),
+        ((12, 0), "on Blackwell"),
+    ],
+)
+def test_fp8_blocks_are_not_sent_to_an_engine_that_packs_them_in_its_own_way(
+    capability: tuple[int, int], refused: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = planned(2, 1, 4, 2, "rollout.weights_dtype=fp8_block")[0]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     expected = (
-        pytest.raises(ConfigError, match=r"^rollout\.weights_dtype: fp8_block: on Blackwell")
+        pytest.raises(ConfigError, match=rf"^rollout\.weights_dtype: fp8_block: {refused}")
         if refused
         else nullcontext()
     )

@@ -101,6 +101,27 @@ def test_the_device_has_read_a_bucket_when_its_loader_returns(monkeypatch: pytes
     assert found == [True]
 
 
+def test_scales_of_a_kv_cache_are_the_engines_own_and_one() -> None:
+    """Attention has them as parameters wherever weights are FP8; a sleep leaves anything in them."""
+    from megarl.rollout.sglang_inside import load_shards
+
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(3, 4))
+    model.attn = torch.nn.Module()
+    for name in ("k_scale", "v_scale"):
+        model.attn.register_parameter(name, torch.nn.Parameter(torch.tensor(torch.nan), requires_grad=False))
+    layer = torch.nn.Module()
+    layer.self_attn = model
+    part = {"tensors": {"self_attn.weight": (0, [3, 4], "float32")}, "complete": ["self_attn.weight"]}
+    memory = torch.arange(12.0).view(torch.uint8)
+    load_shards(layer, [(json.dumps(part), memory)])
+    assert (model.attn.k_scale, model.attn.v_scale) == (1.0, 1.0)
+    assert torch.equal(model.weight, torch.arange(12.0).view(3, 4))
+    layer.other = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match=r"do not share: \['other'\]"):
+        load_shards(layer, [(json.dumps(part), memory)])
+
+
 def test_sleep_ends_when_all_ranks_have_freed_their_memory() -> None:
     """SGLang answers for its first rank; a call that ends in a barrier follows."""
     from megarl.rollout.sglang_host import Calls

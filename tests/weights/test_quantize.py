@@ -155,3 +155,33 @@ def test_shards_that_cut_a_block_are_refused() -> None:
     padded = {**CONFIG, "intermediate_size": 128 * 3 - 1}
     with pytest.raises(ConfigError, match=r"the engine pads .*gate_up_proj"):
         fp8_block([], [(0, sglang_shards(padded, 1, 0, cpu=True))], hf_shapes(padded))
+
+
+def test_scales_of_experts_are_rows_of_a_parameter_of_their_own() -> None:
+    """SGLang's names (Fp8MoEMethod.create_weights): `w13_weight_scale_inv` [experts, 2 * blocks of ffn,
+    blocks of hidden] beside `w13_weight` [experts, ...]."""
+    experts = described("qwen3_moe", 2, 256, 2, 2, 512, 307, head_dim=128)
+    experts |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    shards, formats = sglang_shards(experts, 2, 1), {}
+    _, [(_, found)], formats = fp8_block([], [(1, shards)], hf_shapes(experts))
+    layer = "model.layers.1.mlp.experts."
+    shapes = {
+        name.removeprefix(layer): shard.shape for name, shard in found.items() if name.startswith(layer)
+    }
+    assert shapes == {
+        name: shape
+        for e in range(3)
+        for name, shape in {
+            f"w13_weight.{e}": (256, 256),
+            f"w13_weight_scale_inv.{e}": (2, 2),
+            f"w2_weight.{e}": (256, 128),
+            f"w2_weight_scale_inv.{e}": (2, 1),
+        }.items()
+    }
+    assert formats[f"{layer}w2_weight_scale_inv.2"] == "float32"
+    assert formats[f"{layer}w2_weight.2"] == "float8_e4m3fn"
+    gate, up = found[f"{layer}w13_weight_scale_inv.0"].regions
+    assert (gate.hf_name, up.hf_name) == tuple(
+        f"{layer}0.{part}_proj.weight_scale_inv" for part in ("gate", "up")
+    )
+    assert (gate.local_box, up.local_box) == (((0, 1), (0, 2)), ((1, 2), (0, 2)))
