@@ -292,6 +292,12 @@ def _prepare(
             # Megatron marks experts only where ep > 1. With ep = 1 the tensor-parallel ranks, each of which
             # has seen some of the tokens, hold the same experts, and their gradients would not be added up.
             parameter.allreduce = False
+            # In the gradient norm each rank counts its own part, for the ranks that hold an expert divide its
+            # optimizer. Neither Transformer Engine nor Megatron before 0.19 marks the weights of a grouped
+            # product so, and those of one tensor-parallel rank alone would be counted.
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim = 1 if ".linear_fc2." in name else 0
+            parameter.partition_stride = 1
     if optimizer.freezes:
         # Before Megatron's DDP and optimizer are built, which pass over what needs no gradient.
         critic = isinstance(model.chunks[0], Critic)

@@ -49,9 +49,16 @@ RECIPES = {
 RECOMPUTE = ("none", "selective", "full")
 
 
-def settings(recompute: str = "full", fp8: str | None = None, layers: str = "te", **parallel: Any) -> Config:
+def settings(
+    recompute: str = "full",
+    fp8: str | None = None,
+    layers: str = "te",
+    grouped: bool = False,
+    **parallel: Any,
+) -> Config:
     eight = {"format": "hybrid", "recipe": fp8, "first_last_layers_bf16": fp8 != "delayed"} if fp8 else {}
     model = {"path": Path("x"), "dtype": "bf16", "recompute": recompute, "layers": layers, "fp8": eight}
+    model["grouped_experts"] = grouped
     return Config(
         recipe="vapo", run_dir=Path("x"), steps=1, model=model, parallel={"device": "cpu", **parallel}
     )
@@ -79,12 +86,12 @@ def well_marked(model: Any, *, sequence: bool) -> None:
         whole = "norm" in name or "router" in name or "value_head" in name
         if ".experts." in name:
             assert parameter.allreduce is False, name
-        elif whole:
+        if whole:
             assert not getattr(parameter, "tensor_model_parallel", False), name
             heads = "q_layernorm" in name or "k_layernorm" in name  # Megatron knows these by their names
             assert heads or bool(getattr(parameter, "sequence_parallel", False)) == sequence, name
         else:
-            row = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            row = ".linear_proj." in name or ".linear_fc2." in name
             assert (parameter.tensor_model_parallel, parameter.partition_dim) == (True, 1 if row else 0), name
 
 
@@ -109,22 +116,25 @@ def from_transformer_engine(model: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_layers(family: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Actor and critic, with each kind of recomputation and FP8 recipe; their checkpoints have the names of
-    the portable layers'."""
+    """Actor and critic, with each kind of recomputation and FP8 recipe, and with grouped experts; their
+    checkpoints have the names of the portable layers'."""
     from megatron.core import fp8_utils
 
     from megarl.training.sharded import EXTRA, model_state
 
     hf = make_config(family, **SIZES, **FAMILIES[family])
-    cases = [(kind, None) for kind in RECOMPUTE] + (
-        [("full", recipe) for recipe in RECIPES] if family in ("qwen2", "qwen3_moe") else []
-    )
+    cases: list[tuple[str, str | None, bool]] = [(kind, None, False) for kind in RECOMPUTE]
+    if family in ("qwen2", "qwen3_moe"):
+        cases += [("full", recipe, False) for recipe in RECIPES]
+    if family == "qwen3_moe":
+        cases.append(("none", None, True))
     with rank_of(Layout(tp=tp, pp=1, dp=2 // tp, ep=1), rank=1) as runtime:
         for kind in ("actor", "critic"):
             plain = build(kind, settings(layers="portable", tp=tp), hf, runtime, monkeypatch)
             names = {value.key for value in model_state(plain)["0"].values()}
-            for recompute, recipe in cases:
-                model = build(kind, settings(recompute, recipe, tp=tp), hf, runtime, monkeypatch)
+            for recompute, recipe, grouped in cases:
+                config = settings(recompute, recipe, grouped=grouped, tp=tp)
+                model = build(kind, config, hf, runtime, monkeypatch)
                 as_laid_out(model, hf, runtime, kind)
                 well_marked(model, sequence=tp > 1)
                 from_transformer_engine(model)

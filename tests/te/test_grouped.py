@@ -38,6 +38,8 @@ def test_log_probs_and_gradients(layout: tuple[int, ...], ranks: Ranks, tmp_path
         chosen = {**options, "budget": 34, "model": {**GROUPED, "recompute": recompute}}
         found = ranks(*layout).run(jobs.gradients, **arguments, options=chosen)[0]
         assert relative_difference(found["gradients"], one["gradients"]) <= 1e-5, recompute
+        # What clips them counts the experts of every rank.
+        assert found["norm"] == pytest.approx(one["norm"], rel=1e-5), recompute
 
 
 def calls_of_grouped_products(runtime: Any, **arguments: Any) -> int:
