@@ -47,9 +47,14 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
         if model.config.freezes:
             _lend_steps(model)
         for i, optimizer in enumerate(model.optimizers):
+            if is_loading:
+                # It would load its own state into itself, so that there is one; there is. And Transformer
+                # Engine's Adam makes new moments for that while it holds the old ones.
+                optimizer.load_state_dict = lambda _: None
             optimizers[str(i)] = optimizer.sharded_state_dict(
                 trained, is_loading=is_loading, metadata=OPTIMIZER_FORMAT
             )
+            vars(optimizer).pop("load_state_dict", None)
     return {"model": weights, "optimizer": optimizers, "schedule_steps": model.schedule.num_steps}
 
 
@@ -201,16 +206,34 @@ def _lend_steps(model: TrainableModel) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Do what DistributedOptimizer.load_state_dict does, without two errors that it has with torch's Adam: it
-    looks for a `step` among the tensors of the file, where there is none, and gives all parameters one and
-    the same `step` tensor, which each of them would then count up."""
-    tensors = state.pop("param_state", {})  # nothing where the whole stage is frozen
-    optimizer.load_state_dict(state)  # the groups' settings and their step
-    inner = optimizer.optimizer.state
-    steps = {p: own.pop("step") for p, own in inner.items() if "step" in own}
-    optimizer.load_parameter_state_from_fully_reshardable(tensors)
-    for p, step in steps.items():
-        inner[p]["step"] = step.clone()
+    """Fill an optimizer with what a file holds, whichever Adam has written it: the groups' settings, the
+    number of steps, float32 weights and moments.
+
+    DistributedOptimizer.load_state_dict does so for the Adam that has written the file alone: it takes the
+    file's groups as they are, and Transformer Engine's has a setting that torch's has not (bias_correction),
+    and counts steps in whole numbers. Of torch's it looks for a `step` among the tensors of the file, where
+    there is none, and gives all parameters one and the same, which each of them would then count up; of
+    Transformer Engine's it holds both moments twice."""
+    adam = optimizer.optimizer
+    written = {_group_key(group): group for group in state["optimizer"]["param_groups"]}
+    for group in adam.param_groups:
+        found = written[_group_key(group)]
+        group.update({key: value for key, value in found.items() if key in group})
+    counts = [own.pop("step") for own in adam.state.values() if "step" in own]
+    # No tensors where the whole stage is frozen.
+    optimizer.load_parameter_state_from_fully_reshardable(state.pop("param_state", {}))
+    steps = max(int(group.get("step", 0)) for group in written.values())
+    if counts:  # torch's Adam counts the steps of each parameter
+        for own in adam.state.values():
+            own["step"] = torch.tensor(float(steps))
+    else:
+        for group in adam.param_groups:
+            group["step"] = steps
+
+
+def _group_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return by what the group of a file is found again among an optimizer's."""
+    return tuple(group[key] for key in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"))
 
 
 def reason(error: BaseException) -> str:

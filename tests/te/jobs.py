@@ -139,9 +139,14 @@ def through_a_checkpoint(
     model of the kind `read`.
 
     forget: the scales that were loaded are thrown away again, as if they had not been in the checkpoint."""
-    from megarl.training.sharded import load_trainable
+    from megarl.training.sharded import allocate_moments, load_trainable
     from megarl.weights.families import table_names
     from tests.checkpoints import save_model
+
+    def places(scene: Scene) -> list[int]:
+        [adam] = [optimizer.optimizer for optimizer in scene.actor.optimizers]
+        allocate_moments(adam)
+        return [moment.data_ptr() for own in adam.state.values() for moment in own.values()]
 
     first = make_scene(runtime, folder / "first", written)
     for _ in range(2):
@@ -152,7 +157,9 @@ def through_a_checkpoint(
     torch.distributed.barrier()
     save_model(first.actor, checkpoint)
     second = make_scene(runtime, folder / "second", read)
+    before = places(second)
     load_trainable(second.actor, checkpoint)
+    filled_in_place = before == places(second)
     if forget:
         for module in second.actor.model.modules():
             for key in ("scaling_fwd", "scaling_bwd"):
@@ -163,6 +170,7 @@ def through_a_checkpoint(
         "weights": [],
         "norms": [],
         "logprobs": [],
+        "filled_in_place": filled_in_place,
     }
     for scene in (first, second):
         scene.offload.onload("old_logprobs", WEIGHTS)

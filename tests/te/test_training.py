@@ -4,13 +4,16 @@ runs of DAPO and VAPO."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.parallel import jobs as jobs_of_layouts
 from tests.parallel.jobs import updates_with_moves
 from tests.parallel.test_offload import bits
 from tests.ranks import RankPool
@@ -64,16 +67,65 @@ def test_fp8_copies_of_weights_go_with_them(recipe: str, ranks: Ranks, tmp_path:
 def test_a_checkpoint_is_for_both_kinds_of_layers(
     layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Weights are equal, and the next update is, which needs the optimizer's state."""
+    """Weights are equal, and the next update is, which needs the optimizer's state; and no moment is held
+    twice while it is read."""
     kinds = {name: {"layers": name, "dtype": "fp32"} for name in ("te", "portable")}
     for written, read in (("te", "portable"), ("portable", "te")):
         keys = {"written": kinds[written], "read": kinds[read]}
         for rank in ranks(*layout).run(jobs.through_a_checkpoint, folder=tmp_path / written, **keys):
             first, second = rank["weights"]
-            assert first.keys() == second.keys()
+            assert first.keys() == second.keys() and rank["filled_in_place"]
             assert all(torch.equal(first[name], second[name]) for name in first)
             assert rank["norms"][0] == pytest.approx(rank["norms"][1], rel=1e-5)
             assert (rank["logprobs"][0] - rank["logprobs"][1]).abs().max() <= 1e-5
+
+
+@pytest.fixture(scope="module")
+def without() -> Iterator[RankPool]:
+    """One rank that has no Transformer Engine, where Megatron takes torch's Adam."""
+    path = [place for place in sys.path if not holds_transformer_engine(place)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "path", path)
+        patched.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+        pool = RankPool(1, 1, 1, forked=False)
+    yield pool
+    pool.close()
+
+
+def holds_transformer_engine(place: str) -> bool:
+    """Whether a folder of sys.path holds Transformer Engine, or the half that is emulated."""
+    return any(Path(place, name).exists() for name in ("transformer_engine", "transformer_engine_torch.py"))
+
+
+def around_a_checkpoint(runtime: Any, **arguments: Any) -> dict[str, Any]:
+    """The job of that name, and the module of the Adam that it ran on."""
+    from megatron.core.optimizer import Adam
+
+    return {**jobs_of_layouts.around_a_checkpoint(runtime, **arguments), "adam": Adam.__module__}
+
+
+@pytest.mark.parametrize("written_by", ["torch", "transformer_engine"])
+def test_a_checkpoint_continues_under_the_other_adam(
+    written_by: str, without: RankPool, ranks: Ranks, tmp_path: Path
+) -> None:
+    """To the bit what was written, and then the next step, whose corrections depend on the number of
+    steps."""
+    folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, tied=True)
+    (tmp_path / "checkpoint").mkdir()
+    pools = {"torch": without, "transformer_engine": ranks(1, 1, 1)}
+    found = {}
+    for name in sorted(pools, key=lambda name: name != written_by):
+        arguments = {"folder": folder, "checkpoint": tmp_path / "checkpoint", "read": name != written_by}
+        [found[name]] = pools[name].run(around_a_checkpoint, **arguments)
+        assert found[name]["adam"].startswith(name)
+    ours, theirs = found["torch"], found["transformer_engine"]
+    for moment, exact in (("between", True), ("after", False)):
+        names = [name for name in ours[moment] if not name.endswith(" step")]
+        assert names == list(theirs[moment]) and any(name.endswith("exp_avg_sq") for name in names)
+        for name in names:
+            mine, other = ours[moment][name], theirs[moment][name]
+            same = torch.equal(mine, other) if exact else torch.allclose(mine, other, rtol=1e-5, atol=1e-7)
+            assert same, (moment, name)
 
 
 @pytest.fixture(scope="module")

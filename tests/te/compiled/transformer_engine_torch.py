@@ -780,6 +780,8 @@ def multi_tensor_adam(
 ) -> None:
     """lists: gradients, parameters, first and second moments and, for parameters in 16 bits, their float32
     masters. mode 1: AdamW."""
+    if not isinstance(step, int):
+        raise TypeError("multi_tensor_adam: incompatible function arguments: step is no int")
     correction1, correction2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
     for gradient, parameter, first, second, *master in zip(*lists, strict=True):
         p, g = (master[0] if master else parameter).float(), gradient.float()
