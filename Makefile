@@ -119,7 +119,7 @@ rehearse-scale: $(STAMP) ## a VAPO run at a large layout with real ranks, one ki
 	$(BIN)/python -m tests.scale.rehearse $(RANKS)
 
 rehearse: $(STAMP) $(TE)/installed $(SGLANG)/installed ## the GPU half without a GPU, as far as CPU environments go (tests/rehearsal)
-	$(PYTEST) tests/rehearsal/test_cuda_branches.py $(ARGS)
+	$(PYTEST) tests/rehearsal/test_cuda_branches.py tests/rehearsal/test_fake_tensors.py $(ARGS)
 	PYTHONPATH=$(TE_PATH) $(PYTEST) tests/rehearsal/test_transformer_engine.py $(ARGS)
 	$(SGLANG)/bin/python -m pytest tests/rehearsal/test_sglang.py $(ARGS)
 

@@ -108,7 +108,7 @@ class _Body(GPTModel):
         # Angles of all positions: `_preprocess`, or Transformer Engine, picks this context-parallel rank's.
         self.rotary_pos_emb.cp_group = None
         self.cp_rank = runtime.cp_rank
-        self.routings = watch_routers(self)
+        self.routings = watch_routers(self, runtime.device)
 
     def pack(self, cu_seqlens: Tensor) -> Any:
         """Return what the layers need to know of packed sequences; routers need `routing` and `real_tokens`

@@ -67,13 +67,14 @@ class Routing:
         return values, chosen
 
 
-def watch_routers(model: Any) -> list[Routing]:
-    """Put a Routing into each router of a Megatron model, and return them; [] for a dense model."""
+def watch_routers(model: Any, device: torch.device) -> list[Routing]:
+    """Put a Routing into each router of a Megatron model, and return them; [] for a dense model. They count
+    on `device`, where the model will be: Megatron builds routers on the CPU whatever the device is."""
     config, found = model.config, []
     for layer in model.decoder.layers if config.num_moe_experts else ():
         router = layer.mlp.router
         tp_rank = model.pg_collection.tp.rank() if config.sequence_parallel else 0
-        routing = Routing(layer.layer_number - 1, tp_rank, config.num_moe_experts, router.weight.device)
+        routing = Routing(layer.layer_number - 1, tp_rank, config.num_moe_experts, device)
 
         def before(_layer: Any, _arguments: Any, named: dict[str, Any], routing: Routing = routing) -> None:
             routing.packed = named["packed_seq_params"]

@@ -98,7 +98,8 @@ class InferenceModel:
         self, names: tuple[str, ...], experience: Experience, micro_batches: Sequence[MicroBatch]
     ) -> dict[str, Tensor]:
         def collect(output: Any, _batch: MicroBatch) -> tuple[Tensor, Any]:
-            return torch.zeros(()), output
+            # On the device, where Megatron multiplies its loss scale for experts with what is on the loss's.
+            return torch.zeros((), device=self.runtime.device), output
 
         with torch.no_grad():
             outputs = self._run(micro_batches, collect, forward_only=True)

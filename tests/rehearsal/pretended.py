@@ -13,14 +13,17 @@ from megarl.parallel import cpu_platform
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 
+CPU = torch.device("cpu")
+
 
 @contextmanager
-def rank_of(layout: Layout, rank: int) -> Iterator[Runtime]:
-    """This process as `rank` of a job of that layout, on the CPU; what it builds must not wait for a
-    message's contents."""
+def rank_of(layout: Layout, rank: int, device: torch.device = CPU) -> Iterator[Runtime]:
+    """This process as `rank` of a job of that layout, on the CPU or on a device that is not there
+    (fake_tensors.py); what it builds must not wait for a message's contents."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    cpu_platform.install()
+    if device == CPU:
+        cpu_platform.install()
     from megatron.core import parallel_state, tensor_parallel
 
     group = dist.new_group
@@ -33,9 +36,10 @@ def rank_of(layout: Layout, rank: int) -> Iterator[Runtime]:
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=1,
         )
-        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        if device == CPU:
+            tensor_parallel.model_parallel_cuda_manual_seed(0)
         assert dist.group.WORLD is not None
-        yield Runtime(layout, rank, torch.device("cpu"), 60.0, dist.group.WORLD)
+        yield Runtime(layout, rank, device, 60.0, dist.group.WORLD)
     finally:
         dist.new_group = group
         parallel_state.destroy_model_parallel()
