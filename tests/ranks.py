@@ -135,7 +135,7 @@ def _serve(
         return summed(tensor, *arguments, **options)
 
     dist.all_reduce = spy
-    runtime = parallel.start(config, seed=0)
+    runtime = parallel.start(config, seed=0, mixture=True)  # jobs have dense models and mixtures
     dist.all_reduce = summed
     gc.freeze()  # as `megarl train` does
     while True:

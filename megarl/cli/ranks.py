@@ -98,8 +98,10 @@ def run_rank(config: Config, job: Callable[[Runtime], int | None], *, launched: 
     quiet_libraries()  # a rank on GPUs was not forked
     from megarl.parallel import runtime as parallel
     from megarl.parallel.launch import lost_a_peer, write_error_file
+    from megarl.weights.families import family_of, read_config
 
-    runtime, failed, code = parallel.start(config.parallel, config.seed), True, 1
+    mixture = family_of(read_config(config.model.path)).is_moe
+    runtime, failed, code = parallel.start(config.parallel, config.seed, mixture=mixture), True, 1
     try:
         code = job(runtime) or 0
         failed = False

@@ -203,8 +203,9 @@ def layout_for(config: ParallelConfig, world: int) -> Layout:
     return Layout(tp=config.tp, pp=config.pp, dp=dp, ep=config.ep, cp=config.cp, vpp=config.vpp)
 
 
-def start(config: ParallelConfig, seed: int) -> Runtime:
+def start(config: ParallelConfig, seed: int, *, mixture: bool = False) -> Runtime:
     """Join the job, once per rank: process groups over NCCL or gloo, Megatron's parallel state, seeds.
+    mixture: the model has experts, whose groups a run uses then.
 
     With `parallel.rollout_ranks` trainers and engines' ranks have a default group each, since Megatron and
     its checkpoints use the default group as that of all trainers; a third group joins them."""
@@ -245,7 +246,7 @@ def start(config: ParallelConfig, seed: int) -> Runtime:
         job_group = transfer_group = _group_beside("job", "gloo", store, *all_ranks, limit)
         if backend == "nccl":
             transfer_group = _group_beside("transfer", backend, store, *all_ranks, limit)
-    _connect(device, trains, transfer_group)
+    _connect(device, trains, transfer_group, mixture)
     random.seed(seed)
     torch.manual_seed(seed)
     if trains:
@@ -282,7 +283,7 @@ def _group_beside(
     return group
 
 
-def _connect(device: torch.device, trains: bool = True, transfer: dist.ProcessGroup | None = None) -> None:
+def _connect(device: torch.device, trains: bool, transfer: dist.ProcessGroup | None, mixture: bool) -> None:
     """Sum one number in each group that a run uses: all its members at once, and the groups in one order.
 
     NCCL makes a group's communicator at its first use, which all members must join. In a weight transfer or
@@ -308,6 +309,12 @@ def _connect(device: torch.device, trains: bool = True, transfer: dist.ProcessGr
             else None,
         ]
     )
+    if trains and mixture:
+        megatron += [
+            groups.get_expert_model_parallel_group(),
+            groups.get_expert_tensor_and_model_parallel_group(),
+            groups.get_expert_data_parallel_group(),
+        ]
     for group in (dist.group.WORLD, *megatron, transfer):
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(torch.ones(1, device=device), group=group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ from megarl.config.schema import ParallelConfig
 from megarl.parallel import runtime
 from megarl.parallel.launch import LOST, launch
 from megarl.parallel.signals import END_TIME, StopRequest
+from tests.gpu.scene import TINY
 from tests.ranks import in_a_fork
 
 
@@ -70,7 +72,7 @@ def test_who_launches_knows_that_it_was_told_to_stop_though_a_rank_was_lost(tmp_
     ids=["every rank leaves", "one rank fails"],
 )
 def test_only_a_rank_that_fails_alone_leaves_without_the_others(
-    error: MegarlError, failed: bool, monkeypatch: pytest.MonkeyPatch
+    error: MegarlError, failed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[bool] = []
     at_exit: list[int] = []
@@ -79,14 +81,15 @@ def test_only_a_rank_that_fails_alone_leaves_without_the_others(
         left.append(failed)
         return not failed
 
-    monkeypatch.setattr(runtime, "start", lambda *_: SimpleNamespace(rank=0))
+    monkeypatch.setattr(runtime, "start", lambda *_, **__: SimpleNamespace(rank=0))
     monkeypatch.setattr(runtime, "stop", stop)
     monkeypatch.setattr(atexit, "register", lambda _, code: at_exit.append(code))
 
     def job(_: Any) -> None:
         raise error
 
-    config: Any = SimpleNamespace(parallel=None, seed=0)
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    config: Any = SimpleNamespace(parallel=None, seed=0, model=SimpleNamespace(path=tmp_path))
     assert run_rank(config, job, launched=False) == error.code
     assert left == [failed]
     assert at_exit == [error.code] * failed
