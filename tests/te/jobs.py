@@ -181,6 +181,20 @@ def through_a_checkpoint(
     return out
 
 
+def beside_another(
+    runtime: Runtime, folder: Path, model: Mapping[str, Any], other: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Gradient norms of three updates, between which another model of the recipe is trained where `other`;
+    what the linears keep at last."""
+    first, second = (make_scene(runtime, folder / name, model) for name in ("first", "second"))
+    norms = []
+    for number in range(3):
+        norms.append(first.update(first.local(4, 32)).grad_norm)
+        if other:
+            second.update(second.local(3, 40 + number))
+    return norms, scales(first)
+
+
 def updates(runtime: Runtime, folder: Path, model: Mapping[str, Any], moves: bool) -> dict[str, Any]:
     """Three updates, with everything off the device before each where `moves`; `copies`: FP8 copies of
     weights that stayed behind."""

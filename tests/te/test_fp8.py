@@ -142,3 +142,18 @@ def test_delayed_scalings_history_is_part_of_a_checkpoint(
             jobs.through_a_checkpoint, folder=tmp_path / "lost", written=model, read=model, forget=True
         )
         assert lost["norms"][0] != lost["norms"][1]
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
+def test_delayed_scaling_of_one_model_leaves_anothers_alone(
+    layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path
+) -> None:
+    """Transformer Engine has one buffer of maxima for all models of a recipe, actor and critic, and makes
+    scales of all of them after each pass: what had no pass keeps its own."""
+    arguments = {"folder": tmp_path, "model": fp8("delayed")}
+    pool = ranks(*layout)
+    alone, beside = (pool.run(jobs.beside_another, **arguments, other=other) for other in (False, True))
+    for (norms, kept), (others_norms, others_kept) in zip(alone, beside, strict=True):
+        assert norms == others_norms and len(set(norms)) == 3
+        assert any(bool((value != 1).any()) for name, value in kept.items() if name.endswith("scale"))
+        assert all(torch.equal(kept[name], others_kept[name]) for name in kept)
