@@ -42,6 +42,8 @@ USED_AT_START: list[
     tuple[list[int], str]
 ] = []  # in a rank's process: members and name of each group in which it summed at start
 
+SENT_AT_START: list[tuple[int, str]] = []  # likewise: to whom, and in which group, it sent a single message
+
 
 class RankPool:
     """The ranks of one layout on this machine. A job that fails on any rank raises RuntimeError with that
@@ -134,9 +136,15 @@ def _serve(
         USED_AT_START.append((dist.get_process_group_ranks(group), group.group_desc))
         return summed(tensor, *arguments, **options)
 
-    dist.all_reduce = spy
+    send = dist.isend
+
+    def spy_of_sends(tensor: Any, dst: int, group: Any = None, **options: Any) -> Any:
+        SENT_AT_START.append((dst, group.group_desc))
+        return send(tensor, dst, group, **options)
+
+    dist.all_reduce, dist.isend = spy, spy_of_sends
     runtime = parallel.start(config, seed=0, mixture=True)  # jobs have dense models and mixtures
-    dist.all_reduce = summed
+    dist.all_reduce, dist.isend = summed, send
     gc.freeze()  # as `megarl train` does
     while True:
         try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -223,6 +225,11 @@ def start(config: ParallelConfig, seed: int, *, mixture: bool = False) -> Runtim
         # torch's cuDNN attention builds and keeps a graph for every shape that it meets, in some 0.4 s:
         # decoding has a new shape with each token. (Transformer Engine, SGLang have attention of their own.)
         torch.backends.cuda.enable_cudnn_sdp(False)
+        # Megatron has torch compile its fused activations. For these few small kernels each rank would keep a
+        # pool of as many processes as it sees cores, up to 32.
+        if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+            inductor: Any = importlib.import_module("torch._inductor.config")
+            inductor.compile_threads = 1
     layout, rank, apart = layout_for(config, launched_world()), launched_rank(), config.rollout_ranks
     limit = datetime.timedelta(seconds=config.timeout)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -283,7 +290,12 @@ def _group_beside(
     return group
 
 
-def _connect(device: torch.device, trains: bool, transfer: dist.ProcessGroup | None, mixture: bool) -> None:
+def _connect(
+    device: torch.device,
+    trains: bool = True,
+    transfer: dist.ProcessGroup | None = None,
+    mixture: bool = False,
+) -> None:
     """Sum one number in each group that a run uses: all its members at once, and the groups in one order.
 
     NCCL makes a group's communicator at its first use, which all members must join. In a weight transfer or
@@ -318,6 +330,25 @@ def _connect(device: torch.device, trains: bool, transfer: dist.ProcessGroup | N
     for group in (dist.group.WORLD, *megatron, transfer):
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(torch.ones(1, device=device), group=group)
+    if trains and groups.get_virtual_pipeline_model_parallel_world_size() is not None:
+        # The interleaved schedule's messages are single ones, and for these NCCL makes a communicator of each
+        # pair of ranks: here in the schedule's order and groups (Megatron's p2p_communication.py).
+        stages = groups.get_pipeline_model_parallel_group()
+        other = dist.group.WORLD if stages.size() == 2 else stages
+        is_even = stages.rank() % 2 == 0
+        sends, receives = (stages, other) if is_even else (other, stages)
+        before, after = (
+            dist.get_global_rank(stages, (stages.rank() + step) % stages.size()) for step in (-1, 1)
+        )
+        messages: list[Any] = []
+        for to, source in ((after, before), (before, after)):
+            begin = [
+                partial(dist.isend, torch.ones(1, device=device), to, sends),
+                partial(dist.irecv, torch.ones(1, device=device), source, receives),
+            ]
+            messages += [message() for message in (begin if is_even else reversed(begin))]
+        for message in messages:
+            message.wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

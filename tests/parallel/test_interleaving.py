@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.parallel import jobs
+from tests.parallel.rendezvous import rendezvous
 from tests.parallel.test_engine_agreement import PROMPTS, changed_tensors
 from tests.parallel.test_invariance import TERMS, VOCAB, make_batch, relative_difference
 from tests.parallel.test_parity import hf_logprobs, sequences
-from tests.ranks import RankPool
+from tests.ranks import SENT_AT_START, RankPool
 from tests.tiny_models import make_tiny_model
 
 Ranks = Callable[..., RankPool]
@@ -206,3 +207,30 @@ def test_gradients_of_a_mixture_of_experts(layout: Layout, ranks: Ranks, tmp_pat
     expected = gradients(ranks, ONE, folder, "actor", {"budget": 10_000})
     found = gradients(ranks, layout, folder, "actor", {})
     assert relative_difference(found["gradients"], expected["gradients"]) <= 1e-5
+
+
+def gradients_by_rendezvous(runtime: Any, **arguments: Any) -> tuple[Any, ...]:
+    """`jobs.gradients` over gloo's messages and over those that end as NCCL's may; what `rendezvous` gives;
+    the single messages at start."""
+    plain = jobs.gradients(runtime, **arguments)
+    with rendezvous() as (sent, waited):
+        found = jobs.gradients(runtime, **arguments)
+    return plain["gradients"], found["gradients"], sent, waited, SENT_AT_START
+
+
+@pytest.mark.parametrize("flush", [False, True], ids=["", "warmup_flush"])
+@pytest.mark.parametrize("layout", [(1, 2, 1, 1, 1, 2), (1, 4, 1, 1, 1, 2)], ids=str)
+def test_stages_wait_for_none_that_waits_for_them(
+    layout: Layout, flush: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Where a message ends only when its receiver is there, and synchronising the device waits for all, as
+    over NCCL. Each pair of ranks has exchanged single messages at start, where NCCL makes a communicator for
+    it."""
+    folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=VOCAB, layers=8, tied=True)
+    arguments = {"folder": folder, "which": "actor", "batch": make_batch()}
+    options = {"budget": 34, "overlap_warmup_flush": flush}
+    answers = ranks(*layout).run(gradients_by_rendezvous, **arguments, options=options)
+    assert relative_difference(answers[0][1], answers[0][0]) <= 1e-6
+    for _, _, sent, waited, at_start in answers:
+        assert sent and sent <= set(at_start)
+        assert max(waited) > 2  # beside the lengths' own messages

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 import torch.distributed as dist
 
 from megarl.cli import preflight as node_preflight
@@ -102,6 +103,8 @@ class TestStart:
         calls = pretend(monkeypatch)
         monkeypatch.setenv("LOCAL_RANK", "3")
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+        monkeypatch.setattr(inductor, "compile_threads", 8)
         monkeypatch.setattr(random, "model_parallel_cuda_manual_seed", lambda *a, **k: None)
         monkeypatch.setattr(
             "megatron.core.tensor_parallel.model_parallel_cuda_manual_seed",
@@ -110,7 +113,7 @@ class TestStart:
         started = parallel.start(ParallelConfig(device="cuda", timeout=60), seed=7)
         assert started.device == torch.device("cuda", 3) and started.world == 1
         assert ("set_device", torch.device("cuda", 3)) in calls and ("seed", 7) in calls
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled() and inductor.compile_threads == 1
         assert joined[0][0] == "nccl" and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
         states = parallel.generator_states()
         assert states["cuda"] == list(range(16))
