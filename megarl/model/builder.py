@@ -389,7 +389,8 @@ def _transformer_config(
         bias_activation_fusion=layers == "te",
         bias_dropout_fusion=layers == "te",
         rotary_interleaved=family.rotary_pairs,
-        # Megatron does not tell Transformer Engine's kernel for packed sequences that pairs are to be turned.
+        # megatron-core 0.16 does not tell Transformer Engine's kernel for packed sequences that pairs are to
+        # be turned; later ones do.
         apply_rope_fusion=layers == "te" and not family.rotary_pairs,
         masked_softmax_fusion=False,
         **mlp,
