@@ -96,6 +96,10 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
         "answers": counts,
         "length_mean": stats["eval/length_mean"],
         "score_mean": stats.get("eval/score"),  # None where the verifier says right or wrong only
+        "sources": {
+            name: {"problems": len(one.groups), "scores": one.scores(), "answers": one.counts()}
+            for name, one in result.by_source().items()
+        },
     }
     for name, objects, indent in (
         ("data.json", [asdict(evaluation.report)], 1),
@@ -114,7 +118,9 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
     problems = Table("problem", "answer", "right", "most frequent", "tokens", "cut", title=title)
     for row in hardest:
         vote = "-" if row["vote"] is None else f"{row['vote'][:24]} ({row['votes']})"
-        cells = (" ".join(row["prompt"].split())[:60], row["answer"][:24], f"{row['right']}/{result.k}", vote)
+        asked = " ".join(row["question"].split())
+        asked = asked if len(asked) <= 60 else f"{asked[:38]} ... {asked[-17:]}"
+        cells = (asked, row["answer"][:24], f"{row['right']}/{result.k}", vote)
         problems.add_row(*map(Text, cells), f"{row['length_mean']:.0f}", f"{row['truncated']:.0%}")
     console.print(problems)
     measures = Table("measure", "value", "95 % confidence", title=f"{total:,} problems")
@@ -125,4 +131,11 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
     for name, count in counts.items():
         measures.add_row(f"answers, {name.replace('_', ' ')}", f"{count:,}", "")
     console.print(measures)
+    if parts := result.by_source():
+        by_source = Table("source", "problems", *scores, "tokens", title="data sources")
+        for name, one in parts.items():
+            means = [f"{score['mean']:.4f}" for score in one.scores().values()]
+            length = stats[f"eval/{name}/length_mean"]
+            by_source.add_row(name, f"{len(one.groups):,}", *means, f"{length:.0f}")
+        console.print(by_source)
     print(f"answers and scores: {out}")

@@ -33,7 +33,11 @@ _TOKENIZED_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem. `uid` is a hash of its text, the same in every run: seeds are derived from it."""
+    """One problem. `uid` is a hash of its text, the same in every run: seeds are derived from it.
+
+    text      as the model reads it, template and all
+    question  what the user asked, for people: the last user message, or the prompt before its template
+    source    the row's data_source"""
 
     uid: int
     text: str
@@ -41,6 +45,7 @@ class Prompt:
     answer: str
     source: str = ""
     extra: dict[str, object] = field(default_factory=dict)
+    question: str = ""
 
 
 def prompt_uid(text: str, answer: str) -> int:
@@ -204,7 +209,7 @@ def read_prompts(
                 yield row
 
     prompts = [
-        Prompt(row.uid, text, tokens, row.target, row.source, row.extra)
+        Prompt(row.uid, text, tokens, row.target, row.source, row.extra, _question(row.prompt))
         for batch in _tokenized(unique(), data, tokenizer, report)
         for row, text, tokens in batch
     ]
@@ -406,6 +411,14 @@ def prompt_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str
     if not any(message["content"].strip() for message in messages):
         raise nothing
     return column, messages
+
+
+def _question(prompt: str | Messages) -> str:
+    """Return what was asked last, whatever examples and system texts stand before it."""
+    if isinstance(prompt, str):
+        return prompt
+    asked = [message["content"] for message in prompt if message["role"] == "user"]
+    return asked[-1] if asked else prompt[-1]["content"]
 
 
 def _uid(prompt: str | Messages, target: str) -> int:

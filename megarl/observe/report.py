@@ -19,10 +19,20 @@ from megarl.observe.figures import SECTIONS, draw
 from megarl.observe.plots import COLOURS, run_colour
 from megarl.observe.run_log import Sample, shorten
 from megarl.observe.runs import Run, families, layout_text, load_run
-from megarl.observe.terminal import duration
+from megarl.observe.terminal import MISSING, duration, evaluated_sources, number
 
 MAIN_VERSIONS = ("megarl", "torch", "megatron-core", "transformers", "sglang", "transformer-engine")
 LEVELS = 4  # of colour on either side of 0
+# Columns of the table of data sources: what evaluations and training steps record of each, and its format.
+EVALUATED = {
+    "problems": ".0f",
+    "avg": ".3f",
+    "pass": ".3f",
+    "majority": ".3f",
+    "score": ".3f",
+    "length_mean": ".0f",
+}
+TRAINED = {"responses": ".0f", "accuracy": ".3f", "score": ".3f", "length": ".0f"}
 MORE_STEPS, MORE_CHARACTERS = 6, 1500  # folded steps of the sample browser, characters of a response there
 
 _templates = Environment(
@@ -57,10 +67,10 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
 def render(runs: Sequence[Run]) -> str:
     """Return the page as text."""
     legend = []
-    for number, family in enumerate(families(runs) if len(runs) > 1 else ()):
+    for place, family in enumerate(families(runs) if len(runs) > 1 else ()):
         names = ", ".join(run.name for run in family)
         text = names if len(family) == 1 else f"{names}: {len(family)} seeds, mean and range"
-        legend.append((run_colour(number), text))
+        legend.append((run_colour(place), text))
     drawn = [(title, [(spec, draw(spec, runs)) for spec in specs]) for title, specs in SECTIONS.items()]
     return _templates.get_template("report.html.j2").render(
         title=" and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs",
@@ -73,6 +83,7 @@ def render(runs: Sequence[Run]) -> str:
         spans=spans,
         shorten=shorten,
         alarms=alarms(runs),
+        sources=[sources(run) for run in runs],
         tables=[
             compared("Configuration", "keys", runs, [flatten(run.config) for run in runs]),
             compared("Versions", "packages", runs, [flatten(run.versions) for run in runs]),
@@ -130,6 +141,41 @@ def head(run: Run) -> dict[str, Any]:
     }
     shown = [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
     return {"name": run.name, "what": what, "course": course, "remark": remark, "facts": shown}
+
+
+def sources(run: Run) -> dict[str, Any]:
+    """Return a table of what each data source came to, in the first and the last evaluation and over the last
+    tenth of the training steps; without rows where there is one source."""
+    by_step = run.by_stage.get("eval", {})
+    ends = [by_step[min(by_step)], by_step[max(by_step)]] if by_step else []
+    steps = run.by_stage.get("train", {})
+    last = [steps[step] for step in sorted(steps)[-max(1, len(steps) // 10) :]]
+    trained = {key.split("/")[1] for record in last for key in record if key.startswith("source/")}
+    evaluated = {name for record in ends for name in evaluated_sources(record)}
+
+    def course(key: str, form: str) -> str:
+        """Return a number's way from the first evaluation to the last."""
+        texts = [number(record.get(key), form) for record in ends]
+        return " to ".join(dict.fromkeys(texts)) if texts else MISSING
+
+    def trained_on(name: str, what: str, form: str) -> str:
+        found = [record[key] for record in last if (key := f"source/{name}/{what}") in record]
+        return number(sum(found) / len(found), form) if found else MISSING
+
+    rows = [
+        [
+            name,
+            *(course(f"eval/{name}/{what}", form) for what, form in EVALUATED.items()),
+            *(trained_on(name, what, form) for what, form in TRAINED.items()),
+        ]
+        for name in sorted(evaluated | trained)
+    ]
+    heads = ["source", *EVALUATED, *(f"trained: {what}" for what in TRAINED)]
+    return {
+        "name": run.name,
+        "heads": [head.replace("_", " ") for head in heads],
+        "rows": [(r, False) for r in rows],
+    }
 
 
 def alarms(runs: Sequence[Run]) -> list[tuple[tuple[str, str], bool]]:

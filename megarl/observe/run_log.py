@@ -80,6 +80,7 @@ def plain(value: Any, name: str, alarms: list[str]) -> Any:
 class Sample:
     """One response of a step, for people to read. A field is None where nothing was recorded.
 
+    prompt: as the model read it; question: what the user asked in it;
     reward: as it entered the advantages, with penalties; length: response tokens; group_size, group_right:
     responses to the same prompt, and how many are right; advantage_*: over all tokens; tokens: texts."""
 
@@ -100,6 +101,7 @@ class Sample:
     tokens: list[str] | None = None
     advantages: list[float | None] | None = None
     values: list[float | None] | None = None
+    question: str = ""
 
 
 def choose_samples(samples: Sequence[Sample], limit: int) -> list[Sample]:
@@ -219,6 +221,7 @@ class RunLog:
             # The lists are of tokens: texts, and numbers that are rounded already.
             record = {k: v if isinstance(v, list) else plain(v, k, []) for k, v in vars(sample).items()}
             record["prompt"] = shorten(sample.prompt, SAMPLE_CHARACTERS)
+            record["question"] = shorten(sample.question, SAMPLE_CHARACTERS)
             record["response"] = shorten(sample.response, SAMPLE_CHARACTERS)
             self._files[SAMPLES_FILE].write(record)
         return len(chosen)

@@ -126,11 +126,26 @@ def present(record: Mapping[str, Any]) -> list[Column]:
 
 
 def evaluation_text(record: Mapping[str, Any]) -> str:
-    """Return `0.621 avg  0.700 pass  0.650 majority  (k 4, 512 problems)`; only avg if k is 1."""
+    """Return `0.621 avg  0.700 pass  0.650 majority  (k 4, 512 problems)`; only avg if k is 1. A line
+    for each data source follows, where there are several."""
     k = record.get("eval/k") or 1
     names = ("avg", "pass", "majority") if k > 1 else ("avg",)
-    text = "  ".join(f"{number(record.get(f'eval/{name}'), '.3f')} {name}" for name in names)
-    return f"{text}  (k {k}, {record['eval/problems']} problems)" if "eval/problems" in record else text
+
+    def line(prefix: str, remark: str) -> str:
+        text = "  ".join(f"{number(record.get(f'{prefix}/{name}'), '.3f')} {name}" for name in names)
+        problems = record.get(f"{prefix}/problems")
+        return f"{text}  ({remark}{problems} problems)" if problems is not None else text
+
+    sources = evaluated_sources(record)
+    width = max(map(len, sources), default=0)
+    lines = [f"      {name:<{width}}  {line(f'eval/{name}', '')}" for name in sources]
+    return "\n".join([line("eval", f"k {k}, "), *lines])
+
+
+def evaluated_sources(record: Mapping[str, Any]) -> list[str]:
+    """Return the data sources of which an evaluation has scores of their own."""
+    found = [key.removeprefix("eval/").removesuffix("/avg") for key in record if key.endswith("/avg")]
+    return sorted(name for name in found if f"eval/{name}/avg" in record)
 
 
 def resample(points: Sequence[float], width: int) -> list[float]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -199,6 +200,32 @@ def response_stats(responses: Sequence[Response]) -> dict[str, float]:
     return stats
 
 
+def of_sources(groups: Iterable[Group]) -> dict[str, list[Group]]:
+    """Return the groups by their prompts' data_source, as metrics name it; nothing where all have one."""
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        name = re.sub(r"[^\w.+-]+", "_", group.prompt.source).strip("_") or "unnamed"
+        found.setdefault(name, []).append(group)
+    return dict(sorted(found.items())) if len(found) > 1 else {}
+
+
+def source_stats(groups: Sequence[Group]) -> dict[str, float]:
+    """Return source/<name>/*: responses, accuracy, score where the verifier grades, mean length in tokens."""
+    stats: dict[str, float] = {}
+    for name, some in of_sources(groups).items():
+        responses = [response for group in some for response in group.responses]
+        all_of_them = response_stats(responses)
+        stats[f"source/{name}/responses"] = len(responses)
+        for short, key in (
+            ("accuracy", "reward/accuracy"),
+            ("score", "reward/score"),
+            ("length", "response/length_mean"),
+        ):
+            if key in all_of_them:
+                stats[f"source/{name}/{short}"] = all_of_them[key]
+    return stats
+
+
 def mean_score(responses: Sequence[Response]) -> float:
     """Return the mean of the verifier's scores; where it gave none, 1 is right and 0 wrong."""
     return math.fsum(r.correct if r.score is None else r.score for r in responses) / len(responses)
@@ -295,6 +322,7 @@ class RolloutBatch:
                 Sample(
                     step=self.step,
                     prompt=group.prompt.text,
+                    question=group.prompt.question,
                     response=text,
                     reward=r.reward,
                     correct=r.correct,
@@ -327,6 +355,7 @@ class EvaluationResult:
             rows.append(
                 {
                     "uid": group.prompt.uid,
+                    "question": group.prompt.question,
                     "prompt": group.prompt.text,
                     "answer": group.prompt.answer,
                     "right": sum(correct),
@@ -344,15 +373,26 @@ class EvaluationResult:
         return rows
 
     def stats(self) -> dict[str, float]:
-        """Return eval/*: means over the problems; eval/score where the verifier grades."""
+        """Return eval/*: means over the problems; eval/score where the verifier grades. And eval/<source>/*,
+        where the problems are of several data sources."""
+        stats = self._means("eval")
+        for name, result in self.by_source().items():
+            stats |= result._means(f"eval/{name}")
+        return {**stats, "eval/k": self.k}
+
+    def by_source(self) -> dict[str, EvaluationResult]:
+        """Return the results of each data source, where there are several."""
+        return {name: EvaluationResult(self.k, groups) for name, groups in of_sources(self.groups).items()}
+
+    def _means(self, prefix: str) -> dict[str, float]:
         table, answers = self.table(), [answer for group in self.groups for answer in group.responses]
         means = {
-            f"eval/{name}": sum(row[name] for row in table) / len(table)
+            f"{prefix}/{name}": sum(row[name] for row in table) / len(table)
             for name in ("avg", "pass", "majority", "length_mean", "truncated")
         }
         if any(answer.score is not None for answer in answers):
-            means["eval/score"] = mean_score(answers)
-        return {**means, "eval/k": self.k, "eval/problems": len(table)}
+            means[f"{prefix}/score"] = mean_score(answers)
+        return {**means, f"{prefix}/problems": len(table)}
 
     def scores(self) -> dict[str, dict[str, float]]:
         """Return avg@k, pass@1 ... pass@k and majority@k, each with its mean over the problems and the 95 %
@@ -386,6 +426,7 @@ class EvaluationResult:
             for i, (r, text) in enumerate(group.texts(tokenizer)):
                 yield {
                     "uid": group.prompt.uid,
+                    "question": group.prompt.question,
                     "prompt": group.prompt.text,
                     "answer": group.prompt.answer,
                     "index": i,

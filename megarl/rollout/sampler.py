@@ -39,6 +39,7 @@ from megarl.rollout.batch import (
     response_stats,
     routing_from_state,
     routing_state,
+    source_stats,
 )
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import Completion, Request, SamplingParams, evaluation_seed, response_seed
@@ -132,7 +133,13 @@ class RolloutSampler:
         # Nothing was offered where the surplus of the step before was enough.
         responses = [r for group in collector.offered or groups for r in group.responses]
         errors = Counter(r.error for r in responses if r.error is not None)
-        stats = {**collector.stats(), **response_stats(responses), "rollout/moved": worker.moved}
+        of_sources = source_stats(collector.offered or groups)
+        stats = {
+            **collector.stats(),
+            **response_stats(responses),
+            **of_sources,
+            "rollout/moved": worker.moved,
+        }
         return RolloutBatch(step, groups, stats, worker.seconds, dict(errors))
 
     def samples(self, found: RolloutBatch, limit: int) -> dict[int, Sample]:

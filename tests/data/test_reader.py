@@ -227,6 +227,21 @@ def test_templates(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         texts(raw(prompt_format="no place"))
 
 
+def test_the_question_is_what_the_user_asked_last(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    shown = [
+        {"role": "system", "content": "Be careful."},
+        {"role": "user", "content": "What is 1 + 1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "What is 5 + 2?"},
+    ]
+    only_system = [{"role": "system", "content": "Say 7."}]
+    rows = [{"prompt": p, "answer": "7"} for p in (shown, "5+2=?", only_system)]
+    file = jsonl(tmp_path / "q.jsonl", *rows)
+    for data in (DataConfig(prompt_format="<{prompt}>"), raw(prompt_format="<{prompt}>")):
+        prompts = read_prompts([file], data, tokenizer)[0]
+        assert [p.question for p in prompts] == ["What is 5 + 2?", "5+2=?", "Say 7."]
+
+
 def test_keys(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     file = jsonl(tmp_path / "k.jsonl", {"a": {"b": {"c": "x"}}, "a.b": "dotted", "text": "q", "answer": "no"})
     for key, answer in (("a.b.c", "x"), ("a.b", "dotted"), ("absent.key", "no")):

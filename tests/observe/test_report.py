@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from megarl.config.errors import ConfigError, DataError
 from megarl.observe.figures import SECTIONS
 from megarl.observe.plots import MAX_POINTS, Line, draw_lines, moving_average, spread, thin, value_text
-from megarl.observe.report import LEVELS, flatten, headline, level, pick_steps, render, write_report
+from megarl.observe.report import LEVELS, flatten, headline, level, pick_steps, render, sources, write_report
 from megarl.observe.run_log import RunLog, Sample
 from megarl.observe.runs import Run, families, kept_share, load_run, mean_course
 
@@ -502,3 +502,28 @@ def test_levels_are_symmetric_and_bounded(number: float, scale: float) -> None:
     assert abs(level(number, scale)) <= LEVELS and (
         abs(number) < scale or abs(level(number, scale)) == LEVELS
     )
+
+
+def test_data_sources_have_a_table(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        for step, accuracy in ((0, 0.25), (10, 0.75)):
+            own = {
+                "eval/gsm/avg": accuracy,
+                "eval/gsm/problems": 8,
+                "eval/aime/avg": 0.0,
+                "eval/aime/problems": 2,
+            }
+            log.write_metrics({"step": step, "stage": "eval", "eval/avg": 0.1, **own})
+        for step in range(1, 11):
+            log.write_metrics({"step": step, "stage": "train", "source/gsm/accuracy": step / 10})
+    found = sources(load_run(tmp_path))
+    rows = [dict(zip(found["heads"], cells, strict=True)) for cells, _ in found["rows"]]
+    assert [row["source"] for row in rows] == ["aime", "gsm"]
+    assert (rows[1]["avg"], rows[1]["problems"], rows[1]["trained: accuracy"]) == (
+        "0.250 to 0.750",
+        "8",
+        "1.000",
+    )
+    assert (rows[0]["avg"], rows[0]["trained: accuracy"], rows[0]["score"]) == ("0.000", "-", "-")
+    html = (write_report([tmp_path], tmp_path)).read_text()
+    assert "<h2>Data sources</h2>" in html and "0.250 to 0.750" in html

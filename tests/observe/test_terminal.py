@@ -31,6 +31,7 @@ from megarl.observe.terminal import (
     TerminalView,
     compact,
     duration,
+    evaluation_text,
     resample,
     sparkline,
     watch,
@@ -353,3 +354,19 @@ def test_a_follower_reads_each_line_once(tmp_path: Path) -> None:
     write(tmp_path, WHOLE[:1])
     assert follower.look() == (False, WHOLE[:1])
     assert follower.look() == (False, [])
+
+
+def test_data_sources_follow_an_evaluation() -> None:
+    record = {
+        "eval/avg": 0.5,
+        "eval/k": 1,
+        "eval/problems": 30,
+        "eval/gsm/avg": 0.25,
+        "eval/gsm/problems": 20,
+    }
+    record |= {"eval/aime24/avg": 1.0, "eval/aime24/problems": 10, "eval/length_mean": 5.0}
+    assert evaluation_text(record).splitlines() == [
+        "0.500 avg  (k 1, 30 problems)",
+        "      aime24  1.000 avg  (10 problems)",
+        "      gsm     0.250 avg  (20 problems)",
+    ]

@@ -445,6 +445,37 @@ def test_evaluation(world):
     assert any(not np.array_equal(a.body.tokens, b.body.tokens) for a, b in pairs)
 
 
+def test_data_sources_have_figures_of_their_own(world):
+    """In a rollout and in an evaluation; with one source there are none beside those of all."""
+    _, tokenizer, problems = world
+    named = [replace(p, source=("gsm 8k", "aime", "")[i % 3]) for i, p in enumerate(problems)]
+    settings_ = config(evaluation={"samples": 4})
+    result = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(named))[0]
+    stats, answers = result.stats(), list(result.answers(tokenizer))
+    assert list(result.by_source()) == ["aime", "gsm_8k", "unnamed"]
+    for source, name in (("gsm 8k", "gsm_8k"), ("aime", "aime"), ("", "unnamed")):
+        own = {p.uid for p in named if p.source == source}
+        some = [a for a in answers if a["uid"] in own]
+        assert stats[f"eval/{name}/problems"] == len(own)
+        assert stats[f"eval/{name}/avg"] == pytest.approx(np.mean([a["correct"] for a in some]))
+        assert stats[f"eval/{name}/length_mean"] == pytest.approx(np.mean([a["length"] for a in some]))
+    assert stats["eval/problems"] == len(named)
+    plain = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(problems))[0].stats()
+    assert plain == {key: value for key, value in stats.items() if key.count("/") == 1}
+
+    model, *_ = world
+    for batch in [run[0] for run in run_ranks((model, tokenizer, named), config(), 2, steps=1)]:
+        for name, source in (("gsm_8k", "gsm 8k"), ("aime", "aime")):
+            own = [r for g in batch.groups if g.prompt.source == source for r in g.responses]
+            assert batch.stats[f"source/{name}/responses"] == len(own)
+            if own:
+                accuracy, length = (
+                    np.mean([getattr(r, what) for r in own]) for what in ("correct", "length")
+                )
+                assert batch.stats[f"source/{name}/accuracy"] == pytest.approx(accuracy)
+                assert batch.stats[f"source/{name}/length"] == pytest.approx(length)
+
+
 def test_evaluation_needs_a_problem(world):
     error = run_ranks(world, config(), 1, 0, act=lambda s: s.evaluate([]))[0]
     assert isinstance(error, DataError) and str(error).startswith("data.eval:")
