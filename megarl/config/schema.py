@@ -419,6 +419,13 @@ class RewardConfig(Section):
     memory: int = field(
         2048, "data memory of a verifier; an answer that takes more is wrong and recorded", "MiB", ge=128
     )
+    max_unjudged: float = field(
+        0.1,
+        "share of a step's responses that may stay unjudged (left out), since a failure of the verifier's "
+        "process, function or service says nothing of them; above it the run ends",
+        ge=0,
+        le=1,
+    )
     overlong: OverlongConfig = section(OverlongConfig)
 
 

@@ -134,7 +134,9 @@ def evaluation_text(record: Mapping[str, Any]) -> str:
     def line(prefix: str, remark: str) -> str:
         text = "  ".join(f"{number(record.get(f'{prefix}/{name}'), '.3f')} {name}" for name in names)
         problems = record.get(f"{prefix}/problems")
-        return f"{text}  ({remark}{problems} problems)" if problems is not None else text
+        left_out = record.get(f"{prefix}/unjudged")
+        unjudged = f", {left_out} unjudged" if left_out else ""
+        return f"{text}  ({remark}{problems} problems{unjudged})" if problems is not None else text
 
     sources = evaluated_sources(record)
     width = max(map(len, sources), default=0)

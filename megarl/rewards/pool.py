@@ -1,5 +1,7 @@
 """Verification in processes of its own: a verifier that hangs, dies or eats memory costs one answer a
-recorded failure.
+recorded failure. What an answer can bring about (time, memory, a crash) makes it wrong, else a policy would
+learn to write such answers; what it cannot (a process that is killed or does not start, a function that
+raises, a service that is down) leaves it unjudged.
 
 One event loop talks to all workers. A worker answers item after item, so that the limit holds for each item,
 while a batch of items travels in one message, JSON on one line. `VerifierPool` is the parent's side, `work`
@@ -53,6 +55,10 @@ _PARENT_CHECK = 5.0  # seconds
 _MAPPED = 1 << 30
 
 
+# How a process ends that did not do it itself. (The kernel, short of memory, kills so too; a verifier's own
+# memory has a limit.)
+FROM_OUTSIDE = {f"signal {number:d}" for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)}
+
 # Response text and reference answer; where the terms of the reward are wanted too, then `length`, `longest`
 # and `truncated` of `Judged`.
 Item = tuple[str, str] | tuple[str, str, int, int, bool]
@@ -89,6 +95,7 @@ class VerifierPool:
         _functions(self._settings)
         self._workers: list[_Worker | None] = [None] * workers
         self._failed_starts = 0
+        self._has_judged = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __enter__(self) -> VerifierPool:
@@ -130,10 +137,11 @@ class VerifierPool:
     def verify(self, items: Sequence[Item]) -> list[Verdict]:
         """Return one verdict per item, in their order.
 
-        An answer that takes longer than the limit has Verdict.error "timeout after 10 s", one whose worker
-        died "verifier died (signal 9)"; both count as wrong and leave the other answers alone. Either must
-        happen twice: a worker that was killed or stopped from outside changes no verdict. Raises WaitTimeout
-        or ConfigError if workers cannot be started."""
+        An answer that takes longer than the limit has Verdict.error "timeout after 10 s" and is wrong; so is
+        one whose worker crashed ("verifier died (signal 11)"), and it is unjudged where the worker was killed
+        ("verifier died (signal 9)"). Either must happen twice, and leaves the other answers alone: a worker
+        that was killed or stopped from outside once changes no verdict. Where no worker can be started,
+        raises WaitTimeout or ConfigError before anything was judged; later, what is left is unjudged."""
         if self._loop is None:
             # Not new_event_loop: the process may have another policy (SGLang's is uvloop).
             self._loop = asyncio.SelectorEventLoop()
@@ -157,7 +165,15 @@ class VerifierPool:
             while todo:
                 worker = self._workers[slot]
                 if worker is None or not worker.alive:
-                    worker = await self._start(slot)
+                    try:
+                        worker = await self._start(slot)
+                    except (WaitTimeout, ConfigError) as problem:
+                        if not self._has_judged:
+                            raise
+                        for item in todo:
+                            verdicts[item] = Verdict(False, error=str(problem), judged=False)
+                        todo.clear()
+                        return
                 worker.give([todo.popleft() for _ in range(min(at_most, len(todo)))], items)
                 while worker.batch:
                     try:
@@ -167,11 +183,13 @@ class VerifierPool:
                         item = worker.batch[0]
                         if item in lost:
                             error = f"timeout after {self.timeout:g} s" if late else f"verifier died ({how})"
-                            verdicts[worker.batch.popleft()] = Verdict(False, error=error)
+                            judged = late or how not in FROM_OUTSIDE
+                            verdicts[worker.batch.popleft()] = Verdict(False, error=error, judged=judged)
                         lost.add(item)
                         todo.extendleft(reversed(worker.batch))
                         worker.batch.clear()
                     else:
+                        self._has_judged = True
                         verdicts[worker.batch.popleft()] = verdict
 
         await asyncio.gather(*(judge(slot) for slot in range(min(workers, len(items)))))
@@ -289,8 +307,9 @@ class _Worker:
 
 def judge(verifier: Verifier, terms: Mapping[str, Term], response: str, answer: str, *size: Any) -> Verdict:
     """Return the verifier's verdict, with the values of the terms where `size` (length, longest, truncated)
-    is given. Whatever one of them raises or returns wrongly is a verdict with an error, and without terms. A
-    bare number is a score, and right from 1 on."""
+    is given. Whatever one of them raises or returns wrongly is a verdict with an error, and without terms: of
+    nothing, as nobody has judged, unless memory or the stack ran out, which an answer can bring about. A bare
+    number is a score, and right from 1 on."""
     at = ""
     try:
         result: object = verifier(response, answer)
@@ -300,7 +319,9 @@ def judge(verifier: Verifier, terms: Mapping[str, Term], response: str, answer: 
             score = _finite(result, "verifier returned", "not bool, number or Verdict")
             verdict = Verdict(score >= 1, score=score)
         else:
-            verdict = Verdict(bool(result.correct), result.extracted, result.error)
+            verdict = Verdict(
+                bool(result.correct), result.extracted, result.error, judged=bool(result.judged)
+            )
             if result.score is not None:
                 score = _finite(result.score, "verifier returned a score:", "not a number")
                 verdict = replace(verdict, score=score)
@@ -312,12 +333,13 @@ def judge(verifier: Verifier, terms: Mapping[str, Term], response: str, answer: 
             at = f"reward.terms.{name}: "
             values[name] = _finite(term(judged), "it returned", "not a number")
         return replace(verdict, terms=values)
-    except MemoryError:
-        return Verdict(False, error=f"{at}{'it' if at else 'verifier'} ran out of memory")
+    except (MemoryError, RecursionError) as error:
+        what = "memory" if isinstance(error, MemoryError) else "stack"
+        return Verdict(False, error=f"{at}{'it' if at else 'verifier'} ran out of {what}")
     except _UnusableError as problem:
-        return Verdict(False, error=f"{at}{problem}")
+        return Verdict(False, error=f"{at}{problem}", judged=False)
     except Exception as error:  # noqa: BLE001 (a verifier's bug must not end the run: it is recorded)
-        return Verdict(False, error=f"{at}{type(error).__name__}: {error}".split("\n")[0])
+        return Verdict(False, error=f"{at}{type(error).__name__}: {error}".split("\n")[0], judged=False)
 
 
 class _UnusableError(Exception):
@@ -372,7 +394,7 @@ def work() -> None:
             texts = (
                 None if text is None else str(text)[:_MAX_TEXT] for text in (verdict.extracted, verdict.error)
             )
-            _write(sink, [verdict.correct, *texts, verdict.score, verdict.terms])
+            _write(sink, [verdict.correct, *texts, verdict.score, verdict.terms, verdict.judged])
 
 
 def _write(sink: IO[bytes], message: Any) -> None:

@@ -18,7 +18,9 @@ class Verdict:
     correct    whether the response answers the problem: what accuracy, pass@k, group filtering and the
                positive-example loss count
     extracted  the normalised final answer, for majority voting; None where the response gives none
-    error      why no judgement was reached (the answer then counts as wrong), else None
+    error      why the verifier came to no end, else None
+    judged     False where that says nothing of the answer (docs/verifiers.md): nobody has judged it, and the
+               response is left out of everything; with an error and True the answer counts as wrong
     score      of a verifier that grades, any finite number: 1 earns what a right answer earns, 0 what a wrong
                one does; None: what `correct` says
     terms      name -> value of each of `reward.terms`, which the pool fills in"""
@@ -28,6 +30,7 @@ class Verdict:
     error: str | None = None
     score: float | None = None
     terms: Mapping[str, float] = field(default_factory=dict, hash=False)
+    judged: bool = True
 
     def reward(self, correct: float, incorrect: float) -> float:
         """Return (1 - score) incorrect + score correct: exactly one of the two at 0 and at 1, which

@@ -36,6 +36,12 @@ class Body:
     versions: np.ndarray | None = None
     routing: np.ndarray | None = None
 
+    def without_tokens(self, prompt: int) -> Body:
+        """Return the body of no response to a prompt of so many tokens."""
+        versions = None if self.versions is None else self.versions[:0]
+        routing = None if self.routing is None else self.routing[:prompt]
+        return Body(self.tokens[:0], self.logprobs[:0], versions, routing)
+
 
 @dataclass
 class Response:
@@ -45,7 +51,7 @@ class Response:
     body       None on all other ranks
     owner      the rank that drew it, by its number among those that have engines
     length     tokens
-    extracted  as in Verdict, and error
+    extracted  as in Verdict, and error, judged
     reward     as it enters the advantages, terms and penalty included
     penalty    soft overlong punishment, <= 0
     score      as in Verdict, and terms
@@ -65,6 +71,7 @@ class Response:
     penalty: float
     score: float | None = None
     terms: dict[str, float] = field(default_factory=dict)
+    judged: bool = True
     reflects: bool | None = None
     oldest: int | None = None
     routed: tuple[str, tuple[int, ...]] | None = None
@@ -94,19 +101,26 @@ class Group:
     version: int
 
     @property
+    def counted(self) -> list[Response]:
+        """Return the responses to train on: those that were judged, unless one alone of several was, which
+        has nothing to be compared with."""
+        judged = [r for r in self.responses if r.judged]
+        return judged if len(judged) > 1 or len(self.responses) == 1 else []
+
+    @property
     def correct(self) -> int:
         """Return the number of correct responses."""
-        return sum(r.correct for r in self.responses)
+        return sum(r.correct for r in self.counted)
 
     @property
     def mixed(self) -> bool:
         """Return whether 0 < correct < group size (DAPO eq. 11)."""
-        return 0 < self.correct < len(self.responses)
+        return 0 < self.correct < len(self.counted)
 
     @property
     def spread(self) -> float:
         """Return the standard deviation of the rewards, that of the group itself."""
-        return float(np.std([r.reward for r in self.responses]))
+        return float(np.std([r.reward for r in self.counted])) if self.counted else 0.0
 
     def texts(self, tokenizer: Any) -> Iterator[tuple[Response, str]]:
         """Return each response whose body is here with its text."""
@@ -169,18 +183,26 @@ def routing_from_state(state: Sequence[Any] | None) -> np.ndarray | None:
 
 
 def response_stats(responses: Sequence[Response]) -> dict[str, float]:
-    """Return reward/*, response/* and reflection/* over `responses` (at least one); no mean over nothing.
-    reward/score where the verifier has graded one of them; reward/term_<name> without weights, and 0 where
-    the answer has an error."""
+    """Return reward/*, response/* and reflection/* over those of `responses` (at least one) that were judged;
+    no mean over nothing. reward/score where the verifier has graded one; reward/term_<name> without weights,
+    and 0 where the answer has an error. Of all: reward/unverified, the share with an error of the verifier,
+    and reward/unjudged, the share on which that says nothing."""
+    failures = {
+        "reward/unverified": sum(r.error is not None for r in responses) / len(responses),
+        "reward/unjudged": sum(not r.judged for r in responses) / len(responses),
+    }
+    responses = [r for r in responses if r.judged]
+    if not responses:
+        return failures
     lengths = [r.length for r in responses]
     count = len(responses)
     graded = any(r.score is not None for r in responses)
     terms = dict.fromkeys(name for r in responses for name in r.terms)
     stats = {
+        **failures,
         "reward/mean": sum(r.reward for r in responses) / count,
         "reward/accuracy": sum(r.correct for r in responses) / count,
         "reward/truncated": sum(r.truncated for r in responses) / count,
-        "reward/unverified": sum(r.error is not None for r in responses) / count,
         "reward/overlong_penalty": sum(r.penalty for r in responses) / count,
         "response/length_mean": sum(lengths) / count,
         "response/length_min": min(lengths),
@@ -257,6 +279,9 @@ class RolloutBatch:
         float32, correct and truncated bool, group_ids, policy_version and response_index int64 [n];
         engine_logprobs float32 [T].
 
+        A response that does not count (`Group.counted`) is its prompt alone, and a group of its own: no token
+        of it is in any loss, denominator or statistic, and the rows stay as many.
+
         group_ids[i] is the position of its group in `groups`, response_index[i] its position in the group.
         policy_version is that of a response's oldest token; where some were continued under new weights,
         token_versions int32 [T] has each token's. Where the engine's choice of experts was recorded, routing
@@ -264,20 +289,30 @@ class RolloutBatch:
 
         first: the number of the first rank that has an engine, among those that deliver the batch."""
         rows = [(g, i, r) for g, group in enumerate(self.groups) for i, r in enumerate(group.responses)]
+        counted = {id(r) for group in self.groups for r in group.counted}
+        counts = [id(r) in counted for _, _, r in rows]
+        lengths = [r.length if count else 0 for (_, _, r), count in zip(rows, counts, strict=True)]
+        group_ids = [g if counts[n] else len(self.groups) + n for n, (g, _, _) in enumerate(rows)]
         prompts = [np.array(group.prompt.tokens, dtype=np.int64) for group in self.groups]
         versions = [self.groups[g].version if r.oldest is None else r.oldest for g, _, r in rows]
         columns = {
-            "rewards": torch.tensor([r.reward for _, _, r in rows], dtype=torch.float32),
+            "rewards": torch.tensor(
+                [r.reward if id(r) in counted else 0.0 for _, _, r in rows], dtype=torch.float32
+            ),
             "correct": torch.tensor([r.correct for _, _, r in rows], dtype=torch.bool),
             "truncated": torch.tensor([r.truncated for _, _, r in rows], dtype=torch.bool),
-            "group_ids": torch.tensor([g for g, _, _ in rows], dtype=torch.int64),
+            "group_ids": torch.tensor(group_ids, dtype=torch.int64),
             "policy_version": torch.tensor(versions, dtype=torch.int64),
             "response_index": torch.tensor([i for _, i, _ in rows], dtype=torch.int64),
         }
-        own = [(row, g, r.body) for row, (g, _, r) in enumerate(rows) if r.body is not None]
+        own = [
+            (row, g, r.body if counts[row] else r.body.without_tokens(prompts[g].size))
+            for row, (g, _, r) in enumerate(rows)
+            if r.body is not None
+        ]
         return StepBatch(
-            lengths=torch.tensor([prompts[g].size + r.length for g, _, r in rows], dtype=torch.int64),
-            response_lengths=torch.tensor([r.length for _, _, r in rows], dtype=torch.int64),
+            lengths=torch.tensor([prompts[g].size + n for (g, _, _), n in zip(rows, lengths, strict=True)]),
+            response_lengths=torch.tensor(lengths, dtype=torch.int64),
             owners=torch.tensor([first + r.owner for _, _, r in rows], dtype=torch.int64),
             columns=columns,
             rows=torch.tensor([row for row, _, _ in own], dtype=torch.int64),
@@ -340,16 +375,22 @@ class RolloutBatch:
 
 @dataclass
 class EvaluationResult:
-    """k answers to each problem, in the order of the problems; their bodies are on rank 0."""
+    """k answers to each problem, in the order of the problems; their bodies are on rank 0. A problem with an
+    answer that nobody has judged counts in no score."""
 
     k: int
     groups: list[Group]
 
+    @property
+    def judged(self) -> list[Group]:
+        """Return the problems whose answers were all judged."""
+        return [group for group in self.groups if all(r.judged for r in group.responses)]
+
     def table(self) -> list[dict[str, Any]]:
-        """Return one row per problem: its scores, pass@j for every j of `ks_up_to`, the most frequent answer
-        and its votes, mean length in tokens, share of truncated answers and of verifier failures."""
+        """Return one row per judged problem: its scores, pass@j for every j of `ks_up_to`, the most frequent
+        answer and its votes, mean length in tokens, share of truncated answers and of verifier failures."""
         rows = []
-        for group in self.groups:
+        for group in self.judged:
             answers, correct = group.responses, [r.correct for r in group.responses]
             first = Counter(r.extracted for r in answers if r.extracted is not None).most_common(1)
             rows.append(
@@ -385,14 +426,20 @@ class EvaluationResult:
         return {name: EvaluationResult(self.k, groups) for name, groups in of_sources(self.groups).items()}
 
     def _means(self, prefix: str) -> dict[str, float]:
-        table, answers = self.table(), [answer for group in self.groups for answer in group.responses]
+        table, answers = self.table(), [answer for group in self.judged for answer in group.responses]
+        unjudged: dict[str, float] = {
+            f"{prefix}/unjudged": len(self.groups) - len(table),
+            f"{prefix}/problems": len(table),
+        }
+        if not table:
+            return unjudged
         means = {
             f"{prefix}/{name}": sum(row[name] for row in table) / len(table)
             for name in ("avg", "pass", "majority", "length_mean", "truncated")
         }
         if any(answer.score is not None for answer in answers):
             means[f"{prefix}/score"] = mean_score(answers)
-        return {**means, f"{prefix}/problems": len(table)}
+        return {**means, **unjudged}
 
     def scores(self) -> dict[str, dict[str, float]]:
         """Return avg@k, pass@1 ... pass@k and majority@k, each with its mean over the problems and the 95 %
@@ -405,12 +452,15 @@ class EvaluationResult:
         }
         found = {}
         for name, values in columns.items():
+            if not values:
+                continue
             low, high = interval(values, self.k)
             found[name] = {"mean": math.fsum(values) / len(values), "low": low, "high": high}
         return found
 
     def counts(self) -> dict[str, int]:
-        """Count answers by what became of them. unverified: wrong, as the verifier failed on it."""
+        """Count answers by what became of them. unverified: those that the verifier came to no end with; they
+        are wrong, or, where that says nothing of the answer, left out (unjudged)."""
         answers = [answer for group in self.groups for answer in group.responses]
         return {
             "all": len(answers),
@@ -418,6 +468,7 @@ class EvaluationResult:
             "without_answer": sum(answer.extracted is None for answer in answers),
             "truncated": sum(answer.truncated for answer in answers),
             "unverified": sum(answer.error is not None for answer in answers),
+            "unjudged": sum(not answer.judged for answer in answers),
         }
 
     def answers(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
@@ -436,5 +487,6 @@ class EvaluationResult:
                     "score": r.score,
                     "truncated": r.truncated,
                     "error": r.error,
+                    "judged": r.judged,
                     "length": r.length,
                 }

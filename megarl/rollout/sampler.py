@@ -133,6 +133,11 @@ class RolloutSampler:
         # Nothing was offered where the surplus of the step before was enough.
         responses = [r for group in collector.offered or groups for r in group.responses]
         errors = Counter(r.error for r in responses if r.error is not None)
+        unjudged = [r.error for r in responses if not r.judged]
+        if len(unjudged) > self.config.reward.max_unjudged * len(responses):
+            share = f"{len(unjudged)} of {len(responses)} responses of a step were not judged"
+            limit = f"more than {self.config.reward.max_unjudged:g} of them"
+            raise ConfigError(f"reward.max_unjudged: {share}, {limit}: {unjudged[0]}")
         of_sources = source_stats(collector.offered or groups)
         stats = {
             **collector.stats(),
@@ -731,6 +736,7 @@ class RolloutWorker:
                 penalty=penalty,
                 score=verdict.score,
                 terms=dict(verdict.terms),
+                judged=verdict.judged,
                 reflects=self.reflection.search(text) is not None if self.reflection else None,
             )
         return responses

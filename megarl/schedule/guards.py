@@ -50,14 +50,16 @@ class Guards:
         return f"{error}; the rest of the step is skipped ({count})"
 
     def judged(self, metrics: Mapping[str, float], errors: Mapping[str, int]) -> list[str]:
-        """Count a step in which no answer got a verdict, and return the line about it. errors: the verifier's
-        errors and how often each occurred."""
+        """Count a step in which no answer got a verdict, and return the line about it, or about responses
+        that were not judged. errors: the verifier's errors and how often each occurred."""
         share = metrics.get("reward/unverified")
         if share is not None:  # recipe sft has no answers
             self.unverified = self.unverified + 1 if share == 1 else 0
-        if share != 1:
-            return []
         often = max(errors, key=lambda error: errors[error], default="see the steps before")
+        if share != 1:
+            unjudged = metrics.get("reward/unjudged", 0.0)
+            left_out = f"{unjudged:.1%} of the responses were not judged and are left out"
+            return [f"{left_out}; the verifier's most frequent failure: {often}"] if unjudged else []
         count = f"{self.unverified} of at most {self.config.unverified_steps} steps in a row"
         return [f"the verifier failed on every answer, most often: {often} ({count})"]
 

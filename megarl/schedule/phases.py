@@ -91,6 +91,7 @@ def reward_model(run: Run, step: Step) -> None:
     scores = local.gather(own, batch, run.runtime)
     batch["rewards"] = batch["rewards"] + run.config.reward.model.weight * scores
     local.experience["rewards"] = batch["rewards"][local.rows]
+    scores = scores[batch.response_lengths > 0]
     step.metrics |= {
         "reward/model_mean": float(scores.double().mean()),
         "reward/model_std": float(scores.double().std(correction=0)),

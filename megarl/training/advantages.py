@@ -110,9 +110,10 @@ def add_gae(
         lam = torch.full((experience.num_sequences,), float(config.lambda_policy), dtype=torch.float64)
     rewards, metrics = token_rewards(config, experience, runtime)
     advantages = gae(rewards, experience["values"], mask, experience.cu_seqlens, lam, config.gamma)
-    metrics |= gae_metrics(sum_over_replicas(runtime, gae_sums(advantages, mask, lam)))
+    some = lengths > 0  # a response that nobody has judged has no token
+    metrics |= gae_metrics(sum_over_replicas(runtime, gae_sums(advantages, mask, lam[some])))
     _write_advantages(config, experience, advantages, runtime)
-    by_length = sum_over_replicas(runtime, lambda_by_length(lengths, lam, longest)).tolist()
+    by_length = sum_over_replicas(runtime, lambda_by_length(lengths[some], lam[some], longest)).tolist()
     value_metrics, tables = add_returns(config, experience, runtime, rewards)
     return metrics | value_metrics, {
         "lambda": dict(zip(("responses", "lambda"), by_length, strict=True)),

@@ -364,9 +364,10 @@ def test_data_sources_follow_an_evaluation() -> None:
         "eval/gsm/avg": 0.25,
         "eval/gsm/problems": 20,
     }
+    record |= {"eval/unjudged": 0, "eval/gsm/unjudged": 2}
     record |= {"eval/aime24/avg": 1.0, "eval/aime24/problems": 10, "eval/length_mean": 5.0}
     assert evaluation_text(record).splitlines() == [
         "0.500 avg  (k 1, 30 problems)",
         "      aime24  1.000 avg  (10 problems)",
-        "      gsm     0.250 avg  (20 problems)",
+        "      gsm     0.250 avg  (20 problems, 2 unjudged)",
     ]

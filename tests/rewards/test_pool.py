@@ -37,6 +37,13 @@ def acts(response, answer):
     if response == "kill": os.kill(os.getpid(), signal.SIGKILL)
     if response == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
     if response == "exit": sys.exit(3)
+    if response == "deep":
+        def deeper(): return deeper()
+        return deeper()
+    if response == "refused":
+        import socket
+        with socket.socket() as free: free.bind(("127.0.0.1", 0)); port = free.getsockname()[1]
+        socket.create_connection(("127.0.0.1", port), timeout=2)
     if response == "raise": raise KeyError("no such\\nthing")
     if response == "text": return "yes"
     if response == "score": return Verdict(True, score="0.5")
@@ -116,13 +123,15 @@ def test_each_failure_costs_its_own_answer(user_module: str) -> None:
         "number -inf": "verifier returned -inf, which is not finite",
         "memory": "verifier ran out of memory",
     }
+    # What the answer may have brought about, and so is wrong; of the others nobody has judged.
+    wrong = {"sleep", "spin", "deaf", "segfault", "exit", "memory"}
     items, expected = [], []
     for name, error in bad.items():
         for i in range(30):
             items.append((str(i), str(i)))
             expected.append(Verdict(True))
         items.append((name, "x"))
-        expected.append(Verdict(False, None, error))
+        expected.append(Verdict(False, None, error, judged=name in wrong))
     with VerifierPool(user_module, workers=2, timeout=1.5, memory_mib=512) as pool:
         assert pool.verify(items) == expected
         assert pool.verify(items[:5]) == expected[:5]
@@ -134,6 +143,10 @@ def test_scores(user_module: str) -> None:
         found = pool.verify([*((f"number {number!r}", "") for number in numbers), ("graded", ""), ("a", "a")])
     scores = [Verdict(number >= 1, score=number) for number in numbers]
     assert found == [*scores, Verdict(True, "a", score=0.5), Verdict(True)]
+
+
+def unjudged(error: str) -> Verdict:
+    return Verdict(False, error=error, judged=False)
 
 
 class Half:
@@ -151,13 +164,13 @@ class Half:
         (Fraction(1, 4), Verdict(False, score=0.25)),
         (Verdict(False, score=True), Verdict(False, score=1.0)),
         (Verdict(False, "4", score=3), Verdict(False, "4", score=3.0)),
-        (Half(), Verdict(False, error="verifier returned Half, not bool, number or Verdict")),
-        (None, Verdict(False, error="verifier returned NoneType, not bool, number or Verdict")),
+        (Half(), unjudged("verifier returned Half, not bool, number or Verdict")),
+        (None, unjudged("verifier returned NoneType, not bool, number or Verdict")),
         (
             Verdict(True, score=math.inf),
-            Verdict(False, error="verifier returned a score: inf, which is not finite"),
+            unjudged("verifier returned a score: inf, which is not finite"),
         ),
-        (10**400, Verdict(False, error="OverflowError: int too large to convert to float")),
+        (10**400, unjudged("OverflowError: int too large to convert to float")),
     ],
 )
 def test_what_a_verifier_may_return(returned: Any, expected: Verdict) -> None:
@@ -200,14 +213,17 @@ def test_terms_see_what_was_judged() -> None:
         (MemoryError(), "reward.terms.a: it ran out of memory"),
     ],
 )
-def test_a_term_that_fails_makes_the_answer_wrong(returned: Any, error: str) -> None:
+def test_an_answer_on_which_a_term_fails_is_unjudged(returned: Any, error: str) -> None:
+    """But for memory, which the answer may have brought about: then it is wrong."""
+
     def term(response: Judged) -> Any:
         if isinstance(returned, BaseException):
             raise returned
         return returned
 
     terms = {"b": lambda response: 1.0, "a": term}
-    assert judge(lambda *_: True, terms, "x", "7", 1, 2, False) == Verdict(False, error=error)
+    expected = Verdict(False, error=error, judged=isinstance(returned, MemoryError))
+    assert judge(lambda *_: True, terms, "x", "7", 1, 2, False) == expected
 
 
 def test_terms_in_a_worker(user_module: str) -> None:
@@ -231,6 +247,35 @@ def test_terms_in_a_worker(user_module: str) -> None:
         VerifierPool("dapo", terms={"x": RewardTerm(function="pool_test_verifiers:no")})
     with pytest.raises(ConfigError, match=r"^reward.terms.x.function: 'dapo' names no function"):
         VerifierPool("dapo", terms={"x": RewardTerm(function="dapo")})
+
+
+def test_what_an_answer_brings_about_is_wrong_and_what_it_cannot_is_unjudged(user_module: str) -> None:
+    """A service that is down is one whose port refuses connections."""
+    answers = ["kill", "segfault", "exit", "raise", "text", "memory", "deep", "refused", "a"]
+    with VerifierPool(user_module, workers=2, timeout=5, memory_mib=256) as pool:
+        found = dict(zip(answers, pool.verify([(text, "a") for text in answers]), strict=True))
+    judged = {text: verdict.judged for text, verdict in found.items()}
+    assert judged == dict.fromkeys(answers, True) | dict.fromkeys(("kill", "raise", "text", "refused"), False)
+    assert [text for text, verdict in found.items() if verdict.correct] == ["a"]
+    assert found["kill"].error == "verifier died (signal 9)"
+    assert found["refused"].error is not None and found["refused"].error.startswith(
+        "ConnectionRefusedError: "
+    )
+    assert found["deep"].error == "verifier ran out of stack"
+
+
+def test_workers_that_cannot_be_started_any_more_leave_answers_unjudged(
+    user_module: str, tmp_path: Path
+) -> None:
+    with VerifierPool(user_module, workers=2, timeout=20) as pool:
+        assert pool.verify([("a", "a")] * 4) == [Verdict(True)] * 4
+        (tmp_path / "pool_test_verifiers.py").write_text("raise RuntimeError('gone')")
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGKILL)
+            assert gone(pid, 5)
+        later = pool.verify([("a", "a")] * 6)
+        assert not any(verdict.judged or verdict.correct for verdict in later)
+        assert all("cannot be imported: RuntimeError: gone" in str(verdict.error) for verdict in later)
 
 
 def test_a_worker_killed_from_outside_while_it_works(user_module: str) -> None:

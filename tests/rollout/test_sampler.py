@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from megarl.config.errors import DataError, EngineError
+from megarl.algorithms.advantages import group_advantages
+from megarl.config.errors import ConfigError, DataError, EngineError
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
 from megarl.data.prompts import Prompt
@@ -31,6 +34,7 @@ from megarl.rollout.batch import Group, RolloutBatch
 from megarl.rollout.sampler import RolloutSampler, RolloutWorker
 from megarl.rollout.sampling import Completion, SamplingParams, response_seed
 from megarl.rollout.transformers_engine import TransformersEngine
+from megarl.training.batch import loss_weights
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, experience_of, threads
 from tests.tiny_models import make_tiny_model
@@ -46,6 +50,16 @@ class OddText:
             Verdict(s % 2 == 0, str(s % 5) if s % 7 else None, "died" if s % 11 == 0 and s % 2 else None)
             for s in sums
         ]
+
+
+class Failing(OddText):
+    """OddText, whose process fails on every third answer it gets, in the order of their checksums."""
+
+    def verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
+        verdicts = super().verify(items)
+        fails = [zlib.crc32((answer + text).encode()) % 3 == 0 for text, answer in items]
+        failed = Verdict(False, error="ConnectionRefusedError: nobody is there", judged=False)
+        return [failed if f else verdict for f, verdict in zip(fails, verdicts, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -474,6 +488,89 @@ def test_data_sources_have_figures_of_their_own(world):
                 )
                 assert batch.stats[f"source/{name}/accuracy"] == pytest.approx(accuracy)
                 assert batch.stats[f"source/{name}/length"] == pytest.approx(length)
+
+
+@pytest.mark.parametrize("advantage", ["group", "group_mean", "leave_one_out"])
+@pytest.mark.parametrize("aggregation", ["token", "sample", "constant"])
+def test_unjudged_responses_leave_the_signal_of_the_others_as_it_is(world, advantage, aggregation):
+    """Advantages by a loop over the judged ones in float64; weights of tokens those of a batch in which the
+    others never were."""
+    keys = {"algorithm": {"advantage": advantage, "aggregation": aggregation}, "reward": {"max_unjudged": 1}}
+    settings_ = config(rollout={"prompts": 8, "group_size": 5}, **keys)
+    (found,) = run_ranks(world, settings_, 1, steps=1, verifiers=[Failing()])[0]
+    step = found.to_step_batch()
+    kept = [(g, r) for g, group in enumerate(found.groups) for r in group.responses if r.judged]
+    sizes = Counter(g for g, _ in kept)
+    assert len(set(sizes.values())) >= 2 and len(kept) < 40, "groups of different sizes are wanted"
+    rows = [i for i, r in enumerate(found.responses) if r.judged]
+    rows = [i for i, (g, _) in zip(rows, kept, strict=True) if sizes[g] > 1]
+    others = sorted(set(range(40)) - set(rows))
+    assert step.response_lengths[rows].tolist() == [found.responses[i].length for i in rows]
+    assert not step.response_lengths[others].any() and len(step.lengths) == 40
+    own = step.own
+    assert own.response_mask.sum() == step.response_lengths.sum()
+    assert own.lengths.tolist() == step.lengths.tolist()
+    prompts = [len(group.prompt.tokens) for group in found.groups for _ in group.responses]
+    assert [step.lengths[i] for i in others] == [prompts[i] for i in others]
+
+    advantages = group_advantages(step["rewards"].double(), step["group_ids"], advantage)
+    for i in rows:
+        group = found.groups[i // 5]
+        rewards = [r.reward for r in group.responses if r.judged]
+        own_reward, mean = found.responses[i].reward, sum(rewards) / len(rewards)
+        deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+        expected = {
+            "group": (own_reward - mean) / (deviation + 1e-6),
+            "group_mean": own_reward - mean,
+            "leave_one_out": own_reward - (sum(rewards) - own_reward) / (len(rewards) - 1),
+        }[advantage]
+        assert float(advantages[i]) == pytest.approx(expected, abs=1e-12)
+
+    ids = torch.arange(40) % 2
+    weights = loss_weights(step, ids, ids, settings_)
+    index = torch.tensor(rows)
+    columns = {name: column[index] for name, column in step.columns.items()}
+    alone = replace(
+        step, columns=columns, lengths=step.lengths[index], response_lengths=step.response_lengths[index]
+    )
+    for name, expected in loss_weights(alone, ids[index], ids[index], settings_).items():
+        assert torch.equal(weights[name][index], expected) and not weights[name][others].any()
+
+    judged = [r for r in found.responses if r.judged]
+    assert found.stats["reward/unjudged"] == pytest.approx(1 - len(judged) / 40)
+    assert found.stats["reward/accuracy"] == pytest.approx(np.mean([r.correct for r in judged]))
+    assert found.errors["ConnectionRefusedError: nobody is there"] == 40 - len(judged)
+
+
+def test_too_many_unjudged_responses_end_the_run_on_every_rank(world):
+    for error in run_ranks(world, config(rollout={"prompts": 8}), 2, 1, verifiers=[Failing(), Failing()]):
+        assert isinstance(error, ConfigError) and "\n" not in str(error)
+        assert re.match(r"reward\.max_unjudged: \d+ of 24 responses of a step were not judged", str(error))
+        assert str(error).endswith("of them: ConnectionRefusedError: nobody is there")
+
+
+def test_groups_with_fewer_than_two_judged_responses_are_not_kept(world):
+    """Where groups are filtered, others are drawn in their place."""
+    dynamic = {"enabled": True, "max_batches": 20, "by": "score"}
+    keys = {"rollout": {"prompts": 4, "dynamic_sampling": dynamic}, "reward": {"max_unjudged": 1}}
+    (found,) = run_ranks(world, config(**keys), 1, steps=1, verifiers=[Failing()])[0]
+    assert len(found.groups) == 4 and found.stats["rollout/prompts"] > 4
+    assert all(len(group.counted) >= 2 for group in found.groups)
+
+
+def test_unjudged_problems_count_in_no_score(world):
+    _, tokenizer, problems = world
+    settings_ = config(evaluation={"samples": 2})
+    result = run_ranks(world, settings_, 1, 0, verifiers=[Failing()], act=lambda s: s.evaluate(problems))[0]
+    answers = list(result.answers(tokenizer))
+    failed = {a["uid"] for a in answers if not a["judged"]}
+    judged = [a for a in answers if a["uid"] not in failed]
+    stats = result.stats()
+    assert 0 < len(failed) < 9
+    assert (stats["eval/unjudged"], stats["eval/problems"]) == (len(failed), 9 - len(failed))
+    assert stats["eval/avg"] == pytest.approx(np.mean([a["correct"] for a in judged]))
+    assert result.scores()["avg@2"]["mean"] == pytest.approx(stats["eval/avg"])
+    assert result.counts()["unjudged"] == sum(not a["judged"] for a in answers)
 
 
 def test_evaluation_needs_a_problem(world):

@@ -48,7 +48,9 @@ def test_the_run_stops_after_so_many_steps_without_a_verdict() -> None:
         line == "the verifier failed on every answer, most often: TypeError: getcwd() takes no arguments "
         "(1 of at most 2 steps in a row)"
     )
-    assert guards.judged({"reward/unverified": 7 / 8}, errors) == []
+    assert guards.judged({"reward/unverified": 7 / 8, "reward/unjudged": 0.0}, errors) == []
+    (line,) = guards.judged({"reward/unverified": 7 / 8, "reward/unjudged": 0.125}, errors)
+    assert line.startswith("12.5% of the responses were not judged and are left out; the verifier's most")
     assert len(guards.judged({"reward/unverified": 1.0}, {})) == 1 and guards.judged({}, {}) == []
     guards.check_judged()
     resumed = Guards(GuardConfig(unverified_steps=2))
