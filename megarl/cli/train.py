@@ -3,6 +3,7 @@ of the steps again."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import signal
@@ -120,6 +121,9 @@ def _train(config: Config, stop: StopRequest, *, launched: bool) -> int:
                 # megatron-core collects garbage at each model that is saved: it goes through every object,
                 # some millions, but those that are frozen, which live as long as this process.
                 gc.freeze()
+                # At its end Python collects what is not frozen, and triton's bindings would list the rest as
+                # leaked, on pages behind our last line.
+                atexit.register(gc.unfreeze)
                 if runtime.rank == 0:
                     reports = {name: asdict(report) for name, report in run.data_reports.items()}
                     text = json.dumps(reports, indent=1) + "\n"
