@@ -225,7 +225,7 @@ class _Worker:
     def __init__(self) -> None:
         self.batch: deque[int] = deque()
         self.last_line = ""
-        self._ready = self._ended = False
+        self._ready = self._ended = self._killed = False
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self._transports: list[asyncio.BaseTransport] = []
         self.process = subprocess.Popen(
@@ -281,8 +281,10 @@ class _Worker:
         """Kill this process (its own pid only), close its pipes and say how it ended."""
         if not self._ended:
             if self._transports and self._answers.at_eof():
-                # It closed its pipe, so it is about to be gone, and its own way of ending is the news.
-                self._wait(1.0)
+                # It closed its pipe, so it is about to be gone, and its own way of ending is the news. What is
+                # killed here was not killed from outside.
+                self._wait(10.0)
+            self._killed = self.process.poll() is None
             self.process.kill()
             self._wait(10.0)
             if not self._ready:
@@ -296,7 +298,13 @@ class _Worker:
             self._stderr.close()
             self._ended = True
         code = self.process.returncode
-        return "killed" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+        return (
+            "killed"
+            if code is None or self._killed
+            else f"signal {-code}"
+            if code < 0
+            else f"exit code {code}"
+        )
 
     def _wait(self, limit: float) -> None:
         try:
