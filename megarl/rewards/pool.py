@@ -281,8 +281,8 @@ class _Worker:
         """Kill this process (its own pid only), close its pipes and say how it ended."""
         if not self._ended:
             if self._transports and self._answers.at_eof():
-                # It closed its pipe, so it is about to be gone, and its own way of ending is the news. What is
-                # killed here was not killed from outside.
+                # It closed its pipe, so it is about to be gone, and its own way of ending is the news. One
+                # that is killed here was not killed from outside.
                 self._wait(10.0)
             self._killed = self.process.poll() is None
             self.process.kill()
