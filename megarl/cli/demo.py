@@ -141,7 +141,7 @@ def _print_result(config: Config) -> None:
     from megarl.observe.runs import read_metrics
 
     print()
-    scores = [record for record in read_metrics(config.run_dir).records if record["stage"] == "eval"]
+    scores = [record for record in read_metrics(config.run_dir).records if "eval/avg" in record]
     if scores:
         first, last = scores[0], scores[-1]
         accuracy = f"{first['eval/avg']:.3f} before, {last['eval/avg']:.3f} after {last['step']} steps"

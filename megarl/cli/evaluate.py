@@ -94,7 +94,7 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
         "confidence": 0.95,
         "scores": scores,
         "answers": counts,
-        "length_mean": stats["eval/length_mean"],
+        "length_mean": stats.get("eval/length_mean"),  # None where no problem was judged
         "score_mean": stats.get("eval/score"),  # None where the verifier says right or wrong only
         "sources": {
             name: {"problems": len(one.groups), "scores": one.scores(), "answers": one.counts()}
@@ -134,8 +134,9 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
     if parts := result.by_source():
         by_source = Table("source", "problems", *scores, "tokens", title="data sources")
         for name, one in parts.items():
-            means = [f"{score['mean']:.4f}" for score in one.scores().values()]
-            length = stats[f"eval/{name}/length_mean"]
-            by_source.add_row(name, f"{len(one.groups):,}", *means, f"{length:.0f}")
+            found, length = one.scores(), stats.get(f"eval/{name}/length_mean")
+            means = [f"{found[measure]['mean']:.4f}" if measure in found else "-" for measure in scores]
+            tokens = "-" if length is None else f"{length:.0f}"
+            by_source.add_row(name, f"{len(one.groups):,}", *means, tokens)
         console.print(by_source)
     print(f"answers and scores: {out}")

@@ -130,9 +130,11 @@ def memory_saver_problem(cuda: str) -> str | None:
         return None  # another version's names: SGLang says so itself
     paths = os.pathsep.join(filter(None, [*cuda_runtime_folders(), os.environ.get("LD_LIBRARY_PATH", "")]))
     environment = {**os.environ, "LD_PRELOAD": str(preloaded), "LD_LIBRARY_PATH": paths}
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", ""], env=environment, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-S", "-c", ""]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return f"sglang's memory saver cannot be preloaded: Python did not start within 60 s ({INSTALL})"
     if done.returncode == 0:
         return None
     said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -298,13 +298,9 @@ class _Worker:
             self._stderr.close()
             self._ended = True
         code = self.process.returncode
-        return (
-            "killed"
-            if code is None or self._killed
-            else f"signal {-code}"
-            if code < 0
-            else f"exit code {code}"
-        )
+        if code is None or self._killed:
+            return "killed"
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def _wait(self, limit: float) -> None:
         try:

@@ -148,6 +148,24 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+def test_an_evaluation_that_nobody_judges_says_so(shared_scene: Scene, tmp_path: Path) -> None:
+    """With two data sources: no score, no error, and every answer counted as unjudged."""
+    rows = [
+        {"question": f"What is {a} + 1?", "answer": str(a + 1), "data_source": "ab"[a % 2]} for a in range(4)
+    ]
+    file = tmp_path / "sources.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = ("reward.verifier=tests.cli.verifiers:only_labelled", "parallel.tp=1", f"data.eval=[{file}]")
+    done = megarl("eval", str(shared_scene.config), *keys, "--out", "out", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    summary = json.loads((tmp_path / "out" / "scores.json").read_text())
+    assert (summary["scores"], summary["length_mean"]) == ({}, None)
+    answers = summary["answers"]
+    assert answers["unjudged"] == answers["all"] and list(summary["sources"]) == ["a", "b"]
+    assert "answers, unjudged" in done.stdout
+
+
+@pytest.mark.slow
 def test_the_command_on_two_ranks(shared_scene: Scene, run: Path, tmp_path: Path) -> None:
     """A Megatron checkpoint under the launcher at dp 2, and its export in one process: the same answers, and
     scores as counted here."""
