@@ -26,6 +26,7 @@ from megarl.plan.sizes import (
     device_of,
     in_flight,
     passed_on,
+    quantised_bytes,
 )
 from megarl.weights.families import read_config
 from megarl.weights.layout import check_frozen, check_layout
@@ -89,11 +90,13 @@ class Plan:
     @cached_property
     def stages(self) -> tuple[int, ...]:
         """Return the pipeline stages one of which is the fullest: the first has the embedding and the most
-        micro-batches in flight, the last a head. Frozen layers, which are the lowest, empty the first."""
+        micro-batches in flight, the last a head; between them all layers may be in FP8. Frozen layers, which
+        are the lowest, empty the first."""
         last = self.layout.pp - 1
         if self.config.actor.frozen_layers or self.config.critic.frozen_layers:
             return tuple(range(last + 1))
-        return (0, last) if last else (0,)
+        between = (1,) if last > 1 and self.config.model.fp8.format != "none" else ()
+        return (0, *between, last) if last else (0,)
 
     @property
     def recomputed_share(self) -> float:
@@ -195,6 +198,17 @@ class Plan:
         single = held.single / replicas
         return (sharded + single) * 2 * SINGLE + (sharded * SINGLE if itemsize < SINGLE else 0.0)
 
+    def quantised(self, model: str, stage: int) -> float:
+        """Return the bytes of the FP8 copies that Transformer Engine keeps of a model's weights on a rank of
+        this stage. They are made in the first pass after an update, or after the weights have come to the
+        GPU, and leave it with them. A pass without gradients makes half of them unless it recomputes; that
+        is not told apart, as its phases have room."""
+        fp8 = self.config.model.fp8
+        if fp8.format == "none" or self.layers == "portable":
+            return 0.0
+        elements = self.shape(model).quantised(self.layout, stage, fp8.first_last_layers_bf16)
+        return elements * quantised_bytes(fp8.recipe, self.device)
+
     def activations(self, model: str) -> Activations:
         config, tp = self.config, self.layout.tp
         return activations(
@@ -239,10 +253,18 @@ class Plan:
                 if self.config.parallel.rollout_ranks:  # whose phases are these alone; others have no engine
                     of_engine = frozenset(name for name in groups if name.startswith("engine."))
                     groups = of_engine if phase.name == ROLLOUT.name else groups - of_engine
-                parts = {name: self.group(name, stage) for name in sorted(groups)}
-                parts |= {**self.work(phase, stage, tokens), "contexts": OVERHEAD}
-                needs.append(Need(phase.name, parts, stage))
+                work = {**self.work(phase, stage, tokens), "contexts": OVERHEAD}
+                needs.append(Need(phase.name, self._present(groups, stage) | work, stage))
             yield max(needs, key=lambda need: need.total)
+
+    def _present(self, groups: frozenset[str], stage: int) -> dict[str, float]:
+        """Return the bytes of tensor groups on a rank of this stage, and of the FP8 copies that come with a
+        model's weights."""
+        parts = {name: self.group(name, stage) for name in sorted(groups)}
+        for owner in sorted(name.removesuffix(".weights") for name in groups if name.endswith(".weights")):
+            if owner != "engine" and (copies := self.quantised(owner, stage)):
+                parts[f"{owner}.fp8_copies"] = copies
+        return parts
 
     def budget(self) -> int:
         """Return the largest update.tokens_per_micro_batch that fits, in steps of 1,024; 0 if none does."""

@@ -52,6 +52,7 @@ class Shape:
     config: Mapping[str, Any]
     dtype: str
     _held: dict[Any, Held] = field(default_factory=dict)
+    _quantised: dict[Any, int] = field(default_factory=dict)
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -73,17 +74,36 @@ class Shape:
             self._held[key] = self._count(layout, pp_rank, critic, optimizer)
         return self._held[key]
 
-    def _count(self, layout: Layout, pp_rank: int, critic: bool, optimizer: OptimizerConfig | None) -> Held:
+    def _local(self, pair: Pair, tp: int) -> int:
+        """Count the elements that one of `tp` ranks has of a parameter."""
+        shapes = [self.sizes.shape(dims) for _, dims in pair.hf]
+        if pair.operation == "vocabulary":
+            ((vocab, hidden),) = shapes
+            return padded_vocab(vocab, tp) // tp * hidden
+        whole = sum(map(prod, shapes))
+        return whole if pair.operation == "replicated" else whole // tp
+
+    def quantised(self, layout: Layout, pp_rank: int, ends_in_bf16: bool) -> int:
+        """Count the parameters that a rank of this pipeline stage multiplies in FP8: the matrices of its
+        layers, but for routers. ends_in_bf16: not those of the model's first and last layer."""
+        key = (layout.tp, layout.pp, layout.vpp, layout.ep, pp_rank, ends_in_bf16)
+        if key in self._quantised:
+            return self._quantised[key]
         sizes = self.sizes
+        layers = set(layout.layers(sizes.layers, pp_rank))
+        if ends_in_bf16:
+            layers -= {0, sizes.layers - 1}
+        elements = 0
+        for pair in family_of(self.config).layer:
+            if pair.operation == "replicated" or any(len(sizes.shape(dims)) < 2 for _, dims in pair.hf):
+                continue
+            copies = sizes.experts // layout.ep if pair.per_expert else 1
+            elements += copies * self._local(pair, 1 if pair.per_expert else layout.tp)
+        self._quantised[key] = len(layers) * elements
+        return self._quantised[key]
 
-        def local(pair: Pair, tp: int) -> int:
-            shapes = [sizes.shape(dims) for _, dims in pair.hf]
-            if pair.operation == "vocabulary":
-                ((vocab, hidden),) = shapes
-                return padded_vocab(vocab, tp) // tp * hidden
-            whole = sum(map(prod, shapes))
-            return whole if pair.operation == "replicated" else whole // tp
-
+    def _count(self, layout: Layout, pp_rank: int, critic: bool, optimizer: OptimizerConfig | None) -> Held:
+        sizes, local = self.sizes, self._local
         layers, top = sizes.layers // layout.pp, sizes.layers - 1
 
         def counts(pair: Pair, layer: int = 0) -> bool:
@@ -298,15 +318,28 @@ def activations(
     return Activations(layer, one_layer, work, b * h, head, fixed, passing, recompute, recomputed)
 
 
+def quantised_bytes(recipe: str, device: Device) -> float:
+    """Return the bytes of the FP8 copies that Transformer Engine keeps of a parameter (2.20: Float8Tensor,
+    MXFP8Tensor and Float8BlockwiseQTensor): rows, and for the gradient of the input columns, each with the
+    scales of its blocks. With one scale for all a device that needs no transposed copy has rows alone."""
+    if recipe == "mxfp8":
+        return 2 * (1 + 1 / 32)
+    if recipe == "blockwise":
+        return 2 * (1 + SINGLE / 128**2)
+    return 2.0 if device.transposes else 1.0
+
+
 @dataclass(frozen=True)
 class Device:
-    """A GPU. memory: bytes; tflops: dense bf16; memory_speed: GB/s; host_speed: GB/s, in one direction."""
+    """A GPU. memory: bytes; tflops: dense bf16; memory_speed: GB/s; host_speed: GB/s, in one direction;
+    transposes: whether its FP8 products ask for transposed copies of matrices, as those before Blackwell."""
 
     name: str
     memory: float
     tflops: float
     memory_speed: float
     host_speed: float
+    transposes: bool = True
 
 
 # Data sheets: H100 SXM5, H200 SXM, H800 SXM, H20 SXM, GB200 NVL72, A100 SXM4 80 GB. What
@@ -316,7 +349,7 @@ DEVICES = {
     "H200": Device("H200", 139.8 * GIB, 989.0, 4800.0, 55.0),
     "H800": Device("H800", 79.2 * GIB, 989.0, 3350.0, 55.0),
     "H20": Device("H20", 95.6 * GIB, 148.0, 4000.0, 55.0),
-    "GB200": Device("GB200", 185.0 * GIB, 2500.0, 8000.0, 225.0),
+    "GB200": Device("GB200", 185.0 * GIB, 2500.0, 8000.0, 225.0, transposes=False),
     "A100": Device("A100", 79.2 * GIB, 312.0, 2039.0, 25.0),
 }
 
@@ -332,8 +365,9 @@ def device_of(cluster: ClusterConfig, measured: float | None = None) -> Device:
         "gpu_memory_speed": cluster.gpu_memory_speed,
         "host_speed": cluster.host_speed,
     }
+    transposes = True
     if cluster.gpu in DEVICES:
-        _, *known = astuple(DEVICES[cluster.gpu])
+        _, *known, transposes = astuple(DEVICES[cluster.gpu])
         table = dict(zip(figures, known, strict=True))
         figures = {key: table[key] if value is None else value for key, value in figures.items()}
     missing = [f"cluster.{key}" for key, value in figures.items() if value is None]
@@ -342,5 +376,5 @@ def device_of(cluster: ClusterConfig, measured: float | None = None) -> Device:
             f"cluster.gpu: {cluster.gpu} is not in the table ({', '.join(DEVICES)}): "
             f"set {', '.join(missing)} as well"
         )
-    total, *speeds = (value or 0.0 for value in figures.values())
-    return Device(cluster.gpu, measured or total, *speeds)
+    total, tflops, memory_speed, host_speed = (value or 0.0 for value in figures.values())
+    return Device(cluster.gpu, measured or total, tflops, memory_speed, host_speed, transposes)

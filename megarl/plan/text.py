@@ -17,6 +17,7 @@ from megarl.plan.times import Estimate, Lengths
 
 COLUMNS = (
     ("weights", ("actor.weights", "critic.weights", "reference.weights", "reward.weights")),
+    ("FP8 copies", tuple(f"{model}.fp8_copies" for model in ("actor", "critic", "reference", "reward"))),
     ("gradients", ("actor.gradients", "critic.gradients")),
     ("optimizer", ("actor.optimizer", "critic.optimizer")),
     ("engine", ("engine.weights",)),

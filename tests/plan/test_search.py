@@ -18,10 +18,7 @@ from megarl.plan.times import default_lengths, estimate
 from megarl.weights.cost import planning_config
 from tests.plan.test_memory import GIB, ROOT
 
-SHIPPED = [
-    *("vapo_32b", "vapo_7b"),
-    *(pytest.param(f, marks=pytest.mark.slow) for f in ("dapo_32b", "sao_32b", "dapo_72b", "dapo_30b_a3b")),
-]
+SHIPPED = ("vapo_7b", "dapo_30b_a3b", "vapo_32b", "dapo_32b", "sao_32b", "dapo_72b")
 
 
 def plan_for(name: str, *changes: str) -> Plan:
@@ -37,11 +34,13 @@ def searched(name: str, *changes: str) -> list[Found]:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_layouts_are_the_planners_best(name: str) -> None:
-    """Within 10 percent: estimates are no better than that, and a file has its base's layout."""
+    """Of those without what no GPU has run under megarl (the files say so): within 2 percent, as one has its
+    base's layout; with 5 percent of each GPU to spare."""
     plan = plan_for(name)
-    best = best_of(searched(name)).estimate
-    assert plan.problem() is None and best is not None
-    assert estimate(plan, default_lengths(plan)).total <= 1.1 * best.total
+    assert plan.layout.cp == plan.layout.vpp == 1 and plan.problem(0.05 * plan.device.memory) is None
+    proven = [one for one in searched(name) if one.plan.layout.cp == one.plan.layout.vpp == 1]
+    best = best_of(proven).estimate
+    assert best is not None and estimate(plan, default_lengths(plan)).total <= 1.02 * best.total
 
 
 def test_those_that_fit_come_first_the_quickest_first_and_all_use_all_gpus() -> None:
@@ -82,7 +81,11 @@ def test_what_is_printed_makes_the_configuration_the_best(capsys: pytest.Capture
 
 
 def test_fewer_layers_are_recomputed_where_more_memory_is() -> None:
-    (of_80, of_141) = (best_of(searched("vapo_32b", *more)).plan for more in ((), ("cluster.gpu=H200",)))
+    layout = plan_for("vapo_32b").layout
+    of_80, of_141 = (
+        next(one.plan for one in searched("vapo_32b", *more) if one.plan.layout == layout)
+        for more in ((), ("cluster.gpu=H200",))
+    )
     assert of_141.recomputed_share < of_80.recomputed_share
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 
 from megarl.config.schema import Config
 from megarl.parallel.runtime import Runtime
+from megarl.plan.memory import plan_of
 from tests.gpu.scene import UPDATE, WEIGHTS, Scene, sizes_of
+from tests.plan.jobs import storages
 
 # Every side is a multiple of 128 at TP 2, as block scaling wants it.
 DENSE = {
@@ -210,6 +213,36 @@ def updates(runtime: Runtime, folder: Path, model: Mapping[str, Any], moves: boo
             found["copies"] += sum(len(getattr(module, "_fp8_workspaces", {})) for module in modules)
     found["logprobs"] = scene.logprobs(local)
     return found
+
+
+def copies(runtime: Runtime, folder: Path, model: Mapping[str, Any], transposes: bool) -> list[float]:
+    """Bytes of the FP8 copies of weights that are there after an update and a pass without gradients behind
+    it, and what is planned for them. transposes: whether the device needs them."""
+    scene = make_scene(
+        runtime, folder, model, residency={"offload": False}, update={"tokens_per_micro_batch": 128}
+    )
+    local = scene.local(6, 60)
+    found = []
+    for run in (scene.update, scene.logprobs):
+        run(local)
+        kept = [
+            getattr(copy, part, None)
+            for module in scene.actor.model.modules()
+            for copy in getattr(module, "_fp8_workspaces", {}).values()
+            for part in PARTS
+        ]
+        found.append(float(sum(storages(part for part in kept if part is not None).values())))
+    parallel = scene.config.parallel.model_copy(update=asdict(runtime.layout))
+    plan = plan_of(scene.config.model_copy(update={"parallel": parallel}), scene.sizes)
+    plan = replace(plan, device=replace(plan.device, transposes=transposes))
+    return [*found, plan.quantised("actor", runtime.pp_rank)]
+
+
+# Of a quantised tensor, as Transformer Engine names them.
+PARTS = (
+    *("_data", "_transpose", "_rowwise_data", "_columnwise_data"),
+    *("_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv"),
+)
 
 
 def train(runtime: Runtime, config: Config) -> None:

@@ -63,6 +63,36 @@ def test_fp8_copies_of_weights_go_with_them(recipe: str, ranks: Ranks, tmp_path:
     assert leaves["copies"] == 0
 
 
+COPIES = {"tensorwise": {"first_last": True}, "delayed": {}, "blockwise": {}, "mixture": {"mixture": True}}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_fp8_copies_of_weights_are_as_large_as_planned(kind: str, ranks: Ranks, tmp_path: Path) -> None:
+    """After an update of several micro-batches and after the pass without gradients that follows."""
+    recipe = kind if kind != "mixture" else "tensorwise"
+    arguments = {"folder": tmp_path, "model": fp8(recipe, "full", **COPIES[kind]), "transposes": True}
+    for layout in [(1, 1, 1), (2, 1, 1), (1, 2, 1)] if kind == "tensorwise" else [(1, 1, 1)]:
+        for updated, passed, planned in ranks(*layout).run(jobs.copies, **arguments):
+            assert updated == passed == pytest.approx(planned, rel=0.01) and planned > 0
+
+
+def test_fp8_copies_on_blackwell_are_as_large_as_planned(tmp_path: Path) -> None:
+    """Rows and columns with the scales of their blocks; with one scale, rows alone."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("MEGARL_TE_CAPABILITY", "10.0")
+        pool = RankPool(1, 1, 1, forked=False)
+    try:
+        found = {
+            recipe: pool.run(jobs.copies, folder=tmp_path / recipe, model=fp8(recipe), transposes=False)[0]
+            for recipe in ("mxfp8", "tensorwise")
+        }
+    finally:
+        pool.close()
+    for updated, passed, planned in found.values():
+        assert updated == passed == pytest.approx(planned, rel=0.01)
+    assert found["mxfp8"][2] == pytest.approx(2.0625 * found["tensorwise"][2])
+
+
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
 def test_a_checkpoint_is_for_both_kinds_of_layers(
     layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path
