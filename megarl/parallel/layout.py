@@ -16,6 +16,12 @@ class Coords(NamedTuple):
     pp: int
 
 
+# Data- and context-parallel ranks above which communication overlaps with computation unless the config
+# decides: below it, there is little to hide. (What was measured is only that overlap changes nothing but
+# rounding.)
+OVERLAP_ABOVE = 4
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes of tensor, pipeline, data, expert and context parallelism, and the virtual stages of a pipeline

@@ -14,7 +14,7 @@ from typing import Any
 from megarl.config.errors import ConfigError
 from megarl.config.phases import ROLLOUT, WEIGHT_TRANSFER, Phase, never_offloaded, training_phases
 from megarl.config.schema import Config
-from megarl.parallel.layout import Layout
+from megarl.parallel.layout import OVERLAP_ABOVE, Layout
 from megarl.plan.sizes import (
     GIB,
     SINGLE,
@@ -256,6 +256,33 @@ class Plan:
                 work = {**self.work(phase, stage, tokens), "contexts": OVERHEAD}
                 needs.append(Need(phase.name, self._present(groups, stage) | work, stage))
             yield max(needs, key=lambda need: need.total)
+        if phases is None and self.config.checkpoint.every:
+            saved = [self._saved(model, stage) for model in self.trained for stage in self.stages]
+            yield max(saved, key=lambda need: need.total)
+
+    def _saved(self, model: str, stage: int) -> Need:
+        """Return what a checkpoint of a model needs on a rank of this stage: every replica gathers one of the
+        three float32 numbers of a bucket's parameters at a time, and NCCL receives into a flat copy."""
+        groups = frozenset({f"{model}.weights", f"{model}.optimizer"}) | self.keep
+        if self.config.parallel.rollout_ranks:
+            groups = frozenset(name for name in groups if not name.startswith("engine."))
+        gathered = self.bucket(model, stage) * SINGLE * (2 + 1 / (self.layout.dp * self.layout.cp))
+        parts = {**self._present(groups, stage), "gathered bucket": gathered, "contexts": OVERHEAD}
+        return Need("checkpoint", parts, stage)
+
+    def bucket(self, model: str, stage: int) -> float:
+        """Return the parameters of the largest bucket of Megatron's gradient buffers on a rank of this stage.
+        It cuts a buffer on the first pipeline stage alone, and only where messages overlap with work."""
+        parallel, layout = self.config.parallel, self.layout
+        held, tensor = self.trained_of(model, layout, stage), self.shape(model).largest_tensor(layout.tp)
+        # Of each virtual stage; one of them has the embedding or the output layer besides.
+        whole = max(held.shared / layout.vpp + tensor * (1 - 1 / layout.vpp), held.experts / layout.vpp)
+        usual = layout.dp * layout.cp > OVERLAP_ABOVE
+        wanted = (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
+        if stage or not any(usual if value is None else value for value in wanted):
+            return whole
+        full = parallel.overlap_bucket or max(40_000_000, 1_000_000 * layout.dp)
+        return min(whole, full + tensor)  # it ends with the tensor that fills it
 
     def _present(self, groups: frozenset[str], stage: int) -> dict[str, float]:
         """Return the bytes of tensor groups on a rank of this stage, and of the FP8 copies that come with a
@@ -430,6 +457,8 @@ class Plan:
             return f"take {', '.join(sorted(self.keep))} out of residency.keep"
         if need.phase == "rollout":
             return "lower rollout.engine_memory"
+        if need.phase == "checkpoint":
+            return "raise parallel.tp or parallel.pp, or set checkpoint.every=0"
         if need.phase == "weight_transfer":
             return "raise parallel.tp, parallel.pp or rollout.engine_tp"
         budget = self.budget()

@@ -83,6 +83,11 @@ class Shape:
         whole = sum(map(prod, shapes))
         return whole if pair.operation == "replicated" else whole // tp
 
+    def largest_tensor(self, tp: int) -> int:
+        """Count the elements of the largest parameter on one of `tp` ranks."""
+        pairs = (EMBEDDING, *family_of(self.config).layer)
+        return max(self._local(pair, 1 if pair.per_expert else tp) for pair in pairs)
+
     def quantised(self, layout: Layout, pp_rank: int, ends_in_bf16: bool) -> int:
         """Count the parameters that a rank of this pipeline stage multiplies in FP8: the matrices of its
         layers, but for routers. ends_in_bf16: not those of the model's first and last layer."""

@@ -24,7 +24,7 @@ COLUMNS = (
     ("KV cache", ("engine.kv_cache",)),
     ("activations", ("activations",)),
     ("head", ("head",)),
-    ("buckets", ("transfer buckets",)),
+    ("buckets", ("transfer buckets", "gathered bucket")),
     ("other", ("contexts",)),
 )
 BALANCE = {

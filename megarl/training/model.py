@@ -29,6 +29,7 @@ from megarl.model.builder import ModelChunks
 from megarl.model.routing import routing_counts, routing_metrics, start_counting
 from megarl.parallel.comm import any_rank, from_last_stage, gather_objects, sum_over_ranks, sum_stats
 from megarl.parallel.cpu_platform import on_cpu
+from megarl.parallel.layout import OVERLAP_ABOVE
 from megarl.parallel.offload import HostPool, Movable
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import MicroBatch, locate
@@ -36,10 +37,6 @@ from megarl.training.batch import MicroBatch, locate
 Stats = dict[str, Tensor]
 # loss(output of the head, micro-batch) -> (sum whose global denominators are inside, statistics as sums)
 Loss = Callable[[Any, MicroBatch], tuple[Tensor, Stats]]
-# Data- and context-parallel ranks above which communication overlaps with computation unless the config
-# decides: below it, there is little to hide. (What was measured is only that overlap changes nothing but
-# rounding.)
-OVERLAP_ABOVE = 4
 
 
 def _finalize(model: Any, num_tokens: Any = None, **groups: Any) -> None:

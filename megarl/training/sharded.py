@@ -28,6 +28,9 @@ from megarl.training.checkpoint import Checkpoint
 from megarl.training.model import TrainableModel
 
 # Every state tensor has its parameter's shape in the file, so that any layout can read it.
+# Not Megatron's variant that spares the GPU (distrib_optim_fully_reshardable_mem_efficient): it gathers over
+# gloo to the first replica, which then writes the whole shard alone. Over NCCL each replica has all of it and
+# writes its part; what a bucket takes of the GPU meanwhile is in the plan (plan/memory.py).
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 EXTRA = "_extra_state"
 FAILURES = (CheckpointException, CheckpointingException, OSError, RuntimeError)

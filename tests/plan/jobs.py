@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megarl.config.schema import Config, OptimizerConfig
+from megarl.config.schema import Config, OptimizerConfig, ParallelConfig
 from megarl.data.experience import Experience
 from megarl.model.builder import build_actor, build_critic
 from megarl.parallel.comm import barrier
@@ -81,14 +81,14 @@ def learner_of(
 ) -> tuple[Any, TrainableModel]:
     """A model with random weights, and its optimizer."""
     optimizer, sequence_parallel = keys.pop("optimizer", None), keys.pop("sequence_parallel", None)
-    layers = keys.pop("recompute_layers", None)
+    layers, parallel = keys.pop("recompute_layers", None), ParallelConfig(**keys.pop("parallel", {}))
     config = config_of(dtype, recompute, sequence_parallel, keys.pop("chunk", 256), optimizer, layers)
     hf = hf_of(family, **keys)
     model = (build_critic if critic else build_actor)(config, hf, runtime)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     settings = OptimizerConfig.model_validate(optimizer or {})
-    return hf, TrainableModel("model", model, settings, 1, runtime)
+    return hf, TrainableModel("model", model, settings, 1, runtime, parallel)
 
 
 def group_sizes(
@@ -124,6 +124,12 @@ def group_sizes(
         "optimizer": sum(own.values()),
         "written": written,
     }
+
+
+def largest_bucket(runtime: Runtime, **keys: Any) -> int:
+    """Return the parameters of the largest bucket that a checkpoint gathers on this rank."""
+    _, learner = learner_of(runtime, dtype="bf16", critic=False, **keys)
+    return max(bucket.grad_data.numel() for buffer in learner.buffers for bucket in buffer.buckets)
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from megarl.config.errors import ConfigError
 from megarl.plan.memory import Plan, check_fits, plan_of
 from megarl.plan.times import default_lengths, estimate
 from megarl.weights.cost import KNOWN_MODELS
-from tests.plan.jobs import group_sizes, hf_of, plan_for
+from tests.plan.jobs import group_sizes, hf_of, largest_bucket, plan_for
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -204,6 +206,55 @@ def test_fp8_copies_are_where_the_weights_are() -> None:
     assert kept.phase == "rollout" and kept.parts["actor.fp8_copies"] > 0
 
 
+@pytest.mark.parametrize(
+    ("layout", "keys"),
+    [
+        ((2, 1, 1, 1), {"family": "qwen2"}),
+        ((1, 2, 1, 1), {"family": "qwen2"}),
+        ((1, 1, 2, 1), {"family": "qwen2", "parallel": {"overlap_grad_reduce": True}}),
+        ((1, 2, 1, 1), {"family": "qwen2", "parallel": {"overlap_grad_reduce": True}}),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_gathers_buckets_as_large_as_planned(
+    ranks: Callable[..., RankPool], layout: tuple[int, ...], keys: dict[str, Any]
+) -> None:
+    """On every rank; stages behind the first have one bucket alone."""
+    overlap = {"overlap_bucket": 300_000} if "parallel" in keys else {}
+    keys = {**keys, "parallel": {**keys.get("parallel", {}), **overlap}}
+    plan = plan_for(layout, keys["family"], "bf16")
+    parallel = plan.config.parallel.model_copy(update=keys["parallel"])
+    plan = replace(plan, config=plan.config.model_copy(update={"parallel": parallel}))
+    for rank, largest in enumerate(ranks(*layout).run(largest_bucket, **keys)):
+        stage = plan.layout.coords(rank).pp
+        cut = overlap and not stage
+        assert (0.5 if cut else 0.99) * plan.bucket("actor", stage) <= largest
+        assert largest <= 1.01 * plan.bucket("actor", stage)
+        assert (plan.bucket("actor", stage) < plan.held("actor", stage).shared) == bool(cut)
+
+
+def test_a_checkpoint_is_a_phase_of_its_own() -> None:
+    """DAPO's 72B at tp 4, pp 2: its last stage gathers all of its 9.1 billion parameters in float32, twice on
+    the GPU, beside weights, optimizer and FP8 copies."""
+    path, same = ROOT / "configs/dapo_72b.yaml", ("parallel.tp=4", "parallel.pp=2", "parallel.dp=32")
+    less = ("model.recompute_layers=null",)
+    of_72b = plan_of(load_config(path, [*same, *less]), KNOWN_MODELS["Qwen2.5-72B"])
+    *_, saved = of_72b.needs()
+    assert saved.phase == "checkpoint" and saved.stage == 1
+    elements = of_72b.held("actor", 1).all
+    assert saved.parts["gathered bucket"] == 4 * elements * (2 + 1 / 32)
+    assert saved.parts.keys() > {"actor.weights", "actor.optimizer", "actor.fp8_copies"}
+    bf16 = ("model.fp8.format=none", "model.fp8.first_last_layers_bf16=false")
+    without = plan_of(load_config(path, [*same, *less, *bf16]), KNOWN_MODELS["Qwen2.5-72B"])
+    words = r"phase checkpoint needs 9\d\.. GiB .*stage 1: gathered bucket .*raise parallel.tp or parallel.pp"
+    assert re.search(words, without.problem() or "")
+    never = plan_of(load_config(path, [*same, *less, "checkpoint.every=0"]), KNOWN_MODELS["Qwen2.5-72B"])
+    assert "checkpoint" not in {need.phase for need in never.needs()}
+    # The first stage has small buckets.
+    bucket = of_72b.bucket("actor", 0)
+    assert bucket == 40_000_000 + 8192 * 152064 // 4 < of_72b.bucket("actor", 1) / 20
+
+
 def test_larger_budgets_need_more_and_the_largest_is_the_last_that_fits() -> None:
     plan = plan_32b(*SMALL)
     budget = plan.budget()
@@ -243,8 +294,6 @@ def test_larger_budgets_need_more_and_the_largest_is_the_last_that_fits() -> Non
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_what_does_not_fit_is_said_with_what_to_change(overrides: list[str], words: str) -> None:
-    import re
-
     plan = plan_32b(*overrides)
     problem = plan.problem()
     assert problem is not None and re.search(words, problem), problem
