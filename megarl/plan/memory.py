@@ -256,9 +256,27 @@ class Plan:
                 work = {**self.work(phase, stage, tokens), "contexts": OVERHEAD}
                 needs.append(Need(phase.name, self._present(groups, stage) | work, stage))
             yield max(needs, key=lambda need: need.total)
+        if phases is None:
+            built = [self._built(model, stage) for model in self.trained for stage in self.stages]
+            yield max(built, key=lambda need: need.total)
         if phases is None and self.config.checkpoint.every:
             saved = [self._saved(model, stage) for model in self.trained for stage in self.stages]
             yield max(saved, key=lambda need: need.total)
+
+    def _built(self, model: str, stage: int) -> Need:
+        """Return what the construction of a trained model needs on a rank of this stage, before any engine
+        starts: DistributedDataParallel allocates its buffers of parameters and gradients while the weights
+        that it copies are there; then the optimizer makes float32 weights."""
+        earlier = {name for name in self.keep if model == "critic" and name.startswith("actor.")}
+        parts = {name: self.group(name, stage) for name in sorted(earlier)}
+        for part in ("weights", "gradients"):
+            parts[f"{model}.{part}"] = self.group(f"{model}.{part}", stage)
+        trained = self.trained_of(model, self.layout, stage)
+        copied = float((trained.shared + trained.experts) * self.shape(model).itemsize)
+        # A third of the optimizer: its two moments come with the first step.
+        singles = self.group(f"{model}.optimizer", stage) / 3 if self.shape(model).itemsize < SINGLE else 0.0
+        parts["copied weights"] = max(copied, singles)
+        return Need("construction", {**parts, "contexts": OVERHEAD}, stage)
 
     def _saved(self, model: str, stage: int) -> Need:
         """Return what a checkpoint of a model needs on a rank of this stage: every replica gathers one of the
@@ -457,6 +475,8 @@ class Plan:
             return f"take {', '.join(sorted(self.keep))} out of residency.keep"
         if need.phase == "rollout":
             return "lower rollout.engine_memory"
+        if need.phase == "construction":
+            return "raise parallel.tp or parallel.pp"
         if need.phase == "checkpoint":
             return "raise parallel.tp or parallel.pp, or set checkpoint.every=0"
         if need.phase == "weight_transfer":

@@ -16,7 +16,7 @@ from megarl.plan.sizes import GIB
 from megarl.plan.times import Estimate, Lengths
 
 COLUMNS = (
-    ("weights", ("actor.weights", "critic.weights", "reference.weights", "reward.weights")),
+    ("weights", ("actor.weights", "critic.weights", "reference.weights", "reward.weights", "copied weights")),
     ("FP8 copies", tuple(f"{model}.fp8_copies" for model in ("actor", "critic", "reference", "reward"))),
     ("gradients", ("actor.gradients", "critic.gradients")),
     ("optimizer", ("actor.optimizer", "critic.optimizer")),

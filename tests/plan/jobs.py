@@ -126,6 +126,14 @@ def group_sizes(
     }
 
 
+def construction(runtime: Runtime, **keys: Any) -> int:
+    """Return the most bytes alive on this rank while a model and its optimizer are made."""
+    with LiveMemory() as memory:
+        _, learner = learner_of(runtime, critic=False, **keys)
+    assert learner.buffers
+    return memory.peak
+
+
 def largest_bucket(runtime: Runtime, **keys: Any) -> int:
     """Return the parameters of the largest bucket that a checkpoint gathers on this rank."""
     _, learner = learner_of(runtime, dtype="bf16", critic=False, **keys)

@@ -16,7 +16,7 @@ from megarl.config.errors import ConfigError
 from megarl.plan.memory import Plan, check_fits, plan_of
 from megarl.plan.times import default_lengths, estimate
 from megarl.weights.cost import KNOWN_MODELS
-from tests.plan.jobs import group_sizes, hf_of, largest_bucket, plan_for
+from tests.plan.jobs import construction, group_sizes, hf_of, largest_bucket, plan_for
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -140,7 +140,7 @@ def test_a_reward_model_is_planned(tmp_path: Path) -> None:
     assert needs["reward_model"].parts["reward.weights"] > 0
     assert needs["reward_model"].total < needs["critic_update"].total
     kept = plan_32b("reward.model.path=/no/such/folder", "residency.keep=[reward.weights]")
-    assert all(need.parts["reward.weights"] > 0 for need in kept.needs())
+    assert all(need.parts["reward.weights"] > 0 for need in kept.needs() if need.phase != "construction")
     assert with_one.checkpoint() == without.checkpoint()
     assert sum(with_one.host().values()) > sum(without.host().values())
     times = estimate(with_one, default_lengths(with_one)).parts
@@ -199,11 +199,40 @@ def test_fp8_copies_are_where_the_weights_are() -> None:
     in_fp8 = [four.quantised("actor", stage) / (2 * layer) for stage in range(4)]
     assert in_fp8 == [15, 16, 16, 15]
     assert 1 in four.stages
-    for need in plan.needs():
+    for need in (need for need in plan.needs() if need.phase != "construction"):
         of = {name.partition(".")[0] for name in need.parts if name.endswith(".fp8_copies")}
         assert of == {name.partition(".")[0] for name in need.parts if name.endswith(".weights")} - {"engine"}
     kept = next(plan_32b("residency.keep=[reference.weights,actor.weights]").needs())
     assert kept.phase == "rollout" and kept.parts["actor.fp8_copies"] > 0
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1)], ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_construction_takes_as_much_as_planned(
+    ranks: Callable[..., RankPool], layout: tuple[int, ...], dtype: str
+) -> None:
+    """The most that is alive, with the weights that the buffers are filled from; the optimizer has one tensor
+    twice meanwhile, which is not in the plan."""
+    found = ranks(*layout).run(construction, family="qwen2", dtype=dtype)
+    plan = plan_for(layout, "qwen2", dtype)
+    for rank, measured in enumerate(found):
+        built = plan._built("actor", plan.layout.coords(rank).pp)
+        planned = built.total - built.parts["contexts"]
+        assert 0.99 * planned < measured < 1.01 * planned + 2 * plan.actor.largest_tensor(1)
+
+
+def test_construction_is_a_phase_of_its_own() -> None:
+    """DAPO's 72B at tp 4, pp 2: 8 bytes for each of the last stage's 9.1 billion parameters."""
+    path, same = ROOT / "configs/dapo_72b.yaml", ("parallel.tp=4", "parallel.pp=2", "parallel.dp=32")
+    plan = plan_of(load_config(path, same), KNOWN_MODELS["Qwen2.5-72B"])
+    needs = {need.phase: need for need in plan.needs()}
+    built = needs["construction"]
+    assert built.total - built.parts["contexts"] == 8 * plan.held("actor", built.stage).all
+    assert 67 * GIB < built.total - built.parts["contexts"] < 68 * GIB
+    # What stays on the GPU is there when the next model is made.
+    kept = plan_32b("residency.keep=[actor.optimizer,critic.optimizer]")
+    built = next(need for need in kept.needs() if need.phase == "construction")
+    assert "actor.optimizer" in built.parts and "critic.optimizer" not in built.parts
 
 
 @pytest.mark.parametrize(

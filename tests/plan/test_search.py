@@ -127,7 +127,7 @@ def test_context_parallel_and_virtual_stages_are_planned() -> None:
         (
             "vapo_32b",
             ["parallel.tp=2", "parallel.pp=1", "parallel.dp=1"],
-            r"no layout of 2 H100 fits; the nearest, tp \d, pp \d, .*dp \d: lacks [\d.]+ GiB on each GPU \(use",
+            r"no layout of 2 H100 fits; the nearest, tp \d, pp \d, .*dp 1: lacks [\d.]+ GiB on each GPU \(",
         ),
         (
             "vapo_32b",
