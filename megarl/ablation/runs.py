@@ -318,7 +318,8 @@ def identity(config: Config) -> dict[str, Any]:
 
 def inputs(config: Config) -> str:
     """Return a checksum of what a run starts from: weights, tokenizer and problems."""
-    return checksum([*files_of(config.model.path), *config.data.train, *config.data.eval])
+    held_out = [entry.path for entry in config.data.eval]
+    return checksum([*files_of(config.model.path), *config.data.train, *held_out])
 
 
 def files_of(folder: Path) -> list[Path]:

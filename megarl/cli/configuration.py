@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, get_args, get_origin
 
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
 from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_yaml
 from megarl.config.phases import AHEAD_PRESET, PRESETS
-from megarl.config.schema import fields
+from megarl.config.schema import fields, held_section_of
 
 KINDS = {
     int: "whole number",
@@ -59,7 +62,7 @@ def docs() -> int:
             return f"[{', '.join(map(yaml, value))}]"
         return dump_yaml({"": value}).partition(":")[2].strip()
 
-    for key, field in fields(Config):
+    for key, field in documented():
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         kind = " or ".join(_kinds(field.annotation)) + (f", in {extra['unit']}" if extra.get("unit") else "")
         default = "required" if field.is_required() else f"default {yaml(field.default)}"
@@ -75,6 +78,18 @@ def docs() -> int:
     return 0
 
 
+def documented() -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every field of the schema with its dotted key; of sections in a list and of those with names of
+    the user's too, as `data.eval[].name` and `reward.terms.<name>.weight`."""
+    for key, field in fields(Config):
+        yield key, field
+        held = held_section_of(field)
+        if held is not None:
+            yield from fields(
+                held, f"{key}[]." if get_origin(field.annotation) is tuple else f"{key}.<name>."
+            )
+
+
 def _kinds(annotation: Any) -> list[str]:
     """Return the types of a field in plain English; choices as they are written."""
     origin, members = get_origin(annotation), get_args(annotation)
@@ -82,6 +97,8 @@ def _kinds(annotation: Any) -> list[str]:
         return [str(choice) for choice in members]
     if origin is tuple and get_origin(members[0]) is Literal:
         return [f"list of some of {', '.join(_kinds(members[0]))}"]
+    if origin is tuple and issubclass(members[0], BaseModel):
+        return ["list of paths, or of sections"]
     if origin is tuple:
         count = "" if members[-1] is ... else f"{len(members)} "
         return [f"list of {count}{KINDS[members[0]]}s"]

@@ -20,7 +20,9 @@ def show(path: Path, overrides: Sequence[str], rows: int, held_out: bool, drawn:
     check_config(config, str(path))
     if rows < 0:
         raise ConfigError(f"--rows: must be >= 0 (got {rows})")
-    name, files = ("data.eval", config.data.eval) if held_out else ("data.train", config.data.train)
+    name, files = "data.train", config.data.train
+    if held_out:
+        name, files = "data.eval", tuple(entry.path for entry in config.data.eval)
     if not files:
         raise ConfigError(f"{path}: {name}: names no file")
     from megarl.schedule.preflight import check_tokenizer

@@ -30,8 +30,8 @@ SHOWN = 20  # problems in the terminal, the hardest; problems.jsonl has all
 
 
 def evaluate(path: Path, overrides: Sequence[str], checkpoint: Path | None, out: Path | None) -> int:
-    """Answer every problem `evaluation.samples` times, on as many ranks as the layout has, and write
-    answers.jsonl, problems.jsonl, data.json and scores.json to `out`. Return the exit code. checkpoint: see
+    """Answer every problem of every set, on as many ranks as the layout has, and write answers.jsonl,
+    problems.jsonl, data.json and scores.json to `out`. Return the exit code. checkpoint: see
     `find_policy`."""
     config = load_config(path, overrides)
     # Every rank has an engine here, and none draws ahead.
@@ -74,9 +74,12 @@ def _evaluate(config: Config, weights: Path | None, out: Path, *, launched: bool
 
         with closing(Evaluation(config, weights, runtime)) as evaluation:
             if runtime.rank == 0:
-                print(*evaluation.report.lines(), sep="\n")
-                answers = f"{len(evaluation.problems):,} problems x {config.evaluation.samples} answers"
-                print(f"{answers} by {evaluation.policy}", flush=True)
+                for name, report in evaluation.reports.items():
+                    lead = name.removeprefix("eval").lstrip()  # what is not of a set with a name stands alone
+                    print(*(f"{lead} {line}".lstrip() for line in report.lines()), sep="\n")
+                for one in evaluation.sets:
+                    answers = f"{len(one.problems):,} problems x {one.samples} answers"
+                    print(f"{one.name} {answers} by {evaluation.policy}".lstrip(), flush=True)
             result = evaluation.answer()
         if runtime.rank == 0:
             _publish(evaluation, result, out)
@@ -86,32 +89,39 @@ def _evaluate(config: Config, weights: Path | None, out: Path, *, launched: bool
 
 def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> None:
     """Write the result to `out`, and print the hardest problems and the scores."""
-    scores, counts, stats = result.scores(), result.counts(), result.stats()
+    headline, parts, stats = result.headline, result.by_name(), result.stats()
+    scores, counts = headline.scores(), headline.counts()
     summary = {
         "policy": str(evaluation.policy),
-        "problems": len(result.groups),
-        "samples": result.k,
+        "problems": len(headline.groups),
+        "samples": headline.k,  # None where it differs from set to set
         "confidence": 0.95,
         "scores": scores,
         "answers": counts,
         "length_mean": stats.get("eval/length_mean"),  # None where no problem was judged
         "score_mean": stats.get("eval/score"),  # None where the verifier says right or wrong only
         "sources": {
-            name: {"problems": len(one.groups), "scores": one.scores(), "answers": one.counts()}
-            for name, one in result.by_source().items()
+            name: {
+                "problems": len(one.groups),
+                "samples": one.k,
+                "scores": one.scores(),
+                "answers": one.counts(),
+            }
+            for name, one in parts.items()
         },
     }
+    table = result.table()
     for name, objects, indent in (
-        ("data.json", [asdict(evaluation.report)], 1),
+        ("data.json", [{name: asdict(report) for name, report in evaluation.reports.items()}], 1),
         ("answers.jsonl", result.answers(evaluation.tokenizer), None),
-        ("problems.jsonl", result.table(), None),
+        ("problems.jsonl", table, None),
         ("scores.json", [summary], 1),
     ):
         with open(out / name, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(json.dumps(item, ensure_ascii=False, indent=indent) + "\n" for item in objects)
 
-    console, total = Console(), len(result.groups)
-    hardest = sorted(result.table(), key=lambda row: row["avg"])[:SHOWN]
+    console, total = Console(), sum(len(groups) for _, groups in result.sets)
+    hardest = sorted(table, key=lambda row: row["avg"])[:SHOWN]
     title = f"the {len(hardest)} hardest of {total:,} problems (all: problems.jsonl)"
     if len(hardest) == total:
         title = "all problems, hardest first"
@@ -120,23 +130,32 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
         vote = "-" if row["vote"] is None else f"{row['vote'][:24]} ({row['votes']})"
         asked = " ".join(row["question"].split())
         asked = asked if len(asked) <= 60 else f"{asked[:38]} ... {asked[-17:]}"
-        cells = (asked, row["answer"][:24], f"{row['right']}/{result.k}", vote)
+        cells = (asked, row["answer"][:24], f"{row['right']}/{row['samples']}", vote)
         problems.add_row(*map(Text, cells), f"{row['length_mean']:.0f}", f"{row['truncated']:.0%}")
     console.print(problems)
-    measures = Table("measure", "value", "95 % confidence", title=f"{total:,} problems")
+    measured = f"{len(headline.groups):,} problems"
+    if len(headline.groups) < total:
+        measured += ", sets with `every` apart"
+    measures = Table("measure", "value", "95 % confidence", title=measured)
     for name, score in scores.items():
         measures.add_row(name, f"{score['mean']:.4f}", f"{score['low']:.4f} to {score['high']:.4f}")
     if summary["score_mean"] is not None:
         measures.add_row("verifier's score", f"{summary['score_mean']:.4f}", "")
     for name, count in counts.items():
         measures.add_row(f"answers, {name.replace('_', ' ')}", f"{count:,}", "")
-    console.print(measures)
-    if parts := result.by_source():
-        by_source = Table("source", "problems", *scores, "tokens", title="data sources")
+    if headline.groups:
+        console.print(measures)
+    if parts:
+        alike = {one.k for one in parts.values()} == {headline.k}
+        heads = list(scores) if alike else ["samples", "avg", "pass", "majority"]
+        by_name = Table("source", "problems", *heads, "tokens", title="sets and data sources")
         for name, one in parts.items():
             found, length = one.scores(), stats.get(f"eval/{name}/length_mean")
-            means = [f"{found[measure]['mean']:.4f}" if measure in found else "-" for measure in scores]
+            means = {measure: f"{score['mean']:.4f}" for measure, score in found.items()}
+            if not alike:  # of pass@1, pass@2 ... pass@k the last
+                means = {measure.partition("@")[0]: mean for measure, mean in means.items()}
+                means["samples"] = str(one.k or "-")
             tokens = "-" if length is None else f"{length:.0f}"
-            by_source.add_row(name, f"{len(one.groups):,}", *means, tokens)
-        console.print(by_source)
+            by_name.add_row(name, f"{len(one.groups):,}", *(means.get(head, "-") for head in heads), tokens)
+        console.print(by_name)
     print(f"answers and scores: {out}")

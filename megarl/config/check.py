@@ -218,10 +218,28 @@ def _rollout_problems(c: Config) -> Iterator[str]:
             yield f"reward.terms: {what} (got {name!r})"
     if c.evaluation.every and not c.data.eval:
         yield "evaluation.every: needs data.eval files"
+    yield from evaluation_problems(c)
     prompt, positions = c.data.max_prompt_tokens, c.model.max_positions
     if positions and prompt + longest > positions:
         what = f"data.max_prompt_tokens {prompt} + {longest} tokens exceed the model's {positions} positions"
         yield f"rollout.max_response_tokens: {what} (lower one of them)"
+
+
+def evaluation_problems(c: Config) -> Iterator[str]:
+    """Yield what is wrong with the entries of data.eval, taken together."""
+    first: dict[str, int] = {}  # name -> the entry that has it
+    for i, entry in enumerate(c.data.eval):
+        key = f"data.eval[{i}].name"
+        if entry.name is None:
+            if entry.every is not None:
+                what = "must be given with `every`, as the scores are shown under it alone"
+                yield f"{key}: {what} (name the entry, or leave every out)"
+        elif not re.fullmatch("[A-Za-z0-9_.+-]+", entry.name):
+            what = "must be of letters, digits and _ . + -, as its metrics are eval/<name>/..."
+            yield f"{key}: {what} (got {entry.name!r})"
+        elif first.setdefault(entry.name, i) != i:
+            what = f"data.eval[{first[entry.name]}] has the name {entry.name} already"
+            yield f"{key}: {what} (give each entry a name of its own)"
 
 
 def _changed(config: Config, *keys: str) -> Iterator[str]:

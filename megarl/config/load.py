@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 
 from megarl.config.errors import ConfigError
 from megarl.config.phases import AHEAD_PRESET, PRESETS
-from megarl.config.schema import Config, RewardTerm, fields, named_sections_of, section_of
+from megarl.config.schema import Config, EvaluationSet, RewardTerm, fields, held_section_of, section_of
 
 Settings = dict[str, Any]
 MAX_DEPTH = 8  # sections within sections; the schema has 3, and an alias that holds itself has no end
@@ -176,11 +176,12 @@ def _explain(error: ValidationError, origins: Mapping[str, str], path: str) -> s
     key, first = keys[0], problems[0]
     parts = key.split(".")
     sections = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]  # the key itself first
+    sections = [re.sub(r"\[\d+\]$", "", name) for name in sections]  # a list is set as a whole
     where = next((origins[name] for name in sections if name in origins), path)
     if first["type"] == "extra_forbidden":
         what = f"unknown key{_suggestion(key)}"
-    elif first["type"] == "missing" and len(first["loc"]) == len(parts):
-        what, where = "must be given", path
+    elif first["type"] == "missing" and first["loc"][-1] == parts[-1]:
+        what, where = "must be given", where if "[" in key else path
     else:
         said = []  # a value that may be of several types has one problem per type
         for problem in (problem for problem, its in zip(problems, keys, strict=True) if its == key):
@@ -199,20 +200,23 @@ def _explain(error: ValidationError, origins: Mapping[str, str], path: str) -> s
 
 def _key(location: Sequence[str | int]) -> str:
     """Return the dotted key of a place in the input, without what follows a leaf (a member of a union, a
-    position in a list)."""
+    position in a list); of sections in a list with the position: `data.eval[1].every`."""
     section: type[BaseModel] | None = Config
-    named: type[BaseModel] | None = None  # what the user's next name is a section of
-    parts = []
+    held: type[BaseModel] | None = None  # what the user's next name, or a position, is a section of
+    parts: list[str] = []
     for part in location:
-        if section is None and named is None:
+        if section is None and held is None:
             break
-        parts.append(str(part))
-        if named is not None:
-            section, named = named, None
+        if isinstance(part, int) and parts:
+            parts[-1] += f"[{part}]"
+        else:
+            parts.append(str(part))
+        if held is not None:
+            section, held = held, None
         elif section is not None:
             field = section.model_fields.get(str(part))
             section = section_of(field) if field is not None else None
-            named = named_sections_of(field) if field is not None else None
+            held = held_section_of(field) if field is not None else None
     return ".".join(parts)
 
 
@@ -221,8 +225,9 @@ def _suggestion(key: str) -> str:
     known = [name for name, _ in fields(Config)]
     known += dict.fromkeys(name[:i] for name in known for i, c in enumerate(name) if c == ".")  # sections
     parent, _, last = key.rpartition(".")
-    if parent.startswith("reward.terms."):
-        known += [f"{parent}.{name}" for name in RewardTerm.model_fields]
+    for start, held in (("reward.terms.", RewardTerm), ("data.eval[", EvaluationSet)):
+        if parent.startswith(start):
+            known += [f"{parent}.{name}" for name in held.model_fields]
     beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
     found = [beside[name] for name in difflib.get_close_matches(last, beside, SUGGESTED, 0.7)]
     found = found or [name for name in known if name.rpartition(".")[2] == last][:SUGGESTED]

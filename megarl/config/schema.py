@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 OURS = "our choice"
@@ -28,13 +37,13 @@ def section(kind: type[Section]) -> Any:
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """Return the model of a section, None for any other field."""
-    return None if get_origin(field.annotation) is dict else _model_in(field)
+    return None if get_origin(field.annotation) in (dict, tuple) else _model_in(field)
 
 
-def named_sections_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of the sections that a field holds by names of the user's (`reward.terms`), None for
-    any other field."""
-    return _model_in(field) if get_origin(field.annotation) is dict else None
+def held_section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the model of the sections that a field holds by names of the user's (`reward.terms`) or as a
+    list (`data.eval`), None for any other field."""
+    return _model_in(field) if get_origin(field.annotation) in (dict, tuple) else None
 
 
 def _model_in(field: FieldInfo) -> type[BaseModel] | None:
@@ -241,13 +250,48 @@ class CriticConfig(OptimizerConfig):
     )
 
 
+class EvaluationSet(Section):
+    """An entry of data.eval: a path, or a section with the path and what is the entry's own."""
+
+    path: Path = field(..., "parquet or jsonl file, as in data.train")
+    name: str | None = field(
+        None, "of its scores: eval/<name>/avg and so on; null: they are shown by the rows' data_source"
+    )
+    every: int | None = field(
+        None,
+        "steps between its evaluations, needs a name, and the entry is not in eval/avg; "
+        "null: evaluation.every, and it is",
+        "rollout steps",
+        ge=1,
+    )
+    samples: int | None = field(None, "responses per problem; null: evaluation.samples", "responses", ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        """Accept a plain path."""
+        if isinstance(value, str | Path):
+            return {"path": value}
+        if not isinstance(value, dict | cls):
+            raise ValueError("must be a path, as text, or a section with the key path")
+        return value
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, plain: SerializerFunctionWrapHandler) -> Any:
+        """Write an entry with nothing of its own as its path."""
+        given = {key: value for key, value in plain(self).items() if value is not None}
+        return given if len(given) > 1 else given["path"]
+
+
 class DataConfig(Section):
     """Prompts and reference answers."""
 
     train: tuple[Path, ...] = field(
         (), "parquet or jsonl files, with the columns of DAPO-Math, GSM8K, MATH or AIME"
     )
-    eval: tuple[Path, ...] = field((), "held-out files, same formats")
+    eval: tuple[EvaluationSet, ...] = field(
+        (), "held-out files, same formats: paths, or sections {path, name, every, samples}"
+    )
     prompt_key: str = field("prompt", "column of a text or of messages; else `question` or `problem`")
     answer_key: str = field(
         "reward_model.ground_truth", "column, dots descend; else `answer`, or the box in `solution`"
@@ -588,7 +632,12 @@ class EvaluationConfig(Section):
     samples: int = field(32, "k: responses per problem", "responses", "DAPO section 4.1: avg@32", ge=1)
     temperature: float = field(1.0, "sampling temperature", source="DAPO section 4.1", gt=0)
     top_p: float = field(0.7, "nucleus", source="DAPO section 4.1", gt=0, le=1)
-    max_problems: int = field(0, "first rows of data.eval that are used; 0: all", "problems", ge=0)
+    max_problems: int = field(
+        0,
+        "first rows that are used, of each name in data.eval and of the entries without one; 0: all",
+        "problems",
+        ge=0,
+    )
 
 
 class CheckpointConfig(Section):
@@ -738,6 +787,12 @@ class Config(Section):
     def has_reward_model(self) -> bool:
         """Return whether a reward model scores this run's responses."""
         return self.recipe != "sft" and self.reward.model.path is not None
+
+    def evaluates(self, step: int, every: int | None = None) -> bool:
+        """Return whether a set of data.eval with this `every` is evaluated after a step. Before the first and
+        after the last all are."""
+        interval = every or self.evaluation.every
+        return step in (0, self.steps) or (interval > 0 and step % interval == 0)
 
     def has_group(self, group: TensorGroup) -> bool:
         """Return whether this run has such tensors on its devices."""

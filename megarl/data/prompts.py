@@ -4,6 +4,7 @@ handed out epoch after epoch. Rows that cannot be used are listed with their rea
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config.errors import CheckpointError, ConfigError, DataError
-from megarl.config.schema import DataConfig
+from megarl.config.schema import DataConfig, EvaluationConfig
 from megarl.rewards.answer import last_boxed
 
 if TYPE_CHECKING:
@@ -46,6 +47,25 @@ class Prompt:
     source: str = ""
     extra: dict[str, object] = field(default_factory=dict)
     question: str = ""
+
+    @property
+    def source_name(self) -> str:
+        """Return the data_source as metrics name it."""
+        return re.sub(r"[^\w.+-]+", "_", self.source).strip("_") or "unnamed"
+
+
+@dataclass(frozen=True)
+class ProblemSet:
+    """Held-out problems that are read and evaluated together.
+
+    name     of their scores; "": they are shown by data_source
+    every    steps between their evaluations; None: evaluation.every, and they are in the headline
+    samples  answers to each"""
+
+    problems: Sequence[Prompt]
+    samples: int
+    name: str = ""
+    every: int | None = None
 
 
 def prompt_uid(text: str, answer: str) -> int:
@@ -217,6 +237,32 @@ def read_prompts(
     return prompts, report
 
 
+def read_problem_sets(
+    data: DataConfig, evaluation: EvaluationConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[ProblemSet], dict[str, ReadReport]]:
+    """Read data.eval: one set of each name, and of the entries without one that have the same `samples`, in
+    the order in which they come first. Return them with the report of each, `eval` and the set's name.
+
+    Raises the errors of read_prompts, and ConfigError where a name is also the data_source of a problem
+    without one, whose scores would have the same place."""
+    files: dict[tuple[str, int, int | None], list[Path]] = {}
+    for entry in data.eval:
+        own = entry.name or "", entry.samples or evaluation.samples, entry.every
+        files.setdefault(own, []).append(entry.path)
+    sets, reports = [], {}
+    for (name, samples, every), paths in files.items():
+        problems, report = read_prompts(paths, data, tokenizer)
+        sets.append(ProblemSet(problems[: evaluation.max_problems or None], samples, name, every))
+        other = f" ({samples} samples)" if samples != evaluation.samples else ""
+        reports[f"eval {name}" if name else f"eval{other}"] = report
+    unnamed = {problem.source_name for one in sets if not one.name for problem in one.problems}
+    for i, entry in enumerate(data.eval):
+        if entry.name in unnamed:
+            what = f"{entry.name} is also a data_source of entries without a name"
+            raise ConfigError(f"data.eval[{i}].name: {what} (choose another name)")
+    return sets, reports
+
+
 def read_pairs(
     paths: Sequence[Path],
     data: DataConfig,
@@ -252,7 +298,8 @@ def validate_files(
     naming the file, or ConfigError."""
     _check_template(data, None)  # of the tokenizer, that its template refuses rows shows with the rows
     first = ""
-    for paths, target_key in ((data.train, response_key), (data.eval, None)):
+    held_out = [entry.path for entry in data.eval]
+    for paths, target_key in ((data.train, response_key), (held_out, None)):
         for path in paths:
             report = ReadReport()
             rows = _usable_rows([path], data, report, target_key)

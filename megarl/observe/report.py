@@ -109,7 +109,7 @@ def headline(run: Run) -> tuple[str, str, str]:
         if stage == "eval":
             record = run.by_stage["eval"][last]
             k = record.get("eval/k") or 1
-            remark += f", avg@{k}"
+            remark += f", avg@{k}" if "eval/k" in record else ", avg"
             if "eval/problems" in record:
                 remark += f" over {record['eval/problems']} problems"
             for name in ("pass", "majority"):
@@ -144,19 +144,19 @@ def head(run: Run) -> dict[str, Any]:
 
 
 def sources(run: Run) -> dict[str, Any]:
-    """Return a table of what each data source came to, in the first and the last evaluation and over the last
-    tenth of the training steps; without rows where there is one source."""
-    by_step = run.by_stage.get("eval", {})
-    ends = [by_step[min(by_step)], by_step[max(by_step)]] if by_step else []
+    """Return a table of what each set with a name and each data source came to, in its first and its last
+    evaluation and over the last tenth of the training steps; without rows where there is one source."""
     steps = run.by_stage.get("train", {})
     last = [steps[step] for step in sorted(steps)[-max(1, len(steps) // 10) :]]
     trained = {key.split("/")[1] for record in last for key in record if key.startswith("source/")}
-    evaluated = {name for record in ends for name in evaluated_sources(record)}
+    evaluations = run.by_stage.get("eval", {}).values()
+    evaluated = {name for record in evaluations for name in evaluated_sources(record)}
 
     def course(key: str, form: str) -> str:
         """Return a number's way from the first evaluation to the last."""
-        texts = [number(record.get(key), form) for record in ends]
-        return " to ".join(dict.fromkeys(texts)) if texts else MISSING
+        points = run.points("eval", key)
+        texts = [number(points[step], form) for step in (min(points), max(points))] if points else [MISSING]
+        return " to ".join(dict.fromkeys(texts))
 
     def trained_on(name: str, what: str, form: str) -> str:
         found = [record[key] for record in last if (key := f"source/{name}/{what}") in record]

@@ -126,12 +126,15 @@ def present(record: Mapping[str, Any]) -> list[Column]:
 
 
 def evaluation_text(record: Mapping[str, Any]) -> str:
-    """Return `0.621 avg  0.700 pass  0.650 majority  (k 4, 512 problems)`; only avg if k is 1. A line
-    for each data source follows, where there are several."""
-    k = record.get("eval/k") or 1
-    names = ("avg", "pass", "majority") if k > 1 else ("avg",)
+    """Return `0.621 avg  0.700 pass  0.650 majority  (k 4, 512 problems)`; only avg if k is 1, or not the
+    same for all. A line for each set and data source follows, where there are several; alone, where no set
+    of the headline was evaluated."""
+    common = record.get("eval/k")
 
-    def line(prefix: str, remark: str) -> str:
+    def line(prefix: str) -> str:
+        k = record.get(f"{prefix}/k", common)
+        names = ("avg", "pass", "majority") if (k or 1) > 1 else ("avg",)
+        remark = f"k {k}, " if k and (prefix == "eval" or k != common) else ""
         text = "  ".join(f"{number(record.get(f'{prefix}/{name}'), '.3f')} {name}" for name in names)
         problems = record.get(f"{prefix}/problems")
         left_out = record.get(f"{prefix}/unjudged")
@@ -140,12 +143,14 @@ def evaluation_text(record: Mapping[str, Any]) -> str:
 
     sources = evaluated_sources(record)
     width = max(map(len, sources), default=0)
-    lines = [f"      {name:<{width}}  {line(f'eval/{name}', '')}" for name in sources]
-    return "\n".join([line("eval", f"k {k}, "), *lines])
+    lines = [f"{name:<{width}}  {line(f'eval/{name}')}" for name in sources]
+    if "eval/avg" in record or "eval/problems" in record or not lines:
+        lines.insert(0, line("eval"))
+    return "\n      ".join(lines)
 
 
 def evaluated_sources(record: Mapping[str, Any]) -> list[str]:
-    """Return the data sources of which an evaluation has scores of their own."""
+    """Return the sets and data sources of which an evaluation has scores of their own."""
     found = [key.removeprefix("eval/").removesuffix("/avg") for key in record if key.endswith("/avg")]
     return sorted(name for name in found if f"eval/{name}/avg" in record)
 

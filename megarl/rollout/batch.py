@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ import torch
 
 from megarl.algorithms.evaluation import avg_at_k, interval, ks_up_to, majority_at_k, pass_at_k
 from megarl.data.experience import Experience, StepBatch
-from megarl.data.prompts import Prompt
+from megarl.data.prompts import ProblemSet, Prompt
 from megarl.observe.run_log import Sample, choose_samples
 
 DERIVED = ("body", "owner", "length", "oldest", "routed")  # fields of a response that its state has not
@@ -223,18 +222,19 @@ def response_stats(responses: Sequence[Response]) -> dict[str, float]:
 
 
 def of_sources(groups: Iterable[Group]) -> dict[str, list[Group]]:
-    """Return the groups by their prompts' data_source, as metrics name it; nothing where all have one."""
+    """Return the groups by their prompts' data_source, as metrics name it."""
     found: dict[str, list[Group]] = {}
     for group in groups:
-        name = re.sub(r"[^\w.+-]+", "_", group.prompt.source).strip("_") or "unnamed"
-        found.setdefault(name, []).append(group)
-    return dict(sorted(found.items())) if len(found) > 1 else {}
+        found.setdefault(group.prompt.source_name, []).append(group)
+    return dict(sorted(found.items()))
 
 
 def source_stats(groups: Sequence[Group]) -> dict[str, float]:
-    """Return source/<name>/*: responses, accuracy, score where the verifier grades, mean length in tokens."""
+    """Return source/<name>/*, where there are several sources: responses, accuracy, score where the verifier
+    grades, mean length in tokens."""
     stats: dict[str, float] = {}
-    for name, some in of_sources(groups).items():
+    sources = of_sources(groups)
+    for name, some in sources.items() if len(sources) > 1 else ():
         responses = [response for group in some for response in group.responses]
         all_of_them = response_stats(responses)
         stats[f"source/{name}/responses"] = len(responses)
@@ -374,12 +374,18 @@ class RolloutBatch:
 
 
 @dataclass
-class EvaluationResult:
-    """k answers to each problem, in the order of the problems; their bodies are on rank 0. A problem with an
-    answer that nobody has judged counts in no score."""
+class Scores:
+    """What answers to problems came to, in the order of the problems. A problem with an answer that nobody
+    has judged counts in no score."""
 
-    k: int
     groups: list[Group]
+
+    @property
+    def k(self) -> int | None:
+        """Return the number of answers to each problem; None where they differ: then there is no pass@k and
+        no majority@k of all of them."""
+        numbers = {len(group.responses) for group in self.groups}
+        return numbers.pop() if len(numbers) == 1 else None
 
     @property
     def judged(self) -> list[Group]:
@@ -392,6 +398,7 @@ class EvaluationResult:
         rows = []
         for group in self.judged:
             answers, correct = group.responses, [r.correct for r in group.responses]
+            k = len(answers)
             first = Counter(r.extracted for r in answers if r.extracted is not None).most_common(1)
             rows.append(
                 {
@@ -401,31 +408,22 @@ class EvaluationResult:
                     "answer": group.prompt.answer,
                     "right": sum(correct),
                     "avg": avg_at_k(correct),
-                    "pass": pass_at_k(len(answers), sum(correct), self.k),
-                    "pass_at": {str(k): pass_at_k(len(answers), sum(correct), k) for k in ks_up_to(self.k)},
+                    "pass": pass_at_k(k, sum(correct), k),
+                    "pass_at": {str(some): pass_at_k(k, sum(correct), some) for some in ks_up_to(k)},
                     "majority": majority_at_k([r.extracted for r in answers], correct),
                     "vote": first[0][0] if first else None,
                     "votes": first[0][1] if first else 0,
-                    "length_mean": sum(r.length for r in answers) / len(answers),
-                    "truncated": sum(r.truncated for r in answers) / len(answers),
-                    "unverified": sum(r.error is not None for r in answers) / len(answers),
+                    "length_mean": sum(r.length for r in answers) / k,
+                    "truncated": sum(r.truncated for r in answers) / k,
+                    "unverified": sum(r.error is not None for r in answers) / k,
+                    "samples": k,
                 }
             )
         return rows
 
-    def stats(self) -> dict[str, float]:
-        """Return eval/*: means over the problems; eval/score where the verifier grades. And eval/<source>/*,
-        where the problems are of several data sources."""
-        stats = self._means("eval")
-        for name, result in self.by_source().items():
-            stats |= result._means(f"eval/{name}")
-        return {**stats, "eval/k": self.k}
-
-    def by_source(self) -> dict[str, EvaluationResult]:
-        """Return the results of each data source, where there are several."""
-        return {name: EvaluationResult(self.k, groups) for name, groups in of_sources(self.groups).items()}
-
-    def _means(self, prefix: str) -> dict[str, float]:
+    def means(self, prefix: str) -> dict[str, float]:
+        """Return `prefix`/avg and so on: means over the problems; `prefix`/score where the verifier
+        grades."""
         table, answers = self.table(), [answer for group in self.judged for answer in group.responses]
         unjudged: dict[str, float] = {
             f"{prefix}/unjudged": len(self.groups) - len(table),
@@ -435,7 +433,7 @@ class EvaluationResult:
             return unjudged
         means = {
             f"{prefix}/{name}": sum(row[name] for row in table) / len(table)
-            for name in ("avg", "pass", "majority", "length_mean", "truncated")
+            for name in ("avg", *(("pass", "majority") if self.k else ()), "length_mean", "truncated")
         }
         if any(answer.score is not None for answer in answers):
             means[f"{prefix}/score"] = mean_score(answers)
@@ -443,18 +441,17 @@ class EvaluationResult:
 
     def scores(self) -> dict[str, dict[str, float]]:
         """Return avg@k, pass@1 ... pass@k and majority@k, each with its mean over the problems and the 95 %
-        confidence interval, low to high."""
-        table = self.table()
-        columns = {
-            f"avg@{self.k}": [row["avg"] for row in table],
-            **{f"pass@{k}": [row["pass_at"][str(k)] for row in table] for k in ks_up_to(self.k)},
-            f"majority@{self.k}": [row["majority"] for row in table],
-        }
+        confidence interval, low to high; where the numbers of answers differ, `avg` alone."""
+        table, samples = self.table(), self.k
+        columns = {"avg" if samples is None else f"avg@{samples}": [row["avg"] for row in table]}
+        if samples is not None:
+            columns |= {f"pass@{k}": [row["pass_at"][str(k)] for row in table] for k in ks_up_to(samples)}
+            columns[f"majority@{samples}"] = [row["majority"] for row in table]
         found = {}
         for name, values in columns.items():
             if not values:
                 continue
-            low, high = interval(values, self.k)
+            low, high = interval(values, min(row["samples"] for row in table))
             found[name] = {"mean": math.fsum(values) / len(values), "low": low, "high": high}
         return found
 
@@ -471,11 +468,52 @@ class EvaluationResult:
             "unjudged": sum(not answer.judged for answer in answers),
         }
 
+
+@dataclass
+class EvaluationResult:
+    """The sets of problems that were evaluated, each with the answers to it, whose bodies are on rank 0."""
+
+    sets: list[tuple[ProblemSet, list[Group]]]
+
+    @property
+    def headline(self) -> Scores:
+        """Return the scores over the problems of all sets without an `every` of their own. They are evaluated
+        at the same steps, so that these scores are of the same problems each time."""
+        return Scores([group for one, groups in self.sets if one.every is None for group in groups])
+
+    def by_name(self) -> dict[str, Scores]:
+        """Return the scores of each set that has a name, and of the problems of the others by data_source,
+        where that is another division than none."""
+        parts = of_sources(group for one, groups in self.sets if not one.name for group in groups)
+        parts |= {one.name: groups for one, groups in self.sets if one.name}
+        divided = len(parts) > 1 or any(one.name for one, _ in self.sets)
+        return {name: Scores(parts[name]) for name in sorted(parts)} if divided else {}
+
+    def stats(self) -> dict[str, float]:
+        """Return eval/* of the headline, where there is one, and eval/<name>/* of each part of `by_name`.
+
+        eval/k is there where it is the same for all problems of the headline; eval/<name>/k of sets with a
+        name, and of other parts where it is not eval/k."""
+        headline, named = self.headline, {one.name for one, _ in self.sets}
+        stats: dict[str, float] = {}
+        if headline.groups:
+            stats = headline.means("eval")
+        for name, scores in self.by_name().items():
+            stats |= scores.means(f"eval/{name}")
+            if scores.k is not None and (name in named or scores.k != headline.k):
+                stats[f"eval/{name}/k"] = scores.k
+        return stats if headline.k is None else {**stats, "eval/k": headline.k}
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return the rows of all problems, see `Scores.table`, each with the name of its set, or None."""
+        return [{**row, "set": one.name or None} for one, some in self.sets for row in Scores(some).table()]
+
     def answers(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
         """Yield every answer with its text, decoded on demand: on rank 0, where all bodies are."""
-        for group in self.groups:
+        for one, group in ((one, group) for one, groups in self.sets for group in groups):
             for i, (r, text) in enumerate(group.texts(tokenizer)):
                 yield {
+                    "set": one.name or None,
                     "uid": group.prompt.uid,
                     "question": group.prompt.question,
                     "prompt": group.prompt.text,

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 
 from megarl.config.errors import ConfigError, DataError, EngineError, EngineFailure, MegarlError
 from megarl.config.schema import Config, DynamicSamplingConfig
-from megarl.data.prompts import Prompt
+from megarl.data.prompts import ProblemSet, Prompt
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import exchange, from_rank_0, gather_on_0
 from megarl.parallel.runtime import Ranks, leaders_of
@@ -172,27 +173,26 @@ class RolloutSampler:
             drawn[uid] += 1
         return requests
 
-    def evaluate(
-        self, problems: Sequence[Prompt], k: int | None = None, params: SamplingParams | None = None
-    ) -> EvaluationResult:
-        """Sample and verify k answers (`evaluation.samples`) to each problem. DataError without one."""
-        if not problems:
+    def evaluate(self, sets: Sequence[ProblemSet], params: SamplingParams | None = None) -> EvaluationResult:
+        """Sample and verify as many answers to each problem as its set wants, whatever other sets there are.
+        DataError without a problem."""
+        if not any(one.problems for one in sets):
             raise DataError("data.eval: there is no problem to evaluate on (name a file that holds some)")
         evaluation, rollout = self.config.evaluation, self.config.rollout
-        k = k or evaluation.samples
         params = params or SamplingParams(
             rollout.max_response_tokens, evaluation.temperature, evaluation.top_p, 0, rollout.stop
         )
-        drawn: Counter[int] = Counter()
         requests = []
-        for problem in problems:
-            first = drawn[problem.uid] * k
-            seeds = [evaluation_seed(self.config.seed, problem.uid, first + i) for i in range(k)]
-            requests.append(GroupRequest(problem, seeds))
-            drawn[problem.uid] += 1
+        for one in sets:
+            k, drawn = one.samples, Counter[int]()
+            for problem in one.problems:
+                first = drawn[problem.uid] * k
+                seeds = [evaluation_seed(self.config.seed, problem.uid, first + i) for i in range(k)]
+                requests.append(GroupRequest(problem, seeds))
+                drawn[problem.uid] += 1
         self.worker.reset()
-        groups = self.worker.generate(requests, params)
-        return EvaluationResult(k, self.worker.with_bodies(groups))
+        groups = iter(self.worker.with_bodies(self.worker.generate(requests, params)))
+        return EvaluationResult([(one, list(islice(groups, len(one.problems)))) for one in sets])
 
     def snapshot(self) -> Callable[[], Callable[[], dict[str, Any]]]:
         """Return a function that brings what the next step needs, besides the weights and the prompts' order,

@@ -108,7 +108,7 @@ class Elsewhere:
         self._waited = 0.0
         self._last = PRETRAINING, 0  # stage and number of the rollout that was asked for last
         hello = self._hear(("hello",))
-        self.reports, self.problems = hello["reports"], hello["problems"]
+        self.reports = hello["reports"]
 
     @property
     def depths(self) -> dict[str, Callable[[], int]]:
@@ -210,9 +210,9 @@ class Elsewhere:
     def _path(self, stage: str, number: int) -> Path:
         return stored(self._folder(stage), number)
 
-    def evaluate(self) -> tuple[dict[str, float], Any]:
+    def evaluate(self, step: int) -> tuple[dict[str, float], Any]:
         """Have the problems answered with the weights that were published last; see Generation.evaluate."""
-        self._order("evaluate")
+        self._order("evaluate", step)
         told = self._hear(("evaluated",))
         return told["stats"], told["aside"]
 
@@ -296,7 +296,7 @@ def serve_orders(
     def say(key: Any, aside: Any = None, **said: Any) -> None:
         words.say(ranks, (key, said), aside)
 
-    say(("hello",), reports=generation.reports, problems=len(generation.problems))
+    say(("hello",), reports=generation.reports)
 
     def enter(phase: str, *place: Any) -> None:
         watchdog.phase(phase, *place)
@@ -341,9 +341,9 @@ def serve_orders(
                 timeline.truncate_after(step, stage) if step else timeline.clear()
             case ("load", state):
                 generation.load_state_dict(state)
-            case ("evaluate",):
+            case ("evaluate", step):
                 enter("evaluation")
-                stats, answers = generation.evaluate()
+                stats, answers = generation.evaluate(step)
                 say(("evaluated",), list(answers) if ranks.rank == 0 else [], stats=stats)
             case ("end",):
                 timeline.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.config.errors import CheckpointError
 from megarl.config.schema import Config, OverlongConfig
-from megarl.data.prompts import read_prompts
+from megarl.data.prompts import read_problem_sets
 from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
@@ -80,8 +80,7 @@ class Evaluation:
         # A run may be writing there: all ranks read what rank 0 has found.
         self.weights = from_rank_0(runtime, weights)
         self.tokenizer = load_tokenizer(config.model.path)
-        problems, self.report = read_prompts(config.data.eval, config.data, self.tokenizer)
-        self.problems = problems[: config.evaluation.max_problems or None]
+        self.sets, self.reports = read_problem_sets(config.data, config.evaluation, self.tokenizer)
         self.engine = make_engine(config, self.tokenizer, runtime)
         # Load the weights into Megatron's actor at this job's layout, sync them into the engine, drop the
         # actor.
@@ -100,12 +99,12 @@ class Evaluation:
         return self.weights or self.config.model.path
 
     def answer(self) -> EvaluationResult:
-        """Return `evaluation.samples` answers to every problem, judged; the same on every rank, but for their
-        texts, which rank 0 has."""
+        """Return the answers to every problem, judged; the same on every rank, but for their texts, which
+        rank 0 has."""
         reward = self.config.reward
         with VerifierPool(reward.verifier, reward.workers, reward.timeout, reward.memory) as verifiers:
             worker = RolloutWorker(self.config, self.runtime, self.engine, verifiers, self.tokenizer)
-            return RolloutSampler(worker).evaluate(self.problems)
+            return RolloutSampler(worker).evaluate(self.sets)
 
     def close(self) -> None:
         """End the engine."""

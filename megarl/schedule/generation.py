@@ -9,7 +9,7 @@ from typing import Any, assert_never
 
 from megarl.config.schema import Config
 from megarl.data.experience import StepBatch
-from megarl.data.prompts import PromptSampler, read_prompts
+from megarl.data.prompts import PromptSampler, read_problem_sets, read_prompts
 from megarl.model.builder import DTYPES
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import barrier
@@ -70,8 +70,8 @@ class Generation:
     has one and calls it alike.
 
     recover  brings engines that failed back, see WeightSync
-    reports  what was read of each data file
-    problems for evaluation"""
+    reports  what was read of the data files
+    sets     of problems for evaluation"""
 
     def __init__(
         self, config: Config, runtime: Runtime, tokenizer: Any, recover: Callable[[Failures], None]
@@ -79,10 +79,8 @@ class Generation:
         self.config, self.runtime, self.tokenizer = config, runtime, tokenizer
         self._waited = 0.0
         self.prompts, report = read_prompts(config.data.train, config.data, tokenizer)
-        self.reports, self.problems = {"train": report}, []
-        if config.data.eval:
-            problems, self.reports["eval"] = read_prompts(config.data.eval, config.data, tokenizer)
-            self.problems = problems[: config.evaluation.max_problems or None]
+        self.sets, reports = read_problem_sets(config.data, config.evaluation, tokenizer)
+        self.reports = {"train": report, **reports}
         self.prompt_sampler = PromptSampler(len(self.prompts), config.seed, config.data.shuffle)
         reward = config.reward
         self.verifiers = VerifierPool(
@@ -148,9 +146,10 @@ class Generation:
             self.rollouts.write(number, rollout.batch, {"stats": found.stats})
         return rollout
 
-    def evaluate(self) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
-        """Answer the held-out problems; return eval/* and every answer, decoded on demand."""
-        result = self.sampler.evaluate(self.problems)
+    def evaluate(self, step: int) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
+        """Answer the held-out problems that are due after a step; return eval/* and every answer, decoded on
+        demand."""
+        result = self.sampler.evaluate([one for one in self.sets if self.config.evaluates(step, one.every)])
         self._waited += self.sampler.worker.seconds["gather"]
         return result.stats(), result.answers(self.tokenizer)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megarl.config.check import check_config
+from megarl.config.check import check_config, evaluation_problems
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import read_json
 from megarl.config.schema import Config, RewardConfig
@@ -131,6 +131,8 @@ def preflight_evaluation(
     key: the key or option that named the model's folder; weights: whether the weights are in it."""
     if not config.data.eval:
         raise ConfigError(f"{where}: data.eval: must name at least one file to evaluate on")
+    for problem in evaluation_problems(config):
+        raise ConfigError(f"{where}: {problem}")
     device = choose_device(config.parallel.device)
     _check_machine(config, device.type)
     folder: ModelFolder | Described

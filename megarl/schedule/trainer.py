@@ -111,8 +111,7 @@ class Trainer:
                     last = number == config.steps
                     with self.profiler.step(self.stage, number):
                         self.step(Step(self.stage, number), self.phases)
-                    if last or (config.evaluation.every and number % config.evaluation.every == 0):
-                        self.evaluate(number)
+                    self.evaluate(number)
                     if run.elsewhere is not None:
                         run.elsewhere.draw_next(number, self.writer.step)
                     self.save(self.stage, number, last=last)
@@ -248,14 +247,16 @@ class Trainer:
                 raise DeviceMemoryError(f"step {step.number}, {error}") from error
 
     def evaluate(self, number: int) -> None:
-        """Answer the held-out problems with the engine, and record the scores."""
-        if self.config.recipe == "sft" or not self.run.generation.problems:
+        """Answer the held-out problems that are due after a step with the engine, and record the scores."""
+        config = self.config
+        due = any(config.evaluates(number, entry.every) for entry in config.data.eval)
+        if config.recipe == "sft" or not due:
             return
         self._enter("evaluation")
         started = time.perf_counter()
         self.run.meet(wait=True)
         self.run.onload("evaluation", {"engine.weights", "engine.kv_cache"})
-        stats, answers = self.run.generation.evaluate()
+        stats, answers = self.run.generation.evaluate(number)
         self.timeline.waited(self.run.generation.take_waited())
         self.timeline.leave()
         self._record("eval", number, {**stats, "time/evaluation": time.perf_counter() - started})

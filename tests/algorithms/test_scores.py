@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megarl.algorithms import evaluation
 from megarl.data.prompts import Prompt
-from megarl.rollout.batch import EvaluationResult, Group, Response
+from megarl.rollout.batch import Group, Response, Scores
 from tests.algorithms.loops import batches
 
 
@@ -181,7 +181,7 @@ def test_the_k_of_pass_at_k():
     ]
 
 
-def _result(k: int, rows: list[list[tuple[str | None, bool]]]) -> EvaluationResult:
+def _result(rows: list[list[tuple[str | None, bool]]]) -> Scores:
     groups = []
     for uid, row in enumerate(rows):
         prompt = Prompt(uid=uid, text=f"problem {uid}", tokens=(1,), answer="1")
@@ -190,12 +190,12 @@ def _result(k: int, rows: list[list[tuple[str | None, bool]]]) -> EvaluationResu
                 prompt, [Response(None, 0, 2, "stop", right, vote, None, 0.0, 0.0) for vote, right in row], 0
             )
         )
-    return EvaluationResult(k, groups)
+    return Scores(groups)
 
 
 @pytest.mark.parametrize("right, expected", [(True, 1.0), (False, 0.0)])
 def test_scores_of_one_problem_and_one_answer(right, expected):
-    result = _result(1, [[("1" if right else None, right)]])
+    result = _result([[("1" if right else None, right)]])
     assert result.scores() == {
         name: {"mean": expected, "low": 0.0, "high": 1.0} for name in ("avg@1", "pass@1", "majority@1")
     }
@@ -215,7 +215,7 @@ def test_scores_against_a_count_by_hand():
         [(None, False)] * 3,
         [("1", True), ("3", False), ("3", False)],
     ]
-    result = _result(3, rows)
+    result = _result(rows)
     means = {name: score["mean"] for name, score in result.scores().items()}
     assert means == pytest.approx(
         {"avg@3": 3 / 9, "pass@1": 3 / 9, "pass@2": (1 + 0 + 2 / 3) / 3, "pass@3": 2 / 3, "majority@3": 1 / 3}
@@ -229,6 +229,9 @@ def test_scores_against_a_count_by_hand():
         0.0,
         pytest.approx(2 / 3),
     )
-    assert result.stats()["eval/pass"] == pytest.approx(2 / 3) and result.stats()[
-        "eval/majority"
-    ] == pytest.approx(1 / 3)
+    found = result.means("eval")
+    assert found["eval/pass"] == pytest.approx(2 / 3) and found["eval/majority"] == pytest.approx(1 / 3)
+    mixed = _result([rows[0], rows[1][:1]])
+    assert mixed.k is None and mixed.scores().keys() == {"avg"}
+    assert mixed.scores()["avg"]["mean"] == pytest.approx(1 / 3) == mixed.means("eval")["eval/avg"]
+    assert "eval/pass" not in mixed.means("eval")

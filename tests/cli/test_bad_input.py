@@ -642,6 +642,8 @@ class TestEvaluation:
             == f"{scene.config}: data.eval: must name at least one file to evaluate on"
         )
         assert self.refused(scene, "data.eval=[/no.jsonl]") == "/no.jsonl: no such file"
+        two = "data.eval=[{path: a.jsonl, name: n}, {path: b.jsonl, name: n}]"
+        assert self.refused(scene, two).startswith(f"{scene.config}: data.eval[1].name: data.eval[0] has the")
         assert self.refused(scene, "--checkpoint", "/no/model").startswith(
             "--checkpoint: /no/model: no such folder"
         )

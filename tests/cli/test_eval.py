@@ -166,6 +166,31 @@ def test_an_evaluation_that_nobody_judges_says_so(shared_scene: Scene, tmp_path:
 
 
 @pytest.mark.slow
+def test_sets_with_names(shared_scene: Scene, tmp_path: Path) -> None:
+    """All are evaluated; one with an `every` of its own has its scores apart from the headline's."""
+    file = shared_scene.folder / "train.jsonl"
+    sets = f"{{path: {file}, name: hard, samples: 4}}, {{path: {file}, name: rare, every: 5, samples: 1}}"
+    keys = (f"data.eval=[{file}, {sets}]", "evaluation.samples=2", "parallel.tp=1")
+    easy = "reward.verifier=tests.cli.verifiers:even_length"
+    done = megarl("eval", str(shared_scene.config), *keys, easy, "--out", "out", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    summary = json.loads((tmp_path / "out" / "scores.json").read_text())
+    assert (summary["problems"], summary["samples"], summary["answers"]["all"]) == (18, None, 54)
+    facts = {name: (one["problems"], one["samples"]) for name, one in summary["sources"].items()}
+    assert facts == {"hard": (9, 4), "rare": (9, 1), "unnamed": (9, 2)}
+    means = {name: one["scores"][f"avg@{one['samples']}"]["mean"] for name, one in summary["sources"].items()}
+    assert summary["scores"]["avg"]["mean"] == pytest.approx((means["hard"] + means["unnamed"]) / 2)
+    answers = lines(tmp_path / "out" / "answers.jsonl")
+    assert Counter(answer["set"] for answer in answers) == {None: 18, "hard": 36, "rare": 9}
+    assert len(lines(tmp_path / "out" / "problems.jsonl")) == 27
+    assert set(json.loads((tmp_path / "out" / "data.json").read_text())) == {"eval", "eval hard", "eval rare"}
+    assert (
+        "hard 9 problems x 4 answers by" in done.stdout
+        and "18 problems, sets with `every` apart" in done.stdout
+    )
+
+
+@pytest.mark.slow
 def test_the_command_on_two_ranks(shared_scene: Scene, run: Path, tmp_path: Path) -> None:
     """A Megatron checkpoint under the launcher at dp 2, and its export in one process: the same answers, and
     scores as counted here."""

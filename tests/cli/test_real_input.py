@@ -88,7 +88,7 @@ def test_evaluation_on_aime(folder: Path) -> None:
     )
     out = folder / "run" / "eval"
     check_answers(lines(out / "answers.jsonl"), problems, k=2)
-    assert json.loads((out / "data.json").read_text()) == {
+    assert json.loads((out / "data.json").read_text())["eval"] == {
         "rows": {str(AIME): 960},
         "kept": 30,
         "duplicates": 930,

@@ -300,6 +300,21 @@ class TestRefusals:
         ),
         "reward.terms.a=m:f": "command line: reward.terms.a: must be a section of `key: value` lines",
         "reward.terms.a={function: m:f, arguments: [1]}": "command line: reward.terms.a.arguments: must be a",
+        "data.eval=[a, {path: b, evry: 2}]": (
+            "command line: data.eval[1].evry: unknown key (did you mean data.eval[1].every?)"
+        ),
+        "data.eval=[a, {path: b, every: 0}]": (
+            "command line: data.eval[1].every: must be greater than or equal to 1 (got 0)"
+        ),
+        "data.eval=[{path: a, samples: 0}]": (
+            "command line: data.eval[0].samples: must be greater than or equal to 1 (got 0)"
+        ),
+        "data.eval=[{path: a, every: true}]": "command line: data.eval[0].every: must not be true or false",
+        "data.eval=[a, {name: b}]": "command line: data.eval[1].path: must be given",
+        "data.eval=[a, 3]": (
+            "command line: data.eval[1]: must be a path, as text, or a section with the key path (got 3)"
+        ),
+        "data.eval=a": "command line: data.eval: must be a list, written [a, b] (got 'a')",
         "critic.frozen=mlp": "command line: critic.frozen: must be 'attention' or 'embeddings' (got 'mlp')",
         "actor.frozen_layers=-1": (
             "command line: actor.frozen_layers: must be greater than or equal to 0 (got -1)"
@@ -420,6 +435,11 @@ class TestContradictions:
         ),
         "reward.correct=-1": "reward.correct: must be greater than reward.incorrect -1.0 (got -1.0)",
         "evaluation.every=5": "evaluation.every: needs data.eval files",
+        "data.eval=[a,{'path':b,'name':n},{'path':c,'name':n}]": (
+            "data.eval[2].name: data.eval[1] has the name n already (give each entry a name of its own)"
+        ),
+        "data.eval=[{'path':b,'every':2}]": "data.eval[0].name: must be given with `every`",
+        "data.eval=[{'path':b,'name':n/m}]": "data.eval[0].name: must be of letters, digits and _ . + -",
         "model.max_positions=1000": (
             "rollout.max_response_tokens: data.max_prompt_tokens 2048 + 20480 tokens exceed the model's 1000"
         ),
@@ -497,6 +517,20 @@ class TestContradictions:
         check_config(config, str(minimum))
         (tmp_path / "resolved.yaml").write_text(dump_config(config))
         check_config(load_config(tmp_path / "resolved.yaml"), "resolved.yaml")
+
+    def test_entries_of_data_eval(self, minimum: Path) -> None:
+        """Plain paths stay paths in what is written, and everything is read back."""
+        given = "data.eval=[a.jsonl, {path: ~/b.jsonl, name: b, every: 2}, {path: c.jsonl, samples: 3}]"
+        config = load_config(minimum, ["data.train=[x.jsonl]", given])
+        check_config(config, str(minimum))
+        home = str(Path.home())
+        assert config.model_dump(mode="json")["data"]["eval"] == [
+            "a.jsonl",
+            {"path": f"{home}/b.jsonl", "name": "b", "every": 2},
+            {"path": "c.jsonl", "samples": 3},
+        ]
+        assert [entry.path.name for entry in config.data.eval] == ["a.jsonl", "b.jsonl", "c.jsonl"]
+        assert Config.model_validate(config.model_dump()) == config
 
     def test_what_is_drawn_ahead_is_corrected_for(self, minimum: Path) -> None:
         given = ["recipe=dapo", "data.train=[x.jsonl]", "parallel.rollout_ranks=1"]

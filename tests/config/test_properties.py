@@ -112,6 +112,13 @@ def settings_of_knobs(draw: st.DrawFn) -> dict[str, Any]:
 @example(
     chosen={"actor.lr": 5e-324, "critic.lr": 1.7976931348623157e308, "data.eval": [], "parallel.dp": None}
 )
+@example(
+    chosen={
+        "data.eval": [
+            {"path": p, "name": n, "every": None, "samples": n and 1} for p in "ab" for n in (None, "c")
+        ]
+    }
+)
 def test_what_is_dumped_is_read_back(folder: Path, chosen: dict[str, Any]) -> None:
     config = load_config(
         folder / "minimum.yaml", [f"{key}={dump_yaml(value)}" for key, value in chosen.items()]
@@ -131,7 +138,7 @@ def test_what_is_dumped_is_read_back(folder: Path, chosen: dict[str, Any]) -> No
 def plain(value: Any) -> Any:
     """As YAML has it."""
     if isinstance(value, Section):
-        value = value.model_dump()
+        value = dict(value)
     if isinstance(value, dict):
         return {key: plain(v) for key, v in value.items()}
     if isinstance(value, tuple):

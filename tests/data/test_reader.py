@@ -18,8 +18,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megarl.config.errors import ConfigError, DataError
-from megarl.config.schema import DataConfig
-from megarl.data.prompts import Prompt, ReadReport, prompt_uid, read_pairs, read_prompts, validate_files
+from megarl.config.schema import DataConfig, EvaluationConfig
+from megarl.data.prompts import (
+    Prompt,
+    ReadReport,
+    prompt_uid,
+    read_pairs,
+    read_problem_sets,
+    read_prompts,
+    validate_files,
+)
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 CHAT = (
@@ -105,6 +113,29 @@ def test_gsm8k_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
         assert prompt.text == f"Q: {row['question']}\nA:"
         assert int(prompt.answer) == int(row["answer"].split("####")[1].replace(",", ""))
     validate_files(raw(train=(file,)))
+
+
+def test_sets_of_problems(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Entries without a name are read as one, each name by itself."""
+
+    def file(name: str, first: int, source: str) -> Path:
+        rows = [dapo_row(f"{n}?", n, data_source=source) for n in range(first, first + 3)]
+        return jsonl(tmp_path / name, *rows)
+
+    a, b, c = file("a.jsonl", 0, "x"), file("b.jsonl", 2, "of y"), file("c.jsonl", 1, "z")
+    entries = [a, {"path": c, "name": "c", "every": 5}, b, {"path": c, "name": "d", "samples": 2}]
+    evaluation = EvaluationConfig(samples=4)
+    sets, reports = read_problem_sets(DataConfig(eval=entries), evaluation, tokenizer)
+    facts = [(one.name, one.samples, one.every, [p.answer for p in one.problems]) for one in sets]
+    assert facts == [("", 4, None, [*"01234"]), ("c", 4, 5, [*"123"]), ("d", 2, None, [*"123"])]
+    kept = {name: (report.kept, report.duplicates) for name, report in reports.items()}
+    assert kept == {"eval": (5, 1), "eval c": (3, 0), "eval d": (3, 0)}
+    few = EvaluationConfig(samples=4, max_problems=2)
+    cut, _ = read_problem_sets(DataConfig(eval=[*entries, {"path": c, "samples": 9}]), few, tokenizer)
+    assert [(one.samples, len(one.problems)) for one in cut] == [(4, 2), (4, 2), (2, 2), (9, 2)]
+    same = DataConfig(eval=[a, b, {"path": c, "name": "of_y"}])
+    with pytest.raises(ConfigError, match=r"^data\.eval\[2\]\.name: of_y is also a data_source of entries"):
+        read_problem_sets(same, evaluation, tokenizer)
 
 
 def test_every_kind_of_unusable_row_is_listed(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -516,9 +516,12 @@ def test_data_sources_have_a_table(tmp_path: Path) -> None:
             log.write_metrics({"step": step, "stage": "eval", "eval/avg": 0.1, **own})
         for step in range(1, 11):
             log.write_metrics({"step": step, "stage": "train", "source/gsm/accuracy": step / 10})
+        rare = {"eval/rare/avg": 0.5, "eval/rare/problems": 1}  # a set that is evaluated at steps of its own
+        log.write_metrics({"step": 7, "stage": "eval", **rare})
     found = sources(load_run(tmp_path))
     rows = [dict(zip(found["heads"], cells, strict=True)) for cells, _ in found["rows"]]
-    assert [row["source"] for row in rows] == ["aime", "gsm"]
+    assert [row["source"] for row in rows] == ["aime", "gsm", "rare"]
+    assert rows[2]["avg"] == "0.500" and headline(load_run(tmp_path))[1] == "0.100 → 0.100"
     assert (rows[1]["avg"], rows[1]["problems"], rows[1]["trained: accuracy"]) == (
         "0.250 to 0.750",
         "8",

@@ -371,3 +371,8 @@ def test_data_sources_follow_an_evaluation() -> None:
         "      aime24  1.000 avg  (10 problems)",
         "      gsm     0.250 avg  (20 problems, 2 unjudged)",
     ]
+    own = {f"eval/aime/{what}": 0.5 for what in ("avg", "pass", "majority")}
+    own |= {"eval/aime/k": 32, "eval/aime/problems": 10}
+    assert evaluation_text(own) == "aime  0.500 avg  0.500 pass  0.500 majority  (k 32, 10 problems)"
+    mixed = {"eval/avg": 0.25, "eval/problems": 30, **own}
+    assert evaluation_text(mixed).splitlines()[0] == "0.250 avg  (30 problems)"

@@ -26,7 +26,7 @@ from megarl.algorithms.advantages import group_advantages
 from megarl.config.errors import ConfigError, DataError, EngineError
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
-from megarl.data.prompts import Prompt
+from megarl.data.prompts import ProblemSet, Prompt
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import Verdict
 from megarl.rollout import sampler
@@ -303,11 +303,11 @@ def test_scores_are_rewards(world):
     assert batch.stats["reward/score"] == pytest.approx(np.mean(scores))
     assert batch.stats["reward/mean"] == pytest.approx(5 * np.mean(scores) - 2)
     result = run_ranks(
-        world, settings_, 1, 0, act=lambda s: s.evaluate(world[2][:2], k=2), verifiers=[Graded()]
+        world, settings_, 1, 0, act=lambda s: s.evaluate([ProblemSet(world[2][:2], 2)]), verifiers=[Graded()]
     )[0]
     answers = list(result.answers(world[1]))
     assert result.stats()["eval/score"] == pytest.approx(np.mean([a["score"] or 0.0 for a in answers]))
-    plain = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(world[2][:2], k=2))[0]
+    plain = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate([ProblemSet(world[2][:2], 2)]))[0]
     assert "eval/score" not in plain.stats() and {a["score"] for a in plain.answers(world[1])} == {None}
 
 
@@ -346,9 +346,14 @@ def test_terms_are_added_by_their_weights(world):
     again = [Group.from_state(json.loads(json.dumps(g.state_dict()))) for g in batches[0].groups]
     assert [r.terms for g in again for r in g.responses] == [r.terms for r in rows]
     evaluated = run_ranks(
-        world, settings_, 1, 0, act=lambda s: s.evaluate(world[2][:2], k=2), verifiers=[WithTerms()]
+        world,
+        settings_,
+        1,
+        0,
+        act=lambda s: s.evaluate([ProblemSet(world[2][:2], 2)]),
+        verifiers=[WithTerms()],
     )[0]
-    assert all(r.terms == {} for g in evaluated.groups for r in g.responses)
+    assert all(r.terms == {} for g in evaluated.headline.groups for r in g.responses)
 
 
 def test_a_batch_is_build_with_the_columns(world):
@@ -433,10 +438,10 @@ def test_ranks_with_different_weights_are_found(world):
 
 
 def test_evaluation(world):
-    settings_ = config(evaluation={"samples": 5, "top_p": 0.9})
+    settings_ = config(evaluation={"top_p": 0.9})
     _, tokenizer, problems = world
-    alone, *_ = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(problems))
-    for result in run_ranks(world, settings_, 3, 0, act=lambda s: s.evaluate(problems)):
+    alone, *_ = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate([ProblemSet(problems, 5)]))
+    for result in run_ranks(world, settings_, 3, 0, act=lambda s: s.evaluate([ProblemSet(problems, 5)])):
         assert result.table() == alone.table() and result.stats() == alone.stats()
     answers = list(alone.answers(tokenizer))
     verdicts = OddText().verify([(a["response"], a["answer"]) for a in answers])
@@ -452,9 +457,13 @@ def test_evaluation(world):
     assert stats["eval/length_mean"] == pytest.approx(np.mean([a["length"] for a in answers]))
     assert (stats["eval/k"], stats["eval/problems"]) == (5, 9)
     params = SamplingParams(6, temperature=0)
-    greedy = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(problems, k=2, params=params))[0]
-    assert all(np.array_equal(g.responses[0].body.tokens, g.responses[1].body.tokens) for g in greedy.groups)
-    again = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(problems + problems[:2]))[0].groups
+    greedy = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate([ProblemSet(problems, 2)], params))[0]
+    assert all(
+        np.array_equal(g.responses[0].body.tokens, g.responses[1].body.tokens) for g in greedy.headline.groups
+    )
+    again = run_ranks(
+        world, settings_, 1, 0, act=lambda s: s.evaluate([ProblemSet(problems + problems[:2], 5)])
+    )[0].headline.groups
     pairs = zip(again[0].responses, again[9].responses, strict=True)
     assert any(not np.array_equal(a.body.tokens, b.body.tokens) for a, b in pairs)
 
@@ -463,10 +472,9 @@ def test_data_sources_have_figures_of_their_own(world):
     """In a rollout and in an evaluation; with one source there are none beside those of all."""
     _, tokenizer, problems = world
     named = [replace(p, source=("gsm 8k", "aime", "")[i % 3]) for i, p in enumerate(problems)]
-    settings_ = config(evaluation={"samples": 4})
-    result = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(named))[0]
+    result = run_ranks(world, config(), 1, 0, act=lambda s: s.evaluate([ProblemSet(named, 4)]))[0]
     stats, answers = result.stats(), list(result.answers(tokenizer))
-    assert list(result.by_source()) == ["aime", "gsm_8k", "unnamed"]
+    assert list(result.by_name()) == ["aime", "gsm_8k", "unnamed"]
     for source, name in (("gsm 8k", "gsm_8k"), ("aime", "aime"), ("", "unnamed")):
         own = {p.uid for p in named if p.source == source}
         some = [a for a in answers if a["uid"] in own]
@@ -474,7 +482,7 @@ def test_data_sources_have_figures_of_their_own(world):
         assert stats[f"eval/{name}/avg"] == pytest.approx(np.mean([a["correct"] for a in some]))
         assert stats[f"eval/{name}/length_mean"] == pytest.approx(np.mean([a["length"] for a in some]))
     assert stats["eval/problems"] == len(named)
-    plain = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate(problems))[0].stats()
+    plain = run_ranks(world, config(), 1, 0, act=lambda s: s.evaluate([ProblemSet(problems, 4)]))[0].stats()
     assert plain == {key: value for key, value in stats.items() if key.count("/") == 1}
 
     model, *_ = world
@@ -560,8 +568,9 @@ def test_groups_with_fewer_than_two_judged_responses_are_not_kept(world):
 
 def test_unjudged_problems_count_in_no_score(world):
     _, tokenizer, problems = world
-    settings_ = config(evaluation={"samples": 2})
-    result = run_ranks(world, settings_, 1, 0, verifiers=[Failing()], act=lambda s: s.evaluate(problems))[0]
+    result = run_ranks(
+        world, config(), 1, 0, verifiers=[Failing()], act=lambda s: s.evaluate([ProblemSet(problems, 2)])
+    )[0]
     answers = list(result.answers(tokenizer))
     failed = {a["uid"] for a in answers if not a["judged"]}
     judged = [a for a in answers if a["uid"] not in failed]
@@ -569,12 +578,41 @@ def test_unjudged_problems_count_in_no_score(world):
     assert 0 < len(failed) < 9
     assert (stats["eval/unjudged"], stats["eval/problems"]) == (len(failed), 9 - len(failed))
     assert stats["eval/avg"] == pytest.approx(np.mean([a["correct"] for a in judged]))
-    assert result.scores()["avg@2"]["mean"] == pytest.approx(stats["eval/avg"])
-    assert result.counts()["unjudged"] == sum(not a["judged"] for a in answers)
+    assert result.headline.scores()["avg@2"]["mean"] == pytest.approx(stats["eval/avg"])
+    assert result.headline.counts()["unjudged"] == sum(not a["judged"] for a in answers)
+
+
+def test_sets_of_problems(world):
+    """Each has its own number of answers, which do not depend on the other sets, and a place in the headline
+    unless it is evaluated at steps of its own."""
+    _, tokenizer, problems = world
+    sets = [
+        ProblemSet(problems[:5], 4),
+        ProblemSet(problems[3:], 2, "hard"),
+        ProblemSet(problems[:2], 8, "rare", every=3),
+    ]
+    alone = [run_ranks(world, config(), 1, 0, act=lambda s, one=one: s.evaluate([one]))[0] for one in sets]
+    for result in run_ranks(world, config(), 2, 0, act=lambda s: s.evaluate(sets)):
+        assert result.table() == [row for one in alone for row in one.table()]
+    (result,) = run_ranks(world, config(), 1, 0, act=lambda s: s.evaluate(sets))
+    answers = list(result.answers(tokenizer))
+    assert answers == [answer for one in alone for answer in one.answers(tokenizer)]
+    assert Counter(a["set"] for a in answers) == {None: 20, "hard": 12, "rare": 16}
+    table, stats = result.table(), result.stats()
+    common = [row["avg"] for row in table if row["set"] != "rare"]
+    assert (stats["eval/avg"], stats["eval/problems"]) == (pytest.approx(np.mean(common)), 11)
+    assert not {"eval/k", "eval/pass", "eval/majority"} & stats.keys()
+    assert list(result.by_name()) == ["hard", "rare", "unnamed"]
+    for name, k in (("hard", 2), ("rare", 8), ("unnamed", 4)):
+        own = [row for row in table if (row["set"] or "unnamed") == name]
+        assert stats[f"eval/{name}/pass"] == pytest.approx(np.mean([row["pass"] for row in own]))
+        assert stats[f"eval/{name}/problems"] == len(own) and stats.get(f"eval/{name}/k") == k
+    (rare,) = run_ranks(world, config(), 1, 0, act=lambda s: s.evaluate(sets[2:]))
+    assert rare.stats() == {key: value for key, value in stats.items() if key.startswith("eval/rare/")}
 
 
 def test_evaluation_needs_a_problem(world):
-    error = run_ranks(world, config(), 1, 0, act=lambda s: s.evaluate([]))[0]
+    error = run_ranks(world, config(), 1, 0, act=lambda s: s.evaluate([ProblemSet([], 2)]))[0]
     assert isinstance(error, DataError) and str(error).startswith("data.eval:")
 
 

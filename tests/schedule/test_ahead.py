@@ -54,7 +54,7 @@ class Engines:
         self.version = -1
 
     def words(self, store: Any, name: str) -> Any:
-        answers: list[Any] = [(("hello",), {"reports": {}, "problems": 0})]
+        answers: list[Any] = [(("hello",), {"reports": {}})]
 
         def hear(ranks: Any, seconds: float) -> tuple[Any, Any]:
             if not answers and self.orders:
@@ -167,9 +167,14 @@ def numbers(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_apart_and_in_turn_is_what_it_was(warm: Path, tmp_path: Path) -> None:
     """Ranks of their own change nothing but where responses are drawn; nor does a second engine."""
-    together = train(warm, "dapo", tmp_path / "together", "steps=3", "parallel.tp=1")
-    apart = train(warm, "dapo", tmp_path / "apart", "steps=3", "parallel.tp=1", "parallel.rollout_ranks=2")
+    file = warm / "eval.jsonl"
+    sets = f"data.eval=[{file}, {{path: {file}, name: often, every: 2, samples: 2}}]"
+    keys = ("steps=3", "parallel.tp=1", "evaluation.max_problems=4", sets)
+    together = train(warm, "dapo", tmp_path / "together", *keys)
+    apart = train(warm, "dapo", tmp_path / "apart", *keys, "parallel.rollout_ranks=2")
     assert numbers(apart) == numbers(together)
+    evaluated = [(r["step"], "eval/avg" in r, "eval/often/avg" in r) for r in apart if r["stage"] == "eval"]
+    assert evaluated == [(0, True, True), (2, False, True), (3, True, True)]
     assert (tmp_path / "apart/hf/model.safetensors").read_bytes() == (
         tmp_path / "together/hf/model.safetensors"
     ).read_bytes()

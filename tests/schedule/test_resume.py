@@ -500,6 +500,7 @@ def test_free_keys_may_change(folder: Path, tmp_path: Path) -> None:
         guard={"skipped_steps": 0},
         watchdog={"limit": 9.0},
         evaluation={"every": 3},
+        data={"eval": [folder / "train.jsonl", {"path": folder / "train.jsonl", "name": "a", "every": 2}]},
         update={"tokens_per_micro_batch": 999},
     )
     check_continues(other, made(tmp_path, 9, settings))
