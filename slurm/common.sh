@@ -13,6 +13,7 @@
 #   MEGARL_LIMIT         seconds for each wait of the preflight (60)
 #   MEGARL_HOST_MEMORY, MEGARL_DISK, MEGARL_BANDWIDTH   what a node must have at least: GiB, GiB, GB/s (on
 #                        GPUs what `megarl plan` says of memory and disk)
+#   MEGARL_WAIT          seconds to wait for a job that still writes into run_dir (500; at 360 a silent one is taken for dead)
 #   MEGARL_GRACE         seconds that the ranks have to save and leave after a signal (240; less than --signal gives)
 #   MEGARL_RETRIES       failures in a row without a new checkpoint after which the job gives up (2)
 
@@ -87,8 +88,8 @@ megarl_train() {
         trap "" USR1
         logs=$4/$SLURMD_NODENAME && mkdir -p "$logs" &&
         exec "$MEGARL_PYTHON" -m torch.distributed.run --nnodes "$1" --node-rank "$SLURM_NODEID" --nproc-per-node "$MEGARL_RANKS" \
-            --master-addr "$2" --master-port "$3" --log-dir "$logs" --redirects 3 --tee 0:3 -m megarl train "${@:5}"' - \
-        "$SLURM_JOB_NUM_NODES" "$megarl_first" "$megarl_port" "$MEGARL_LOGS/attempt-$megarl_attempt" "$@" &
+            --master-addr "$2" --master-port "$3" --log-dir "$logs" --redirects 3 --tee 0:3 -m megarl train --wait "$5" "${@:6}"' - \
+        "$SLURM_JOB_NUM_NODES" "$megarl_first" "$megarl_port" "$MEGARL_LOGS/attempt-$megarl_attempt" "${MEGARL_WAIT:-500}" "$@" &
     megarl_started=$!
     megarl_wait
     code=$?

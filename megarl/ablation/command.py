@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.ablation import runs
-from megarl.ablation.jobs import locked, run_jobs
+from megarl.ablation.jobs import run_jobs
 from megarl.ablation.protocol import (
     FRESH,
     Arm,
@@ -38,6 +38,7 @@ from megarl.config import check_config
 from megarl.config.errors import ConfigError, Interrupted
 from megarl.config.load import config_file
 from megarl.observe.runs import read_metrics
+from megarl.parallel.lease import leased
 
 
 @dataclass
@@ -66,6 +67,14 @@ class Piece:
         return max(codes, default=Interrupted.code if self.over else 0)
 
 
+@contextmanager
+def _kept(folder: Path) -> Iterator[None]:
+    """Have the right to write into a folder: two commands in one would delete each other's runs."""
+    remedy = "wait for it, or choose another --folder"
+    with leased(folder, "megarl ablate", remedy=remedy) as lease, lease.kept():
+        yield
+
+
 def ablate(name: str, base: Path | None, into: Path | None, seeds: Sequence[int] | None, **given: Any) -> int:
     """Run what is missing of a table or protocol and write it; return 0, 75 where --hours or --most left
     runs, or the exit code of a failed run. given: the other fields of `Settings`."""
@@ -85,7 +94,7 @@ def ablate(name: str, base: Path | None, into: Path | None, seeds: Sequence[int]
     for run in planned:  # a mistake in the overrides is found now, not after the warm starts
         check_config(run.config, f"{table.folder / table.base}, row {run.row}")
     out, piece = settings.folder / table.name, Piece.of(settings)
-    with locked(settings.folder, "megarl ablate"):
+    with _kept(settings.folder):
         print(f"{table.title}: {len(table.rows)} rows x {len(settings.seeds)} seeds in {out}", flush=True)
         started = time.monotonic()
         codes, planned = _warm_up(_warm_starts(planned, settings), planned, settings, piece)
@@ -154,7 +163,7 @@ def _ablate_protocol(
     arms = {(row.task, arm) for row in chosen for arm in (row.row, row.against)}
     own = {key: run for key, run in planned.items() if key[:2] in arms}
     out = settings.folder / protocol.name / ("tuning" if tuning else "")
-    with locked(settings.folder, "megarl ablate"):
+    with _kept(settings.folder):
         what = f"tuning seeds {', '.join(map(str, settings.seeds))}" if tuning else f"{protocol.seeds} seeds"
         print(f"{protocol.title}: {len(chosen)} rows, {what}, in {out}", flush=True)
         powers = power_of(protocol, read_tried(protocol.tried))

@@ -3,18 +3,14 @@ ends with its parent."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-
-from megarl.config.errors import ConfigError
 
 POLL = 0.1  # seconds
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
@@ -39,28 +35,6 @@ class Ended:
     seconds: float
     code: int
     problem: str
-
-
-@contextmanager
-def locked(folder: Path, command: str) -> Iterator[None]:
-    """Make `folder` and lock it for this command: two in one folder would delete each other's runs. The
-    system releases the lock when the process ends, however it ends. Raises ConfigError where another command
-    holds it or it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w")  # noqa: SIM115 (held by the with below)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder}: cannot be written: {error.strerror} (choose another --folder)"
-        ) from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{folder}: another {command} works there (wait for it, or choose another --folder)"
-            ) from None
-        yield
 
 
 def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended]:

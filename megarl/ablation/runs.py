@@ -25,6 +25,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import PACKAGE, config_file, read_yaml, set_key
 from megarl.config.schema import Section
 from megarl.observe.runs import read_metrics
+from megarl.parallel.lease import leased
 from megarl.schedule.preflight import versions
 
 SUFFIX = ".table.yaml"
@@ -293,7 +294,9 @@ def make_task(table: AblationTable, settings: Settings, seed: int) -> None:
 
 def make_anew(folder: Path) -> None:
     """Empty a folder, private to the user. It goes as a whole: a half deleted one would have lost its
-    mark."""
+    mark. Raises ConfigError where another command writes there."""
+    with leased(folder, "megarl", remedy="stop it there, wait for it, or choose another folder"):
+        pass
     old = folder.with_name(f"{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -12,12 +12,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.ablation.jobs import locked
 from megarl.cli.train import train
 from megarl.config import check_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import config_file, set_key
 from megarl.config.schema import Config
+from megarl.parallel.lease import leased
 
 MARK = ".megarl-demo"  # in --folder: it was made here
 MARK_WARM_START = ".megarl-demo-warm-start"  # after a warm start: what it was made from and came to
@@ -78,7 +78,8 @@ def demo(
         if needed and needed.resolve().is_relative_to(run_dir.resolve()):
             what = f"is made anew, and holds {needed}, which the run starts from (choose another)"
             raise ConfigError(f"run_dir: {run_dir}: {what}")
-    with locked(folder, "megarl demo"):
+    # Not kept by a thread: ranks are forked from this process. What trains, or waits for ranks, renews it.
+    with leased(folder, "megarl demo", remedy="wait for it, or choose another --folder"):
         (folder / MARK).touch()
         shutil.rmtree(place / "model", ignore_errors=True)
         write_demo(place, seed, layers, experts)

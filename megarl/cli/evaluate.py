@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
 
 if TYPE_CHECKING:
+    from megarl.parallel.lease import Lease
     from megarl.parallel.runtime import Runtime
     from megarl.rollout.batch import EvaluationResult
     from megarl.schedule.evaluation import Evaluation
@@ -42,7 +43,6 @@ def evaluate(path: Path, overrides: Sequence[str], checkpoint: Path | None, out:
     from megarl.schedule.evaluation import find_policy
 
     def check() -> None:
-        from megarl.parallel.runtime import launched_rank
         from megarl.schedule.preflight import preflight_evaluation
 
         policy, weights = find_policy(config, checkpoint)
@@ -51,22 +51,25 @@ def evaluate(path: Path, overrides: Sequence[str], checkpoint: Path | None, out:
         if real(folder).is_relative_to(real(policy.model.path)):
             place = f"is in the model's folder {policy.model.path}, where nothing is to be written"
             raise ConfigError(f"{folder}: {place} (choose another with --out)")
-        try:
-            if launched_rank() == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            problem = f"cannot be written: {error.strerror} (choose another folder with --out)"
-            raise ConfigError(f"{folder}: {problem}") from None
 
     if not passes_on_rank_0(check):
         return 2
     policy, weights = find_policy(config, checkpoint)
-    if starts_ranks(config):
-        return start_ranks(partial(_evaluate, policy, weights, folder, launched=True), policy, folder)
-    return _evaluate(policy, weights, folder, launched=False)
+    with ExitStack() as held:
+        from megarl.parallel.lease import leased
+        from megarl.parallel.runtime import launched_rank
+
+        lease = None
+        if launched_rank() == 0:
+            remedy = "wait for it, or choose another folder with --out"
+            lease = held.enter_context(leased(folder, "megarl eval", remedy=remedy))
+        if starts_ranks(policy):
+            main = partial(_evaluate, policy, weights, folder, lease, launched=True)
+            return start_ranks(main, policy, folder)
+        return _evaluate(policy, weights, folder, lease, launched=False)
 
 
-def _evaluate(config: Config, weights: Path | None, out: Path, *, launched: bool) -> int:
+def _evaluate(config: Config, weights: Path | None, out: Path, lease: Lease | None, *, launched: bool) -> int:
     """Be one rank of an evaluation; rank 0 shows and writes the result."""
 
     def job(runtime: Runtime) -> None:
@@ -84,7 +87,7 @@ def _evaluate(config: Config, weights: Path | None, out: Path, *, launched: bool
         if runtime.rank == 0:
             _publish(evaluation, result, out)
 
-    return run_rank(config, job, launched=launched)
+    return run_rank(config, job, lease, launched=launched)
 
 
 def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> None:

@@ -41,6 +41,11 @@ class Parser(argparse.ArgumentParser):
         kind = int if isinstance(options.get("default"), int) else float
         self.add_argument(name, metavar=metavar, help=text, **{"type": kind, **options})
 
+    def wait(self) -> None:
+        """Add how long to wait for another command that writes into the run's folder."""
+        text = f"at most so long for another command that writes into the run's folder to leave {DEFAULT}"
+        self.number("--wait", "SECONDS", text, default=0.0)
+
     def overrides(self, example: str) -> None:
         """Add the `key=value` settings."""
         text = f"values that replace the file's, e.g. {example}"
@@ -85,6 +90,7 @@ def build_parser() -> Parser:
     text = "train by supervised warm start, GRPO, DAPO, PPO or VAPO: the config's recipe"
     train = add(commands, "train", "cli.train:train", text, check_packages=True)
     train.flag("--fresh", "refuse a run_dir that holds a run, instead of continuing it")
+    train.wait()
     train.number("--profile", "N", "trace N steps for Perfetto, into run_dir/profile (log.profile)", type=int)
     train.add_argument("--follow", type=int, help=argparse.SUPPRESS)  # of `ablate`: the process to end with
     train.config()
@@ -102,6 +108,7 @@ def build_parser() -> Parser:
     text = "rollout step; its checkpoint is the one of step K - 1"
     replay.number("--step", "K", text, type=int, required=True)
     replay.number("--tolerance", "X", "for another layout; default: 1e-3 in fp32, 5e-2 in bf16")
+    replay.wait()
     replay.overrides("parallel.tp=1 parallel.dp=1")
 
     text = "memory of GPUs, nodes and disk, time of a step, layouts that fit"

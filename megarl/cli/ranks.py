@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +18,7 @@ from megarl.config.errors import Interrupted, MegarlError
 from megarl.config.schema import Config
 
 if TYPE_CHECKING:
+    from megarl.parallel.lease import Lease
     from megarl.parallel.runtime import Runtime
     from megarl.parallel.signals import StopRequest
 
@@ -80,6 +81,7 @@ def start_ranks(
     import megarl.schedule.replay
     import megarl.schedule.trainer  # noqa: F401
     from megarl.parallel.launch import launch
+    from megarl.parallel.lease import renew_held
     from megarl.weights.families import read_config
 
     family = read_config(config.model.path)["model_type"]
@@ -87,37 +89,48 @@ def start_ranks(
         import_module(f"transformers.models.{family}.modeling_{family}")
     if stop is not None and stop.should_stop():
         raise Interrupted(f"{stop.reason}: no rank has been started; the same command continues")
-    return launch(partial(exit_code, rank_main), config.parallel, folder, grace)
+    return launch(partial(exit_code, rank_main), config.parallel, folder, grace, renew_held)
 
 
-def run_rank(config: Config, job: Callable[[Runtime], int | None], *, launched: bool) -> int:
+def run_rank(
+    config: Config, job: Callable[[Runtime], int | None], lease: Lease | None, *, launched: bool
+) -> int:
     """Join the job as one rank, call `job`, leave, and return its exit code (None: 0). An error is printed
     once, by one rank.
 
+    lease: on the folder that the job writes into; None on a rank of torchrun's other than 0, which took it.
     launched: `launch` started this rank, and prints the line that a rank writes to its error file."""
     quiet_libraries()  # a rank on GPUs was not forked
     from megarl.parallel import runtime as parallel
+    from megarl.parallel.comm import from_rank_0
     from megarl.parallel.launch import lost_a_peer, write_error_file
     from megarl.weights.families import family_of, read_config
 
     mixture = family_of(read_config(config.model.path)).is_moe
-    runtime, failed, code = parallel.start(config.parallel, config.seed, mixture=mixture), True, 1
-    try:
-        code = job(runtime) or 0
-        failed = False
-    except MegarlError as error:
-        failed, code = not error.on_every_rank and not isinstance(error, Interrupted), error.code
-        line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
-        reported = launched and write_error_file(line, error.code)
-        if not reported and (runtime.rank == 0 or not error.on_every_rank):
-            print(f"megarl: {line}", file=sys.stderr, flush=True)
-    except RuntimeError as error:
-        line = f"rank {runtime.rank}: lost another rank: {error}"
-        if not (launched and lost_a_peer(error) and write_error_file(line, 1, peer_lost=True)):
-            raise
-    finally:
-        if not parallel.stop(failed=failed):
-            atexit.register(_leave, code)
+    with ExitStack() as keeping:
+        if lease is not None:
+            keeping.enter_context(lease.kept())
+        runtime, failed, code = parallel.start(config.parallel, config.seed, mixture=mixture), True, 1
+        try:
+            if parallel.is_launched() and not launched:  # by torchrun: rank 0 alone has taken it
+                taken = from_rank_0(runtime.job, lease)
+                if lease is None:
+                    keeping.enter_context(taken.kept())
+            code = job(runtime) or 0
+            failed = False
+        except MegarlError as error:
+            failed, code = not error.on_every_rank and not isinstance(error, Interrupted), error.code
+            line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
+            reported = launched and write_error_file(line, error.code)
+            if not reported and (runtime.rank == 0 or not error.on_every_rank):
+                print(f"megarl: {line}", file=sys.stderr, flush=True)
+        except RuntimeError as error:
+            line = f"rank {runtime.rank}: lost another rank: {error}"
+            if not (launched and lost_a_peer(error) and write_error_file(line, 1, peer_lost=True)):
+                raise
+        finally:
+            if not parallel.stop(failed=failed):
+                atexit.register(_leave, code)
     return code
 
 

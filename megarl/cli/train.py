@@ -6,10 +6,11 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import os
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from megarl.config.schema import Config
 from megarl.parallel.signals import StopRequest, follow_launcher
 
 if TYPE_CHECKING:
+    from megarl.parallel.lease import Lease
     from megarl.parallel.runtime import Runtime
 
 # A replay needs no engine that must be started: the rollout is on disk, whatever sampled it.
@@ -39,6 +41,7 @@ def train(
     overrides: Sequence[str] = (),
     *,
     fresh: bool = False,
+    wait: float = 0.0,
     follow: int | None = None,
     profile: int | None = None,
 ) -> int:
@@ -47,6 +50,7 @@ def train(
     process is one.
 
     fresh    refuse a run_dir that holds a run
+    wait     seconds for another command that writes into run_dir to leave
     follow   the process id of a parent whose end is to be this process's end
     profile  steps to trace: log.profile"""
     if follow is not None:
@@ -55,41 +59,76 @@ def train(
         overrides = [*overrides, f"log.profile={profile}"]
     config = load_config(path, overrides)
     # From here on, as the imports take seconds. Ranks of ours are asked by SIGUSR1 alone: SIGTERM ends them.
-    with _stop_request(config, signal.SIGUSR1, signal.SIGTERM) as stop:
-        if not passes_on_rank_0(lambda: claim_run(config, str(path), fresh)):
+    with _stop_request(config, signal.SIGUSR1, signal.SIGTERM) as stop, ExitStack() as held:
+        if not passes_on_rank_0(lambda: check_run(config, str(path))):
             return 2
+        from megarl.parallel.runtime import launched_rank
+
+        lease = None
+        if launched_rank() == 0:
+            lease = held.enter_context(lease_of_run(config, "megarl train", wait, stop.should_stop))
+            begin_run(config, fresh)
         if not starts_ranks(config):
-            return _train(config, stop, launched=False)
+            return _train(config, stop, lease, launched=False)
+        assert lease is not None
         from megarl.parallel.launch import LOST
 
         grace = config.checkpoint.grace if config.checkpoint.every else 0.0
         for number in range(config.parallel.restarts + 1):
             if number:
+                lease.renew()
                 times = f"{number} of at most {config.parallel.restarts} times"
                 print(f"megarl: the ranks are started anew ({times})", file=sys.stderr, flush=True)
             code = start_ranks(
-                partial(_train_launched, config, stop.end), config, config.run_dir, grace, stop
+                partial(_train_launched, config, stop.end, lease), config, config.run_dir, grace, stop
             )
             if code not in LOST or stop.reason is not None:  # told to stop: whatever became of a rank
                 break
         return code
 
 
-def claim_run(config: Config, where: str, fresh: bool) -> None:
-    """Check all that can be checked before ranks start, and take the run's folder. Raises ConfigError and the
+def check_run(config: Config, where: str) -> None:
+    """Check all that can be checked before ranks start and a folder is taken. Raises ConfigError and the
     like."""
-    from megarl.observe.prometheus import Exporter
-    from megarl.parallel.runtime import launched_rank
-    from megarl.schedule.preflight import claim_run_dir, preflight, write_versions
+    from megarl.schedule.preflight import preflight
 
     for line in preflight(config, where):
         print(f"megarl: {line}", file=sys.stderr, flush=True)
-    if launched_rank() == 0:
-        if config.log.prometheus:
-            Exporter(config.log.prometheus, config.log.prometheus_host).close()  # raises where it is taken
-        claim_run_dir(config, fresh=fresh)
-        (config.run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        write_versions(config.run_dir / "versions.json")
+
+
+def begin_run(config: Config, fresh: bool) -> None:
+    """Check that the run's folder, which this command has by now, can be begun or continued, and write what
+    the run is made of."""
+    from megarl.observe.prometheus import Exporter
+    from megarl.schedule.preflight import claim_run_dir, write_versions
+
+    if config.log.prometheus:
+        Exporter(config.log.prometheus, config.log.prometheus_host).close()  # raises where it is taken
+    claim_run_dir(config, fresh=fresh)
+    (config.run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    write_versions(config.run_dir / "versions.json")
+
+
+def lease_of_run(
+    config: Config, command: str, wait: float, stop: Callable[[], bool]
+) -> AbstractContextManager[Lease]:
+    """Have the right to write into the run's folder. A run that gives no sign of life for twice as long as
+    its watchdog would wait for any of its ranks is taken for dead."""
+    from megarl.parallel.lease import leased
+    from megarl.parallel.runtime import launched_world
+
+    machines = launched_world() // int(os.environ.get("LOCAL_WORLD_SIZE", launched_world()))
+    remedy = "stop it there, wait for it with --wait SECONDS, or choose another run_dir"
+    return leased(
+        config.run_dir,
+        command,
+        limit=2 * config.watchdog.silence,
+        wait=wait,
+        stop=stop,
+        machines=machines,
+        key="run_dir",
+        remedy=remedy,
+    )
 
 
 def _stop_request(config: Config, *signals: signal.Signals) -> StopRequest:
@@ -99,14 +138,14 @@ def _stop_request(config: Config, *signals: signal.Signals) -> StopRequest:
     return StopRequest(signals if checkpoint.every else (), checkpoint.time_limit, checkpoint.time_margin)
 
 
-def _train_launched(config: Config, end: float | None) -> int:
+def _train_launched(config: Config, end: float | None, lease: Lease) -> int:
     """Be a rank that `start_ranks` has started. end: the job's time limit, the same after a restart."""
     with _stop_request(config, signal.SIGUSR1) as stop:
         stop.end = end
-        return _train(config, stop, launched=True)
+        return _train(config, stop, lease, launched=True)
 
 
-def _train(config: Config, stop: StopRequest, *, launched: bool) -> int:
+def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: bool) -> int:
     def job(runtime: Runtime) -> None:
         from megarl.schedule.run import EngineRank, Run
         from megarl.schedule.trainer import Trainer
@@ -130,7 +169,7 @@ def _train(config: Config, stop: StopRequest, *, launched: bool) -> int:
                     (config.run_dir / "data.json").write_text(text, encoding="utf-8")
                 Trainer(run, stop, watchdog).train()
 
-    code = run_rank(config, job, launched=launched)
+    code = run_rank(config, job, lease, launched=launched)
     from megarl.parallel.runtime import launched_rank
 
     if code == 0 and launched_rank() == 0 and config.log.report:
@@ -140,10 +179,10 @@ def _train(config: Config, stop: StopRequest, *, launched: bool) -> int:
     return code
 
 
-def replay(run: Path, step: int, tolerance: float | None, overrides: Sequence[str]) -> int:
+def replay(run: Path, step: int, tolerance: float | None, overrides: Sequence[str], wait: float = 0.0) -> int:
     """Do a step of a run again, from its checkpoint and recorded rollout, and compare every number. Return 0
     where all are equal, 1 where one differs. With another layout, e.g. parallel.tp=1 in `overrides`, numbers
-    are equal within `tolerance`."""
+    are equal within `tolerance`. wait: seconds for another command that writes into the run's folder."""
     file = run / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{run}: no config.yaml there (give the folder of a run)")
@@ -160,12 +199,20 @@ def replay(run: Path, step: int, tolerance: float | None, overrides: Sequence[st
 
     if not passes_on_rank_0(check):
         return 2
-    if starts_ranks(config):
-        return start_ranks(partial(_replay, config, step, tolerance, launched=True), config, run)
-    return _replay(config, step, tolerance, launched=False)
+    with ExitStack() as held:
+        from megarl.parallel.runtime import launched_rank
+
+        lease = None
+        if launched_rank() == 0:
+            lease = held.enter_context(lease_of_run(config, "megarl replay", wait, lambda: False))
+        if starts_ranks(config):
+            return start_ranks(partial(_replay, config, step, tolerance, lease, launched=True), config, run)
+        return _replay(config, step, tolerance, lease, launched=False)
 
 
-def _replay(config: Config, step: int, tolerance: float | None, *, launched: bool) -> int:
+def _replay(
+    config: Config, step: int, tolerance: float | None, lease: Lease | None, *, launched: bool
+) -> int:
     def job(runtime: Runtime) -> int:
         from megarl.schedule import replay
 
@@ -174,4 +221,4 @@ def _replay(config: Config, step: int, tolerance: float | None, *, launched: boo
             print("\n".join(replay.lines(outcome)), flush=True)
         return int(bool(outcome.different))
 
-    return run_rank(config, job, launched=launched)
+    return run_rank(config, job, lease, launched=launched)

@@ -27,6 +27,12 @@ class CheckpointError(MegarlError):
     """A model folder or checkpoint is missing, damaged, or belongs to something else."""
 
 
+class LeaseError(MegarlError):
+    """Another command has taken over the folder that this one writes into, or may do so now."""
+
+    on_every_rank = False
+
+
 class NumericalError(MegarlError):
     """A loss, gradient, log-probability or value is not finite; the update was not applied.
 

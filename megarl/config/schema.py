@@ -711,7 +711,13 @@ class WatchdogConfig(Section):
     limits: dict[WatchedPhase, Annotated[float, Field(gt=0)]] = field(
         {}, "of single phases, e.g. {rollout: 7200, weight_transfer: 300}", "seconds"
     )
-    silence: float = field(180.0, "longest time that a rank's heartbeat may stand still", "seconds", gt=0)
+    silence: float = field(
+        180.0,
+        "longest time that a rank's heartbeat may stand still; after twice that "
+        "another start may take the run's folder over",
+        "seconds",
+        gt=0,
+    )
     period: float = field(5.0, "between heartbeats", "seconds", gt=0)
 
 

@@ -52,7 +52,13 @@ def ranks_here(config: ParallelConfig) -> int:
     return config.tp * config.pp * config.cp * (config.dp or 1) + config.rollout_ranks
 
 
-def launch(rank_main: Callable[[], int], config: ParallelConfig, folder: Path, grace: float = 0.0) -> int:
+def launch(
+    rank_main: Callable[[], int],
+    config: ParallelConfig,
+    folder: Path,
+    grace: float = 0.0,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> int:
     """Run `rank_main` on every rank and wait. Return 0, or the exit code of the rank that failed first (128 +
     signal for one that was killed, as in a shell), after one line about it on standard error.
 
@@ -60,6 +66,7 @@ def launch(rank_main: Callable[[], int], config: ParallelConfig, folder: Path, g
     folder      of the run: named in the line
     grace       seconds that the ranks have to save and leave after a first SIGTERM or SIGUSR1, which goes to
                 them as SIGUSR1
+    meanwhile   called again and again while the ranks run, which end when it raises
 
     When a rank fails or this process is told to end, the other ranks are ended too. Raises KeyboardInterrupt
     after Ctrl-C. On a CPU ranks are forked: they have what this process has imported."""
@@ -94,6 +101,7 @@ def launch(rank_main: Callable[[], int], config: ParallelConfig, folder: Path, g
             store = _start(rank_main, config, error_files, ranks)
             while (codes := {rank.exitcode for rank in ranks}) <= {0, None} and None in codes:
                 time.sleep(POLL)
+                meanwhile()
             if codes == {0}:
                 return 0
             killed = _end(ranks)
@@ -277,7 +285,11 @@ def explain_failures(
         return (code if code > 0 else error["code"]), str(error["line"])
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else "of unknown name"
-        hint = "; the kernel does that when memory runs out: see dmesg" if -code == signal.SIGKILL else ""
+        hint = (
+            "; the kernel does that when memory runs out (see dmesg) or a process was stopped for long"
+            if -code == signal.SIGKILL
+            else ""
+        )
         killed = f"rank {rank} was killed by signal {-code} ({name}), the others were ended{hint}"
         return 128 - code, f"{killed}; what the run wrote is in {folder}"
     ended = f"rank {rank} ended with exit code {code}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.chaos.harness import Fault, Job, kill
+from tests.chaos.harness import STEPS, Fault, Job, kill
 
 KILLED = 137
 SOON = 60.0  # seconds: torch's launcher gives the other ranks 30 to end
@@ -108,6 +109,55 @@ def outlast_the_time_limit(job: Job) -> None:
             time.sleep(max(0.0, limit - time.time()))
 
 
+def second_start(stage: str, step: int, phase: str) -> Callable[[Job], None]:
+    """The same command again while the ranks are in a phase, in which they are held that long."""
+
+    def inject(job: Job) -> None:
+        job.until_phase(phase, stage=stage, step=step)
+        ranks = [job.pid(rank) for rank in range(2)]
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)
+        try:
+            code, said = job.second()
+        finally:
+            for rank in ranks:
+                os.kill(rank, signal.SIGCONT)
+        told = f"megarl train runs there since .*pid {job.process.pid}.*sign of life"
+        assert code == 2 and re.search(told, said.splitlines()[-1]), said
+
+    return inject
+
+
+def kill_and_start_at_once(job: Job) -> None:
+    """kill -9 of the launcher, and the same command before anybody has looked whether its ranks are gone."""
+    job.until_phase("actor_update")
+    kill(job.process.pid)
+    code, said = job.second()
+    assert code == 0, said
+
+
+def stop_and_take_over(job: Job) -> None:
+    """All processes stand still until their folder was taken over, and wake up when another has trained
+    there to the end."""
+    job.until_phase("actor_update")
+    processes = [psutil.Process(job.process.pid), *(psutil.Process(job.pid(rank)) for rank in range(2))]
+    for process in processes:
+        process.suspend()
+    code, said = job.second("--wait", "300")
+    assert code == 0, said
+
+    def files() -> dict[Path, tuple[int, int]]:
+        found = (path for path in job.config.run_dir.rglob("*") if path.is_file())
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in found}
+
+    before = files()
+    for process in processes:
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            process.resume()
+    job.process.wait(SOON)
+    assert files() == before
+
+
 def disk_full(job: Job) -> None:
     """No file of one rank may grow any more, as on a disk that is full: its next checkpoint fails."""
     job.until_phase("old_logprobs")
@@ -192,6 +242,36 @@ FAULTS = (
         (124,),
         30.0 + SOON,
         said="the run hangs: rank 1 does not answer",
+    ),
+    *(
+        Fault(f"second start: {phase}", second_start(stage, step, phase), (0,), SOON)
+        for stage, step, phase in (
+            ("start", 0, "choose a checkpoint"),
+            ("start", 0, "evaluation"),
+            ("value_pretraining", 1, "rollout"),
+            ("value_pretraining", 1, "critic_update"),
+            *(
+                ("train", 1, phase)
+                for phase in ("rollout", *FORWARD_AND_UPDATE, "weight_transfer", "evaluation")
+            ),
+            ("train", STEPS, "checkpoint"),
+        )
+    ),
+    Fault(
+        "kill -9 of the launcher, next start at once",
+        kill_and_start_at_once,
+        (-signal.SIGKILL,),
+        SOON,
+        lost=STEPS,
+    ),
+    Fault(
+        "stopped, taken over, woken",
+        stop_and_take_over,
+        (2,),
+        SOON,
+        {"watchdog": {"silence": 15}},
+        lost=STEPS,
+        said="another command has taken",
     ),
     Fault("disk full during a checkpoint", disk_full, (2,), SOON, said="cannot be written"),
     Fault("checkpoint folder gone", no_folder, (2,), SOON, said="cannot be written"),

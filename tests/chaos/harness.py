@@ -123,6 +123,26 @@ class Job:
                 start_new_session=True,
             )
 
+    def second(self, *options: str) -> tuple[int, str]:
+        """What becomes of the same command, given while this one is there: exit code and output."""
+        found = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "megarl",
+                "train",
+                str(self.config.run_dir.with_suffix(".yaml")),
+                *options,
+            ],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+        return found.returncode, found.stdout + found.stderr
+
     def beat(self, rank: int) -> dict[str, Any]:
         """Where a rank is, empty before it has said so."""
         return read_beat(self.config.run_dir / "heartbeat", rank) or {}

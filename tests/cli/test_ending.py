@@ -187,7 +187,7 @@ class TestRealJob:
         assert code == 137
         assert errors.splitlines()[-1] == (
             "megarl: rank 1 was killed by signal 9 (SIGKILL), the others were ended; the kernel does that "
-            "when memory runs out: see dmesg; "
+            "when memory runs out (see dmesg) or a process was stopped for long; "
             f"what the run wrote is in {job_scene.folder}/run"
         )
         assert "Traceback" not in errors

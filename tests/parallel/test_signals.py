@@ -19,6 +19,7 @@ from megarl.config.errors import DeviceMemoryError, Interrupted, MegarlError
 from megarl.config.schema import ParallelConfig
 from megarl.parallel import runtime
 from megarl.parallel.launch import LOST, launch
+from megarl.parallel.lease import Lease, leased
 from megarl.parallel.signals import END_TIME, StopRequest
 from tests.gpu.scene import TINY
 from tests.ranks import in_a_fork
@@ -90,7 +91,8 @@ def test_only_a_rank_that_fails_alone_leaves_without_the_others(
 
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     config: Any = SimpleNamespace(parallel=None, seed=0, model=SimpleNamespace(path=tmp_path))
-    assert run_rank(config, job, launched=False) == error.code
+    with leased(tmp_path / "run", "megarl test", remedy="") as lease:
+        assert run_rank(config, job, lease, launched=False) == error.code
     assert left == [failed]
     assert at_exit == [error.code] * failed
 
@@ -106,7 +108,7 @@ def test_a_rank_that_kept_its_groups_ends_with_its_code_before_pythons_end() -> 
 
 def test_ranks_that_are_started_anew_keep_the_jobs_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float | None] = []
-    monkeypatch.setattr(train, "_train", lambda config, stop, *, launched: seen.append(stop.end) or 0)
+    monkeypatch.setattr(train, "_train", lambda config, stop, lease, *, launched: seen.append(stop.end) or 0)
     checkpoint = SimpleNamespace(every=1, time_limit=1000.0, time_margin=0.0)
     config: Any = SimpleNamespace(checkpoint=checkpoint)
-    assert train._train_launched(config, 123.0) == 0 and seen == [123.0]
+    assert train._train_launched(config, 123.0, Lease(Path("lease"), 1.0)) == 0 and seen == [123.0]

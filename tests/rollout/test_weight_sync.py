@@ -290,10 +290,10 @@ def test_a_user_is_told_that_the_engine_runs_without_them(
     )
     for name in (*checks, "check_fits", "validate_files", "check_pretraining_rollouts", "claim_run_dir"):
         monkeypatch.setattr(preflight, name, MagicMock())
-    train.claim_run(config, "config.yaml", fresh=False)
+    train.check_run(config, "config.yaml")
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    train.claim_run(config, "config.yaml", fresh=False)
+    train.check_run(config, "config.yaml")
     assert (
         "megarl: PYTORCH_CUDA_ALLOC_CONF: SGLang runs without expandable_segments" in capsys.readouterr().err
     )
