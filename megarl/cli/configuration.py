@@ -129,7 +129,7 @@ def plan(
     from megarl.parallel.machine import driver_version, memory_here
     from megarl.plan import text
     from megarl.plan.memory import plan_of
-    from megarl.plan.search import Found, best_of, search
+    from megarl.plan.search import Found, search
     from megarl.plan.times import default_lengths, estimate, with_deviation
     from megarl.weights.cost import planning_config
 
@@ -175,7 +175,7 @@ def plan(
     seconds, problem = estimate(made, drawn), made.problem()
     current = Found(made, None if problem else seconds, problem)
     if best:
-        print("\n".join(text.best(best_of(search(made, drawn)), current, path)))
+        print("\n".join(text.best(search(made, drawn), current, path)))
         return 0
     print("\n".join(text.lines(made, where, drawn, seconds)))
     print()

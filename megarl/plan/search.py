@@ -221,6 +221,16 @@ def overrides(best: Plan, now: Plan) -> dict[str, Any]:
     return chosen
 
 
+def proven(found: list[Found], config: ParallelConfig) -> list[Found]:
+    """Leave out the layouts with context parallelism or virtual stages, which have not run under megarl on a
+    GPU yet, unless the configuration has them."""
+    return [
+        one
+        for one in found
+        if one.plan.layout.cp in (1, config.cp) and one.plan.layout.vpp in (1, config.vpp)
+    ]
+
+
 def best_of(found: list[Found]) -> Found:
     """Return the first. Raises ConfigError that names the nearest where none fits."""
     if found and found[0].estimate is not None:

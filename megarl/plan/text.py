@@ -10,7 +10,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from megarl.plan.memory import Plan
-from megarl.plan.search import Found, name_of, overrides
+from megarl.plan.search import Found, best_of, name_of, overrides, proven
 from megarl.plan.simulate import Tried, Work
 from megarl.plan.sizes import GIB
 from megarl.plan.times import Estimate, Lengths
@@ -27,6 +27,8 @@ COLUMNS = (
     ("buckets", ("transfer buckets", "gathered bucket")),
     ("other", ("contexts",)),
 )
+# How much longer than the quickest a step may take and be called as good: the estimate knows no better.
+CLOSE = 1.02
 BALANCE = {
     "stretches": "requests stay with the engine that they were given to",
     "queue": "requests that have not begun move to engines that have room",
@@ -141,14 +143,23 @@ def layouts(found: Sequence[Found], current: Found, *, everything: bool = False)
         yield f"    and {len(refused) - limit} more that do not (--all)"
 
 
-def best(found: Found, current: Found, path: Path) -> Iterator[str]:
-    """Yield the overrides that make the configuration the best one, as a command and as YAML."""
-    made, now = found.estimate, current.estimate
-    assert made is not None
+def best(tried: list[Found], current: Found, path: Path) -> Iterator[str]:
+    """Yield the overrides that make the configuration the best one of those found, as a command and as
+    YAML. Raises ConfigError where none fits."""
+    quickest, now = best_of(tried), current.estimate
+    chosen = proven(tried, current.plan.config.parallel)
+    found = best_of(chosen) if any(one.estimate for one in chosen) else quickest
+    made = found.estimate
+    assert made is not None and quickest.estimate is not None
     keys = overrides(found.plan, current.plan)
     before = f"; the configuration as it is: {clock(now.total)}" if now else "; as it is it does not fit"
+    if now and now.total <= CLOSE * made.total:
+        before += ", and as good"
     yield f"# {name_of(found.plan.layout)}: a step takes about {clock(made.total)}{before}"
     yield f"# {found.free / GIB:.1f} GiB of each {found.plan.device.name} stay free"
+    if quickest is not found:
+        name, gain = name_of(quickest.plan.layout), 1 - quickest.estimate.total / made.total
+        yield f"# {100 * gain:.0f} % quicker, if what has not run on a GPU yet keeps its promise: {name} (--all)"
     line = " ".join(f"{key}={_value(value)}" for key, value in keys.items())
     yield f"megarl train {path} {line}"
     yield ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import yaml
 
 from megarl.cli.main import main
 from megarl.config import load_config
+from megarl.plan import text
 from megarl.plan.memory import Plan, plan_of
-from megarl.plan.search import Found, best_of, search, with_keys
+from megarl.plan.search import Found, best_of, proven, search, with_keys
 from megarl.plan.times import default_lengths, estimate
 from megarl.weights.cost import planning_config
 from tests.plan.test_memory import GIB, ROOT
@@ -38,9 +40,12 @@ def test_shipped_layouts_are_the_planners_best(name: str) -> None:
     base's layout; with 5 percent of each GPU to spare."""
     plan = plan_for(name)
     assert plan.layout.cp == plan.layout.vpp == 1 and plan.problem(0.05 * plan.device.memory) is None
-    proven = [one for one in searched(name) if one.plan.layout.cp == one.plan.layout.vpp == 1]
-    best = best_of(proven).estimate
-    assert best is not None and estimate(plan, default_lengths(plan)).total <= 1.02 * best.total
+    best = best_of(proven(searched(name), plan.config.parallel))
+    assert best.plan.layout.cp == best.plan.layout.vpp == 1 and best.estimate is not None
+    now = estimate(plan, default_lengths(plan))
+    assert now.total <= 1.02 * best.estimate.total
+    first = next(text.best(searched(name), Found(plan, now, None), Path("shipped.yaml")))
+    assert first.endswith("and as good")
 
 
 def test_those_that_fit_come_first_the_quickest_first_and_all_use_all_gpus() -> None:
@@ -74,7 +79,7 @@ def test_what_is_printed_makes_the_configuration_the_best(capsys: pytest.Capture
     assert by_file.config == best.config
     shown = re.search(r"a step takes about ([\d:]+); the configuration as it is: ([\d:]+)", lines[0])
     assert shown and shown[1] < shown[2]
-    again = best_of(searched("vapo_32b", *changes, *keys))
+    again = best_of(proven(searched("vapo_32b", *changes, *keys), best.config.parallel))
     assert again.estimate is not None
     assert again.estimate.total == pytest.approx(estimate(best, default_lengths(best)).total)
     assert again.plan.config == best.config
