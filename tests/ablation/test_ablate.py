@@ -231,7 +231,7 @@ def test_killed_interrupted_and_resumed(table: Path) -> None:
         started = command.wait_for("two runs", lambda: len(list(out.rglob("metrics.jsonl"))) == 2)
         with ablate(table) as second:  # the folder is taken
             assert second.end(None, set()) == 2
-            assert "another megarl ablate works there" in second.text
+            assert "megarl ablate runs there since" in second.text
         assert command.end(signal.SIGKILL, started) == -signal.SIGKILL
 
     with ablate(table) as command:

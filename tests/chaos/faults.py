@@ -244,7 +244,7 @@ FAULTS = (
         said="the run hangs: rank 1 does not answer",
     ),
     *(
-        Fault(f"second start: {phase}", second_start(stage, step, phase), (0,), SOON)
+        Fault(f"second start: {stage} {phase}", second_start(stage, step, phase), (0,), SOON)
         for stage, step, phase in (
             ("start", 0, "choose a checkpoint"),
             ("start", 0, "evaluation"),
