@@ -297,6 +297,9 @@ class SGLangEngine(RolloutEngine):
             found = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1" if sleeps else "0"}
             # Would permute the rows of experts when they are loaded, those that a transfer leaves out twice.
             found["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
+            # Ranks of an engine that draw different tokens wait for each other forever. It costs one small
+            # message a token, and nothing where an engine has one rank.
+            found["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"
             # What the memory saver preloads needs CUDA's runtime before Python could say where it is.
             paths = [*cuda_runtime_folders(), os.environ.get("LD_LIBRARY_PATH", "")]
             return found | {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths))}

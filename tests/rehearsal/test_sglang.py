@@ -3,6 +3,7 @@ handles of a weight transfer."""
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 from collections.abc import Iterator
@@ -232,6 +233,16 @@ def test_a_rank_of_an_engine_on_cuda_leaves_its_environment_alone(
     assert all(folder in environment["LD_LIBRARY_PATH"].split(":") for folder in cuda_runtime_folders())
     assert "RANK" not in environment and "SGLANG_USE_CPU_ENGINE" not in environment
     assert environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+
+
+def test_the_ranks_of_an_engine_agree_on_each_token(tmp_path: Path) -> None:
+    """SGLang's sampler reads this variable as it is imported."""
+    from sglang.srt.layers import sampler
+
+    engine = engine_on(tmp_path)
+    assert engine.process is not None
+    assert engine.process.environment["SYNC_TOKEN_IDS_ACROSS_TP"] == "1"
+    assert "SYNC_TOKEN_IDS_ACROSS_TP" in inspect.getsource(sampler)
 
 
 def test_what_sleeps_has_a_name_in_sglang() -> None:
