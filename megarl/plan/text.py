@@ -159,7 +159,8 @@ def best(tried: list[Found], current: Found, path: Path) -> Iterator[str]:
     yield f"# {found.free / GIB:.1f} GiB of each {found.plan.device.name} stay free"
     if quickest is not found:
         name, gain = name_of(quickest.plan.layout), 1 - quickest.estimate.total / made.total
-        yield f"# {100 * gain:.0f} % quicker, if what has not run on a GPU yet keeps its promise: {name} (--all)"
+        promised = f"{100 * gain:.0f} % quicker, if what has not run on a GPU yet keeps its promise"
+        yield f"# {promised}: {name} (--all)"
     line = " ".join(f"{key}={_value(value)}" for key, value in keys.items())
     yield f"megarl train {path} {line}"
     yield ""
