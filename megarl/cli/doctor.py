@@ -14,15 +14,18 @@ from typing import NamedTuple
 import psutil
 
 from megarl import __version__
+from megarl.cli.demo import PRETRAINED_MEMORY, choose_sizes
 from megarl.parallel.machine import (
     GIB,
     INSTALL,
     PACKAGES,
     broken_transformer_engine,
+    cores,
     driver_problem,
     driver_version,
     flaws,
     installed,
+    matrix_rates,
     misfit,
 )
 
@@ -53,6 +56,7 @@ class Machine:
     problem: str | None = None  # why CUDA does not work
     broken: str = ""  # why the Transformer Engine that is there cannot be imported
     driver: str | None = None  # NVIDIA's, as its kernel module says
+    rates: Mapping[str, float] | None = None  # GFLOP/s of one core by precision, while all are busy
     flaws: tuple[str, ...] = ()  # what else is there and does not fit, each with its remedy
 
 
@@ -97,12 +101,11 @@ def look() -> Machine:
             gpus.append(Gpu(properties.name, properties.total_memory, (properties.major, properties.minor)))
     except RuntimeError as error:
         problem = str(error).splitlines()[0]
-    linux = platform.system() == "Linux"
     modules = ("transformer_engine", "sglang", "nemo_run", "wandb", "tensorboard")
     return Machine(
         python=sys.version_info[:2],
         system=platform.system(),
-        cores=len(psutil.Process().cpu_affinity()) if linux else psutil.cpu_count() or 1,
+        cores=cores(),
         memory=psutil.virtual_memory().total,
         versions=installed(),
         imports=frozenset(name for name in modules if find_spec(name)),
@@ -112,6 +115,7 @@ def look() -> Machine:
         problem=problem,
         broken=broken_transformer_engine(),
         driver=driver_version(),
+        rates=matrix_rates(min(2, cores())),
         flaws=tuple(flaws(torch.version.cuda)),
     )
 
@@ -133,6 +137,13 @@ def abilities(machine: Machine) -> Iterator[Ability]:
         yield Ability(name, True, f"slowly: {there}, two and 4 are better")
     else:
         yield Ability(name, True, "make demo")
+
+    if machine.rates is not None:
+        sizes = choose_sizes(machine.rates, machine.cores, "vapo")
+        name, note = "a pretrained model on CPUs", f"make demo MODEL=smollm2: {sizes}"
+        if machine.memory < PRETRAINED_MEMORY:
+            note = f"{machine.memory / GIB:.0f} GiB of memory, {PRETRAINED_MEMORY / GIB:.0f} are needed"
+        yield Ability(name, machine.memory >= PRETRAINED_MEMORY, note)
 
     gpu = _gpu(machine)
     yield gpu

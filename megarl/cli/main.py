@@ -231,9 +231,11 @@ def build_parser() -> Parser:
     recipes = ("vapo", "dapo", "sao", "vc_ppo", "rloo", "dr_grpo")
     demo.add_argument("--recipe", choices=recipes, default="vapo", help="default: %(default)s")
     demo.number("--seed", None, f"of model, task and training {DEFAULT}", default=0)
-    text = f"{below}, for other seeds than 0 in its seed-N {DEFAULT}"
-    demo.path("--folder", None, text, default=Path("runs/demo"))
-    text = f"of the model; pipeline stages must divide them {DEFAULT}"
+    text = "tiny: made here, a hundred thousand parameters; smollm2: SmolLM2-135M-Instruct, fetched (93 MB)"
+    demo.add_argument("--model", choices=("tiny", "smollm2"), default="tiny", help=f"{text} {DEFAULT}")
+    text = f"{below}, for other seeds than 0 in its seed-N (default: runs/demo, or runs/ and the model)"
+    demo.path("--folder", None, text)
+    text = f"of the tiny model; pipeline stages must divide them {DEFAULT}"
     demo.number("--layers", "N", text, default=2)
     text = f"of each layer, of which a token goes to two; 0: a dense model {DEFAULT}"
     demo.number("--experts", "N", text, default=0)

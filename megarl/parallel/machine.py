@@ -45,8 +45,40 @@ INSTALL = "make install-gpu"
 NEEDS_TE = "needs a CUDA device and transformer-engine"
 # megarl's module stands for what a CPU lacks.
 SGLANG_IMPORT = "import megarl.rollout.sglang_host, sglang.srt.entrypoints.engine"
+# Products of the shape of a small model's layers, half a second in each precision.
+MATRIX_RATES = """
+import time, torch
+for dtype in (torch.float32, torch.bfloat16):
+    rows, weights = torch.ones(512, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
+    torch.mm(rows, weights)
+    count, start = 0, time.perf_counter()
+    while (taken := time.perf_counter() - start) < 0.5:
+        torch.mm(rows, weights)
+        count += 1
+    print(count * 2 * 512 * 576 * 1536 / taken / 1e9)
+"""
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 EXPANDABLE = re.compile(r"(?:^|,)\s*expandable_segments\s*:\s*(\w*)", re.IGNORECASE)
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def matrix_rates(processes: int) -> dict[str, float]:
+    """Return the GFLOP/s of one core in `fp32` and `bf16`, while so many processes multiply at once: some
+    seconds, most of them for importing torch. In processes of their own, as ranks may be forked from this
+    one, which must not have torch's threads."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", MATRIX_RATES]
+    started = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(processes)
+    ]
+    found = [list(map(float, one.communicate(timeout=120)[0].split())) for one in started]
+    means = [sum(rates) / processes for rates in zip(*found, strict=True)]
+    return dict(zip(("fp32", "bf16"), means, strict=True))
 
 
 def version_of(package: str) -> str | None:

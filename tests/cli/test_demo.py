@@ -156,6 +156,12 @@ class TestRefusals:
         assert line.startswith(f"configs/demo_vapo.yaml: model.path: {tmp_path}/vapo/hf is one of ")
         assert (tmp_path / "vapo" / "hf").is_dir()
 
+    def test_what_is_of_the_tiny_model_alone(self, scene: Scene, tmp_path: Path) -> None:
+        pretrained = ("demo", "--model", "smollm2", "--folder", str(tmp_path / "x"))
+        assert scene.refused(*pretrained, "--experts", "4").startswith("--experts: is of the tiny model")
+        line = scene.refused(*pretrained, "--recipe", "sao")
+        assert line == "--recipe: with --model smollm2 it is vapo or dapo (got sao)"
+
     def test_two_at_once(self, scene: Scene, tmp_path: Path) -> None:
         with leased(tmp_path / "demo", "megarl demo", remedy=""):
             (tmp_path / "demo" / MARK).touch()
