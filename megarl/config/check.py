@@ -25,6 +25,7 @@ SAMPLED = (
     *(f"algorithm.{key}" for key in ("surrogate", "old_logprobs", "dual_clip", "whiten")),
     *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight")),
     "algorithm.mismatch",
+    "update.share_prompts",
     "evaluation.every",
     "parallel.rollout_ranks",
     "schedule.ahead",
@@ -103,6 +104,10 @@ def _problems(c: Config) -> Iterator[str]:
     if c.model.grouped_experts and (c.model.layers == "portable" or fp8.format != "none"):
         what = "needs Transformer Engine's layers, without FP8"
         yield f"model.grouped_experts: {what} (set it to false)"
+
+    if c.update.share_prompts and (c.model.layers == "te" or fp8.format != "none" or c.parallel.cp > 1):
+        what = "needs portable layers, without FP8 and context parallelism"
+        yield f"update.share_prompts: {what} (set it to false)"
 
     longest, chunks = c.data.max_prompt_tokens + c.rollout.max_response_tokens, 2 * c.parallel.cp
     if chunks > max(longest, 2):

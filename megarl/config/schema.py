@@ -592,6 +592,11 @@ class UpdateConfig(Section):
         "tokens",
         ge=1,
     )
+    share_prompts: bool = field(
+        False,
+        "compute a prompt once for those of its responses that are in one micro-batch; "
+        "mini-batches are then made of whole groups; with portable layers, without context parallelism",
+    )
     logprob_chunk: int = field(
         1024, "vocabulary entries whose logits exist at once", "entries of a shard", ge=1
     )

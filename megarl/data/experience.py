@@ -10,6 +10,7 @@ import os
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 import torch
@@ -237,6 +238,32 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return batches
 
 
+def pack_groups(
+    prompts: Sequence[int], responses: Sequence[int], groups: Sequence[int], max_tokens: int
+) -> list[list[list[int]]]:
+    """Return micro-batches as `pack` does, where a prompt stands once before the responses to it: each is a
+    list of such families, of indices into `responses`.
+
+    prompts, responses: tokens of each sequence; groups: equal where the prompt is. Responses that do not fit
+    behind one prompt go behind a copy of it."""
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    families: list[list[int]] = []
+    sizes: list[int] = []
+    for alike in members.values():
+        free = -1
+        for index in sorted(alike, key=lambda i: -responses[i]):
+            if responses[index] > free:
+                families.append([])
+                sizes.append(prompts[index])
+                free = max_tokens - prompts[index]
+            families[-1].append(index)
+            sizes[-1] += responses[index]
+            free -= responses[index]
+    return [[families[i] for i in batch] for batch in pack(sizes, max_tokens)]
+
+
 def cut(cu_seqlens: Tensor, cp: int) -> tuple[Tensor, Tensor]:
     """Return for each token of a pack the context-parallel rank that has it, and its place there, int64 [t]
     each.
@@ -267,6 +294,32 @@ def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
         parts[rank].append(index)
         heapq.heapreplace(loads, (total + costs[index], count + 1, rank))
     return [sorted(part) for part in parts]
+
+
+def balance_groups(
+    prompts: Sequence[float], responses: Sequence[float], groups: Sequence[int], ranks: int
+) -> list[list[int]]:
+    """Return one list of indices per rank, as `balance`, where a rank computes the prompt of a group once for
+    all of the group's responses that it has.
+
+    prompts, responses: the cost of each sequence's prompt, and of its response behind it. Groups are kept
+    whole, or cut in halves, quarters and so on, whichever makes the slowest rank the quickest."""
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    best, slowest, parts = balance([], ranks), inf, 1
+    while parts < 2 * max(map(len, members.values()), default=0):
+        units = [some for group in members.values() for n in range(parts) if (some := group[n::parts])]
+        costs = [prompts[unit[0]] + sum(responses[i] for i in unit) for unit in units]
+        shares = [sorted(i for unit in share for i in units[unit]) for share in balance(costs, ranks)]
+        loads = []
+        for share in shares:
+            first = {groups[i]: i for i in share}
+            loads.append(sum(prompts[i] for i in first.values()) + sum(responses[i] for i in share))
+        if max(loads) < slowest:
+            best, slowest = shares, max(loads)
+        parts *= 2
+    return best
 
 
 def cost(lengths: Sequence[int], even: float) -> list[float]:

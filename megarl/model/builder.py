@@ -43,7 +43,7 @@ from megarl.model.fp8 import check_device, fp8_options
 from megarl.model.hf_config import head_dim, rope_frequencies
 from megarl.model.hf_config import read_hf_config as read_hf_config
 from megarl.model.logprob_head import vocab_parallel_logprobs
-from megarl.model.portable import AddToResidual, PackedAttention, PackedPlan, RMSNorm
+from megarl.model.portable import AddToResidual, PackedAttention, PackedPlan, Prompts, RMSNorm
 from megarl.model.routing import Routing, watch_routers
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import padded_vocab
@@ -102,6 +102,9 @@ class _Body(GPTModel):
             position_embedding_type="rope",
             vp_stage=vp_stage,
         )
+        if config.update.share_prompts and layers != "portable":
+            what = f"needs portable layers, and model.layers {config.model.layers} chose {layers}"
+            raise ConfigError(f"update.share_prompts: {what} here (set it to false, or layers to portable)")
         self.layers_kind = layers
         self.input_needs_gradient = False  # see _prepare
         self.rotary_pos_emb.inv_freq = rope_frequencies(hf).to(runtime.device)
@@ -110,14 +113,14 @@ class _Body(GPTModel):
         self.cp_rank = runtime.cp_rank
         self.routings = watch_routers(self, runtime.device)
 
-    def pack(self, cu_seqlens: Tensor) -> Any:
+    def pack(self, cu_seqlens: Tensor, prompts: Prompts | None = None) -> Any:
         """Return what the layers need to know of packed sequences; routers need `routing` and `real_tokens`
         too (model/routing.py). cu_seqlens: int64 [n+1] on the host, of the whole pack under context
-        parallelism too."""
+        parallelism too; prompts: of sequences that share one (model/portable.py)."""
         device, cp = self.rotary_pos_emb.inv_freq.device, self.config.context_parallel_size
         packed: Any
         if self.layers_kind == "portable":
-            packed = PackedPlan.of(cu_seqlens, device, cp, self.cp_rank)
+            packed = PackedPlan.of(cu_seqlens, device, cp, self.cp_rank, prompts)
         else:
             longest = int(cu_seqlens.diff().max())
             lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
@@ -235,9 +238,9 @@ class ModelChunks(torch.nn.Module):
         """Return what stands in the routers of a mixture's layers; [] for a dense model."""
         return [routing for chunk in self.chunks for routing in chunk.routings]
 
-    def pack(self, cu_seqlens: Tensor) -> Any:
+    def pack(self, cu_seqlens: Tensor, prompts: Prompts | None = None) -> Any:
         """Return what the layers need to know of packed sequences; see `_Body.pack`."""
-        return self.chunks[0].pack(cu_seqlens)
+        return self.chunks[0].pack(cu_seqlens, prompts)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         """Yield the parameters as if the chunks were one model, the rank's layers numbered through

@@ -21,7 +21,11 @@ from torch import Tensor
 from megarl.data.experience import cut
 
 MAX_PADDING = 0.10  # of a bucket's tokens, before shorter sequences get a bucket of their own
-MASK = 2**22  # pairs of queries and keys that are masked at once under context parallelism
+MASK = 2**22  # pairs of queries and keys that are masked at once
+
+# Of the sequences of a pack, int64 [n] each: where the prompt begins that a sequence goes on from, and how
+# many tokens that has; 0 for a sequence that has its own.
+Prompts = tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -31,6 +35,7 @@ class Bucket:
     rows: int
     width: int
     start: int  # first of its rows * width positions in the padded order of all buckets
+    prompt: slice | None = None  # positions in that order of a prompt that stands before each of the rows
     # Under context parallelism: queries from column to column, and the keys of a row that they may see.
     blocks: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -56,20 +61,39 @@ class AttentionPlan:
     positions: Tensor | None = None
 
 
-def plan_attention(cu_seqlens: Tensor, device: torch.device, cp: int = 1, cp_rank: int = 0) -> AttentionPlan:
-    """Put sequences into buckets by length, longest first, so that padding stays below MAX_PADDING.
+def plan_attention(
+    cu_seqlens: Tensor,
+    device: torch.device,
+    cp: int = 1,
+    cp_rank: int = 0,
+    prompts: Prompts | None = None,
+) -> AttentionPlan:
+    """Put sequences into buckets by length, longest first, so that padding stays below MAX_PADDING. Those
+    that go on from another's prompt come last, in buckets of that prompt alone.
     cu_seqlens: of the whole pack, on the host; the plan is for `device`, and for one of `cp` ranks."""
     local = cu_seqlens // cp
     lengths, order = local.diff().sort(descending=True, stable=True)
+    families = [0] * len(lengths)
+    if prompts is not None:
+        family = torch.where(prompts[1] > 0, prompts[0] + 1, 0)
+        order = order[family[order].argsort(stable=True)]
+        lengths, families = local.diff()[order], family[order].tolist()
     starts, sizes = local[:-1][order], lengths.tolist()
     buckets: list[Bucket] = []
     gather: list[Tensor] = []
     whole: list[Tensor] = []
     packed_from_padded = torch.empty(int(local[-1]), dtype=torch.int64)
     first, offset = 0, 0
-    while first < len(sizes) and sizes[first] > 0:
+    while first < len(sizes):
+        if not sizes[first]:
+            first += 1
+            continue
         width, last, real = sizes[first], first, 0
-        while last < len(sizes) and real + sizes[last] >= (1 - MAX_PADDING) * width * (last - first + 1):
+        while (
+            last < len(sizes)
+            and families[last] == families[first]
+            and real + sizes[last] >= (1 - MAX_PADDING) * width * (last - first + 1)
+        ):
             real += sizes[last]
             last += 1
         rows, column, row_lengths = last - first, torch.arange(width), lengths[first:last, None]
@@ -84,6 +108,10 @@ def plan_attention(cu_seqlens: Tensor, device: torch.device, cp: int = 1, cp_ran
                 (cp * starts[first:last, None] + torch.arange(cp * width).minimum(last_key)).flatten()
             )
         buckets.append(Bucket(rows, width, offset))
+        if prompts is not None and families[first]:
+            # All prompts have been placed: their sequences come first.
+            begin = int(packed_from_padded[families[first] - 1])
+            buckets[-1].prompt = slice(begin, begin + int(prompts[1][order[first]]))
         offset += rows * width
         first = last
     padded = torch.cat(gather)
@@ -203,6 +231,30 @@ def _attend_block(queries: Tensor, seen: Tensor, positions: Tensor) -> Tensor:
     return attended.transpose(1, 2)
 
 
+def _attend_behind(
+    prompt_keys: Tensor, prompt_values: Tensor, queries: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Attend to a prompt, [p, groups, d], and causally to what stands behind it: queries [rows, heads, width,
+    d], keys and values [rows, groups, width, d] -> [rows, heads, width, d]."""
+    rows, _, width, _ = keys.shape
+    before = prompt_keys.shape[0]
+    keys, values = (
+        torch.cat([prompt.transpose(0, 1).expand(rows, -1, -1, -1), own], dim=2)
+        for prompt, own in ((prompt_keys, keys), (prompt_values, values))
+    )
+    step, parts = max(1, MASK // (before + width)), []
+    for first in range(0, width, step):
+        stop = min(first + step, width)
+        positions = torch.arange(before + first, before + stop, device=keys.device)[:, None]
+        mask = torch.arange(before + stop, device=keys.device) <= positions
+        seen = keys[:, :, : before + stop], values[:, :, : before + stop]
+        gqa = queries.shape[1] != keys.shape[1]
+        parts.append(
+            F.scaled_dot_product_attention(queries[:, :, first:stop], *seen, attn_mask=mask, enable_gqa=gqa)
+        )
+    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+
+
 class PackedPlan(PackedSeqParams):
     """Packed sequences for portable layers: cu_seqlens and the attention plan, made once per micro-batch for
     all layers.
@@ -213,12 +265,18 @@ class PackedPlan(PackedSeqParams):
     plan: AttentionPlan
 
     @staticmethod
-    def of(cu_seqlens: Tensor, device: torch.device, cp: int = 1, cp_rank: int = 0) -> PackedPlan:
+    def of(
+        cu_seqlens: Tensor,
+        device: torch.device,
+        cp: int = 1,
+        cp_rank: int = 0,
+        prompts: Prompts | None = None,
+    ) -> PackedPlan:
         """Plan the attention of a pack, on one of `cp` ranks."""
         longest = int(cu_seqlens.diff().max())
         ends = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
         packed = PackedPlan(qkv_format="packed", max_seqlen_q=longest, max_seqlen_kv=longest, **ends)
-        packed.plan = plan_attention(cu_seqlens, device, cp, cp_rank)
+        packed.plan = plan_attention(cu_seqlens, device, cp, cp_rank, prompts)
         return packed
 
 
@@ -250,9 +308,12 @@ class PackedAttention(MegatronModule):
             part = slice(bucket.start, bucket.start + bucket.rows * bucket.width)
             shape = (bucket.rows, bucket.width)
             queries, keys, values = (x[part].unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
-            attended = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-            )
+            if bucket.prompt is None:
+                attended = F.scaled_dot_product_attention(
+                    queries, keys, values, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+                )
+            else:
+                attended = _attend_behind(k[bucket.prompt], v[bucket.prompt], queries, keys, values)
             outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return _Unpad.apply(output, plan).unsqueeze(1)

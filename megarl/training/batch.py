@@ -14,7 +14,16 @@ from torch import Tensor
 
 from megarl.algorithms.losses import token_weights
 from megarl.config.schema import Config
-from megarl.data.experience import Experience, StepBatch, balance, cost, cut, even_length, pack
+from megarl.data.experience import (
+    Experience,
+    StepBatch,
+    balance,
+    balance_groups,
+    cost,
+    cut,
+    even_length,
+    pack_groups,
+)
 from megarl.model.builder import ModelChunks
 from megarl.model.fp8 import pack_multiple
 from megarl.parallel.comm import sum_over_replicas
@@ -24,14 +33,16 @@ from megarl.parallel.runtime import Runtime
 
 @dataclass
 class MicroBatch:
-    """One pack of t tokens, r of them response tokens.
+    """One pack of t tokens, r of them response tokens. With `update.share_prompts` a prompt stands in it
+    once, before the responses to it.
 
     tokens, positions  int64 [1, t] on the device; t: a multiple of what sequence parallelism and FP8 ask for
     packed             what attention and routers need to know of the sequences
-    logit_indices      int64 [r], the positions in the pack that predict the response tokens: one before each
+    logit_indices      int64 [r], the places in the pack that predict the response tokens: that of the token
+                       before each
     labels             int64 [r], the response tokens
     token_indices      int64 [r] on the host, where these tokens stand in the Experience's columns [T]
-    at                 int64 [r], logit_indices on the host
+    at                 int64 [r] on the host, the places in the pack of the response tokens themselves
     routing            the engine's choice of experts, host [layers, t, topk], see model/routing.py; or None
 
     Under context parallelism t and r are the whole pack's in token_indices and at, this rank's in the others,
@@ -108,13 +119,22 @@ def distribute(
     # One divides the other (config/check.py): balanced parts give balanced unions.
     finest = min(mini_batch, critic_mini_batch)
     sizes = (mini_batch, critic_mini_batch, finest)
-    ids, critic_ids, finest_ids = (mini_batch_ids(batch.num_sequences, size, seed) for size in sizes)
-    lengths = batch.lengths.tolist()
-    costs = cost(lengths, even_length(*map(matrix_shape, models)))
+    shared = config.update.share_prompts
+    groups = batch["group_ids"] if shared else torch.arange(batch.num_sequences)
+    ids, critic_ids, finest_ids = (mini_batch_ids(groups, size, seed) for size in sizes)
+    lengths, group_of = batch.lengths.tolist(), groups.tolist()
+    prompts = (batch.lengths - batch.response_lengths).tolist()
+    even = even_length(*map(matrix_shape, models))
+    costs, of_prompts = cost(lengths, even), cost(prompts, even)
     shares_of: list[list[list[int]]] = []  # by mini-batch and replica
     for number in range(int(finest_ids.max()) + 1):
         members = (finest_ids == number).nonzero().squeeze(-1).tolist()
-        shares = balance([costs[i] for i in members], runtime.layout.dp)
+        if shared:
+            of_responses = [costs[i] - of_prompts[i] for i in members]
+            divided = [of_prompts[i] for i in members], of_responses, [group_of[i] for i in members]
+            shares = balance_groups(*divided, runtime.layout.dp)
+        else:
+            shares = balance([costs[i] for i in members], runtime.layout.dp)
         shares_of.append([[members[i] for i in share] for share in shares])
     mine = [shares[runtime.dp_rank] for shares in shares_of]
     rows = torch.tensor([i for share in mine for i in share], dtype=torch.int64)
@@ -137,10 +157,13 @@ def distribute(
             # Where experts lie on other replicas too, all replicas do as many passes.
             if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:
                 for replica in range(runtime.layout.dp):
-                    theirs = [lengths[i] for shares in shares_of[first:stop] for i in shares[replica]]
-                    at_least = max(at_least, len(pack(theirs, budget)))
+                    theirs = [i for shares in shares_of[first:stop] for i in shares[replica]]
+                    packs = _pack(
+                        batch.lengths[theirs], batch.response_lengths[theirs], groups[theirs], budget
+                    )
+                    at_least = max(at_least, len(packs))
             own = range(stops[first], stops[stop])
-            made.append(make_micro_batches(local, own, budget, models[0], at_least))
+            made.append(make_micro_batches(local, own, budget, models[0], at_least, shared))
         return made
 
     mini_batches = micro_batches_of(mini_batch)
@@ -149,12 +172,17 @@ def distribute(
     return LocalBatch(local, rows, mini_batches, critics)
 
 
-def mini_batch_ids(sequences: int, mini_batch: int, seed: int) -> Tensor:
-    """Return the mini-batch of each sequence, int64 [n]: a shuffle that depends on the seed alone, not on the
-    layout. The mini-batches of one size are unions of those of a size that divides it."""
-    order = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))
-    ids = torch.empty(sequences, dtype=torch.int64)
-    ids[order] = torch.arange(sequences) // mini_batch
+def mini_batch_ids(groups: Tensor, mini_batch: int, seed: int) -> Tensor:
+    """Return the mini-batch of each sequence, int64 [n]: a shuffle of groups that depends on the seed alone,
+    not on the layout. The mini-batches of one size are unions of those of a size that divides it.
+
+    groups: int64 [n]; the sequences of a group stay together, as far as the size of a mini-batch lets them"""
+    numbers = groups.unique(return_inverse=True)[1]
+    shuffled = torch.randperm(int(numbers.max()) + 1, generator=torch.Generator().manual_seed(seed))
+    place = torch.empty_like(shuffled)
+    place[shuffled] = torch.arange(len(shuffled))
+    ids = torch.empty_like(groups)
+    ids[place[numbers].argsort(stable=True)] = torch.arange(len(groups)) // mini_batch
     return ids
 
 
@@ -190,14 +218,17 @@ def matrix_shape(model: ModelChunks) -> tuple[int, int]:
     return c.num_layers * c.hidden_size * (2 * queries + 2 * keys + mlp), c.num_layers * queries
 
 
-def locate(at: Tensor, labels: Tensor, places: tuple[Tensor, Tensor] | None, device: Any) -> dict[str, Any]:
+def locate(
+    at: Tensor, before: Tensor, labels: Tensor, places: tuple[Tensor, Tensor] | None, device: Any
+) -> dict[str, Any]:
     """Return a MicroBatch's at, logit_indices, labels and order on this rank.
 
-    at: int64 [r] on the host, positions in the pack; labels: [r], the tokens after them; places: its `cut`"""
+    at: int64 [r] on the host, places in the pack; before: those of the tokens that predict these; labels:
+    [r], the tokens at `at`; places: its `cut`"""
     if places is None:
-        return {"at": at, "logit_indices": at.to(device), "labels": labels.to(device)}
+        return {"at": at, "logit_indices": before.to(device), "labels": labels.to(device)}
     cp = parallel_state.get_context_parallel_world_size()
-    rank, place = (of[at] for of in places)
+    rank, place = (of[before] for of in places)
     counts = torch.bincount(rank, minlength=cp)
     most = int(counts.max())
     order = torch.empty_like(at)
@@ -208,47 +239,72 @@ def locate(at: Tensor, labels: Tensor, places: tuple[Tensor, Tensor] | None, dev
     return {"at": at, "logit_indices": filled[0], "labels": filled[1], "order": order.to(device)}
 
 
+def _pack(lengths: Tensor, responses: Tensor, groups: Tensor, budget: int) -> list[list[list[int]]]:
+    """Return micro-batches of families, as `pack_groups`, of sequences with so many tokens, and so many of
+    these in their responses."""
+    return pack_groups((lengths - responses).tolist(), responses.tolist(), groups.tolist(), budget)
+
+
 def make_micro_batches(
-    experience: Experience, indices: Sequence[int], max_tokens: int, model: ModelChunks, at_least: int = 1
+    experience: Experience,
+    indices: Sequence[int],
+    max_tokens: int,
+    model: ModelChunks,
+    at_least: int = 1,
+    share_prompts: bool = False,
 ) -> list[MicroBatch]:
-    """Pack the sequences `indices` by token budget. Returns at least so many micro-batches, if only of one
-    token that counts nowhere: every data-parallel replica must take part in an update, with or without
-    sequences. With virtual stages their number is a multiple of the pipeline's ranks, each of which takes so
-    many through a chunk before it turns to the next."""
+    """Pack the sequences `indices` by token budget, with share_prompts each prompt once for those with equal
+    `group_ids`. Returns at least so many micro-batches, if only of one token that counts nowhere: every
+    data-parallel replica must take part in an update, with or without sequences. With virtual stages their
+    number is a multiple of the pipeline's ranks, each of which takes so many through a chunk before it turns
+    to the next."""
     device, multiple = model.device, pack_multiple(model.config)
     cp = model.config.context_parallel_size
     wanted = torch.as_tensor(indices, dtype=torch.int64)
-    groups = pack(experience.lengths[wanted].tolist(), max_tokens)
-    wanted_groups, c = max(len(groups), at_least), model.config
+    groups = experience["group_ids"][wanted] if share_prompts else torch.arange(len(wanted))
+    response_lengths = experience.response_lengths
+    packs = _pack(experience.lengths[wanted], response_lengths[wanted], groups, max_tokens)
+    wanted_packs, c = max(len(packs), at_least), model.config
     if c.virtual_pipeline_model_parallel_size is not None:
-        wanted_groups += -wanted_groups % c.pipeline_model_parallel_size
+        wanted_packs += -wanted_packs % c.pipeline_model_parallel_size
     micro_batches = []
-    for group in groups + [[]] * (wanted_groups - len(groups)):
-        index = wanted[torch.as_tensor(group, dtype=torch.int64)]
+    for families in packs + [[]] * (wanted_packs - len(packs)):
+        # What stands in the pack one after the other: the first sequence of a family whole, of the others
+        # the responses. `skipped`: the tokens of a prompt that stands further ahead, at `prompt`.
+        index = wanted[torch.tensor([i for family in families for i in family], dtype=torch.int64)]
+        first = torch.tensor([n == 0 for family in families for n in range(len(family))], dtype=torch.bool)
         lengths = experience.lengths[index]
+        skipped = torch.where(first, 0, lengths - response_lengths[index])
+        lengths = lengths - skipped
         # Each sequence is filled up so that it can be cut, and the pack by one more sequence; what fills up
         # is nobody's response.
         sizes = lengths + -lengths % (2 * cp) if cp > 1 else lengths
         total = int(sizes.sum())
         filler = -total % multiple or (multiple if total == 0 else 0)
         if filler:
-            lengths, sizes = (
-                torch.cat([of, of.new_tensor([n])]) for of, n in ((lengths, 0), (sizes, filler))
+            lengths, sizes, index, skipped = (
+                torch.cat([of, of.new_tensor([n])])
+                for of, n in ((lengths, 0), (sizes, filler), (index, 0), (skipped, 0))
             )
-            index = torch.cat([index, index.new_zeros(1)])
+            first = torch.cat([first, first.new_ones(1)])
         cu_seqlens = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        positions = torch.arange(total + filler) - torch.repeat_interleave(cu_seqlens[:-1], sizes)
-        is_real = positions < torch.repeat_interleave(lengths, sizes)
-        starts = torch.repeat_interleave(experience.cu_seqlens[index], sizes)
-        token_indices = (starts + positions)[is_real]
+        starts = cu_seqlens[:-1]
+        prompt = starts[first][first.cumsum(0) - 1]
+        within = torch.arange(total + filler) - torch.repeat_interleave(starts, sizes)
+        is_real = within < torch.repeat_interleave(lengths, sizes)
+        positions = within + torch.repeat_interleave(skipped, sizes)
+        token_indices = (torch.repeat_interleave(experience.cu_seqlens[index], sizes) + positions)[is_real]
         tokens = torch.zeros(total + filler, dtype=torch.int64)
         tokens[is_real] = experience.tokens[token_indices]
         is_response = torch.zeros(total + filler, dtype=torch.bool)
         is_response[is_real] = experience.response_mask[token_indices]
-        at = is_response.nonzero().squeeze(-1) - 1
+        at = is_response.nonzero().squeeze(-1)
+        # The first token of a response that has its prompt further ahead is predicted by that prompt's last.
+        ends = torch.repeat_interleave(prompt + skipped, sizes) - 1
+        before = torch.where(within == 0, ends, torch.arange(total + filler) - 1)[at]
         places = cut(cu_seqlens, cp) if cp > 1 else None
         here = places[0] == parallel_state.get_context_parallel_rank() if places else slice(None)
-        packed, routing = model.pack(cu_seqlens), None
+        packed, routing = model.pack(cu_seqlens, None if first.all() else (prompt, skipped)), None
         packed.real_tokens = is_real[here]
         if "routing" in experience:
             recorded = experience["routing"]
@@ -264,7 +320,7 @@ def make_micro_batches(
                 token_indices=token_indices[experience.response_mask[token_indices]],
                 routing=routing,
                 cut=places,
-                **locate(at, tokens[at + 1], places, device),
+                **locate(at, before, tokens[at], places, device),
             )
         )
     return micro_batches

@@ -85,9 +85,9 @@ class InferenceModel:
         at_ends = []
         for batch in micro_batches:
             last = torch.isin(batch.token_indices, ends)
-            at = batch.at[last] + 1
+            at = batch.at[last]
             # Whatever the labels are: values do not depend on them.
-            ends_of = locate(at, torch.zeros_like(at), batch.cut, batch.tokens.device)
+            ends_of = locate(at, at, torch.zeros_like(at), batch.cut, batch.tokens.device)
             at_ends.append(replace(batch, token_indices=batch.token_indices[last], **ends_of))
         return self._columns(("scores",), experience, at_ends)["scores"][ends]
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.experience import balance, cost, cut, even_length, pack
+from megarl.data.experience import balance, balance_groups, cost, cut, even_length, pack, pack_groups
 
 
 def lengths_of_responses(n: int, seed: int) -> list[int]:
@@ -46,6 +46,63 @@ def test_pack(lengths: list[int], budget: int, rng: random.Random) -> None:
     assert [[lengths[i] for i in batch] for batch in batches] == [
         [shuffled[i] for i in batch] for batch in other
     ]
+
+
+# (prompt, responses) of each group.
+FAMILIES = st.lists(
+    st.tuples(st.integers(1, 40), st.lists(st.integers(1, 60), min_size=1, max_size=6)), max_size=8
+)
+
+
+def flat(families: list[tuple[int, list[int]]], rng: random.Random) -> list[tuple[int, int, int]]:
+    """(prompt, response, group) of each sequence, in any order."""
+    rows = [(prompt, response, g) for g, (prompt, own) in enumerate(families) for response in own]
+    rng.shuffle(rows)
+    return rows
+
+
+@given(FAMILIES, st.integers(1, 150), st.randoms())
+def test_pack_groups(families: list[tuple[int, list[int]]], budget: int, rng: random.Random) -> None:
+    rows = flat(families, rng)
+    prompts, responses, groups = ([row[i] for row in rows] for i in range(3))
+    batches = pack_groups(prompts, responses, groups, budget)
+    assert sorted(i for batch in batches for family in batch for i in family) == list(range(len(rows)))
+    for batch in batches:
+        assert all(len({groups[i] for i in family}) == 1 for family in batch)
+        size = sum(prompts[family[0]] + sum(responses[i] for i in family) for family in batch)
+        assert size <= budget or sum(map(len, batch)) == 1
+    for (
+        prompt,
+        own,
+    ) in families:  # a prompt stands as often as its responses need, by first fit from the longest
+        copies = sum(prompts[family[0]] == prompt for batch in batches for family in batch)
+        if budget >= prompt + sum(own) and len({p for p, _ in families}) == len(families):
+            assert copies == 1
+    alone = pack_groups(prompts, responses, list(range(len(rows))), budget)
+    lengths = [prompt + response for prompt, response, _ in rows]
+    assert [[i for [i] in batch] for batch in alone] == pack(lengths, budget)
+
+
+@given(FAMILIES, st.integers(1, 5), st.randoms())
+def test_balance_groups(families: list[tuple[int, list[int]]], ranks: int, rng: random.Random) -> None:
+    """No rank takes longer than the slowest would with whole groups, nor than without sharing."""
+    rows = flat(families, rng)
+    prompts, responses, groups = ([row[i] for row in rows] for i in range(3))
+
+    def slowest(shares: list[list[int]]) -> int:
+        assert len(shares) == ranks
+        assert sorted(i for share in shares for i in share) == list(range(len(rows)))
+        return max(
+            sum({groups[i]: prompts[i] for i in share}.values()) + sum(responses[i] for i in share)
+            for share in shares
+        )
+
+    found = slowest(balance_groups(prompts, responses, groups, ranks))
+    totals = [prompt + sum(own) for prompt, own in families]
+    whole = balance(totals, ranks)
+    assert found <= max(sum(totals[g] for g in share) for share in whole)
+    if len(families) == 1 and ranks == 2 and len(set(responses)) == 1 and len(rows) % 2 == 0:
+        assert found == prompts[0] + sum(responses) // 2
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(2, 5))

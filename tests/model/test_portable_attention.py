@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -57,3 +58,60 @@ def test_equals_one_by_one(lengths: list[int], heads: tuple[int, int]) -> None:
         grads, torch.autograd.grad((expected * factors).sum(), (query, key, value)), strict=True
     ):
         assert torch.allclose(mine, exact, atol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 20), min_size=1, max_size=5)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from([(4, 4), (6, 2)]),
+    st.sampled_from([1, 60, 2**22]),
+)
+def test_a_shared_prompt_is_attended_to_by_each_response(
+    families: list[tuple[int, list[int]]], heads: tuple[int, int], at_once: int
+) -> None:
+    """As where each response stands behind a copy of the prompt, gradients included; however few pairs are
+    masked at once."""
+    g = torch.Generator().manual_seed(1 + len(families))
+    # Of each sequence of the pack: its tokens, the prompt's beginning and tokens in the pack, or 0 tokens.
+    lengths, begins, skipped, columns, total = [], [], [], [], 0
+    for prompt, responses in families:
+        begin = total
+        for n, response in enumerate(responses):
+            own = prompt + response if n == 0 else response
+            lengths.append(own)
+            begins.append(begin)
+            skipped.append(prompt if n else 0)
+            before = list(range(begin, begin + prompt)) if n else []
+            columns.append((before, list(range(total, total + own))))
+            total += own
+    query, key, value = (
+        torch.randn(total, 1, n, 8, generator=g).requires_grad_() for n in (heads[0], heads[1], heads[1])
+    )
+    prompts = (torch.tensor(begins), torch.tensor(skipped))
+    packed = PackedPlan.of(make_cu_seqlens(lengths), torch.device("cpu"), prompts=prompts)
+    assert packed.plan.packed_from_padded.unique().numel() == total
+    attention = PackedAttention.__new__(PackedAttention)
+    torch.nn.Module.__init__(attention)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megarl.model.portable.MASK", at_once)
+        found = attention(query, key, value, None, packed_seq_params=packed)
+    factors = torch.randn(found.shape, generator=g)
+    grads = torch.autograd.grad((found * factors).sum(), (query, key, value))
+
+    rows = []
+    for before, own in columns:
+        q = query[own, 0].transpose(0, 1)
+        k, v = (x[before + own, 0].transpose(0, 1) for x in (key, value))
+        k, v = (x.repeat_interleave(heads[0] // heads[1], 0) for x in (k, v))
+        seen = torch.arange(len(before + own)) <= len(before) + torch.arange(len(own))[:, None]
+        weights = F.softmax((q @ k.mT / 8**0.5).masked_fill(~seen, -torch.inf), -1)
+        rows.append((weights @ v).transpose(0, 1).flatten(1))
+    expected = torch.cat(rows)[:, None]
+    assert torch.allclose(found, expected, atol=1e-5)
+    exact = torch.autograd.grad((expected * factors).sum(), (query, key, value))
+    for mine, own_grad in zip(grads, exact, strict=True):
+        assert torch.allclose(mine, own_grad, atol=1e-5)

@@ -38,6 +38,7 @@ def make_config(
     budget: int = 64,
     mini_batch: int = 8,
     overlong: bool = False,
+    share_prompts: bool = False,
     model: Mapping[str, Any] | None = None,
     optimizer: Mapping[str, Any] | None = None,
     **algorithm: Any,
@@ -56,7 +57,12 @@ def make_config(
         critic=CriticConfig(**{"lr": 1e-3, **(optimizer or {})}),
         reward=RewardConfig(overlong=OverlongConfig(filter=overlong)),
         algorithm=AlgorithmConfig(**{"advantage": "gae", **algorithm}),
-        update=UpdateConfig(mini_batch=mini_batch, tokens_per_micro_batch=budget, logprob_chunk=7),
+        update=UpdateConfig(
+            mini_batch=mini_batch,
+            tokens_per_micro_batch=budget,
+            logprob_chunk=7,
+            share_prompts=share_prompts,
+        ),
     )
 
 
@@ -133,18 +139,24 @@ def values(
 
 
 def reward_scores(
-    runtime: Runtime, folder: Path, prompts: list[list[int]], responses: list[list[int]]
+    runtime: Runtime,
+    folder: Path,
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    group_ids: list[int] | None = None,
 ) -> tuple[Any, list[int]]:
     """A reward model's scores of all responses in the order given, on every rank, and the sequences in each
-    micro-batch of this replica's share."""
+    micro-batch of this replica's share. group_ids: of prompts that are to be shared."""
     from megarl.model.builder import build_critic, read_hf_config
     from megarl.training.batch import distribute
     from megarl.training.model import InferenceModel
 
-    config = make_config(folder, mini_batch=4)
+    config = make_config(folder, mini_batch=4, share_prompts=group_ids is not None)
     built = build_critic(config, read_hf_config(folder), runtime)
     load(built, folder, runtime, critic=True)
     batch = Experience.build(prompts, responses)
+    if group_ids is not None:
+        batch["group_ids"] = torch.tensor(group_ids)
     for column in ("correct", "truncated"):
         batch[column] = torch.zeros(len(prompts), dtype=torch.bool)
     local = distribute(batch, config, 4, 3, [built], runtime)
@@ -189,7 +201,9 @@ def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, opt
         for name, p in learner.model.named_parameters()
     }
     gathered = _in_hf_names(grads, folder, runtime, which == "critic")
-    return {"gradients": gathered, "norm": norm, "sums": sums, "tokens": local.experience.num_tokens}
+    computed = sum(batch.tokens.shape[1] for batch in micro_batches)
+    tokens = {"tokens": local.experience.num_tokens, "computed": computed}
+    return {"gradients": gathered, "norm": norm, "sums": sums, **tokens}
 
 
 def groups_in_use(runtime: Runtime, **arguments: Any) -> tuple[list[Any], list[Any]]:

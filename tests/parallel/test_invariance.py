@@ -183,3 +183,58 @@ def test_every_group_that_a_run_uses_was_used_by_all_its_members_at_start(
         for group in started:
             assert all(group in found[member][0] for member in group[0]) and rank in group[0]
         assert {tuple(map(str, group)) for group in used} <= {tuple(map(str, group)) for group in started}
+
+
+SHARED: dict[str, tuple[str, dict[str, Any]]] = {
+    "VAPO": ("actor", {"clip_high": 0.28, "nll_weight": 0.1, "entropy_weight": 0.1}),
+    "GSPO": TERMS["GSPO"],
+    "value": ("critic", {"value_clip": 0.1}),
+}
+
+
+@pytest.mark.parametrize(
+    "term", [pytest.param(t, marks=[] if t == "VAPO" else pytest.mark.slow) for t in SHARED]
+)
+def test_prompts_that_are_computed_once_change_no_gradient(
+    term: str, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+) -> None:
+    """Three groups, one of a single response, in any order; a budget that cuts a group; sequence
+    parallelism."""
+    which, options = SHARED[term]
+    classification = "token" if which == "critic" else None
+    folder = make_tiny_model(
+        tmp_path / "model", "qwen3", vocab=VOCAB, layers=2, tied=True, classification=classification
+    )
+    batch = make_batch()
+    g = torch.Generator().manual_seed(12)
+    groups = [0, 0, 1, 0, 1, 2, 1, 1]
+    prompts = [torch.randint(0, VOCAB, (n,), generator=g).tolist() for n in (17, 9, 4)]
+    responses = [
+        t[m].tolist()
+        for t, m in zip(
+            batch.tokens.split(batch.lengths.tolist()),
+            batch.response_mask.split(batch.lengths.tolist()),
+            strict=True,
+        )
+    ]
+    shared = Experience.build([prompts[n] for n in groups], responses)
+    shared["group_ids"] = torch.tensor(groups)
+    for name, column in batch.columns.items():
+        if column.shape[0] == batch.num_sequences:
+            shared[name] = column
+        else:
+            shared[name] = torch.zeros(shared.num_tokens, dtype=column.dtype)
+            shared[name][shared.response_mask] = column[batch.response_mask]
+
+    def gradients(layout: tuple[int, int, int], order: list[int], **more: Any) -> dict[str, Any]:
+        arguments = {"folder": folder, "batch": shared.select(order), "which": which}
+        return ranks(*layout).run(jobs.gradients, options={**options, **more}, **arguments)[0]
+
+    expected = gradients((1, 1, 1), list(range(8)), budget=10_000)
+    assert expected["computed"] == shared.num_tokens
+    for layout in LAYOUTS:
+        for budget in (10_000, 50):
+            found = gradients(layout, [5, 2, 7, 0, 1, 6, 3, 4], budget=budget, share_prompts=True)
+            assert relative_difference(found["gradients"], expected["gradients"]) <= 1e-5, (layout, budget)
+            if layout == (1, 1, 1) and budget == 10_000:
+                assert found["computed"] == shared.num_tokens - 2 * 17 - 3 * 9

@@ -141,6 +141,7 @@ def test_a_reward_models_scores_equal_hugging_face(
             expected = torch.cat([model(torch.tensor([p + r])).logits[:, 0] for p, r in rows])
         assert expected.unique().numel() == 8
         arguments = {"folder": folder, "prompts": prompts, "responses": responses}
-        for found, packed in ranks(*layout).run(jobs.reward_scores, **arguments):
-            assert (found - expected).abs().max() <= 1e-5
-            assert max(packed) > 1, "several sequences of one pack"
+        for group_ids in (None, [0, 1, 2, 3] * 2):
+            for found, packed in ranks(*layout).run(jobs.reward_scores, group_ids=group_ids, **arguments):
+                assert (found - expected).abs().max() <= 1e-5
+                assert max(packed) > 1, "several sequences of one pack"
