@@ -197,11 +197,16 @@ SUPERVISED_UPDATE = declare(
 )
 
 
+def _distribution(config: Config) -> Phase:
+    shared = {"group_ids"} if config.update.share_prompts else set()
+    return replace(DISTRIBUTE, reads=DISTRIBUTE.reads | shared)
+
+
 def pretraining_phases(config: Config) -> tuple[Phase, ...]:
     """Return the phases of one step of value pretraining, in order: the policy stands still, the critic is
     fitted to Monte-Carlo returns (VAPO section 4.1)."""
     scored = (REWARD_MODEL,) if config.has_reward_model else ()
-    return (ROLLOUT, DISTRIBUTE, *scored, VALUES, MONTE_CARLO_RETURNS, CRITIC_UPDATE)
+    return (ROLLOUT, _distribution(config), *scored, VALUES, MONTE_CARLO_RETURNS, CRITIC_UPDATE)
 
 
 def training_phases(config: Config) -> tuple[Phase, ...]:
@@ -209,7 +214,7 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
     if config.recipe == "sft":
         return (READ_PAIRS, DISTRIBUTE, SUPERVISED_UPDATE)
     a = config.algorithm
-    before: list[Phase] = [ROLLOUT, DISTRIBUTE]
+    before: list[Phase] = [ROLLOUT, _distribution(config)]
     if a.old_logprobs == "trainer":  # else the ratio is taken to the engine's own (SAO)
         before.append(OLD_LOGPROBS)
     if a.has_reference:  # the KL to the initial policy: GRPO, REINFORCE++

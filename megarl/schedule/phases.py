@@ -14,6 +14,7 @@ from torch import Tensor
 from megarl.config.phases import PHASES, Phase
 from megarl.data.experience import Experience, StepBatch
 from megarl.model.routing import start_counting
+from megarl.parallel.comm import sum_over_replicas
 from megarl.rollout.sampling import shuffle_seed
 from megarl.schedule.run import Run, Step
 from megarl.training import batch
@@ -47,7 +48,12 @@ def distribute(run: Run, step: Step) -> None:
     networks = [model.model for model in models if model is not None]
     mini_batch = config.supervised.batch if step.stage == "sft" else config.update.mini_batch
     seed = shuffle_seed(config.seed, step.index)
-    step.local = batch.distribute(step.batch, config, mini_batch, seed, networks, run.runtime)
+    step.local = local = batch.distribute(step.batch, config, mini_batch, seed, networks, run.runtime)
+    if config.update.share_prompts:
+        packed = sum(int(one.packed.real_tokens.sum()) for one in local.micro_batches)
+        counts = torch.tensor([packed, local.experience.num_tokens])
+        packed, total = sum_over_replicas(run.runtime, counts).tolist()
+        step.metrics["train/shared_tokens"] = 1 - packed / total
     if isinstance(step.batch, StepBatch):
         step.batch.drop()
 

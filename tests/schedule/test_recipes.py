@@ -148,7 +148,7 @@ def test_a_phase_is_held_to_its_declaration() -> None:
         ),
         (
             "vapo",
-            ["value_pretraining.steps=2", "algorithm.kl_weight=0.01"],
+            ["value_pretraining.steps=2", "algorithm.kl_weight=0.01", "update.share_prompts=true"],
             ["policy/nll_loss", "gae/lambda_mean", "value/explained_variance"],
         ),
         (
@@ -172,7 +172,11 @@ def test_a_phase_is_held_to_its_declaration() -> None:
             ["algorithm.kl_reward=0.01", "algorithm.kl_weight=0.01", "algorithm.dual_clip=3"],
             ["policy/kl_reward", "policy/kl_loss", "policy/clip_fraction_dual"],
         ),
-        ("gspo", ["parallel.tp=1", "parallel.pp=2"], ["policy/approx_kl"]),
+        (
+            "gspo",
+            ["parallel.tp=1", "parallel.pp=2", "update.share_prompts=true"],
+            ["policy/approx_kl"],
+        ),
     ],
 )
 def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Path, tmp_path: Path) -> None:
@@ -192,6 +196,8 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
         *expected,
     ):
         assert math.isfinite(last[name]), name
+    shares = "update.share_prompts=true" in overrides
+    assert (0 < last.get("train/shared_tokens", 0.0) < 1) == shares
     if recipe == "sao":
         assert "time/old_logprobs" not in last and abs(last["policy/approx_kl"]) < 0.1
     else:
