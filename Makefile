@@ -174,7 +174,7 @@ format: $(STAMP) ## ruff, writing what it can mend
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-trl: .venv-trl/installed ## .venv-trl with TRL, the yardstick of `make bench BENCH=step ARGS='--vs trl'`
+trl: .venv-trl/installed ## .venv-trl with TRL, the yardstick of `make bench BENCH=step ARGS='--vs trl'` and BENCH=real
 
 .venv-trl/installed: benchmarks/trl_requirements.txt
 	$(PYTHON) -m venv .venv-trl
@@ -182,7 +182,7 @@ trl: .venv-trl/installed ## .venv-trl with TRL, the yardstick of `make bench BEN
 	.venv-trl/bin/python -m pip install --quiet -r benchmarks/trl_requirements.txt
 	@touch $@
 
-bench: $(STAMP) ## every benchmark with its target, 20 minutes: BENCH='step gae', ARGS='--vs trl' (for step)
+bench: $(STAMP) ## every benchmark with its target, 20 minutes: BENCH='step gae', ARGS='--vs trl' (for step); BENCH=real: a pretrained model beside TRL
 	$(BIN)/python benchmarks/run.py --only $(BENCH) $(if $(ARGS),-- $(ARGS))
 
 install-gpu: $(GPU)/installed ## .venv-gpu, exactly as requirements-gpu.txt has it (12 GB; PYTHON_GPU=python3.12; docs/gpu.md)

@@ -3,7 +3,8 @@ was WRONG or a benchmark failed; a time that a busy machine missed is `not met` 
 
     make bench                                # all of them, about 20 minutes on an idle core
     make bench BENCH='gae packing'            # some
-    make bench BENCH=step ARGS='--vs trl'     # ARGS go to benchmarks/step.py
+    make bench BENCH=step ARGS='--vs trl'     # ARGS go to benchmarks/step.py, or real.py
+    make bench BENCH=real                     # a pretrained model beside TRL; not among all
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ NAMES = (
     "checkpoint",
     "simulate",
 )
+LONG = ("real",)  # asked for by name alone: the model is fetched, and two trainers take minutes each
 
 
 def run(name: str, arguments: list[str]) -> tuple[list[str], int]:
@@ -49,14 +51,19 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", nargs="*", metavar="NAME", choices=NAMES, default=NAMES, help=", ".join(NAMES)
+        "--only",
+        nargs="*",
+        metavar="NAME",
+        choices=(*NAMES, *LONG),
+        default=NAMES,
+        help=", ".join((*NAMES, *LONG)),
     )
-    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # what follows goes to step.py
-    given, for_step = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # behind it: for step.py or real.py
+    given, more = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     names = given.only or NAMES
-    if for_step and "step" not in names:
-        parser.error(f"only step takes more arguments: {' '.join(for_step)}")
-    results = {name: run(name, for_step if name == "step" else []) for name in names}
+    if more and len({"step", "real"} & {*names}) != 1:
+        parser.error(f"step or real takes more arguments, and one of them must be named: {' '.join(more)}")
+    results = {name: run(name, more if name in ("step", "real") else []) for name in names}
     print("\n=== summary")
     for name, (verdicts, code) in results.items():
         print("\n".join(verdicts))

@@ -32,7 +32,7 @@ FOLDER = ROOT / "runs" / "bench"
 LIMIT = 900  # seconds that one part may take
 
 
-def call(*command: str | Path, env: dict[str, str] | None = None) -> str:
+def call(*command: str | Path, env: dict[str, str] | None = None, limit: float = LIMIT) -> str:
     """Runs a command from the repository's root and gives its output; a failure ends the benchmark with the
     output's end."""
     done = subprocess.run(
@@ -41,7 +41,7 @@ def call(*command: str | Path, env: dict[str, str] | None = None) -> str:
         env=os.environ | (env or {}),
         capture_output=True,
         text=True,
-        timeout=LIMIT,
+        timeout=limit,
     )
     if done.returncode:
         raise SystemExit(
@@ -51,8 +51,8 @@ def call(*command: str | Path, env: dict[str, str] | None = None) -> str:
     return done.stdout
 
 
-def megarl(*arguments: str | Path) -> str:
-    return call(sys.executable, "-m", "megarl", *arguments, env={"OMP_NUM_THREADS": "1"})
+def megarl(*arguments: str | Path, limit: float = LIMIT) -> str:
+    return call(sys.executable, "-m", "megarl", *arguments, env={"OMP_NUM_THREADS": "1"}, limit=limit)
 
 
 def warm_model() -> Path:

@@ -1,11 +1,11 @@
-"""The yardstick: TRL's GRPOTrainer on the demo's task, at the demo's size. Run by the Python of a venv of its
-own:
+"""The yardstick: TRL's GRPOTrainer on the demo's task, at the demo's size, or on another of its form. Run by
+the Python of a venv of its own:
 
     make trl
     .venv-trl/bin/python benchmarks/trl_reference.py runs/demo/sft/hf runs/demo/train.jsonl --threads 2
 
 A rollout is 32 prompts x 8 responses, then 4 optimizer updates of 64 responses each, without dynamic
-sampling, in fp32 on a CPU. Prints one JSON object; megarl is not imported.
+sampling, in fp32 on a CPU, unless the options say otherwise. Prints one JSON object; megarl is not imported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-PROMPTS, GROUP, UPDATES = 32, 8, 4
 ANSWER = re.compile(r"Answer:\s*(-?\d+)\s*$")
 
 
@@ -34,13 +33,13 @@ class Clock(TrainerCallback):
     """Wall and CPU seconds at the end of each rollout's last update: a rollout's time includes its generation
     and its updates."""
 
-    def __init__(self, progress: Path | None) -> None:
+    def __init__(self, updates: int, progress: Path | None) -> None:
         self.wall: list[float] = []
         self.cpu: list[float] = []
-        self.progress = progress
+        self.updates, self.progress = updates, progress
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % UPDATES == 0:
+        if state.global_step % self.updates == 0:
             self.wall.append(time.perf_counter())
             self.cpu.append(time.process_time())
             if self.progress is not None:
@@ -58,9 +57,11 @@ class Rule:
         self.accuracy: list[float] = []
 
     def __call__(
-        self, completions: list[str], completion_ids: list[list[int]], answer: list[str], **kwargs: Any
+        self, completions: list[Any], completion_ids: list[list[int]], answer: list[str], **kwargs: Any
     ) -> list[float]:
-        matches = [ANSWER.search(text) for text in completions]
+        """Judge texts, or the messages that TRL makes of them where prompts are messages."""
+        texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+        matches = [ANSWER.search(text) for text in texts]
         right = [
             match is not None and match[1] == expected
             for match, expected in zip(matches, answer, strict=True)
@@ -82,6 +83,10 @@ def main() -> None:
         help="rollouts before these, not timed, at least 1 (default: %(default)s)",
     )
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=32, help="of a rollout (default: %(default)s)")
+    parser.add_argument("--group", type=int, default=8, help="responses to each (default: %(default)s)")
+    parser.add_argument("--updates", type=int, default=4, help="of a rollout (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="(default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=80, help="longest response (default: %(default)s)")
     parser.add_argument(
         "--lr",
@@ -96,16 +101,17 @@ def main() -> None:
     torch.set_num_threads(given.threads)
 
     rows = [json.loads(line) for line in given.data.read_text(encoding="utf-8").splitlines()]
-    clock, rule = Clock(given.progress), Rule()
+    clock, rule = Clock(given.updates, given.progress), Rule()
+    dtype = torch.bfloat16 if given.dtype == "bf16" else torch.float32
     rollouts = given.warmup + given.rollouts
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
-            max_steps=rollouts * UPDATES,
-            per_device_train_batch_size=PROMPTS * GROUP // UPDATES,
+            max_steps=rollouts * given.updates,
+            per_device_train_batch_size=given.prompts * given.group // given.updates,
             gradient_accumulation_steps=1,
-            steps_per_generation=UPDATES,
-            num_generations=GROUP,
+            steps_per_generation=given.updates,
+            num_generations=given.group,
             num_iterations=1,
             max_completion_length=given.max_tokens,
             temperature=1.0,
@@ -120,7 +126,7 @@ def main() -> None:
             max_grad_norm=1.0,
             gradient_checkpointing=False,  # TRL's default is on, which would cost it a second forward pass
             use_cpu=True,
-            bf16=False,
+            bf16=given.dtype == "bf16",
             seed=0,
             save_strategy="no",
             logging_strategy="no",
@@ -128,9 +134,7 @@ def main() -> None:
             disable_tqdm=True,
         )
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(
-                given.model, dtype=torch.float32, trust_remote_code=False
-            ),
+            model=AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype, trust_remote_code=False),
             processing_class=AutoTokenizer.from_pretrained(given.model, trust_remote_code=False),
             reward_funcs=rule,
             args=config,
@@ -159,8 +163,8 @@ def main() -> None:
                 ],
                 "response_tokens_per_rollout": rule.tokens[given.warmup :],
                 "accuracy_per_rollout": [round(a, 3) for a in rule.accuracy[given.warmup :]],
-                "responses_per_rollout": PROMPTS * GROUP,
-                "updates_per_rollout": UPDATES,
+                "responses_per_rollout": given.prompts * given.group,
+                "updates_per_rollout": given.updates,
                 "threads": torch.get_num_threads(),
                 "versions": {
                     "trl": trl.__version__,

@@ -361,32 +361,54 @@ class Plan:
         return held | {"processes": LAUNCHER + FORKED * (self.layout.world + apart)}
 
     @cached_property
-    def on_cpu_at_times(self) -> dict[str, float]:
-        """Return the bytes that such a run needs besides, each at another time, with the copy of a checkpoint
-        that is being written."""
-        config, world = self.config, self.layout.world
-        stages = [(phase, stage) for phase in self.phases for stage in range(self.layout.pp)]
+    def cpu_pack(self) -> int:
+        """Return the tokens of a rank's largest micro-batch in a run on CPUs, whose mini-batches are often
+        smaller than the budget."""
+        config = self.config
         mini_batch = max(config.update.mini_batch, config.critic.mini_batch or 0)
         together = config.supervised.batch if config.recipe == "sft" else mini_batch
-        tokens = min(self.pack, -(-together // self.layout.dp) * self.longest)
-        work = max(sum(self.work(phase, stage, tokens).values()) for phase, stage in stages)
-        # What is saved is written from a copy while the run goes on.
-        copy = self.checkpoint() if config.checkpoint.every and config.checkpoint.background else 0.0
-        at_times = {"activations": work * world + copy}
-        if config.recipe != "sft" and config.rollout.engine == "transformers":
-            engines = config.parallel.rollout_ranks or world
-            decoded = min(config.rollout.max_batch, -(-config.responses // engines))
-            at_times["KV cache"] = decoded * self.longest * self.actor.cache_bytes(1) * engines + copy
+        sequences = -(-together // self.layout.dp)
+        tokens = sequences * self.longest
+        if config.update.share_prompts:
+            prompts = -(-sequences // config.rollout.group_size)
+            responses = sequences * config.rollout.max_response_tokens
+            tokens = prompts * config.data.max_prompt_tokens + responses
+        return min(self.pack, tokens)
+
+    @cached_property
+    def on_cpu_by_phase(self) -> dict[str, dict[str, float]]:
+        """Return the bytes that such a run needs in each phase besides, on all ranks together, by what takes
+        them: once it has made a step, as freed activations stay with a process (glibc gives back few blocks
+        below 32 MiB). A checkpoint is another "phase", and comes with the copy that is being written."""
+        config, world = self.config, self.layout.world
+        pairs = [(phase, stage) for phase in self.phases for stage in range(self.layout.pp)]
+        most = max(sum(self.work(*pair, self.cpu_pack).values()) for pair in pairs) * world
+        found: dict[str, dict[str, float]] = {}
+        for phase in self.phases:
+            parts = {"activations": most}
+            if phase.updates_weights and self.layout.dp * self.layout.cp > 1:
+                # gloo sums a copy of Megatron's buffer of gradients.
+                stages = range(self.layout.pp)
+                sums = max(self.group(f"{phase.model}.gradients", stage) for stage in stages)
+                parts["summed gradients"] = sums * world
+            if phase.name == ROLLOUT.name and config.rollout.engine == "transformers":
+                engines = config.parallel.rollout_ranks or world
+                decoded = min(config.rollout.max_batch, -(-config.responses // engines))
+                parts["KV cache"] = decoded * self.longest * self.actor.cache_bytes(1) * engines
+            found[phase.name] = parts
         if config.checkpoint.every:
-            at_times["checkpoint"] = self.gathered_optimizer() * world
-        return at_times
+            # What is saved is written from a copy while the run goes on.
+            for parts in found.values() if config.checkpoint.background else ():
+                parts["copy of a checkpoint"] = self.checkpoint()
+            found["checkpoint"] = {"gathered optimizer": self.gathered_optimizer() * world}
+        return found
 
     def problem_on_cpu(self, memory: float) -> str | None:
         """Return why a run on the CPUs of a machine of so many bytes surely does not fit, in one line that
         says what to change; None where it may."""
         held = sum(self.on_cpu.values())
         # Of what a save takes, the three numbers of each parameter are surely there.
-        saved = self.on_cpu_at_times.get("checkpoint", 0.0) * 3 / 5
+        saved = sum(self.on_cpu_by_phase.get("checkpoint", {}).values()) * 3 / 5
         if held + saved <= memory:
             return None
         parts = [*self.on_cpu.items(), *([("a checkpoint", saved)] if saved else [])]
@@ -403,19 +425,23 @@ class Plan:
 
     def warning_on_cpu(self, memory: float) -> str | None:
         """Return that such a run comes near to the machine's memory; None where it does not."""
-        part, size = max(self.on_cpu_at_times.items(), key=lambda pair: pair[1])
-        total = sum(self.on_cpu.values()) + size
+        phase, parts = max(self.on_cpu_by_phase.items(), key=lambda pair: sum(pair[1].values()))
+        total = sum(self.on_cpu.values()) + sum(parts.values())
         if total <= NEAR * memory:
             return None
-        what = (
-            f"up to {total / GIB:.1f} GiB of this machine's {memory / GIB:.1f}, {size / GIB:.1f} of it {part}"
-        )
+        part = max(parts, key=parts.__getitem__)
+        what = f"up to {total / GIB:.1f} GiB of this machine's {memory / GIB:.1f} in phase {phase}"
         change = {
             "activations": "lower update.tokens_per_micro_batch or rollout.max_response_tokens",
+            "summed gradients": "start fewer ranks",
             "KV cache": "lower rollout.max_batch",
-            "checkpoint": "set checkpoint.every=0",
+            "copy of a checkpoint": "set checkpoint.background=false or checkpoint.every=0",
+            "gathered optimizer": "set checkpoint.every=0",
         }
-        return f"the run may need {what}: the kernel ends what takes too much ({change[part]})"
+        return (
+            f"the run may need {what}, {parts[part] / GIB:.1f} of it {part}: the kernel ends what takes too "
+            f"much ({change[part]})"
+        )
 
     def step_tokens(self, length: float) -> float:
         """Return the tokens of a step's batch whose sequences have this length."""

@@ -100,11 +100,13 @@ def on_cpu(plan: Plan, where: str, memory: float) -> Iterator[str]:
     yield "GiB of all ranks together, all the time"
     for name, size_of in plan.on_cpu.items():
         yield f"    {name:24s}{size_of / GIB:10.2f}"
-    yield "and at times, one or the other"
-    for name, size_of in plan.on_cpu_at_times.items():
-        yield f"    {name:24s}{size_of / GIB:10.2f}"
-    most = sum(plan.on_cpu.values()) + max(plan.on_cpu_at_times.values())
-    yield f"at most  {most / GIB:.2f} of the {memory / GIB:.2f} that this machine has"
+    held = sum(plan.on_cpu.values())
+    totals = {phase: held + sum(parts.values()) for phase, parts in plan.on_cpu_by_phase.items()}
+    yield "and by phase, with all of that"
+    for phase, parts in plan.on_cpu_by_phase.items():
+        listed = ", ".join(f"{part} {size_of / GIB:.2f}" for part, size_of in parts.items())
+        yield f"    {phase:24s}{totals[phase] / GIB:10.2f}  {listed}"
+    yield f"at most  {max(totals.values()) / GIB:.2f} of the {memory / GIB:.2f} that this machine has"
 
 
 def layouts(found: Sequence[Found], current: Found, *, everything: bool = False) -> Iterator[str]:

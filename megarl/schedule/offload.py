@@ -11,7 +11,14 @@ import torch
 
 from megarl.config.errors import DeviceMemoryError
 from megarl.config.phases import GROUPS
-from megarl.parallel.offload import Movable, device_peak, empty_cache, free_memory, reset_device_peak
+from megarl.parallel.offload import (
+    Movable,
+    ProcessPeak,
+    device_peak,
+    empty_cache,
+    free_memory,
+    reset_device_peak,
+)
 from megarl.rollout.weight_sync import WeightSync
 
 GIB = 2**30
@@ -55,6 +62,7 @@ class OffloadManager:
     def __init__(self, device: torch.device, keep: Collection[str]) -> None:
         self.device, self.keep = device, frozenset(keep)
         self.present: set[str] = set()
+        self._process = ProcessPeak()
         self._groups: dict[str, Movable | EngineMemory] = {}
 
     @property
@@ -118,9 +126,12 @@ class OffloadManager:
     @contextmanager
     def measured(self, phase: str, metrics: dict[str, float]) -> Iterator[None]:
         """Add memory/<phase>, in bytes: on a GPU the peak of this process (also memory_reserved/ and
-        memory_device/, see parallel/offload.py), on a CPU the size of the groups that are there."""
+        memory_device/, see parallel/offload.py), on a CPU the size of the groups that are there, and
+        memory_all/<phase>, the peak of this process's memory."""
         reset_device_peak(self.device)
+        if self.device.type == "cpu":
+            self._process.reset()
         yield
-        found = device_peak(self.device) or {"": float(self.nbytes)}
+        found = device_peak(self.device) or {"": float(self.nbytes)} | self._process.measure()
         for kind, size in found.items():
             metrics[f"memory{'_' if kind else ''}{kind}/{phase}"] = size

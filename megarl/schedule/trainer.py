@@ -202,11 +202,14 @@ class Trainer:
         shows = self.config.log.samples and step.stage != "sft"
         if shows and has_tokens(step.number, self.facts.total(step.stage)):
             samples = with_tokens(step.samples, step.local, run.tokenizer, self.runtime)
-        # Of each memory figure the largest of all ranks: the device that is the first to be full.
+        # Of each memory figure the largest of all ranks: the device that is the first to be full. Of the
+        # processes on a CPU, which share a machine, the sum.
         memory = {name: size for name, size in metrics.items() if name.startswith("memory")}
         memory["memory/host"] = float(run.host.nbytes)
         all_ranks = gather_objects(self.runtime, memory)
-        metrics |= {name: max(theirs[name] for theirs in all_ranks) for name in memory}
+        for name in memory:
+            of_ranks = [theirs[name] for theirs in all_ranks]
+            metrics[name] = sum(of_ranks) if name.startswith("memory_all/") else max(of_ranks)
         metrics["time/checkpoint"] = self.preemption.take_seconds()  # mostly of the steps before
         metrics["time/step"] = time.perf_counter() - step.started
         metrics["inside/megatron"] = run.megatron_seconds() - megatron_seconds
