@@ -423,10 +423,17 @@ class Plan:
             f"{memory / GIB:.1f} ({listed}); {remedy}"
         )
 
-    def warning_on_cpu(self, memory: float) -> str | None:
-        """Return that such a run comes near to the machine's memory; None where it does not."""
+    def warning_on_cpu(self, memory: float, free: float | None = None) -> str | None:
+        """Return that such a run comes near to the machine's memory, or to what is `free` of it now; None
+        where it does not."""
         phase, parts = max(self.on_cpu_by_phase.items(), key=lambda pair: sum(pair[1].values()))
         total = sum(self.on_cpu.values()) + sum(parts.values())
+        if free is not None and free < total <= NEAR * memory:
+            return (
+                f"the run may need up to {total / GIB:.1f} GiB in phase {phase}, and {free / GIB:.1f} of this "
+                f"machine's {memory / GIB:.1f} are free now: the kernel ends what takes too much (end other "
+                "programs first)"
+            )
         if total <= NEAR * memory:
             return None
         part = max(parts, key=parts.__getitem__)
@@ -555,9 +562,10 @@ def check_fits(
     memory: float,
     *,
     cpu: bool = False,
+    free: float | None = None,
 ) -> str | None:
     """Raise ConfigError where this run does not fit on `world` GPUs of `memory` bytes each; with cpu: surely
-    not on a machine of `memory` bytes. Return a warning where it comes near to it."""
+    not on a machine of `memory` bytes. Return a warning where it comes near to it, or to what is `free`."""
     parallel = config.parallel
     dp = (world - parallel.rollout_ranks) // (parallel.tp * parallel.pp * parallel.cp)
     config = config.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
@@ -567,4 +575,4 @@ def check_fits(
     problem = plan.problem_on_cpu(memory) if cpu else plan.problem()
     if problem:
         raise ConfigError(f"{where}: {problem}")
-    return plan.warning_on_cpu(memory) if cpu else None
+    return plan.warning_on_cpu(memory, free) if cpu else None

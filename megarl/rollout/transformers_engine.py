@@ -620,9 +620,9 @@ def _whole(number: int, multiple: int) -> int:
 
 
 def _width(prompt: tuple[int, ...]) -> int:
-    """Return the tokens to which a prompt is padded, at most a quarter more: torch's attention works in blocks
-    whose size depends on it, so it must not depend on other prompts; and prompts of few widths go through
-    the model together."""
+    """Return the tokens to which a prompt is padded, at most a quarter more: torch's attention works in
+    blocks whose size depends on it, so it must not depend on other prompts; and prompts of few widths go
+    through the model together."""
     return _whole(len(prompt), max(16, (1 << (len(prompt) - 1).bit_length()) // 8))
 
 

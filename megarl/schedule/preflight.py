@@ -11,6 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from megarl.config.check import check_config, evaluation_problems
@@ -111,7 +112,8 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     near = None
     if device.type == "cpu" and alone:
         described = (folder.config, critic.config if critic else None)
-        near = check_fits(config, where, *described, world, memory_here(), cpu=True)
+        free = psutil.virtual_memory().available
+        near = check_fits(config, where, *described, world, memory_here(), cpu=True, free=free)
     response_key = config.supervised.response_key if config.recipe == "sft" else None
     with without_tokenizer_threads():
         answer = validate_files(config.data, response_key, tokenizer)

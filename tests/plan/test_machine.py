@@ -81,6 +81,11 @@ def test_a_run_that_the_kernel_ended_is_refused() -> None:
     assert half_b().problem_on_cpu(100e9) is None and half_b().warning_on_cpu(100e9) is None
     with pytest.raises(ConfigError, match=r"^x.yaml: 2 ranks on this machine's CPU need"):
         check_fits(plan.config, "x.yaml", HALF_B, None, 2, memory, cpu=True)
+    assert half_b().warning_on_cpu(100e9, free=90e9) is None
+    busy = half_b().warning_on_cpu(100e9, free=9 * GIB)
+    assert busy and re.search(
+        r"may need up to [\d.]+ GiB .* and 9.0 of this machine's 93.1 are free now", busy
+    )
     # By hand: Adam's two moments, a weight and a gradient of four bytes for each parameter of both models.
     trained = sum(
         shape.held(plan.layout, 0, critic=critic).all * 2

@@ -12,8 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.algorithms.evaluation import interval
+from megarl.config import load_config
 from megarl.data.experience import Experience
 from megarl.demo.pretrained import write_task
+from megarl.plan.memory import LAUNCHER, plan_of
+from megarl.weights.families import read_config
 from tests.cli.processes import megarl
 from tests.parallel import jobs
 from tests.parallel.test_parity import hf_logprobs
@@ -106,11 +109,11 @@ def test_engine_trainer_and_export_agree(
 
 
 def test_a_run(smollm2: Path, asked: Asked, tmp_path: Path) -> None:
-    """VAPO at dp 2: value pretraining, two steps, an evaluation before and after, an export that answers."""
+    """VAPO at dp 2: value pretraining, two steps, an evaluation before and after, an export that answers; and
+    its memory, which was planned."""
     task, _, _ = asked
-    done = megarl(
-        "train",
-        "configs/demo_smollm2_vapo.yaml",
+    file = "configs/demo_smollm2_vapo.yaml"
+    overrides = [
         f"run_dir={tmp_path / 'run'}",
         f"model.path={smollm2}",
         f"data.train=[{task / 'train.jsonl'}]",
@@ -123,9 +126,8 @@ def test_a_run(smollm2: Path, asked: Asked, tmp_path: Path) -> None:
         "evaluation.max_problems=48",
         "evaluation.every=0",
         "log.terminal=plain",
-        cwd=ROOT,
-        limit=1500.0,
-    )
+    ]
+    done = megarl("train", file, *overrides, cwd=ROOT, limit=1500.0)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     first = next(record for record in records if record["stage"] == "eval")
@@ -133,7 +135,12 @@ def test_a_run(smollm2: Path, asked: Asked, tmp_path: Path) -> None:
     low, high = interval([1.0] * right + [0.0] * (48 - right), 1)
     assert low <= RIGHT[1] and high >= RIGHT[0]
     steps = [record for record in records if record["stage"] == "train"]
-    assert len(steps) == 2 and all(record["actor/grad_norm"] > 0 for record in steps)
+    assert len(steps) == 2 and all(record["policy/grad_norm"] > 0 for record in steps)
+    plan = plan_of(load_config(ROOT / file, overrides), read_config(smollm2))
+    held = sum(plan.on_cpu.values())
+    for phase, parts in plan.on_cpu_by_phase.items():
+        found = steps[-1][f"memory_all/{phase}"] + LAUNCHER
+        assert 0.85 <= (held + sum(parts.values())) / found <= 1.15, (phase, found)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf", dtype=torch.float32)
     before = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     moved = [

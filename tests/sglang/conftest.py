@@ -6,6 +6,10 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.pretrained import smollm2
+
+__all__ = ["smollm2"]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

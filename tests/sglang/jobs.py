@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Scene:
             run_dir=folder,
             steps=4,
             model=ModelConfig(path=folder, dtype="fp32"),
-            data=DataConfig(max_prompt_tokens=32),
+            data=DataConfig(max_prompt_tokens=options.pop("max_prompt_tokens", 32)),
             parallel=ParallelConfig(tp=runtime.layout.tp),
             actor=OptimizerConfig(**options.pop("actor", {})),
             rollout=RolloutConfig(**{**rollout, **options}),
@@ -135,13 +136,17 @@ def update(runtime: Runtime, name: str) -> float:
 
 
 def sample(
-    runtime: Runtime, name: str, params: SamplingParams, count: int = 3
+    runtime: Runtime,
+    name: str,
+    params: SamplingParams,
+    count: int = 3,
+    asked: Sequence[tuple[int, ...]] = PROMPTS,
 ) -> tuple[list[Completion], Any]:
     """`count` responses to each prompt, and the trainer's log-probabilities of their tokens."""
     from megarl.training.batch import make_micro_batches
 
     scene = SCENES[name]
-    prompts = [prompt for prompt in PROMPTS for _ in range(count)]
+    prompts = [prompt for prompt in asked for _ in range(count)]
     completions = scene.generate([Request(prompt, seed) for seed, prompt in enumerate(prompts)], params)
     experience = Experience.build([list(p) for p in prompts], [c.tokens for c in completions])
     batches = make_micro_batches(experience, range(len(prompts)), 200, scene.actor.model)

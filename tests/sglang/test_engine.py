@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from megarl.rollout.sampling import Request, SamplingParams
 from megarl.rollout.transformers_engine import TransformersEngine
@@ -101,6 +102,34 @@ def test_weights_after_an_update_are_the_exported_ones(one: RankPool, tmp_path: 
     check_samples(one, "one", tmp_path, SamplingParams(24), 1)
     [(after, _)] = one.run(jobs.sample, name="one", params=SamplingParams(24))
     assert any(a.logprobs != b.logprobs for a, b in zip(before, after, strict=True))
+
+
+def test_a_pretrained_model(smollm2: Path, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+    """Nine heads and three for keys, its own chat template: SGLang's shards are the folder's, and its
+    log-probabilities those of Megatron."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    questions = ("What is 23 + 45?", "Name a colour.", "Why is the sky blue? Answer in one sentence.")
+    asked = [
+        tuple(
+            tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)[
+                "input_ids"
+            ]
+        )
+        for text in questions
+    ]
+    pool = ranks(1, 1, 1)
+    begin(pool, "real", smollm2, max_response_tokens=32, max_prompt_tokens=96)
+    try:
+        pool.run(jobs.deliver, name="real", version=0, dump=tmp_path)
+        check_weights(tmp_path, 1)
+        [(completions, ours)] = pool.run(
+            jobs.sample, name="real", params=SamplingParams(24), count=2, asked=asked
+        )
+        theirs = torch.tensor([x for c in completions for x in c.logprobs])
+        assert (theirs - ours).abs().max() <= 2e-4 and all(c.tokens for c in completions)
+    finally:
+        if pool.alive:
+            pool.run(jobs.stop, name="real")
 
 
 def test_an_aborted_response_goes_on_as_if_nothing_had_happened(one: RankPool) -> None:
