@@ -464,16 +464,14 @@ FAULTS = (
             (2,),
             SOON,
             lost=lost,
-            said=f"{said}: cannot be written: ",
-            once=(r"make room|Not a directory",),
-            ahead=ahead,
+            once=(rf"{name}\S*: cannot be written[: (]+{why}",),
         )
-        for name, inject, said, lost, ahead in (
-            ("metrics.jsonl", full("metrics.jsonl"), "metrics.jsonl", 1, None),
-            ("evaluations.jsonl", full("evaluations.jsonl"), "evaluations.jsonl", 1, None),
-            ("at the start", nowhere(".config.yaml.partial"), "config.yaml", 0, None),
-            ("settings", nowhere(".settings.json.partial"), "settings.json", 0, None),
-            ("exported model", in_the_way(".hf.partial"), "", STEPS, None),
+        for name, inject, why, lost in (
+            ("metrics.jsonl", full("metrics.jsonl"), "File too large", 1),
+            ("evaluations.jsonl", full("evaluations.jsonl"), "File too large", 1),
+            ("config.yaml", nowhere(".config.yaml.partial"), "No space left", 0),
+            ("settings.json", nowhere(".settings.json.partial"), "No space left", 0),
+            ("/hf", in_the_way(".hf.partial"), "Not a directory", STEPS),
         )
     ),
     *(

@@ -235,9 +235,9 @@ def _lives(process: psutil.Process) -> bool:
 class Fault:
     """inject: brings it about in a job that has just started, and gives what undoes it, if anything must;
     code: the launcher's exit codes that are right; keys: while it lasts; lost: most whole steps that may be
-    lost besides the interrupted one; said: what the job must say of it; once: lines that it must print exactly
-    one time each; without: files that may lack lines at the end; ahead: the run is `ahead_by` so many steps,
-    None for both ranks doing both; mounts: whether it needs the right to mount."""
+    lost besides the interrupted one; said: what the job must say of it; once: what must stand in one line
+    each of what it prints; without: files that lack lines at the end; ahead: the run is `ahead_by` so many
+    steps, None for both ranks doing both; mounts: whether it needs the right to mount."""
 
     name: str
     inject: Callable[[Job], Callable[[], None] | None]
