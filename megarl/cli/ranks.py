@@ -171,8 +171,9 @@ def run_rank(
             failed, code = not error.on_every_rank and not isinstance(error, Interrupted), error.code
             line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
             reported = launched and write_error_file(line, error.code)
-            # What the engines' ranks meet alike, the trainers may not: then nobody else says it.
-            speaks = runtime.rank in (0, runtime.first_engine) or not error.on_every_rank
+            # What the engines' ranks meet alike, the trainers may not. A launched rank that could not write
+            # its file may be the first to end, and the launcher then ends whoever would have said the same.
+            speaks = runtime.rank in (0, runtime.first_engine) or not error.on_every_rank or launched
             if not reported and speaks:
                 print(f"megarl: {line}", file=sys.stderr, flush=True)
         except RuntimeError as error:

@@ -172,12 +172,12 @@ def disk_full(job: Job) -> None:
 
 
 def no_rollouts(stage: str) -> Callable[[Job], None]:
-    """One rank may write files of a heartbeat's size only: of what it cannot do without, its part of a
+    """One rank may write files of some heartbeats' size only: of what it cannot do without, its part of a
     rollout is the first."""
 
     def inject(job: Job) -> None:
         job.until_phase("rollout", stage=stage, step=2)
-        resource.prlimit(job.pid(1), resource.RLIMIT_FSIZE, (WIDTH, WIDTH))
+        resource.prlimit(job.pid(1), resource.RLIMIT_FSIZE, (4 * WIDTH, 4 * WIDTH))
 
     return inject
 
@@ -251,12 +251,13 @@ def nowhere(*files: str) -> Callable[[Job], Callable[[], None]]:
 
 
 def in_the_way(name: str) -> Callable[[Job], Callable[[], None]]:
-    """There is a file where the run needs a folder."""
+    """There is a file where the run needs a folder at its end."""
 
     def inject(job: Job) -> Callable[[], None]:
-        job.config.run_dir.mkdir(mode=0o700, exist_ok=True)
+        job.until_phase("old_logprobs", rank=0)
         path = job.config.run_dir / name
         path.write_text("")
+        job.until_phase("actor_update", rank=0, step=STEPS)
         return path.unlink
 
     return inject
@@ -462,7 +463,7 @@ FAULTS = (
             f"disk full: {name}",
             inject,
             (2,),
-            SOON,
+            2 * SOON,  # those from the start on: with the imports
             lost=lost,
             once=(rf"{name}\S*: cannot be written[: (]+{why}",),
         )
@@ -471,7 +472,7 @@ FAULTS = (
             ("evaluations.jsonl", full("evaluations.jsonl"), "File too large", 1),
             ("config.yaml", nowhere(".config.yaml.partial"), "No space left", 0),
             ("settings.json", nowhere(".settings.json.partial"), "No space left", 0),
-            ("/hf", in_the_way(".hf.partial"), "Not a directory", STEPS),
+            ("hf", in_the_way(".hf.partial"), "Not a directory", 1),
         )
     ),
     *(
