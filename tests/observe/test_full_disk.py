@@ -3,6 +3,7 @@ device that is always full."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -74,6 +75,25 @@ def test_a_record_is_there_whole_or_not_at_all(
     assert read(path)[-1] == {"third": text} and len(read(path)) == 2 + room
     if spare is not None:
         assert len(spare.take()) == (not room)
+
+
+def test_half_a_line_that_could_not_be_cut_off_is_gone_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = JsonlWriter(tmp_path / "records.jsonl", append=False)
+    writer.write({"first": 1})
+
+    def fails(descriptor: int, size: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch, no_file_longer_than(writer.path.stat().st_size + 4):
+        patch.setattr(os, "ftruncate", fails)
+        with pytest.raises(StorageError, match="Input/output error"):
+            writer.write({"second": 2})
+    assert writer.path.read_bytes() == b'{"first": 1}\n{"se'
+    writer.write({"third": 3})
+    writer.close()
+    assert read(writer.path) == [{"first": 1}, {"third": 3}]
 
 
 def test_it_is_said_once_of_each_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,6 +262,7 @@ def test_a_rank_without_a_heartbeat_says_why_and_ends(tmp_path: Path) -> None:
         config = WatchdogConfig(limit=600, silence=1, period=0.1)
         with Watchdog(tmp_path, 0, 1, config):
             resource.setrlimit(resource.RLIMIT_FSIZE, (WIDTH - 1, WIDTH - 1))
+            signal.alarm(120)  # ends a test that has failed
             signal.pause()
         os._exit(99)
     os.close(speaks)
