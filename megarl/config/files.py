@@ -107,7 +107,8 @@ def unforeseen(error: OSError) -> StorageError | None:
     if error.errno not in NO_ROOM:
         return None
     file = error.filename or "a file"
-    return StorageError(f"{file}: cannot be written: {why(error)} ({MAKE_ROOM})")
+    done = "read or written" if error.errno in (errno.EIO, errno.ESTALE) else "written"
+    return StorageError(f"{file}: cannot be {done}: {why(error)} ({MAKE_ROOM})")
 
 
 class Dispensable:
@@ -153,7 +154,13 @@ def append_whole(file: FileIO, data: bytes) -> None:
 @contextmanager
 def whole_file(path: Path) -> Iterator[BufferedWriter]:
     """Yield a file that takes its name once it is complete and on disk, in place of one that is there. If
-    anything fails before, that one stays, and nothing is left beside it."""
+    anything fails before, that one stays, and nothing is left beside it. What a link leads to is replaced,
+    not the link; a device or a pipe is written to."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        with open(path, "wb") as file:
+            yield file
+        return
     aside = path.with_name(f".{path.name}.partial")
     try:
         with open(aside, "wb") as file:

@@ -133,7 +133,7 @@ class Trainer:
             raise
         self.timeline.close()
         self._record_unwritten(gather_objects(self.runtime, run.dispensable.take()))
-        self._on_rank_0(lambda: self.log and self.log.close())
+        self._on_rank_0(self.log.close if self.log is not None else lambda: None)
 
     def resume(self) -> int:
         """Go back to the newest complete checkpoint, where there is one, and drop what was recorded after it.

@@ -161,6 +161,12 @@ def test_a_file_keeps_its_content_until_the_next_is_whole(tmp_path: Path) -> Non
     assert path.read_text() == "before" and sorted(tmp_path.iterdir()) == [path]
     write_whole(path, "after\ud800")
     assert path.read_text() == "after\\ud800"
+    (link := tmp_path / "link").symlink_to(path)
+    write_whole(link, "through a link")
+    assert link.is_symlink() and path.read_text() == "through a link"
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(Path("/dev/full"), "to a device")
+    assert Path("/dev/full").is_char_device()
 
 
 def test_tensorboard_goes_on_where_there_is_room_again(
