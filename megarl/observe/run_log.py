@@ -162,9 +162,8 @@ class JsonlWriter:
             try:
                 append_whole(file, line)
             except OSError:
-                if (
-                    os.fstat(file.fileno()).st_size != end
-                ):  # half a line could not be cut off: before the next
+                # Half a line that could not be cut off must be gone before the next one.
+                if os.fstat(file.fileno()).st_size != end:
                     self._kept.append(lambda record: True)
                 raise
 
