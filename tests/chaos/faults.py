@@ -447,7 +447,7 @@ FAULTS = (
         )
     ),
     Fault(
-        "disk full: data.json, a profile, report.html",
+        "disk full: data.json, profile, report.html",
         nowhere(".data.json.partial", "profile/.train-000002-rank-00001.json.gz", ".report.html.partial"),
         (0,),
         SOON,
