@@ -18,7 +18,8 @@ from rich.text import Text
 from megarl.cli.ranks import passes_on_rank_0, run_rank, start_ranks, starts_ranks
 from megarl.config import load_config
 from megarl.config.check import real
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, StorageError
+from megarl.config.files import essential, whole_file
 from megarl.config.schema import Config
 
 if TYPE_CHECKING:
@@ -113,15 +114,20 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
             for name, one in parts.items()
         },
     }
-    table = result.table()
+    table, unwritten = result.table(), None
     for name, objects, indent in (
-        ("data.json", [{name: asdict(report) for name, report in evaluation.reports.items()}], 1),
-        ("answers.jsonl", result.answers(evaluation.tokenizer), None),
-        ("problems.jsonl", table, None),
         ("scores.json", [summary], 1),
+        ("data.json", [{name: asdict(report) for name, report in evaluation.reports.items()}], 1),
+        ("problems.jsonl", table, None),
+        ("answers.jsonl", result.answers(evaluation.tokenizer), None),
     ):
-        with open(out / name, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(json.dumps(item, ensure_ascii=False, indent=indent) + "\n" for item in objects)
+        try:
+            with essential(out / name), whole_file(out / name) as file:
+                for item in objects:
+                    text = json.dumps(item, ensure_ascii=False, indent=indent) + "\n"
+                    file.write(text.encode("utf-8", "backslashreplace"))
+        except StorageError as error:  # the terminal may still get what was found
+            unwritten = unwritten or error
 
     console, total = Console(), sum(len(groups) for _, groups in result.sets)
     hardest = sorted(table, key=lambda row: row["avg"])[:SHOWN]
@@ -161,4 +167,6 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
             tokens = "-" if length is None else f"{length:.0f}"
             by_name.add_row(name, f"{len(one.groups):,}", *(means.get(head, "-") for head in heads), tokens)
         console.print(by_name)
+    if unwritten is not None:
+        raise unwritten
     print(f"answers and scores: {out}")

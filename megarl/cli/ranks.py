@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import atexit
 import os
+import stat
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.errors import Interrupted, MegarlError
+from megarl.config.files import unforeseen
 from megarl.config.schema import Config
 
 if TYPE_CHECKING:
@@ -31,17 +34,58 @@ def quiet_libraries() -> None:
 
 def exit_code(command: Callable[[], int]) -> int:
     """Call a command and return its exit code. An error that the user can mend is printed as one line."""
+    with spared_output():
+        try:
+            return command()
+        except MegarlError as error:
+            print(f"megarl: {error}", file=sys.stderr, flush=True)
+            return error.code
+        except KeyboardInterrupt:
+            print("megarl: interrupted", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # whoever read the output (`| head`) has enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except OSError as error:
+            if (known := unforeseen(error)) is None:
+                raise
+            print(f"megarl: {known}", file=sys.stderr, flush=True)
+            return known.code
+
+
+class _Spared(FileIO):
+    """A file in which is lost what the disk does not take."""
+
+    def write(self, data: Any) -> int:
+        """Return as if all of it had been written."""
+        with suppress(OSError):
+            left = memoryview(data)
+            while left:
+                left = left[super().write(left) :]
+        return len(data)
+
+
+@contextmanager
+def spared_output() -> Iterator[None]:
+    """Let a command go on whose output goes to a file on a disk that is full. (Python would keep what could
+    not be written, raise again with each print, and end with code 120.)"""
+    kept = sys.stdout, sys.stderr
     try:
-        return command()
-    except MegarlError as error:
-        print(f"megarl: {error}", file=sys.stderr, flush=True)
-        return error.code
-    except KeyboardInterrupt:
-        print("megarl: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # whoever read the output (`| head`) has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            try:
+                is_file = stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+            except (AttributeError, OSError, ValueError):  # there is none, or it is closed
+                continue
+            if is_file:
+                stream.flush()
+                sink = BufferedWriter(_Spared(stream.fileno(), "w", closefd=False))
+                setattr(sys, name, TextIOWrapper(sink, stream.encoding, stream.errors, line_buffering=True))
+        yield
+    finally:
+        for stream in {sys.stdout, sys.stderr} - set(kept):
+            stream.flush()
+        sys.stdout, sys.stderr = kept
 
 
 def passes_on_rank_0(check: Callable[[], None]) -> bool:
@@ -118,11 +162,19 @@ def run_rank(
                     keeping.enter_context(taken.kept())
             code = job(runtime) or 0
             failed = False
-        except MegarlError as error:
+        except (MegarlError, OSError) as met:
+            error = met if isinstance(met, MegarlError) else unforeseen(met)
+            if error is None:
+                raise
+            if error is not met:
+                error.on_every_rank = False
             failed, code = not error.on_every_rank and not isinstance(error, Interrupted), error.code
             line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
             reported = launched and write_error_file(line, error.code)
-            if not reported and (runtime.rank == 0 or not error.on_every_rank):
+            # What the engines' ranks meet alike, the trainers may not. A launched rank that could not write
+            # its file may be the first to end, and the launcher then ends whoever would have said the same.
+            speaks = runtime.rank in (0, runtime.first_engine) or not error.on_every_rank or launched
+            if not reported and speaks:
                 print(f"megarl: {line}", file=sys.stderr, flush=True)
         except RuntimeError as error:
             line = f"rank {runtime.rank}: lost another rank: {error}"

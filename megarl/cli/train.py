@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from megarl.cli.ranks import passes_on_rank_0, run_rank, start_ranks, starts_ranks
 from megarl.config import dump_config, load_config
 from megarl.config.errors import ConfigError
+from megarl.config.files import essential, write_whole
 from megarl.config.load import set_key
 from megarl.config.schema import Config
 from megarl.parallel.signals import StopRequest, follow_launcher
@@ -100,13 +101,17 @@ def begin_run(config: Config, fresh: bool) -> None:
     """Check that the run's folder, which this command has by now, can be begun or continued, and write what
     the run is made of."""
     from megarl.observe.prometheus import Exporter
-    from megarl.schedule.preflight import claim_run_dir, write_versions
+    from megarl.schedule.preflight import claim_run_dir, versions
 
     if config.log.prometheus:
         Exporter(config.log.prometheus, config.log.prometheus_host).close()  # raises where it is taken
     claim_run_dir(config, fresh=fresh)
-    (config.run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    write_versions(config.run_dir / "versions.json")
+    for name, text in (
+        ("config.yaml", dump_config(config)),
+        ("versions.json", json.dumps(versions(), indent=1) + "\n"),
+    ):
+        with essential(config.run_dir / name):
+            write_whole(config.run_dir / name, text)
 
 
 def lease_of_run(
@@ -165,8 +170,8 @@ def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: 
                 atexit.register(gc.unfreeze)
                 if runtime.rank == 0:
                     reports = {name: asdict(report) for name, report in run.data_reports.items()}
-                    text = json.dumps(reports, indent=1) + "\n"
-                    (config.run_dir / "data.json").write_text(text, encoding="utf-8")
+                    with run.dispensable.file(config.run_dir / "data.json"):
+                        write_whole(config.run_dir / "data.json", json.dumps(reports, indent=1) + "\n")
                 Trainer(run, stop, watchdog).train()
 
     code = run_rank(config, job, lease, launched=launched)
@@ -175,7 +180,10 @@ def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: 
     if code == 0 and launched_rank() == 0 and config.log.report:
         from megarl.observe.report import write_report
 
-        print(f"report: {write_report([config.run_dir], config.run_dir)}")
+        try:
+            print(f"report: {write_report([config.run_dir], config.run_dir)}")
+        except ConfigError as error:  # it cannot be written: the run is done all the same
+            print(f"megarl: {error}", file=sys.stderr, flush=True)
     return code
 
 

@@ -27,6 +27,10 @@ class CheckpointError(MegarlError):
     """A model folder or checkpoint is missing, damaged, or belongs to something else."""
 
 
+class StorageError(MegarlError):
+    """A file that a run cannot do without cannot be written: the disk is full, or gone."""
+
+
 class LeaseError(MegarlError):
     """Another command has taken over the folder that this one writes into, or may do so now."""
 

@@ -182,10 +182,13 @@ def write_experience(path: Path, experience: Experience) -> str:
     partial = path.with_name(f".{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     checksum = _checksum(tensors)
-    save_file(tensors, partial, {"sha256": checksum})
-    fsync(partial)
-    os.replace(partial, path)
-    fsync(path.parent)
+    try:
+        save_file(tensors, partial, {"sha256": checksum})
+        fsync(partial)
+        os.replace(partial, path)
+        fsync(path.parent)
+    except SafetensorError as error:  # its own word for a disk's errors, too
+        raise OSError(str(error)) from error
     return checksum
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megarl.config.errors import ConfigError, DataError
+from megarl.config.files import why, write_whole
 from megarl.observe.figures import SECTIONS, draw
 from megarl.observe.plots import COLOURS, run_colour
 from megarl.observe.run_log import Sample, shorten
@@ -57,9 +58,9 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     target = out / "report.html" if out.is_dir() else out
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(html, encoding="utf-8")
+        write_whole(target, html)
     except OSError as error:
-        reason = f"cannot be written: {error.strerror} (choose another place for the report)"
+        reason = f"cannot be written: {why(error)} (make room, or choose another place for the report)"
         raise ConfigError(f"{target}: {reason}") from error
     return target
 

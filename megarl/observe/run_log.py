@@ -12,14 +12,16 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
+from io import BytesIO, FileIO
 from itertools import zip_longest
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Self
+from socket import gethostname
+from typing import Any, Self, cast
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, StorageError
+from megarl.config.files import Dispensable, append_whole, essential, why, write_whole
 from megarl.observe.prometheus import Exporter
 
 METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
@@ -130,51 +132,87 @@ def shorten(text: str, limit: int) -> str:
 
 
 class JsonlWriter:
-    """Appends records to a file; each has reached the operating system when `write` returns.
+    """Appends records to a file; each has reached the operating system, whole, when `write` returns.
 
     append=False empties the file; append=True continues it without the lines that cannot be read: the last
-    one may have been cut. Raises ConfigError if the file cannot be opened."""
+    one may have been cut. dispensable: of a file that the run can do without; where it cannot be written now,
+    later records may. Without it a file that cannot be opened is a ConfigError, one that cannot be written
+    then a StorageError."""
 
-    def __init__(self, path: Path, append: bool) -> None:
+    def __init__(self, path: Path, append: bool, dispensable: Dispensable | None = None) -> None:
         self.path = path
+        self._careful = essential if dispensable is None else dispensable.file
+        self._file: FileIO | None = None
+        # Which of the file's lines stay. Until the others are gone nothing is written behind them.
+        self._kept: list[Callable[[Record], bool]] = [lambda record: append]
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab" if append else "wb")
-            self.keep(lambda record: True)
-        except OSError as error:
-            reason = f"cannot be written: {error.strerror} (choose another run_dir)"
+            with self._careful(path):
+                self._settle()
+        except StorageError as error:
+            reason = f"cannot be written: {why(cast(OSError, error.__cause__))} (choose another run_dir)"
             raise ConfigError(f"run_dir: {path}: {reason}") from error
 
     def write(self, record: Mapping[str, Any], ascii_only: bool = True) -> None:
         """Append one record. Raises ValueError if it holds NaN or infinity, which JSON does not know."""
-        self._file.write(json.dumps(record, allow_nan=False, ensure_ascii=ascii_only).encode() + b"\n")
-        self._file.flush()
+        line = json.dumps(record, allow_nan=False, ensure_ascii=ascii_only).encode() + b"\n"
+        with self._careful(self.path):
+            self._settle()
+            file = cast(FileIO, self._file)
+            end = os.fstat(file.fileno()).st_size
+            try:
+                append_whole(file, line)
+            except OSError:
+                # Half a line that could not be cut off must be gone before the next one.
+                if os.fstat(file.fileno()).st_size != end:
+                    self._kept.append(lambda record: True)
+                raise
 
     def keep(self, wanted: Callable[[Record], bool]) -> int:
         """Drop the lines that are not `wanted` or cannot be read, all at once; return how many."""
+        self._kept.append(wanted)
+        dropped = 0
+        with self._careful(self.path):
+            dropped = self._settle()
+        return dropped
+
+    def _settle(self) -> int:
+        """Open the file if it is not open, and drop what is to be dropped. Raises OSError."""
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = FileIO(self.path, "ab")
+        if not self._kept:
+            return 0
         content = self.path.read_bytes()
         lines = [line for line in content.split(b"\n") if line.strip()]
-        kept = [line for line in lines if (record := parse(line)) is not None and wanted(record)]
-        if len(kept) < len(lines) or not content.endswith(b"\n" if lines else b""):
-            replacement = self.path.with_suffix(".rewritten")
-            with replacement.open("wb") as file:
-                file.write(b"".join(line + b"\n" for line in kept))
-                file.flush()
-                os.fsync(file.fileno())
-            self._file.close()
-            os.replace(replacement, self.path)
-            self._file = self.path.open("ab")
+        kept = [
+            line
+            for line in lines
+            if (record := parse(line)) is not None and all(wanted(record) for wanted in self._kept)
+        ]
+        left = b"".join(line + b"\n" for line in kept)
+        if content != left and content.startswith(left):
+            os.ftruncate(self._file.fileno(), len(left))  # takes no room, which there may not be
+            os.fsync(self._file.fileno())
+        elif content != left:
+            write_whole(self.path, left)
+            old, self._file = self._file, None
+            old.close()
+            self._file = FileIO(self.path, "ab")
+        self._kept = []
         return len(lines) - len(kept)
 
     def close(self) -> None:
-        self._file.close()
+        with self._careful(self.path):
+            if self._file is not None:
+                self._file.close()
 
 
 class RunLog:
     """Writes the logs of a run; a context manager. append=True continues the files, False starts them anew.
 
-    samples: at most so many a step; exporter: serves the newest metrics. Raises ConfigError if the folder
-    cannot be written, or if a tracker that was asked for is not installed."""
+    samples: at most so many a step; exporter: serves the newest metrics; dispensable: takes what is said of
+    files that the run can do without, which are all but metrics and answers (StorageError). Raises
+    ConfigError if the folder cannot be written, or if a tracker that was asked for is not installed."""
 
     def __init__(
         self,
@@ -184,12 +222,15 @@ class RunLog:
         tensorboard: bool = False,
         wandb: bool = False,
         exporter: Exporter | None = None,
+        dispensable: Dispensable | None = None,
     ) -> None:
         self.samples_per_step, self._exporter = samples, exporter
-        self._trackers: list[_TensorBoard | _Wandb] = [_TensorBoard(run_dir)] if tensorboard else []
-        self._trackers += [_Wandb(run_dir, append)] if wandb else []
-        names = (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE, EVENTS_FILE, ANSWERS_FILE)
-        self._files = {name: JsonlWriter(run_dir / name, append) for name in names}
+        spare = Dispensable() if dispensable is None else dispensable
+        self._trackers: list[_TensorBoard | _Wandb] = [_TensorBoard(run_dir, spare)] if tensorboard else []
+        self._trackers += [_Wandb(run_dir, append, spare)] if wandb else []
+        self._files = {name: JsonlWriter(run_dir / name, append) for name in (METRICS_FILE, ANSWERS_FILE)}
+        for name in (SAMPLES_FILE, DISTRIBUTIONS_FILE, EVENTS_FILE):
+            self._files[name] = JsonlWriter(run_dir / name, append, spare)
 
     def write_metrics(self, record: Mapping[str, Any]) -> Record:
         """Write the metrics of a step or an evaluation, and return them as written, for the terminal view.
@@ -269,30 +310,59 @@ def _tracker(option: str, name: str, module: str) -> Any:
 
 
 class _TensorBoard:
-    """Writes event files into run_dir/tensorboard."""
+    """Writes event files into run_dir/tensorboard, record by record: torch's writer does so in a thread, in
+    which a disk that is full ends in a traceback, and a record is half written."""
 
-    def __init__(self, run_dir: Path) -> None:
-        module = _tracker("tensorboard", "TensorBoard", "torch.utils.tensorboard")
-        self._open = partial(module.SummaryWriter, str(run_dir / "tensorboard"))
-        self._writer = self._open()
+    def __init__(self, run_dir: Path, dispensable: Dispensable) -> None:
+        _tracker("tensorboard", "TensorBoard", "tensorboard")
+        self._proto, self._summary, self._records = (
+            import_module(f"tensorboard.{name}")
+            for name in ("compat.proto.event_pb2", "compat.proto.summary_pb2", "summary.writer.record_writer")
+        )
+        self._folder, self._spare, self._files = run_dir / "tensorboard", dispensable, 0
+        self._file: FileIO | None = None
+        self._path = self._begin(None)
+
+    def _begin(self, first_step: int | None) -> Path:
+        """Name the next file, and what stands at its beginning. first_step: of those that it is about; what
+        files before it say of this and later ones is hidden."""
+        proto, self._files = self._proto, self._files + 1
+        name = f"events.out.tfevents.{time.time():010.0f}.{gethostname()}.{os.getpid()}.{self._files}"
+        self._header = [proto.Event(wall_time=time.time(), step=first_step, file_version="brain.Event:2")]
+        if first_step is not None:
+            start = proto.SessionLog(status=proto.SessionLog.START)
+            self._header.append(proto.Event(wall_time=time.time(), step=first_step, session_log=start))
+        return self._folder / name
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        values = [self._summary.Summary.Value(tag=name, simple_value=n) for name, n in numbers.items()]
+        summary = self._summary.Summary(value=values)
+        event = self._proto.Event(wall_time=time.time(), step=step, summary=summary)
+        framed = BytesIO()
+        for one in (*self._header, event):
+            self._records.RecordWriter(framed).write(one.SerializeToString())
+        with self._spare.file(self._folder):
+            if self._file is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._file = FileIO(self._path, "ab")
+            append_whole(self._file, framed.getvalue())
+            self._header = []
 
     def continue_from(self, step: int) -> None:
-        self._writer.close()
-        self._writer = self._open(purge_step=step + 1)  # hides what was logged later
+        self.close()
+        self._path = self._begin(step + 1)
 
     def close(self) -> None:
-        self._writer.close()
+        file, self._file = self._file, None
+        with self._spare.file(self._folder):
+            if file is not None:
+                file.close()
 
 
 class _Wandb:
     """Logs to one W&B run per run folder: run_dir/wandb_id lets a resumed run continue its curves."""
 
-    def __init__(self, run_dir: Path, append: bool) -> None:
+    def __init__(self, run_dir: Path, append: bool, dispensable: Dispensable) -> None:
         wandb = _tracker("wandb", "wandb", "wandb")
         known = run_dir / "wandb_id"
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -303,7 +373,8 @@ class _Wandb:
         # W&B's own step must never fall, ours starts again with each stage: ours is a metric and the x axis.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        known.write_text(f"{self._run.id}\n")
+        with dispensable.file(known):
+            write_whole(known, f"{self._run.id}\n")
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log({"step": step, **numbers})

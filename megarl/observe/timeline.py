@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megarl.config.files import Dispensable
 from megarl.observe.run_log import JsonlWriter, Record, is_step, precedes
 
 FOLDER, NAME = "timeline", "rank-{:05d}.jsonl"
@@ -23,10 +24,17 @@ WAIT = "wait for "  # a phase whose name begins so is nothing but waiting
 class Timeline:
     """Records this rank's phases, one after the other: a phase ends where the next one begins.
 
-    It continues the file of a run that goes on. Raises ConfigError if that cannot be written."""
+    It continues the file of a run that goes on. Where that cannot be written, the run goes on without."""
 
-    def __init__(self, run_dir: Path, rank: int, clock: Callable[[], float] = time.time) -> None:
-        self._file = JsonlWriter(run_dir / FOLDER / NAME.format(rank), append=True)
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        dispensable: Dispensable | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        path = run_dir / FOLDER / NAME.format(rank)
+        self._file = JsonlWriter(path, True, Dispensable() if dispensable is None else dispensable)
         self._clock, self._phase, self._begin, self._waited = clock, "", 0.0, 0.0
         self._place: Record = {"stage": "train", "step": 0}  # what comes before the first step
 

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from megarl.config.errors import Interrupted
+from megarl.config.files import essential, write_whole
 from megarl.config.schema import ParallelConfig
 from megarl.parallel.machine import ALLOCATOR, EXPANDABLE
 from megarl.parallel.runtime import LAUNCHED_BY, choose_device
@@ -93,7 +94,9 @@ def launch(
             if rank.exitcode is None and rank.pid is not None:
                 os.kill(rank.pid, signal.SIGUSR1)
 
-    with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as error_folder:
+    with essential(Path(os.environ.get("TMPDIR", "/tmp"))):
+        errors = tempfile.TemporaryDirectory(prefix="megarl-ranks-")
+    with errors as error_folder:
         error_files = [Path(error_folder, str(rank)) for rank in range(ranks_here(config))]
         try:
             for number in handlers:
@@ -297,13 +300,17 @@ def explain_failures(
 
 
 def write_error_file(line: str, code: int, *, peer_lost: bool = False) -> bool:
-    """Write a rank's last line to the file that its launcher reads; return False where there is none."""
+    """Write a rank's last line to the file that its launcher reads; return False where there is none, or
+    it cannot be written."""
     path = os.environ.get(_ERROR_FILE)
     if not path:
         return False
     # torchrun reads `message` and `timestamp`, `launch` the rest
     content = {"message": line, "timestamp": time.time(), "line": line, "code": code, "peer_lost": peer_lost}
-    Path(path).write_text(json.dumps(content), encoding="utf-8")
+    try:
+        write_whole(Path(path), json.dumps(content))
+    except OSError:  # a full disk may be what the line is about: whoever calls prints it
+        return False
     return True
 
 

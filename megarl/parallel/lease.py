@@ -28,10 +28,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
 from megarl.config.errors import ConfigError, Interrupted, LeaseError
+from megarl.config.files import append_whole, why
 
 LIMIT = 360.0  # seconds, where no configuration says otherwise
 FIRST, NAME = "lease-000001.json", re.compile(r"lease-(\d{6,})\.(json|released)")
@@ -108,6 +110,9 @@ class Lease:
         except FileNotFoundError:
             what = "another command has taken it over, or it was deleted"
             raise LeaseError(f"{self.path.parent}: {what}") from None
+        except OSError as error:
+            what = f"its lease cannot be released: {why(error)} (on this machine the next command takes it)"
+            raise LeaseError(f"{self.path.parent}: {what}") from error
         finally:
             hold.file.close()
 
@@ -265,10 +270,14 @@ def _make(folder: Path, number: int, owner: Owner) -> Lease | None:
     except FileExistsError:
         return None
     # Locked before it says who has it: who reads half of it does not take the owner for gone.
-    file, content = os.fdopen(descriptor, "r+b"), asdict(owner)
+    file, content = FileIO(descriptor, "r+b"), asdict(owner)
     content["locked"] = _lock(file)
-    file.write(json.dumps(content).encode() + b"\n")
-    file.flush()
+    try:
+        append_whole(file, json.dumps(content).encode() + b"\n")
+    except OSError:  # half a lease would keep everybody out for as long as a whole one
+        path.unlink()
+        file.close()
+        raise
     if _newest(folder)[0] > number:  # it was begun before another took, and released, the same number
         path.unlink()
         file.close()

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.config.errors import CheckpointError
+from megarl.config.errors import CheckpointError, StorageError
+from megarl.config.files import essential
 from megarl.config.schema import Config
 from megarl.data.experience import StepBatch
 from megarl.observe.run_log import Sample
@@ -285,10 +286,10 @@ def serve_orders(
     weight_sync: WeightSync,
     watchdog: Watchdog,
     profiler: Profiler,
+    timeline: Timeline,
 ) -> None:
     """Carry out the trainers' orders on a rank with an engine, until they let it go."""
     assert runtime.store is not None
-    timeline = Timeline(config.run_dir, runtime.rank)
     watchdog.depths |= generation.depths
     orders, words = (Words(runtime.store, name) for name in ("orders", "words"))
     ranks, folder = runtime.engines, rollouts_folder(config)
@@ -321,19 +322,26 @@ def serve_orders(
                     found = generation.rollout(stage, number)
                 metrics = {name: value for name, value in found.metrics.items() if name.startswith("inside/")}
                 metrics["inside/rollout"] = time.perf_counter() - started
-                events = found.events + weight_sync.take_events()
+                events = found.events + weight_sync.take_events() + profiler.dispensable.take()
                 if stage == PRETRAINING:
                     metrics["rollout/reused"] = found.metrics["rollout/reused"]
                 elif ranks.rank == 0 and not config.checkpoint.rollouts:
                     remove(folder, 0, done)
                 say(("drawn", stage, number), metrics=metrics, errors=found.errors, events=events)
             case ("take", source, number, _):
-                if ranks.rank == 0:
-                    place, aside = folder / FOLDER.format(number), folder / f".{FOLDER.format(number)}"
-                    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    shutil.rmtree(aside, ignore_errors=True)
-                    shutil.copytree(source, aside)
-                    aside.rename(place)
+                failure, place = None, folder / FOLDER.format(number)
+                try:
+                    if ranks.rank == 0:
+                        aside = folder / f".{FOLDER.format(number)}"
+                        with essential(place):
+                            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                            shutil.rmtree(aside, ignore_errors=True)
+                            shutil.copytree(source, aside)
+                            aside.rename(place)
+                except StorageError as error:
+                    failure = error
+                if (failure := from_rank_0(ranks, failure)) is not None:
+                    raise failure
                 state = read_manifest(stored(Path(source).parent, number))["state"]
                 known = {"metrics": {"inside/rollout": 0.0}, "errors": state["errors"], "events": []}
                 say(("drawn", "train", number), **known)

@@ -16,7 +16,7 @@ import torch
 
 from megarl.config.check import check_config, evaluation_problems
 from megarl.config.errors import CheckpointError, ConfigError
-from megarl.config.files import read_json
+from megarl.config.files import essential, read_json, write_whole
 from megarl.config.schema import Config, RewardConfig
 from megarl.data.prompts import validate_files
 from megarl.model.fp8 import check_sizes
@@ -427,14 +427,10 @@ def claim_run_dir(config: Config, *, fresh: bool = False) -> None:
             if key in then and then[key] != value:
                 differs = f"is {value!r}, the run in {run_dir} has {then[key]!r}"
                 raise ConfigError(f"{key}: {differs} (set it back, or choose another run_dir)")
-    (run_dir / SETTINGS).write_text(json.dumps(settings_of(config), indent=1) + "\n", encoding="utf-8")
+    with essential(run_dir / SETTINGS):  # whole or not at all: what is half there could not be begun again
+        write_whole(run_dir / SETTINGS, json.dumps(settings_of(config), indent=1) + "\n")
 
 
 def versions() -> dict[str, str]:
     """Return name and version of the packages that the result depends on."""
     return {name: version for name in PACKAGES if (version := version_of(name))}
-
-
-def write_versions(path: Path) -> None:
-    """Write `versions` as a JSON file."""
-    path.write_text(json.dumps(versions(), indent=1) + "\n", encoding="utf-8")

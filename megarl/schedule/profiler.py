@@ -6,13 +6,13 @@ from __future__ import annotations
 import gzip
 import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from megarl.config.files import Dispensable
 from megarl.config.schema import Config
 from megarl.parallel.runtime import Runtime
 from megarl.training.checkpoint import PRETRAINING
@@ -30,8 +30,11 @@ class Profiler:
     up; on a rank that only generates, their rollouts. Each step is a trace of its own, so that the memory is
     that of one step."""
 
-    def __init__(self, config: Config, runtime: Runtime, layers: int) -> None:
+    def __init__(
+        self, config: Config, runtime: Runtime, layers: int, dispensable: Dispensable | None = None
+    ) -> None:
         self.runtime, self.folder = runtime, config.run_dir / "profile"
+        self.dispensable = Dispensable() if dispensable is None else dispensable
         self.steps, self.done = config.log.profile, 0
         self.gpu = runtime.device.type == "cuda"
         self.activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]
@@ -59,11 +62,8 @@ class Profiler:
         finally:
             self.trace = None
             trace.stop()
-        try:
+        with self.dispensable.file(self.folder):
             self._write(trace, f"{stage}-{number:06d}-rank-{self.runtime.rank:05d}.json.gz")
-        except OSError as error:  # a trace is not worth a run
-            why = f"the trace of step {number} cannot be written: {error.strerror} (make room)"
-            print(f"megarl: rank {self.runtime.rank}: log.profile: {why}", file=sys.stderr, flush=True)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -81,8 +81,10 @@ class Profiler:
         self.folder.mkdir(exist_ok=True)
         raw = self.folder / f".{name}.json"
         partial = self.folder / f".{name}"
-        trace.export_chrome_trace(str(raw))
         try:
+            trace.export_chrome_trace(str(raw))
+            if not raw.exists():  # torch says nothing of a disk that is full, and leaves a part elsewhere
+                raise OSError("torch has not written all of it")
             with raw.open(encoding="utf-8") as lines, gzip.open(partial, "wt", 5, encoding="utf-8") as out:
                 renames = False
                 for line in lines:
@@ -92,5 +94,5 @@ class Profiler:
                     out.write(line)
             partial.rename(self.folder / name)
         finally:
-            raw.unlink(missing_ok=True)
-            partial.unlink(missing_ok=True)
+            for left in self.folder.glob(f".{name}*"):
+                left.unlink()

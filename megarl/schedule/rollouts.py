@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megarl.config.errors import ConfigError, DataError
-from megarl.config.files import fsync
+from megarl.config.files import fsync, why, write_whole
 from megarl.config.schema import Config
 from megarl.data.experience import (
     Experience,
@@ -108,7 +107,7 @@ class RolloutStore:
                 shutil.rmtree(folder, ignore_errors=True)  # damaged, or to be drawn again
                 folder.mkdir(parents=True, mode=0o700)
         except OSError as error:
-            failure = f"{folder}: cannot be written: {error}"
+            failure = f"{folder}: cannot be written: {why(error)}"
         check()
         try:
             if len(batch.rows):
@@ -116,7 +115,7 @@ class RolloutStore:
                 own = replace(batch.own, columns=batch.own.columns | columns | {"row": batch.rows})
                 sha256 = write_experience(folder / part, own)
         except OSError as error:
-            failure = f"{folder / part}: cannot be written: {error}"
+            failure = f"{folder / part}: cannot be written: {why(error)}"
         check()
         parts = gather_on_0(self.ranks, (part, sha256))
         try:
@@ -126,13 +125,10 @@ class RolloutStore:
                 # A prompt's extra columns may be of types that JSON does not know.
                 text = json.dumps(content, default=str)
                 digest = hashlib.sha256(text.encode()).hexdigest()
-                aside = folder / f".{MANIFEST}.partial"
-                aside.write_text(f"{digest}\n{text}\n", encoding="utf-8")
-                fsync(aside)
-                os.replace(aside, folder / MANIFEST)
+                write_whole(folder / MANIFEST, f"{digest}\n{text}\n")
                 fsync(folder)
         except OSError as error:
-            failure = f"{folder / MANIFEST}: cannot be written: {error}"
+            failure = f"{folder / MANIFEST}: cannot be written: {why(error)}"
         check()
 
 

@@ -12,12 +12,14 @@ import torch
 from transformers import AutoTokenizer
 
 from megarl.config.errors import ConfigError
+from megarl.config.files import Dispensable
 from megarl.config.phases import never_offloaded
 from megarl.config.schema import Config
 from megarl.data.experience import Experience, StepBatch
 from megarl.data.prompts import PromptSampler, ReadReport, read_pairs
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
 from megarl.observe.run_log import Sample
+from megarl.observe.timeline import Timeline
 from megarl.parallel.offload import HostPool, empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engine import RolloutEngine
@@ -99,7 +101,7 @@ class Run:
     """What lives for the whole run on one rank: models with their optimizers, data, engine, verifiers."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
-        self.config, self.runtime = config, runtime
+        self.config, self.runtime, self.dispensable = config, runtime, Dispensable()
         self.tokenizer = load_tokenizer(config.model.path)
         self.folder = open_model(config.model.path)
         self.hf = read_hf_config(config.model.path)
@@ -257,7 +259,7 @@ class EngineRank:
     """What lives for the whole run on a rank that has an engine and does not train."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
-        self.config, self.runtime = config, runtime
+        self.config, self.runtime, self.dispensable = config, runtime, Dispensable()
         tokenizer = load_tokenizer(config.model.path)
         self.generation = Generation(config, runtime, tokenizer, lambda f: self.weight_sync.recover(f))
         hf_config = open_model(config.model.path).config
@@ -266,8 +268,11 @@ class EngineRank:
 
     def serve(self, watchdog: Watchdog) -> None:
         """Carry out the trainers' orders until they let this rank go."""
-        profiler = Profiler(self.config, self.runtime, self.layers)
-        serve_orders(self.config, self.runtime, self.generation, self.weight_sync, watchdog, profiler)
+        profiler = Profiler(self.config, self.runtime, self.layers, self.dispensable)
+        timeline = Timeline(self.config.run_dir, self.runtime.rank, self.dispensable)
+        serve_orders(
+            self.config, self.runtime, self.generation, self.weight_sync, watchdog, profiler, timeline
+        )
 
     def close(self) -> None:
         """End the engine and the verifiers."""

@@ -9,21 +9,23 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megarl.config.errors import DeviceMemoryError, MegarlError, NumericalError
+from megarl.config.errors import ConfigError, DeviceMemoryError, MegarlError, NumericalError, StorageError
+from megarl.config.files import write_whole
 from megarl.config.phases import WEIGHT_TRANSFER, Phase, check_phases, pretraining_phases, training_phases
 from megarl.observe.prometheus import Exporter
 from megarl.observe.run_log import RunLog
 from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.observe.timeline import Timeline
-from megarl.parallel.comm import barrier, from_rank_0, gather_objects
+from megarl.parallel.comm import any_rank, barrier, from_rank_0, gather_objects
 from megarl.parallel.runtime import set_generator_states
 from megarl.parallel.signals import StopRequest
 from megarl.schedule.guards import Guards
@@ -53,7 +55,7 @@ class Trainer:
         check_phases(self.phases)
         check_phases(pretraining_phases(config))
         self.guards = Guards(config.guard)
-        self.profiler = Profiler(config, self.runtime, run.hf.num_hidden_layers)
+        self.profiler = Profiler(config, self.runtime, run.hf.num_hidden_layers, run.dispensable)
         self.pretraining_progress: dict[str, Any] = {"steps": 0, "done": False}
         virtual = f" (VPP {layout.vpp})" if layout.vpp > 1 else ""
         self.facts = RunFacts(
@@ -68,7 +70,7 @@ class Trainer:
         )
         every = -(-config.steps // PLAIN_LINES)
         self.view = TerminalView(log.terminal if self.is_rank_0 else "quiet", self.facts, every=every)
-        self.timeline = Timeline(self.folder, self.runtime.rank)
+        self.timeline = Timeline(self.folder, self.runtime.rank, run.dispensable)
         self._enter("choose a checkpoint")
         self.checkpoint, self.skipped_checkpoints = choose_checkpoint(self.runtime, self.folder)
         self.writer = CheckpointWriter(
@@ -84,10 +86,15 @@ class Trainer:
             self.timeline.clear()
             if run.elsewhere is not None:
                 run.elsewhere.continue_after(0, self.stage)
-        self.log = None  # of rank 0
-        if self.is_rank_0:
+        self.log: RunLog | None = None  # of rank 0
+
+        def open_log() -> None:
             exporter = Exporter(log.prometheus, log.prometheus_host) if log.prometheus else None
-            self.log = RunLog(self.folder, append, log.samples, log.tensorboard, log.wandb, exporter)
+            self.log = RunLog(
+                self.folder, append, log.samples, log.tensorboard, log.wandb, exporter, run.dispensable
+            )
+
+        self._on_rank_0(open_log)
 
     def train(self) -> None:
         """Train to the last step, from the newest checkpoint. Errors are also written to events.jsonl."""
@@ -121,12 +128,12 @@ class Trainer:
                     self.export("actor", self.folder / "hf", changed=done < config.steps)
         except MegarlError as error:
             if self.log is not None:
-                with suppress(OSError):  # a full disk may be the error itself, which must reach the user
-                    self.log.write_event(str(error))
+                for line in (*run.dispensable.take(), str(error)):
+                    self.log.write_event(line)
             raise
         self.timeline.close()
-        if self.log is not None:
-            self.log.close()
+        self._record_unwritten(gather_objects(self.runtime, run.dispensable.take()))
+        self._on_rank_0(self.log.close if self.log is not None else lambda: None)
 
     def resume(self) -> int:
         """Go back to the newest complete checkpoint, where there is one, and drop what was recorded after it.
@@ -151,8 +158,7 @@ class Trainer:
         self.timeline.truncate_after(step, stage)
         if self.run.elsewhere is not None:
             self.run.elsewhere.continue_after(step, stage)
-        if self.log is not None:
-            self.log.truncate_after(step, stage)
+        self._on_rank_0(lambda: self.log and self.log.truncate_after(step, stage))
         self._event(f"continues from {checkpoint.path}")
         if checkpoint.manifest["versions"] != versions():
             self._event(
@@ -206,10 +212,11 @@ class Trainer:
         # processes on a CPU, which share a machine, the sum.
         memory = {name: size for name, size in metrics.items() if name.startswith("memory")}
         memory["memory/host"] = float(run.host.nbytes)
-        all_ranks = gather_objects(self.runtime, memory)
+        all_ranks = gather_objects(self.runtime, (memory, run.dispensable.take()))
         for name in memory:
-            of_ranks = [theirs[name] for theirs in all_ranks]
+            of_ranks = [theirs[name] for theirs, _ in all_ranks]
             metrics[name] = sum(of_ranks) if name.startswith("memory_all/") else max(of_ranks)
+        self._record_unwritten([lines for _, lines in all_ranks])
         metrics["time/checkpoint"] = self.preemption.take_seconds()  # mostly of the steps before
         metrics["time/step"] = time.perf_counter() - step.started
         metrics["inside/megatron"] = run.megatron_seconds() - megatron_seconds
@@ -262,9 +269,8 @@ class Trainer:
         stats, answers = self.run.generation.evaluate(number)
         self.timeline.waited(self.run.generation.take_waited())
         self.timeline.leave()
-        self._record("eval", number, {**stats, "time/evaluation": time.perf_counter() - started})
-        if self.log is not None:
-            self.log.write_answers(number, answers)
+        spent = time.perf_counter() - started
+        self._record("eval", number, {**stats, "time/evaluation": spent}, answers)
 
     def save(self, stage: str, number: int, *, last: bool) -> None:
         """Begin a checkpoint after a step where one is due; leave where the run was told to end."""
@@ -322,18 +328,48 @@ class Trainer:
         if self.log is not None:
             self.log.write_event(line)
 
-    def _record(self, stage: str, number: int, metrics: Mapping[str, Any]) -> None:
+    def _record(
+        self, stage: str, number: int, metrics: Mapping[str, Any], answers: Iterable[dict[str, Any]] = ()
+    ) -> None:
+        """Record and show a step or an evaluation. Raises StorageError on every rank where rank 0 cannot."""
+
+        def write() -> None:
+            if self.log is not None:
+                self.view.step(self.log.write_metrics({"step": number, "stage": stage, **metrics}))
+                self.log.write_answers(number, answers)
+
+        self._on_rank_0(write)
+
+    def _record_unwritten(self, of_ranks: Iterable[list[str]]) -> None:
+        """Record what the ranks have said, each on its own, of files that they do without."""
         if self.log is not None:
-            self.view.step(self.log.write_metrics({"step": number, "stage": stage, **metrics}))
+            for line in (line for lines in of_ranks for line in lines):
+                self.log.write_event(line)
+
+    def _on_rank_0(self, write: Callable[[], Any]) -> None:
+        """Have rank 0 write what the run cannot do without. Raises on every rank what it meets there."""
+        failure = None
+        try:
+            if self.is_rank_0:
+                write()
+        except (ConfigError, StorageError) as error:
+            failure = error
+        if (failure := from_rank_0(self.runtime, failure)) is not None:
+            raise failure
 
     def _with_batch_on_disk(self, step: Step, phase: str, error: NumericalError) -> NumericalError:
         """Write the batch to disk, one file a rank, and return the error with where it is."""
         folder, experience = self.folder / "failed", step.local.experience
-        folder.mkdir(exist_ok=True)
         parts = {name: getattr(experience, name) for name in ("tokens", "cu_seqlens", "response_mask")}
         path = folder / f"{step.stage}-{step.number:06d}-rank{self.runtime.rank}.pt"
-        torch.save({**parts, **experience.columns}, path)
-        barrier(self.runtime)  # the launcher ends the other ranks when one ends, also while they write
-        located = NumericalError(f"step {step.number}, phase {phase}: {error}; the batch is in {folder}")
+        content, missing = BytesIO(), True
+        torch.save({**parts, **experience.columns}, content)  # which to a file hides a disk's errors
+        with self.run.dispensable.file(path):
+            folder.mkdir(exist_ok=True)
+            write_whole(path, content.getvalue())
+            missing = False
+        # All ranks wait here: the launcher ends the other ranks when one ends, also while they write.
+        place = "could not be written to" if any_rank(self.runtime, missing) else "is in"
+        located = NumericalError(f"step {step.number}, phase {phase}: {error}; the batch {place} {folder}")
         located.fatal = error.fatal
         return located

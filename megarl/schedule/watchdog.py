@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from megarl.config.errors import StorageError
+from megarl.config.files import MAKE_ROOM, essential, why, write_whole
 from megarl.config.schema import WatchdogConfig
 from megarl.parallel.launch import HUNG, write_error_file
 
@@ -52,18 +54,20 @@ class Watchdog:
         self._reported = False
         self._lock, self._end = threading.Lock(), threading.Event()
         self._main = threading.get_ident()
+        self._beaten, self._unwritten = time.monotonic(), ""  # the last whole heartbeat; why there is none
         self._next_rank = (rank + 1) % world
         self._next_beat, self._next_seen = -1, time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        requested = [REPORT_REQUESTED] if self.rank == 0 else []
-        for name in (REPORT.format(self.rank), STACK.format(self.rank), *requested):
-            (self.folder / name).unlink(missing_ok=True)
-        self._file = os.open(self.folder / BEAT.format(self.rank), os.O_WRONLY | os.O_CREAT, 0o600)
-        # In C, without the interpreter's lock, for a rank that holds it and so cannot run this thread.
-        self._stack = open(self.folder / STACK.format(self.rank), "w", encoding="utf-8")
+        with essential(self.folder / BEAT.format(self.rank)):
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            requested = [REPORT_REQUESTED] if self.rank == 0 else []
+            for name in (REPORT.format(self.rank), STACK.format(self.rank), *requested):
+                (self.folder / name).unlink(missing_ok=True)
+            self._file = os.open(self.folder / BEAT.format(self.rank), os.O_WRONLY | os.O_CREAT, 0o600)
+            # In C, without the interpreter's lock, for a rank that holds it and so cannot run this thread.
+            self._stack = open(self.folder / STACK.format(self.rank), "w", encoding="utf-8")
         faulthandler.register(signal.SIGUSR2, file=self._stack, all_threads=True)
         self._beat()
         self._thread.start()
@@ -87,19 +91,26 @@ class Watchdog:
         self._beat()
 
     def _beat(self) -> None:
+        """Write the heartbeat. A disk that fails ends nothing here: it may come back, and what is overwritten
+        in place needs no room. See `_watch` for one that does not."""
         with self._lock:
             self._beats += 1
             text = json.dumps(
                 {**self._where, "phases": self._phases, "beat": self._beats, "time": round(time.time(), 3)}
             )
-            os.pwrite(self._file, text.ljust(WIDTH - 1).encode() + b"\n", 0)
+            try:
+                if os.pwrite(self._file, text.ljust(WIDTH - 1).encode() + b"\n", 0) == WIDTH:
+                    self._beaten = time.monotonic()
+                else:
+                    self._unwritten = "it is cut off"
+            except OSError as error:
+                self._unwritten = why(error)
 
     def _watch(self) -> None:
         while not self._end.wait(self.config.period):
             self._collective = collective_of(sys._current_frames().get(self._main)) or self._collective
-            # A disk that fails must not end the watch: others notice a heartbeat that stands still.
-            with suppress(OSError):
-                self._beat()
+            self._beat()
+            with suppress(OSError):  # a disk that fails must not end the watch
                 if (self.folder / REPORT_REQUESTED).exists() and not self._reported:
                     self._reported = True
                     self._report()
@@ -107,6 +118,11 @@ class Watchdog:
             taken = time.monotonic() - self._entered
             if taken > limit:
                 self._fire(f"phase {self._where['phase']} has taken {taken:.0f} s, its limit is {limit:g} s")
+            elif (silent := time.monotonic() - self._beaten) > self.config.silence / 2:
+                # Before the others take this rank for dead, and report a hang.
+                path = self.folder / BEAT.format(self.rank)
+                line = f"{path}: cannot be written for {silent:.0f} s: {self._unwritten} ({MAKE_ROOM})"
+                self._leave(f"rank {self.rank}: {line}", StorageError.code)
             elif self._next_is_silent():
                 silence = f"watchdog.silence, {self.config.silence:g} s"
                 self._fire(f"rank {self._next_rank} has given no sign of life for {silence}")
@@ -146,23 +162,25 @@ class Watchdog:
                 stack="\n".join(stacks),
             )
         path = self.folder / REPORT.format(self.rank)
-        aside = path.with_name(f".{path.name}")
-        aside.write_text(json.dumps(asdict(here)), encoding="utf-8")
-        os.replace(aside, path)
+        write_whole(path, json.dumps(asdict(here)))
 
-    def _fire(self, why: str) -> None:
+    def _fire(self, reason: str) -> None:
         """Report the hang and end this process, whatever becomes of the report."""
         try:
-            line = self._report_of_all(why)
+            line = self._report_of_all(reason)
         except OSError as error:  # a disk that is full or gone may be why the run hangs
-            line = f"the run hangs: {why}; no report could be written to {self.run_dir}: {error}"
+            line = f"the run hangs: {reason}; no report could be written to {self.run_dir}: {error}"
+        self._leave(line, HUNG)
+
+    def _leave(self, line: str | None, code: int) -> None:
+        """Say why, and end this process."""
         try:
-            if line is not None and not write_error_file(line, HUNG):
+            if line is not None and not write_error_file(line, code):
                 print(f"megarl: {line}", file=sys.stderr, flush=True)
         finally:
-            os._exit(HUNG)
+            os._exit(code)
 
-    def _report_of_all(self, why: str) -> str | None:
+    def _report_of_all(self, reason: str) -> str | None:
         """Write run_dir/hang-<time>.txt for all ranks; return the line about it, None if another rank does
         it."""
         self._report()
@@ -192,7 +210,7 @@ class Watchdog:
         if signalled:
             time.sleep(1.0)
         line = culprit(reports, beats)
-        parts = [f"culprit: {line}", f"why now: {why}", ""]
+        parts = [f"culprit: {line}", f"why now: {reason}", ""]
         for rank, report in reports.items():
             depths = ", ".join(f"{depth} {name}" for name, depth in report.depths.items()) or "nothing known"
             parts.append(
@@ -210,8 +228,8 @@ class Watchdog:
                 f"\n==== rank {rank}\n{stack or 'no stack: the process did not answer a signal either'}"
             )
         path = self.run_dir / time.strftime("hang-%Y%m%d-%H%M%S.txt")
-        path.write_text("\n".join(parts) + "\n", encoding="utf-8")
-        return f"the run hangs: {line}; {why}; every rank's place is in {path}"
+        write_whole(path, "\n".join(parts) + "\n")
+        return f"the run hangs: {line}; {reason}; every rank's place is in {path}"
 
 
 def read_beat(folder: Path, rank: int) -> dict[str, Any] | None:

@@ -6,18 +6,24 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-from tests.chaos.harness import STEPS, Fault, Job, kill
+from megarl.schedule.watchdog import WIDTH
+from tests.chaos.harness import STEPS, TEXTS, Fault, Job, kill
 
 KILLED = 137
 SOON = 60.0  # seconds: torch's launcher gives the other ranks 30 to end
 TIME_LIMIT = 90.0  # seconds of a whole job; the imports alone may take ten
+LONGEST = 64 * 2**20  # bytes of a file that a rank may write: none of theirs is as long by itself
 FORWARD_AND_UPDATE = ("old_logprobs", "values", "critic_update", "actor_update")
 
 
@@ -159,9 +165,134 @@ def stop_and_take_over(job: Job) -> None:
 
 
 def disk_full(job: Job) -> None:
-    """No file of one rank may grow any more, as on a disk that is full: its next checkpoint fails."""
+    """No file of one rank may grow any more, as on a disk that is full: its timeline can, its next checkpoint
+    cannot be done without."""
     job.until_phase("old_logprobs")
     resource.prlimit(job.pid(1), resource.RLIMIT_FSIZE, (4096, 4096))
+
+
+def no_rollouts(stage: str) -> Callable[[Job], None]:
+    """One rank may write files of some heartbeats' size only: of what it cannot do without, its part of a
+    rollout is the first."""
+
+    def inject(job: Job) -> None:
+        job.until_phase("rollout", stage=stage, step=2)
+        resource.prlimit(job.pid(1), resource.RLIMIT_FSIZE, (4 * WIDTH, 4 * WIDTH))
+
+    return inject
+
+
+def full(
+    *files: str, rank: int = 0, phase: str = "old_logprobs", again: bool = False
+) -> Callable[[Job], Callable[[], None]]:
+    """These files cannot grow any more, all others can: they are made longer (by a hole, which takes no room)
+    than the kernel allows the rank from now on. again: in the next step they can."""
+
+    def inject(job: Job) -> Callable[[], None]:
+        job.until_phase(phase, rank=rank)
+        paths = [found for name in files for found in job.config.run_dir.glob(name)]
+        assert len(paths) == len(files), paths
+        with standing(job.pid(rank)):
+            resource.prlimit(job.pid(rank), resource.RLIMIT_FSIZE, (LONGEST, LONGEST))
+            sizes = {path: path.stat().st_size for path in paths}
+            for path in paths:
+                os.truncate(path, LONGEST)
+
+        def undo() -> None:
+            for path, size in sizes.items():
+                with path.open("r+b") as file:
+                    file.seek(LONGEST)
+                    added = file.read()
+                    assert path.stat().st_size >= LONGEST, f"{path} was cut"
+                    file.truncate(size)
+                assert not added, f"{path}: half a line was left: {added!r}"
+
+        if again:
+            job.until_phase(phase, rank=rank, step=3)
+            with standing(job.pid(rank)):
+                undo()
+            return lambda: None
+        return undo
+
+    return inject
+
+
+@contextmanager
+def standing(pid: int) -> Iterator[None]:
+    """A process stands still meanwhile."""
+    process = psutil.Process(pid)
+    process.suspend()
+    try:
+        while process.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.001)
+        yield
+    finally:
+        process.resume()
+
+
+def nowhere(*files: str) -> Callable[[Job], Callable[[], None]]:
+    """What these files are written to before they get their names is a device on which there is no room."""
+
+    def inject(job: Job) -> Callable[[], None]:
+        run = job.config.run_dir
+        run.mkdir(mode=0o700, exist_ok=True)
+        paths = [run / name for name in files]
+        for path in paths:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.symlink_to("/dev/full")
+
+        def undo() -> None:
+            for path in paths:
+                path.unlink(missing_ok=True)
+
+        return undo
+
+    return inject
+
+
+def in_the_way(name: str) -> Callable[[Job], Callable[[], None]]:
+    """There is a file where the run needs a folder at its end."""
+
+    def inject(job: Job) -> Callable[[], None]:
+        job.until_phase("old_logprobs", rank=0)
+        path = job.config.run_dir / name
+        path.write_text("")
+        job.until_phase("actor_update", rank=0, step=STEPS)
+        return path.unlink
+
+    return inject
+
+
+def disk_of_its_own_full(job: Job) -> Callable[[], None]:
+    """The run's folder is a file system of its own, on which suddenly no byte is free, for any rank and any
+    file. Then there is room again."""
+    run = job.config.run_dir
+    run.mkdir(mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=0700", "chaos", str(run)], check=True)
+    job.until_phase("old_logprobs")
+    ballast = run / "ballast"
+    with ballast.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+    def undo() -> None:
+        ballast.unlink()
+        copy = run.with_name(f"{run.name}-copy")
+        shutil.copytree(run, copy, symlinks=True)
+        subprocess.run(["umount", str(run)], check=True)
+        run.rmdir()
+        copy.rename(run)
+
+    return undo
+
+
+def may_mount() -> bool:
+    """Whether this process may mount a file system."""
+    with tempfile.TemporaryDirectory() as folder:
+        if subprocess.run(["mount", "-t", "tmpfs", "chaos", folder], capture_output=True).returncode:
+            return False
+        subprocess.run(["umount", folder], check=True)
+    return True
 
 
 def no_folder(job: Job) -> Callable[[], None]:
@@ -273,7 +404,89 @@ FAULTS = (
         lost=STEPS,
         said="another command has taken",
     ),
-    Fault("disk full during a checkpoint", disk_full, (2,), SOON, said="cannot be written"),
+    Fault(
+        "disk full during a checkpoint",
+        disk_full,
+        (2,),
+        SOON,
+        said=r"megarl: \S*checkpoints/step-\d+: cannot be written: ",
+        once=(r"rank-00001.jsonl: cannot be written: File too large; the run goes on",),
+    ),
+    Fault(
+        "disk full: the whole folder",
+        disk_of_its_own_full,
+        (2,),
+        SOON,
+        said=r"cannot be written: .*No space left on device",
+        mounts=True,
+    ),
+    # Without these the run goes on. Each says so once.
+    *(
+        Fault(
+            f"disk full: {', '.join(files)}",
+            full(*files, rank=rank, again=again),
+            (0,),
+            SOON,
+            keys,
+            once=tuple(f"{said}: cannot be written: File too large; the run goes on" for said in once),
+            without=tuple(name for name in files if name in TEXTS),
+        )
+        for files, rank, again, keys, once in (
+            (("timeline/rank-00001.jsonl",), 1, False, {}, ("timeline/rank-00001.jsonl",)),
+            (("timeline/rank-00000.jsonl",), 0, True, {}, ("timeline/rank-00000.jsonl",)),
+            (("samples.jsonl",), 0, True, {}, ("samples.jsonl",)),
+            (("distributions.jsonl",), 0, False, {}, ("distributions.jsonl",)),
+            (
+                ("samples.jsonl", "events.jsonl"),  # of the one something is to be written to the other
+                0,
+                False,
+                {},
+                ("samples.jsonl", "events.jsonl"),
+            ),
+            (("tensorboard/*",), 0, False, {"log": {"tensorboard": True}}, ("tensorboard",)),
+        )
+    ),
+    Fault(
+        "disk full: data.json, profile, report.html",
+        nowhere(".data.json.partial", "profile/.train-000002-rank-00001.json.gz", ".report.html.partial"),
+        (0,),
+        SOON,
+        {"log": {"profile": 1, "report": True}},
+        once=tuple(
+            f"{name}: cannot be written: No space left on device"
+            for name in ("data.json", "profile", "report.html")
+        ),
+    ),
+    # Without these it ends.
+    *(
+        Fault(
+            f"disk full: {name}",
+            inject,
+            (2,),
+            2 * SOON,  # those from the start on: with the imports
+            lost=lost,
+            once=(rf"{name}\S*: cannot be written[: (]+{why}",),
+        )
+        for name, inject, why, lost in (
+            ("metrics.jsonl", full("metrics.jsonl"), "File too large", 1),
+            ("evaluations.jsonl", full("evaluations.jsonl"), "File too large", 1),
+            ("config.yaml", nowhere(".config.yaml.partial"), "No space left", 0),
+            ("settings.json", nowhere(".settings.json.partial"), "No space left", 0),
+            ("hf", in_the_way(".hf.partial"), "Not a directory", 1),
+        )
+    ),
+    *(
+        Fault(
+            f"{name}disk full: rollouts",
+            no_rollouts(stage),
+            (2,),
+            SOON,
+            lost=1,
+            said=r"step-\d+/rank-\d+\.safetensors: cannot be written: ",
+            ahead=ahead,
+        )
+        for name, stage, ahead in (("", "value_pretraining", None), ("ahead 1, ", "train", 1))
+    ),
     Fault("checkpoint folder gone", no_folder, (2,), SOON, said="cannot be written"),
     Fault(
         "newest checkpoint: a file truncated",

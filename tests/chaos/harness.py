@@ -235,8 +235,9 @@ def _lives(process: psutil.Process) -> bool:
 class Fault:
     """inject: brings it about in a job that has just started, and gives what undoes it, if anything must;
     code: the launcher's exit codes that are right; keys: while it lasts; lost: most whole steps that may be
-    lost besides the interrupted one; said: what the job must say of it; ahead: the run is `ahead_by` so many
-    steps, None for both ranks doing both."""
+    lost besides the interrupted one; said: what the job must say of it; once: what must stand in one line
+    each of what it prints; without: files that lack lines at the end; ahead: the run is `ahead_by` so many
+    steps, None for both ranks doing both; mounts: whether it needs the right to mount."""
 
     name: str
     inject: Callable[[Job], Callable[[], None] | None]
@@ -245,7 +246,10 @@ class Fault:
     keys: dict[str, Any] = field(default_factory=dict)
     lost: int = 1
     said: str = ""
+    once: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
     ahead: int | None = None
+    mounts: bool = False
 
     @property
     def of_the_run(self) -> dict[str, Any]:
@@ -285,6 +289,12 @@ def measure(fault: Fault, folder: Path, undisturbed: Path) -> Row:
             remarks.append(f"exit code {code}, not {fault.code}")
         if fault.said and not re.search(fault.said, job.output()):
             remarks.append(f"it does not say {fault.said!r}: {job.output()[-300:]!r}")
+        lines = job.output().splitlines()
+        for text in fault.once:
+            if (count := sum(bool(re.search(text, line)) for line in lines)) != 1:
+                remarks.append(f"{count} lines with {text!r}, not one: {job.output()[-600:]!r}")
+        if "Traceback" in job.output():
+            remarks.append(f"a traceback: {job.output()[-1500:]!r}")
         if detected is not None and detected > fault.limit:
             remarks.append(f"ended after {detected:.0f} s, {fault.limit:.0f} s are promised")
     finally:
@@ -306,7 +316,7 @@ def measure(fault: Fault, folder: Path, undisturbed: Path) -> Row:
         remarks.append(f"a key from the environment was written: {told or job.log.name}")
     if (folder / name).stat().st_mode & 0o077:
         remarks.append("the run's folder is open to others")
-    equal = not remarks and same_end(folder / name, undisturbed)
+    equal = not remarks and same_end(folder / name, undisturbed, fault.without)
     return Row(fault.name, detected, lost, orphans, equal, tuple(remarks))
 
 
@@ -335,16 +345,22 @@ def _restart(config: Config, worked_at: int) -> tuple[int, list[str]]:
     return max(0, worked_at - stands - 1), []
 
 
-def same_end(one: Path, other: Path) -> bool:
-    """Weights of actor and pretrained critic to the bit, and every number and text that was recorded."""
+def same_end(one: Path, other: Path, without: tuple[str, ...] = ()) -> bool:
+    """Weights of actor and pretrained critic to the bit, and every number and text that was recorded. Of the
+    files `without` some lines are missing; the others are whole and in their order."""
     for part in ("hf", "critic_pretrained"):
         ours, theirs = (load_file(run / part / "model.safetensors") for run in (one, other))
         if ours.keys() != theirs.keys() or not all(
             torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8)) for name in ours
         ):
             return False
-    texts = all((one / name).read_text() == (other / name).read_text() for name in TEXTS)
-    return texts and records(one) == records(other)
+    for name in TEXTS:
+        lines, all_lines = ((run / name).read_text().splitlines(keepends=True) for run in (one, other))
+        left = iter(all_lines)
+        in_order = all(line in left for line in lines)
+        if not in_order or (len(lines) < len(all_lines)) != (name in without):
+            return False
+    return records(one) == records(other)
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:

@@ -1,5 +1,5 @@
 """The part of `make chaos` that is short enough for every change: a run killed in an update, told to leave,
-and given a damaged file."""
+given a damaged file, and a disk that is full."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ CHOSEN = (
     "kill -9 of a rank: actor_update",
     "SIGTERM",
     "newest checkpoint: a bit flipped",
+    "disk full during a checkpoint",
+    "disk full: samples.jsonl",
     "ahead 1, kill -9 of the engine: rollout",
     "ahead 2, kill -9 of the trainer: actor_update",
 )

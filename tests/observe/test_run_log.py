@@ -141,9 +141,7 @@ def test_errors_name_file_and_remedy(tmp_path: Path) -> None:
         read_metrics(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("tracker", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
-)
+@pytest.mark.parametrize(("tracker", "module"), [("tensorboard", "tensorboard"), ("wandb", "wandb")])
 def test_a_missing_tracker_names_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, module: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 
 from megarl.cli import ranks, train
 from megarl.cli.ranks import run_rank
-from megarl.config.errors import DeviceMemoryError, Interrupted, MegarlError
+from megarl.config.errors import ConfigError, DeviceMemoryError, Interrupted, MegarlError
 from megarl.config.schema import ParallelConfig
 from megarl.parallel import runtime
 from megarl.parallel.launch import LOST, launch
@@ -69,12 +70,22 @@ def test_who_launches_knows_that_it_was_told_to_stop_though_a_rank_was_lost(tmp_
 
 @pytest.mark.parametrize(
     ("error", "failed"),
-    [(Interrupted("told to end"), False), (DeviceMemoryError("full"), True)],
-    ids=["every rank leaves", "one rank fails"],
+    [
+        (Interrupted("told to end"), False),
+        (DeviceMemoryError("full"), True),
+        (OSError(errno.ENOSPC, "No space left on device", "/run/new"), True),
+        (ConfigError("no room for rollouts"), False),
+    ],
+    ids=["every rank leaves", "one rank fails", "a full disk that nobody foresaw", "all engines fail"],
 )
 def test_only_a_rank_that_fails_alone_leaves_without_the_others(
-    error: MegarlError, failed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: MegarlError | OSError,
+    failed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """The rank is the first with an engine: what all those meet is said by none of the trainers."""
     left: list[bool] = []
     at_exit: list[int] = []
 
@@ -82,7 +93,7 @@ def test_only_a_rank_that_fails_alone_leaves_without_the_others(
         left.append(failed)
         return not failed
 
-    monkeypatch.setattr(runtime, "start", lambda *_, **__: SimpleNamespace(rank=0))
+    monkeypatch.setattr(runtime, "start", lambda *_, **__: SimpleNamespace(rank=3, first_engine=3))
     monkeypatch.setattr(runtime, "stop", stop)
     monkeypatch.setattr(atexit, "register", lambda _, code: at_exit.append(code))
 
@@ -92,9 +103,13 @@ def test_only_a_rank_that_fails_alone_leaves_without_the_others(
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     config: Any = SimpleNamespace(parallel=None, seed=0, model=SimpleNamespace(path=tmp_path))
     with leased(tmp_path / "run", "megarl test", remedy="") as lease:
-        assert run_rank(config, job, lease, launched=False) == error.code
+        code = error.code if isinstance(error, MegarlError) else 2
+        assert run_rank(config, job, lease, launched=False) == code
     assert left == [failed]
-    assert at_exit == [error.code] * failed
+    assert at_exit == [code] * failed
+    (line,) = capsys.readouterr().err.splitlines()
+    said = str(error) if isinstance(error, MegarlError) else "/run/new: cannot be written: No space left on"
+    assert line.startswith(f"megarl: {'rank 3: ' * failed}{said}")
 
 
 def test_a_rank_that_kept_its_groups_ends_with_its_code_before_pythons_end() -> None:

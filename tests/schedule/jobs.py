@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.config.errors import CheckpointError, NumericalError
+from megarl.cli.ranks import spared_output
+from megarl.config.errors import CheckpointError, NumericalError, StorageError
 from megarl.config.schema import Config
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.replay import Outcome, replay
@@ -49,6 +51,23 @@ def train(runtime: Runtime, config: Config) -> None:
     run = Run(config, runtime)
     Trainer(run).train()
     run.close()
+
+
+def train_without_room(runtime: Runtime, config: Config, rank: int, size: int) -> str:
+    """Runs `config`, in which no file of one rank can grow beyond `size` bytes, and gives the message of the
+    error that this ends with."""
+    run, before = Run(config, runtime), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if runtime.rank == rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        with spared_output():  # as in a command: the test's own output may be longer
+            Trainer(run).train()
+    except StorageError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        run.close()
+    return ""
 
 
 def generators_moved(runtime: Runtime, config: Config) -> list[str]:

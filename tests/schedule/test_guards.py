@@ -15,7 +15,7 @@ from megarl.observe.runs import read_metrics
 from megarl.schedule.guards import Guards
 from tests.chaos.harness import make_config, prepare
 from tests.ranks import RankPool
-from tests.schedule.jobs import train_with_bad_losses
+from tests.schedule.jobs import train_with_bad_losses, train_without_room
 
 
 def test_the_run_stops_after_so_many_in_a_row() -> None:
@@ -124,6 +124,18 @@ def test_collapse(key: str, limit: str, share: float, course: list[float], alarm
     assert [off.passed({key: value}) for value in course] == [[]] * len(course)
 
 
+def test_a_record_that_finds_no_room_ends_the_run_on_every_rank(
+    tmp_path: Path, ranks: Callable[[int, int, int], RankPool]
+) -> None:
+    """Rank 0 alone writes the first evaluation's record: no other rank may wait for it."""
+    prepare(tmp_path)
+    config = make_config(tmp_path, "run")
+    expected = f"{config.run_dir}/metrics.jsonl: cannot be written: File too large (make room; "
+    messages = ranks(2, 1, 1).run(train_without_room, config=config, rank=0, size=64)
+    assert [message.startswith(expected) for message in messages] == [True, True], messages
+    assert (config.run_dir / "metrics.jsonl").read_bytes() == b""
+
+
 @pytest.mark.slow
 def test_a_run_leaves_out_what_is_not_finite(
     tmp_path: Path, ranks: Callable[[int, int, int], RankPool]
@@ -146,7 +158,10 @@ def test_a_run_leaves_out_what_is_not_finite(
         kept = torch.load(config.run_dir / f"failed/train-000002-rank{rank}.pt", weights_only=True)
         assert kept["tokens"].numel() == kept["advantages"].numel() > 0
     config = make_config(tmp_path, "twice", **keys, guard={"skipped_steps": 1})
+    config.run_dir.mkdir()
+    (config.run_dir / "failed").write_text("in the way")
     for message, _ in ranks(2, 1, 1).run(train_with_bad_losses, config=config, bad=(2, 3)):
         assert message.startswith(
             "step 3, phase actor_update: actor update, rank 1: loss of micro-batch 0 is nan"
         )
+        assert message.endswith(f"the batch could not be written to {config.run_dir / 'failed'}")
