@@ -429,10 +429,10 @@ class Plan:
         phase, parts = max(self.on_cpu_by_phase.items(), key=lambda pair: sum(pair[1].values()))
         total = sum(self.on_cpu.values()) + sum(parts.values())
         if free is not None and free < total <= NEAR * memory:
+            there = f"{free / GIB:.1f} of this machine's {memory / GIB:.1f} are free now"
             return (
-                f"the run may need up to {total / GIB:.1f} GiB in phase {phase}, and {free / GIB:.1f} of this "
-                f"machine's {memory / GIB:.1f} are free now: the kernel ends what takes too much (end other "
-                "programs first)"
+                f"the run may need up to {total / GIB:.1f} GiB in phase {phase}, and {there}: the kernel ends "
+                "what takes too much (end other programs first)"
             )
         if total <= NEAR * memory:
             return None
