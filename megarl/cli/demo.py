@@ -25,12 +25,14 @@ from megarl.parallel.machine import GIB, cores, matrix_rates
 
 Model = Literal["tiny", "smollm2"]
 FOLDERS: dict[Model, Path] = {"tiny": Path("runs/demo"), "smollm2": Path("runs/smollm2")}
-# Of the pretrained model's runs. REACHED: share of the rate that training reaches; DRAWING: forward passes
-# that drawing a response is worth; by recipe, the passes of a step: drawing, log-probs (and values), updates.
-PARAMETERS, TOKENS, GROUP, RANKS = 135e6, 85, 8, 2
-REACHED = {"fp32": 0.6, "bf16": 0.25}
-DRAWING = 1.5
-PRETRAINED = {"vapo": (DRAWING, 2, 6), "dapo": (1.3 * DRAWING, 1, 3)}
+# Of the pretrained model's runs. TOKENS: that a response adds to a pass, with its share of the prompt;
+# REACHED: share of the processor's rate that a forward pass reaches; ASKED: such passes that a held-out answer
+# is worth; PRETRAINED, by recipe: those of a step, drawing included, and its updates of a model, each of which
+# takes UPDATE seconds besides, most of them for memory to be read and written.
+PARAMETERS, TOKENS, GROUP, RANKS = 135e6, 32, 8, 2
+REACHED = {"fp32": 0.7, "bf16": 0.55}
+ASKED, UPDATE = 5.0, 1.5
+PRETRAINED = {"vapo": (16.0, 4), "dapo": (11.0, 2)}
 QUICK, LONG = 330.0, 1140.0  # seconds
 LEAST, MOST = 8, 16  # steps
 PRETRAINED_MEMORY = 12 * GIB
@@ -205,10 +207,10 @@ def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str) -> Sizes:
     threads = cores // ranks
     speed = rates[dtype] * REACHED[dtype] * ranks * threads * 1e9
     answer = TOKENS * 2 * PARAMETERS / speed  # seconds of one forward pass over a response
-    passes = sum(PRETRAINED[recipe])
+    passes, updates = PRETRAINED[recipe]
     for prompts in (8, 4):
-        step = prompts * GROUP * answer * passes
-        around = 2 * EVAL_ROWS * answer * DRAWING + (step if recipe == "vapo" else 0)
+        step = prompts * GROUP * answer * passes + updates * UPDATE
+        around = 2 * EVAL_ROWS * answer * ASKED + (step / 2 if recipe == "vapo" else 0)
         steps = int((QUICK - around) / step)
         if steps < LEAST:
             steps = min(LEAST, int((LONG - around) / step))

@@ -431,8 +431,8 @@ class Plan:
         if free is not None and free < total <= NEAR * memory:
             there = f"{free / GIB:.1f} of this machine's {memory / GIB:.1f} are free now"
             return (
-                f"the run may need up to {total / GIB:.1f} GiB in phase {phase}, and {there}: the kernel ends "
-                "what takes too much (end other programs first)"
+                f"the run may need up to {total / GIB:.1f} GiB in phase {phase}, and {there}: "
+                "the kernel ends what takes too much (end other programs first)"
             )
         if total <= NEAR * memory:
             return None
