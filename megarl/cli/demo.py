@@ -26,9 +26,9 @@ from megarl.parallel.machine import GIB, cores, matrix_rates
 Model = Literal["tiny", "smollm2"]
 FOLDERS: dict[Model, Path] = {"tiny": Path("runs/demo"), "smollm2": Path("runs/smollm2")}
 # Of the pretrained model's runs. TOKENS: that a response adds to a pass, with its share of the prompt;
-# REACHED: share of the processor's rate that a forward pass reaches; ASKED: such passes that a held-out answer
-# is worth; PRETRAINED, by recipe: those of a step, drawing included, and its updates of a model, each of which
-# takes UPDATE seconds besides, most of them for memory to be read and written.
+# REACHED: share of the processor's rate that a forward pass reaches; ASKED: such passes that a held-out
+# answer is worth; PRETRAINED, by recipe: those of a step, drawing included, and its updates of a model, each
+# of which takes UPDATE seconds besides, most of them for memory to be read and written.
 PARAMETERS, TOKENS, GROUP, RANKS = 135e6, 32, 8, 2
 REACHED = {"fp32": 0.7, "bf16": 0.55}
 ASKED, UPDATE = 5.0, 1.5
