@@ -143,6 +143,9 @@ def build_parser() -> Parser:
     show.flag("--eval", "of data.eval, not of data.train", dest="held_out")
     show.flag("--drawn", "those that the run draws first, not the first of the files")
     show.config()
+    text = "list the tasks that reasoning-gym generates, or parameters and a problem of some"
+    gym = add(data, "gym", "cli.data:gym", text)
+    gym.add_argument("tasks", nargs="*", metavar="TASK", help="a task's name; none: all names")
     text = r"turn answers into integers: for 11 - 2\sqrt{6} the question asks for k + m + n of k - m\sqrt{n}"
     integers = add(data, "integers", "cli.data:integers", text)
     integers.path("source", "DATA", "file with LaTeX answers, .jsonl or .parquet")
