@@ -152,7 +152,7 @@ def build_parser() -> Parser:
     integers.path("out", "OUT", "file to write, of the same kind: every row has an integer as its answer")
     text = "file for the rows that cannot be turned, each with the reason; default: OUT's name with .refused"
     integers.path("--refused", "FILE", text)
-    others = {"prompt_key": "question or problem", "answer_key": "answer, or the box in solution"}
+    others = {"prompt_key": "question, problem or messages", "answer_key": "answer, or what solution ends in"}
     for key, other in others.items():
         text, default = f"as data.{key}; else {other} {DEFAULT}", DataConfig.model_fields[key].default
         integers.add_argument(f"--{key.replace('_', '-')}", metavar="NAME", help=text, default=default)

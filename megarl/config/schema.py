@@ -366,14 +366,19 @@ class DataConfig(Section):
     """Prompts and reference answers."""
 
     train: tuple[DataEntry, ...] = field(
-        (), "parquet or jsonl files, with the columns of DAPO-Math, GSM8K, MATH or AIME; or sections {gym}"
+        (),
+        "parquet or jsonl files, with the columns of DAPO-Math, GSM8K, MATH, verl or TRL; or sections {gym}",
     )
     eval: tuple[EvaluationSet, ...] = field(
         (), "held-out files, same formats: paths, or sections {path or gym, name, every, samples}"
     )
-    prompt_key: str = field("prompt", "column of a text or of messages; else `question` or `problem`")
+    prompt_key: str = field(
+        "prompt", "column of a text or of messages; else `question`, `problem` or `messages`"
+    )
     answer_key: str = field(
-        "reward_model.ground_truth", "column, dots descend; else `answer`, or the box in `solution`"
+        "reward_model.ground_truth",
+        "column, dots descend; else `answer`, or what `solution`, `completion` or the last of `messages` "
+        "ends in",
     )
     template: Literal["chat", "raw"] = field("chat", "the tokenizer's chat template; raw: contents joined")
     prompt_format: str = field("{prompt}", "text put around a plain-text prompt; `{prompt}` is replaced")
@@ -834,7 +839,11 @@ class LogConfig(Section):
 class SupervisedConfig(Section):
     """Recipe `sft` only: warm start on prompt/response pairs."""
 
-    response_key: str = field("response", "column of the response text; the end-of-sequence token is added")
+    response_key: str = field(
+        "response",
+        "column of the response text, else `completion` or the last of `messages`; "
+        "the end-of-sequence token is added",
+    )
     batch: int = field(64, "pairs per optimizer step", "pairs", ge=1)
 
 

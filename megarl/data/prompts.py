@@ -31,6 +31,10 @@ Pair = tuple[tuple[int, ...], tuple[int, ...]]
 # Columns, in any case, that are tried where the configured one is absent: GSM8K's, MATH's and AIME's. Of a
 # worked `solution` the last box is the answer.
 _OTHER_PROMPTS, _OTHER_ANSWER, _SOLUTION = ("question", "problem"), "answer", "solution"
+# TRL's: a whole conversation, whose last message is the assistant's, and what follows a prompt.
+_MESSAGES, _COMPLETION = "messages", "completion"
+WORKED = (_SOLUTION, _COMPLETION, _MESSAGES)  # columns that hold the way to an answer, and the answer in it
+_FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _TOKENIZED_AT_ONCE = 1024
 
 
@@ -415,7 +419,12 @@ def _usable_rows(
     held_out: questions that no generated row may have"""
     configured = [data.prompt_key, response_key or data.answer_key]
     columns = [name for key in configured for name in (key.split(".")[0], key)]
-    columns += [*_OTHER_PROMPTS, *(() if response_key else (_OTHER_ANSWER, _SOLUTION))]
+    columns += [
+        *_OTHER_PROMPTS,
+        *(() if response_key else (_OTHER_ANSWER, _SOLUTION)),
+        _COMPLETION,
+        _MESSAGES,
+    ]
     columns = [*dict.fromkeys(columns), "data_source", "extra_info"]
     for name, source in sources.items():
         usable = False
@@ -447,7 +456,7 @@ def _file_row(
     content: dict[str, Any], number: int, path: Path, data: DataConfig, response_key: str | None
 ) -> _Row:
     _, prompt = prompt_of(content, data, path)
-    target = _response(content, response_key) if response_key else answer_of(content, data, path)[1]
+    target = _response(content, response_key, path) if response_key else answer_of(content, data, path)[1]
     source, extra = content.get("data_source"), content.get("extra_info")
     source, extra = source if isinstance(source, str) else "", extra if isinstance(extra, dict) else {}
     return _Row(str(path), number, _uid(prompt, target), prompt, target, source, extra)
@@ -539,7 +548,11 @@ def prompt_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str
     """Return the column of a row's prompt, and the prompt. Raises UnusableRow; DataError if columns are
     ambiguous."""
     column, value = _column(row, data.prompt_key, _OTHER_PROMPTS, "data.prompt_key", path)
-    nothing = UnusableRow(f"no prompt in {' or '.join((data.prompt_key, *_OTHER_PROMPTS))}")
+    if value is None:
+        column, value = _column(row, data.prompt_key, (_MESSAGES,), "data.prompt_key", path)
+    nothing = UnusableRow(f"no prompt in {' or '.join((data.prompt_key, *_OTHER_PROMPTS, _MESSAGES))}")
+    if column.lower() == _MESSAGES:
+        value, _ = _without_reply(value)
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
         raise nothing
     if isinstance(value, str):
@@ -553,6 +566,24 @@ def prompt_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str
     if not any(message["content"].strip() for message in messages):
         raise nothing
     return column, messages
+
+
+def _without_reply(messages: Any) -> tuple[Any, str | None]:
+    """Return a conversation up to its last message, where that is the assistant's, and the text of that."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        return messages, None
+    text = last.get("content")
+    return messages[:-1], text if isinstance(text, str) else None
+
+
+def _reply(row: Mapping[str, Any], setting: str, path: Path) -> tuple[str, Any]:
+    """Return the column with what an assistant has said, and that: of `completion`, a text or messages, or of
+    `messages` the last one."""
+    column, value = _column(row, _COMPLETION, (_COMPLETION,), setting, path)
+    if value is None:
+        column, value = _column(row, _MESSAGES, (_MESSAGES,), setting, path)
+    return column, _without_reply(value)[1] if isinstance(value, list) else value
 
 
 def _question(prompt: str | Messages) -> str:
@@ -574,26 +605,44 @@ def _uid(prompt: str | Messages, target: str) -> int:
     return prompt_uid(prompt, target)
 
 
-def _response(row: Mapping[str, Any], key: str) -> str:
+def _response(row: Mapping[str, Any], key: str, path: Path) -> str:
     """Return a pair's response as it is."""
     value = value_at(row, key)
+    if value is None:
+        _, value = _reply(row, "supervised.response_key", path)
     if value is None or value == "":
-        raise UnusableRow(f"no response in {key}")
+        raise UnusableRow(f"no response in {' or '.join((key, _COMPLETION, _MESSAGES))}")
     if not isinstance(value, str):
         raise UnusableRow("response is not a text", type(value).__name__)
     return value
 
 
+def final_answer(solution: str) -> str | None:
+    r"""Return the answer that a worked solution holds: its last `\boxed{}`, else what follows GSM8K's `####`,
+    else all of it where it is one formula or one word (TRL's `$\frac{1}{2}$` and `True`); None where it says
+    none."""
+    text = solution.strip()
+    if (boxed := last_boxed(text)) is not None:
+        return boxed
+    if "####" in text:
+        return text.rpartition("####")[2].replace(",", "")
+    if formula := _FORMULA.fullmatch(text):
+        return next(part for part in formula.groups() if part is not None)
+    return text if text and not re.search(r"\s", text) else None
+
+
 def answer_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str]:
-    r"""Return the column of a problem's reference answer, and the answer as text: of a worked solution in
-    GSM8K's form the part after `####`, of MATH's column `solution` the last `\boxed{}`. Raises UnusableRow;
-    DataError if columns are ambiguous."""
+    """Return the column of a problem's reference answer, and the answer as text: of a worked solution (the
+    columns WORKED, of which `solution` comes first) what `final_answer` finds, of another column in GSM8K's
+    form the part after `####`. Raises UnusableRow; DataError if columns are ambiguous."""
     column, value = _column(row, data.answer_key, (_OTHER_ANSWER,), "data.answer_key", path)
-    nothing = UnusableRow(f"no answer in {' or '.join((data.answer_key, _OTHER_ANSWER, _SOLUTION))}")
+    nothing = UnusableRow(f"no answer in {' or '.join((data.answer_key, _OTHER_ANSWER, *WORKED))}")
     if value is None:
         column, value = _column(row, data.answer_key, (_SOLUTION,), "data.answer_key", path)
+        if value is None:
+            column, value = _reply(row, "data.answer_key", path)
         if isinstance(value, str):
-            value = last_boxed(value)
+            value = final_answer(value)
     if value is None:
         raise nothing
     if isinstance(value, float) and value.is_integer():

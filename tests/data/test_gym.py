@@ -19,8 +19,7 @@ from megarl.config.schema import DataConfig, EvaluationConfig, GymConfig
 from megarl.data.gym import BLOCK, HELD_OUT, SHOWN, check_tasks, first_seed, generate, mixture
 from megarl.data.prompts import read_problem_sets, read_prompts, validate_files
 from megarl.rewards.verdict import Reference
-
-from .test_reader import CHAT, byte_tokenizer
+from tests.data.test_reader import CHAT, byte_tokenizer
 
 needs_gym = pytest.mark.skipif(
     find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed (pip install 'megarl[gym]')"

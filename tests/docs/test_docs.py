@@ -347,7 +347,8 @@ def test_own_task(own_task: Path, capsys: pytest.CaptureFixture[str]) -> None:
         )
     assert [verdict.correct for verdict in verdicts] == [True, False, False, False]
     assert verdicts[0].extracted == "23"
-    reward = parse_yaml(next(block for block in blocks(OWN_TASK, "yaml") if "  terms:" in block), "")["reward"]
+    (terms,) = (block for block in blocks(OWN_TASK, "yaml") if "  terms:" in block)
+    reward = parse_yaml(terms, "")["reward"]
     with VerifierPool("dapo", terms=RewardConfig(**reward).terms) as pool:
         right, wrong = pool.verify(
             [("Answer: 3", "3", 20, 80, False), ("<think></think>\\boxed{4}", "3", 20, 80, False)]
