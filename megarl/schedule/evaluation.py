@@ -102,7 +102,8 @@ class Evaluation:
     def answer(self) -> EvaluationResult:
         """Return the answers to every problem, judged; the same on every rank, but for their texts, which
         rank 0 has."""
-        reward, own = self.config.reward, own_verifiers(self.config.data)
+        reward, held_out = self.config.reward, self.config.data.model_copy(update={"train": ()})
+        own = own_verifiers(held_out)
         limits = reward.workers, reward.timeout, reward.memory
         with VerifierPool(reward.verifier, *limits, own=own) as verifiers:
             worker = RolloutWorker(self.config, self.runtime, self.engine, verifiers, self.tokenizer)
