@@ -46,6 +46,7 @@ TE_PATH := $(CURDIR)/$(TE):$(COMPILED)
 MEGATRONS := 0.18.2 0.19.2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+GYM := $(VENV)/gym
 SOURCES := megarl tests benchmarks $(wildcard tools)
 PYTEST := $(BIN)/python -m pytest
 
@@ -84,7 +85,13 @@ demo-te: $(STAMP) $(TE)/installed ## the DAPO demo on Transformer Engine's layer
 	PYTHONPATH=$(TE_PATH) $(BIN)/megarl demo --recipe dapo --seed $(SEED) --folder runs/demo-te parallel.device=auto parallel.tp=$(or $(TP),1) \
 		model.layers=te model.dtype=bf16 $(if $(FP8),model.fp8.format=hybrid model.fp8.recipe=$(FP8)) $(ARGS)
 
-test: $(STAMP) ## the fast tests: JOBS=2, ARGS='-k name'
+# Tests alone need reasoning-gym, and one of its packages is compiled: without a compiler they are skipped.
+$(GYM): $(STAMP)
+	@$(BIN)/python -m pip install --quiet -c constraints-cpu.txt -e '.[gym]' \
+		|| echo "Makefile: reasoning-gym is not installed (pycosat needs a C compiler): its tests are skipped" >&2
+	@touch $@
+
+test: $(STAMP) $(GYM) ## the fast tests: JOBS=2, ARGS='-k name'
 	$(PYTEST) -m 'not slow' -n $(JOBS) --dist loadfile $(ARGS)
 
 # The packages that call Megatron. What starts commands of its own finds the same megatron-core: it is the environment's.
@@ -103,7 +110,7 @@ $(VENV)-megatron-%/installed: $(STAMP)
 		$$($(BIN)/python -c 'import triton' 2>/dev/null || grep -o '^triton==[0-9.]*' constraints-cpu.txt)
 	@touch $@
 
-test-slow: $(STAMP) ## the tests that take longer, one after the other
+test-slow: $(STAMP) $(GYM) ## the tests that take longer, one after the other
 	$(PYTEST) -m slow --ignore=tests/slurm $(ARGS)
 
 chaos: $(STAMP) ## faults from outside in every phase, and a table of how runs survive them: ARGS='rollout SIGTERM'

@@ -24,8 +24,10 @@ from megarl.config import Config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import PACKAGE, config_file, read_yaml, set_key
 from megarl.config.schema import Section
+from megarl.data.gym import gym_entries
 from megarl.observe.runs import read_metrics
 from megarl.parallel.lease import leased
+from megarl.parallel.machine import version_of
 from megarl.schedule.preflight import versions
 
 SUFFIX = ".table.yaml"
@@ -321,8 +323,12 @@ def identity(config: Config) -> dict[str, Any]:
 
 def inputs(config: Config) -> str:
     """Return a checksum of what a run starts from: weights, tokenizer and problems."""
-    held_out = [entry.path for entry in config.data.eval]
-    return checksum([*files_of(config.model.path), *config.data.train, *held_out])
+    entries = (*config.data.train, *config.data.eval)
+    files = checksum([*files_of(config.model.path), *(entry.path for entry in entries if entry.path)])
+    generated = {key: entry.model_dump(mode="json") for key, entry in gym_entries(config.data).items()}
+    if not generated:
+        return files
+    return hashlib.sha256(json.dumps([files, generated, version_of("reasoning-gym")]).encode()).hexdigest()
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -39,11 +39,14 @@ def show(path: Path, overrides: Sequence[str]) -> int:
 
 
 def check(path: Path, overrides: Sequence[str]) -> int:
-    """Check keys, types and contradictions; the model's folder and the data files too, where the folder is on
-    this machine."""
+    """Check keys, types and contradictions, and the tasks of reasoning-gym; the model's folder and the data
+    files too, where the folder is on this machine."""
+    from megarl.data.gym import check_tasks, gym_entries
+
     config = load_config(path, overrides)
     check_config(config, str(path))
     if not config.model.path.is_dir():
+        check_tasks(gym_entries(config.data))
         absent = f"model.path {config.model.path} is not on this machine, so the layout was not checked"
         print(f"{path}: the configuration holds; {absent}")
         return 0
@@ -81,13 +84,17 @@ def docs() -> int:
 def documented() -> Iterator[tuple[str, FieldInfo]]:
     """Yield every field of the schema with its dotted key; of sections in a list and of those with names of
     the user's too, as `data.eval[].name` and `reward.terms.<name>.weight`."""
-    for key, field in fields(Config):
-        yield key, field
-        held = held_section_of(field)
-        if held is not None:
-            yield from fields(
-                held, f"{key}[]." if get_origin(field.annotation) is tuple else f"{key}.<name>."
-            )
+
+    def below(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+        for key, field in fields(model, prefix):
+            yield key, field
+            held = held_section_of(field)
+            if held is not None:
+                yield from below(
+                    held, f"{key}[]." if get_origin(field.annotation) is tuple else f"{key}.<name>."
+                )
+
+    yield from below(Config)
 
 
 def _kinds(annotation: Any) -> list[str]:

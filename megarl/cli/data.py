@@ -1,16 +1,27 @@
-"""Data sets before a run: `megarl data show` prints what the model will read, `megarl data integers` turns
-answers into integers."""
+"""Data sets before a run: `megarl data show` prints what the model will read, `megarl data gym` what
+reasoning-gym has, `megarl data integers` turns answers into integers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
 from megarl.config import check_config, load_config
 from megarl.config.errors import ConfigError, DataError
-from megarl.config.schema import DataConfig
-from megarl.data.prompts import PromptSampler, ReadReport, read_pairs, read_prompts
+from megarl.config.load import dump_yaml
+from megarl.config.schema import DataConfig, DataEntry
+from megarl.data.gym import INSTALL
+from megarl.data.prompts import (
+    ProblemSet,
+    Prompt,
+    PromptSampler,
+    ReadReport,
+    read_pairs,
+    read_problem_sets,
+    read_prompts,
+)
 
 
 def show(path: Path, overrides: Sequence[str], rows: int, held_out: bool, drawn: bool) -> int:
@@ -20,10 +31,11 @@ def show(path: Path, overrides: Sequence[str], rows: int, held_out: bool, drawn:
     check_config(config, str(path))
     if rows < 0:
         raise ConfigError(f"--rows: must be >= 0 (got {rows})")
-    name, files = "data.train", config.data.train
+    name = "data.train"
+    entries: Sequence[DataEntry] = config.data.train
     if held_out:
-        name, files = "data.eval", tuple(entry.path for entry in config.data.eval)
-    if not files:
+        name, entries = "data.eval", config.data.eval
+    if not entries:
         raise ConfigError(f"{path}: {name}: names no file")
     from megarl.schedule.preflight import check_tokenizer
     from megarl.weights.megatron import open_model
@@ -32,15 +44,18 @@ def show(path: Path, overrides: Sequence[str], rows: int, held_out: bool, drawn:
     report = ReadReport()
     shown: list[tuple[tuple[int, ...], str, str]]  # tokens of the prompt, what is said of it, what follows it
     if config.recipe == "sft" and not held_out:
-        pairs = read_pairs(files, config.data, config.supervised.response_key, tokenizer, report)
+        pairs = read_pairs(entries, config.data, config.supervised.response_key, tokenizer, report)
         shown = [
             (prompt, f", response of {len(response):,}", text)
             for prompt, response in pairs
             for text in [tokenizer.decode(response, clean_up_tokenization_spaces=False)]
         ]
     else:
-        prompts, report = read_prompts(files, config.data, tokenizer)
-        shown = [(one.tokens, f", uid {one.uid}", f"reference answer: {one.answer}") for one in prompts]
+        sets: list[ProblemSet] = []
+        if config.data.has_gym and not held_out:  # its rows are never those of data.eval
+            sets, _ = read_problem_sets(config.data, config.evaluation, tokenizer)
+        prompts, report = read_prompts(entries, config.data, tokenizer, sets, name)
+        shown = [(one.tokens, f", uid {one.uid}", _reference(one)) for one in prompts]
     print("\n".join(report.lines()))
     lengths = sorted(len(tokens) for tokens, _, _ in shown)
     middle = f"mean {fmean(lengths):,.0f}, median {lengths[len(lengths) // 2]:,}"
@@ -54,6 +69,29 @@ def show(path: Path, overrides: Sequence[str], rows: int, held_out: bool, drawn:
         print(f"\n--- {index + 1} of {len(shown):,}: {len(tokens):,} tokens{said}")
         print(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
         print(f"--- {follows}")
+    return 0
+
+
+def _reference(problem: Prompt) -> str:
+    return f"reference answer: {problem.answer or '(none is known; reasoning-gym scores answers)'}"
+
+
+def gym(tasks: Sequence[str]) -> int:
+    """Print the names of reasoning-gym's tasks, or of some the parameters and the first problem."""
+    if find_spec("reasoning_gym") is None:
+        raise ConfigError(f"reasoning-gym is not installed ({INSTALL})")
+    from megarl.rewards.gym import known_answer, make_task, parameters_of, tasks_by_kind
+
+    if not tasks:
+        for kind, names in tasks_by_kind().items():
+            print(f"{kind}: {', '.join(names)}")
+    for name in tasks:
+        task = make_task(name, {}, seed=0, size=1)
+        entry = task[0]
+        print(f"{name}\n{dump_yaml(parameters_of(name)) or '    (no parameters)'}")
+        print(
+            f"--- a problem\n{entry['question']}\n--- {known_answer(task, entry) or '(no answer is told)'}\n"
+        )
     return 0
 
 

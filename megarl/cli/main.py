@@ -143,13 +143,16 @@ def build_parser() -> Parser:
     show.flag("--eval", "of data.eval, not of data.train", dest="held_out")
     show.flag("--drawn", "those that the run draws first, not the first of the files")
     show.config()
+    text = "list the tasks that reasoning-gym generates, or parameters and a problem of some"
+    gym = add(data, "gym", "cli.data:gym", text)
+    gym.add_argument("tasks", nargs="*", metavar="TASK", help="a task's name; none: all names")
     text = r"turn answers into integers: for 11 - 2\sqrt{6} the question asks for k + m + n of k - m\sqrt{n}"
     integers = add(data, "integers", "cli.data:integers", text)
     integers.path("source", "DATA", "file with LaTeX answers, .jsonl or .parquet")
     integers.path("out", "OUT", "file to write, of the same kind: every row has an integer as its answer")
     text = "file for the rows that cannot be turned, each with the reason; default: OUT's name with .refused"
     integers.path("--refused", "FILE", text)
-    others = {"prompt_key": "question or problem", "answer_key": "answer, or the box in solution"}
+    others = {"prompt_key": "question, problem or messages", "answer_key": "answer, or what solution ends in"}
     for key, other in others.items():
         text, default = f"as data.{key}; else {other} {DEFAULT}", DataConfig.model_fields[key].default
         integers.add_argument(f"--{key.replace('_', '-')}", metavar="NAME", help=text, default=default)

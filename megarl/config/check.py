@@ -52,6 +52,10 @@ def real(path: Path) -> Path:
 def _problems(c: Config) -> Iterator[str]:
     if not c.data.train:
         yield "data.train: must name at least one file"
+    for i, entry in enumerate(c.data.train):
+        if entry.gym and c.recipe == "sft":
+            what = "recipe sft learns from given responses, and gym has none"
+            yield f"data.train[{i}].gym: {what} (name a file)"
     for name, optimizer in (("actor", c.actor), ("critic", c.critic)):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"{name}.betas: both must be in [0, 1) (got {list(optimizer.betas)})"

@@ -23,7 +23,16 @@ from pydantic import BaseModel, ValidationError
 
 from megarl.config.errors import ConfigError
 from megarl.config.phases import AHEAD_PRESET, PRESETS
-from megarl.config.schema import Config, EvaluationSet, RewardTerm, fields, held_section_of, section_of
+from megarl.config.schema import (
+    Config,
+    DataEntry,
+    EvaluationSet,
+    GymConfig,
+    RewardTerm,
+    fields,
+    held_section_of,
+    section_of,
+)
 
 Settings = dict[str, Any]
 MAX_DEPTH = 8  # sections within sections; the schema has 3, and an alias that holds itself has no end
@@ -31,6 +40,12 @@ COMMAND_LINE = "command line"
 PACKAGE = Path(__file__).resolve().parents[1]  # its configs/ is a link in a checkout, a folder in a wheel
 SHOWN = 60  # characters of a value in a message
 SUGGESTED = 3  # keys in a message
+HELD = (  # sections that a list or names of the user's lead to
+    (r"reward\.terms\.[^.]+", RewardTerm),
+    (r"data\.train\[\d+\]", DataEntry),
+    (r"data\.eval\[\d+\]", EvaluationSet),
+    (r"data\.(train|eval)\[\d+\]\.gym", GymConfig),
+)
 RENAMED = {"watchdog.limits.divide": "watchdog.limits.distribute"}  # in 0.2; the old name goes in 0.3
 
 
@@ -225,9 +240,9 @@ def _suggestion(key: str) -> str:
     known = [name for name, _ in fields(Config)]
     known += dict.fromkeys(name[:i] for name in known for i, c in enumerate(name) if c == ".")  # sections
     parent, _, last = key.rpartition(".")
-    for start, held in (("reward.terms.", RewardTerm), ("data.eval[", EvaluationSet)):
-        if parent.startswith(start):
-            known += [f"{parent}.{name}" for name in held.model_fields]
+    held = next((model for pattern, model in HELD if re.fullmatch(pattern, parent)), None)
+    if held is not None:
+        known += [f"{parent}.{name}" for name in held.model_fields]
     beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
     found = [beside[name] for name in difflib.get_close_matches(last, beside, SUGGESTED, 0.7)]
     found = found or [name for name in known if name.rpartition(".")[2] == last][:SUGGESTED]

@@ -24,7 +24,7 @@ from sympy import E, Expr, I, Integer, Rational, pi
 
 from megarl.config.errors import DataError
 from megarl.config.schema import DataConfig
-from megarl.data.prompts import ReadReport, UnusableRow, answer_of, file_rows, prompt_of, value_at
+from megarl.data.prompts import WORKED, ReadReport, UnusableRow, answer_of, file_rows, prompt_of, value_at
 from megarl.rewards import VerifierPool
 from megarl.rewards.answer import last_boxed
 from megarl.rewards.relations import formulas
@@ -543,9 +543,9 @@ def convert(source: Path, data: DataConfig, workers: int = 1) -> Conversion:
     """Turn the answers of a file into integers.
 
     A kept row has its columns, the question extended, the integer as text where the answer stood (of a worked
-    `solution` in a new column `answer`, which is read before it), and what stood there as `original_answer`,
-    unless it has that column.
-    Raises DataError for a file that cannot be read or has no row that can be turned."""
+    solution, in `solution`, `completion` or `messages`, in a new column `answer`, which is read before them),
+    and what stood there as `original_answer`, unless it has that column. Raises DataError for a file that
+    cannot be read or has no row that can be turned."""
     report = ReadReport(rows={str(source): 0})
     done = Conversion([], [], 0, report)
     found: list[tuple[int, dict[str, Any], IntegerAnswer]] = []
@@ -594,7 +594,7 @@ def _extended(row: dict[str, Any], data: DataConfig, source: Path, found: Intege
         last = next((one for one in reversed(messages) if one["role"] == "user"), messages[-1])
         last["content"] = f"{last['content'].rstrip()} {found.asked}"
     column, answer = answer_of(row, data, source)
-    if column.lower() == "solution":
+    if column.lower() in WORKED:
         column = "answer"
     else:
         answer = str(value_at(row, column))

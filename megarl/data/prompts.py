@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
@@ -17,8 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config.errors import CheckpointError, ConfigError, DataError
-from megarl.config.schema import DataConfig, EvaluationConfig
+from megarl.config.schema import DataConfig, DataEntry, EvaluationConfig
+from megarl.data.gym import GymRow, first_rows, generate, gym_entries, reference_to
 from megarl.rewards.answer import last_boxed
+from megarl.rewards.verdict import Reference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,6 +31,10 @@ Pair = tuple[tuple[int, ...], tuple[int, ...]]
 # Columns, in any case, that are tried where the configured one is absent: GSM8K's, MATH's and AIME's. Of a
 # worked `solution` the last box is the answer.
 _OTHER_PROMPTS, _OTHER_ANSWER, _SOLUTION = ("question", "problem"), "answer", "solution"
+# TRL's: a whole conversation, whose last message is the assistant's, and what follows a prompt.
+_MESSAGES, _COMPLETION = "messages", "completion"
+WORKED = (_SOLUTION, _COMPLETION, _MESSAGES)  # columns that hold the way to an answer, and the answer in it
+_FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _TOKENIZED_AT_ONCE = 1024
 
 
@@ -38,7 +44,9 @@ class Prompt:
 
     text      as the model reads it, template and all
     question  what the user asked, for people: the last user message, or the prompt before its template
-    source    the row's data_source"""
+    source    the row's data_source
+    answer    the reference, for people; "" where a task of reasoning-gym tells none
+    entry     what the scorer of reasoning-gym needs of its problem; "": reward.verifier judges"""
 
     uid: int
     text: str
@@ -47,6 +55,12 @@ class Prompt:
     source: str = ""
     extra: dict[str, object] = field(default_factory=dict)
     question: str = ""
+    entry: str = ""
+
+    @property
+    def reference(self) -> str | Reference:
+        """Return what responses are judged by."""
+        return reference_to(self.answer, self.entry) if self.entry else self.answer
 
     @property
     def source_name(self) -> str:
@@ -58,14 +72,16 @@ class Prompt:
 class ProblemSet:
     """Held-out problems that are read and evaluated together.
 
-    name     of their scores; "": they are shown by data_source
-    every    steps between their evaluations; None: evaluation.every, and they are in the headline
-    samples  answers to each"""
+    name       of their scores; "": they are shown by data_source
+    every      steps between their evaluations; None: evaluation.every, and they are in the headline
+    samples    answers to each
+    questions  of all their rows, those beyond evaluation.max_problems too"""
 
     problems: Sequence[Prompt]
     samples: int
     name: str = ""
     every: int | None = None
+    questions: frozenset[str] = frozenset()
 
 
 def prompt_uid(text: str, answer: str) -> int:
@@ -178,13 +194,13 @@ class ReadReport:
         """List a row as unusable."""
         self.rejected.append(RejectedRow(file, number, problem.reason, problem.detail))
 
-    def finish(self, paths: Sequence[Path], kept: int) -> None:
+    def finish(self, names: Sequence[object], kept: int) -> None:
         """Count what was kept; put the rejected rows in order. Raises DataError where nothing was kept."""
         self.kept = kept
         order = {file: position for position, file in enumerate(self.rows)}
         self.rejected.sort(key=lambda row: (order[row.file], row.row))
         if not kept:
-            raise _nothing_usable(paths, self.rejected)
+            raise _nothing_usable(names, self.rejected)
 
 
 class UnusableRow(Exception):
@@ -206,22 +222,58 @@ class _Row:
     target: str
     source: str
     extra: dict[str, object]
+    entry: str = ""
+
+
+# What rows are read from, by the name that a report has for it: a file, or rows that were generated.
+_Sources = Mapping[str, Path | Iterable[GymRow]]
+
+
+def _files(paths: Iterable[Path]) -> _Sources:
+    return {str(path): path for path in paths}
+
+
+def _sources(entries: Sequence[DataEntry | Path], keys: Sequence[str]) -> _Sources:
+    """Return what the entries with these keys (`data.eval[1]`) are read from. Raises as
+    megarl.data.gym.generate."""
+    found = list(zip(keys, map(DataEntry.model_validate, entries), strict=True))
+    generated: dict[str, list[GymRow]] = {f"{key}.gym": [] for key, entry in found if entry.gym}
+    for row in generate({f"{key}.gym": entry.gym for key, entry in found if entry.gym}):
+        generated[row.key].append(row)
+    sources: dict[str, Path | Iterable[GymRow]] = {}
+    for key, entry in found:
+        sources |= _files([entry.path]) if entry.path else {f"{key}.gym": generated[f"{key}.gym"]}
+    return sources
 
 
 def read_prompts(
-    paths: Sequence[Path], data: DataConfig, tokenizer: PreTrainedTokenizerBase
+    entries: Sequence[DataEntry | Path],
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: Sequence[ProblemSet] = (),
+    key: str = "data.train",
 ) -> tuple[list[Prompt], ReadReport]:
-    """Read the problems of all files, in their order, each prompt with the same answer once.
+    """Read the problems of the entries of data.train, or of `key`, in their order, each prompt with the same
+    answer once.
 
     Rows without prompt or answer, of a wrong type, malformed or too long are left out and listed in the
-    report. Raises DataError for a missing or malformed file and for one without a usable row, ConfigError for
-    a template that the tokenizer does not have."""
+    report, and of what is generated the questions that are in `held_out`. Raises DataError for a missing or
+    malformed file and for one without a usable row, ConfigError for a template that the tokenizer does not
+    have, and as megarl.data.gym.generate."""
+    keys = [f"{key}[{i}]" for i in range(len(entries))]
+    questions = frozenset[str]().union(*(one.questions for one in held_out))
     _check_template(data, tokenizer)
+    return _read(_sources(entries, keys), data, tokenizer, questions)
+
+
+def _read(
+    sources: _Sources, data: DataConfig, tokenizer: PreTrainedTokenizerBase, held_out: frozenset[str]
+) -> tuple[list[Prompt], ReadReport]:
     report = ReadReport()
     seen: set[int] = set()
 
     def unique() -> Iterator[_Row]:
-        for row in _usable_rows(paths, data, report):
+        for row in _usable_rows(sources, data, report, held_out=held_out):
             if row.uid in seen:
                 report.duplicates += 1
             else:
@@ -229,11 +281,11 @@ def read_prompts(
                 yield row
 
     prompts = [
-        Prompt(row.uid, text, tokens, row.target, row.source, row.extra, _question(row.prompt))
+        Prompt(row.uid, text, tokens, row.target, row.source, row.extra, _question(row.prompt), row.entry)
         for batch in _tokenized(unique(), data, tokenizer, report)
         for row, text, tokens in batch
     ]
-    report.finish(paths, len(prompts))
+    report.finish(list(sources), len(prompts))
     return prompts, report
 
 
@@ -245,14 +297,17 @@ def read_problem_sets(
 
     Raises the errors of read_prompts, and ConfigError where a name is also the data_source of a problem
     without one, whose scores would have the same place."""
-    files: dict[tuple[str, int, int | None], list[Path]] = {}
-    for entry in data.eval:
+    together: dict[tuple[str, int, int | None], list[str]] = {}
+    for i, entry in enumerate(data.eval):
         own = entry.name or "", entry.samples or evaluation.samples, entry.every
-        files.setdefault(own, []).append(entry.path)
+        together.setdefault(own, []).append(str(entry.path) if entry.path else f"data.eval[{i}].gym")
+    _check_template(data, tokenizer)
+    all_sources = _sources(data.eval, [f"data.eval[{i}]" for i in range(len(data.eval))])
     sets, reports = [], {}
-    for (name, samples, every), paths in files.items():
-        problems, report = read_prompts(paths, data, tokenizer)
-        sets.append(ProblemSet(problems[: evaluation.max_problems or None], samples, name, every))
+    for (name, samples, every), names in together.items():
+        problems, report = _read({one: all_sources[one] for one in names}, data, tokenizer, frozenset())
+        questions = frozenset(problem.question for problem in problems)
+        sets.append(ProblemSet(problems[: evaluation.max_problems or None], samples, name, every, questions))
         other = f" ({samples} samples)" if samples != evaluation.samples else ""
         reports[f"eval {name}" if name else f"eval{other}"] = report
     unnamed = {problem.source_name for one in sets if not one.name for problem in one.problems}
@@ -264,7 +319,7 @@ def read_problem_sets(
 
 
 def read_pairs(
-    paths: Sequence[Path],
+    entries: Sequence[DataEntry | Path],
     data: DataConfig,
     response_key: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -280,7 +335,8 @@ def read_pairs(
             "so that no response could end (set eos_token)"
         )
     pairs: list[Pair] = []
-    for batch in _tokenized(_usable_rows(paths, data, report, response_key), data, tokenizer, report):
+    paths = [entry.path for entry in map(DataEntry.model_validate, entries) if entry.path]
+    for batch in _tokenized(_usable_rows(_files(paths), data, report, response_key), data, tokenizer, report):
         responses = tokenizer([row.target for row, _, _ in batch], add_special_tokens=False)["input_ids"]
         pairs += [(tokens, (*ids, end)) for (_, _, tokens), ids in zip(batch, responses, strict=True)]
     report.finish(paths, len(pairs))
@@ -289,27 +345,45 @@ def read_pairs(
 
 def validate_files(
     data: DataConfig, response_key: str | None = None, tokenizer: PreTrainedTokenizerBase | None = None
-) -> str:
-    """Check before ranks are started that every file of `data` holds a usable row; return the reference
-    answer (or response) of the first one.
+) -> list[str | Reference]:
+    """Check before ranks are started that every entry of `data` holds a usable row; return what a verifier is
+    to be tried on: the reference answer (or response) of the first file's first one, and of every task of
+    reasoning-gym one.
 
     Reads each file up to its first usable row. Without `tokenizer` only what shows without one is checked.
     `response_key` stands for recipe sft, whose training rows need a response, not an answer. Raises DataError
     naming the file, or ConfigError."""
     _check_template(data, None)  # of the tokenizer, that its template refuses rows shows with the rows
-    first = ""
-    held_out = [entry.path for entry in data.eval]
-    for paths, target_key in ((data.train, response_key), (held_out, None)):
+    found: list[str | Reference] = []
+
+    def first(sources: _Sources, target_key: str | None = None) -> str:
+        report = ReadReport()
+        rows = _usable_rows(sources, data, report, target_key)
+        if tokenizer is not None:
+            rows = (batch[0][0] for batch in _tokenized(rows, data, tokenizer, report))
+        row = next(rows, None)
+        if row is None:
+            raise _nothing_usable(list(sources), report.rejected)
+        return row.target
+
+    held_out = [entry.path for entry in data.eval if entry.path]
+    for paths, target_key in (
+        ([entry.path for entry in data.train if entry.path], response_key),
+        (held_out, None),
+    ):
         for path in paths:
-            report = ReadReport()
-            rows = _usable_rows([path], data, report, target_key)
-            if tokenizer is not None:
-                rows = (batch[0][0] for batch in _tokenized(rows, data, tokenizer, report))
-            row = next(rows, None)
-            if row is None:
-                raise _nothing_usable([path], report.rejected)
-            first = first or row.target
-    return first
+            answer = first(_files([path]), target_key)
+            found = found or [answer]
+    generated: dict[str, list[GymRow]] = {}
+    for row in first_rows(gym_entries(data), rounds=1):
+        generated.setdefault(row.key, []).append(row)
+    for key, rows in generated.items():
+        found += [row.reference for row in rows if row.entry]
+        try:
+            first({key: rows})
+        except DataError:  # all too long, perhaps: later ones may not be
+            first({key: first_rows({key: gym_entries(data)[key]}, rounds=16)})
+    return found
 
 
 def _check_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -322,51 +396,81 @@ def _check_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase | None)
         )
 
 
-def _nothing_usable(paths: Sequence[Path], rejected: Sequence[RejectedRow]) -> DataError:
-    if not paths:
+def _nothing_usable(names: Sequence[object], rejected: Sequence[RejectedRow]) -> DataError:
+    if not names:
         return DataError("data.train: names no file")
     counts = Counter(row.reason for row in rejected).most_common(4)
     return DataError(
-        f"{', '.join(map(str, paths))}: no row can be used: "
+        f"{', '.join(map(str, names))}: no row can be used: "
         f"{'; '.join(f'{count} x {reason}' for reason, count in counts)} "
         "(see data.prompt_key, data.answer_key, data.max_prompt_tokens)"
     )
 
 
 def _usable_rows(
-    paths: Sequence[Path], data: DataConfig, report: ReadReport, response_key: str | None = None
+    sources: _Sources,
+    data: DataConfig,
+    report: ReadReport,
+    response_key: str | None = None,
+    held_out: frozenset[str] = frozenset(),
 ) -> Iterator[_Row]:
-    """Yield the usable rows and put the others into `report`. Raises DataError after a file that has none."""
+    """Yield the usable rows and put the others into `report`. Raises DataError after a source that has none.
+
+    held_out: questions that no generated row may have"""
     configured = [data.prompt_key, response_key or data.answer_key]
     columns = [name for key in configured for name in (key.split(".")[0], key)]
-    columns += [*_OTHER_PROMPTS, *(() if response_key else (_OTHER_ANSWER, _SOLUTION))]
-    for path in dict.fromkeys(paths):
-        file, usable = str(path), False
-        report.rows[file] = 0
-        for number, content in file_rows(path, [*dict.fromkeys(columns), "data_source", "extra_info"]):
-            report.rows[file] += 1
+    columns += [
+        *_OTHER_PROMPTS,
+        *(() if response_key else (_OTHER_ANSWER, _SOLUTION)),
+        _COMPLETION,
+        _MESSAGES,
+    ]
+    columns = [*dict.fromkeys(columns), "data_source", "extra_info"]
+    for name, source in sources.items():
+        usable = False
+        report.rows[name] = 0
+        rows: Iterable[tuple[int, dict[str, Any] | str | GymRow]]
+        rows = file_rows(source, columns) if isinstance(source, Path) else enumerate(source, 1)
+        for number, content in rows:
+            report.rows[name] += 1
             try:
                 if isinstance(content, str):
                     raise UnusableRow(content)
-                _, prompt = prompt_of(content, data, path)
-                target = (
-                    _response(content, response_key) if response_key else answer_of(content, data, path)[1]
-                )
-                source, extra = content.get("data_source"), content.get("extra_info")
-                source, extra = (
-                    source if isinstance(source, str) else "",
-                    extra if isinstance(extra, dict) else {},
-                )
-                row = _Row(file, number, _uid(prompt, target), prompt, target, source, extra)
+                if isinstance(content, GymRow):
+                    row = _generated_row(content, number, held_out)
+                else:
+                    assert isinstance(source, Path)
+                    row = _file_row(content, number, source, data, response_key)
             except (UnusableRow, UnicodeEncodeError) as error:
                 # JSON can spell half a surrogate pair, which no tokenizer takes.
                 problem = error if isinstance(error, UnusableRow) else UnusableRow("text is not Unicode")
-                report.reject(file, number, problem)
+                report.reject(name, number, problem)
                 continue
             usable = True
             yield row
         if not usable:
-            raise _nothing_usable([path], [row for row in report.rejected if row.file == file])
+            raise _nothing_usable([name], [row for row in report.rejected if row.file == name])
+
+
+def _file_row(
+    content: dict[str, Any], number: int, path: Path, data: DataConfig, response_key: str | None
+) -> _Row:
+    _, prompt = prompt_of(content, data, path)
+    target = _response(content, response_key, path) if response_key else answer_of(content, data, path)[1]
+    source, extra = content.get("data_source"), content.get("extra_info")
+    source, extra = source if isinstance(source, str) else "", extra if isinstance(extra, dict) else {}
+    return _Row(str(path), number, _uid(prompt, target), prompt, target, source, extra)
+
+
+def _generated_row(row: GymRow, number: int, held_out: frozenset[str]) -> _Row:
+    if row.problem is not None:
+        raise UnusableRow(*row.problem)
+    if row.question in held_out:
+        raise UnusableRow("is a question of data.eval", row.task)
+    # Not by `entry`: it numbers the rows. Without an answer the question is the whole problem.
+    uid = prompt_uid(row.question, f"{row.task}: {row.answer}")
+    extra: dict[str, object] = {"index": row.index}
+    return _Row(row.key, number, uid, row.prompt, row.answer, row.task, extra, row.entry)
 
 
 def file_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -444,7 +548,11 @@ def prompt_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str
     """Return the column of a row's prompt, and the prompt. Raises UnusableRow; DataError if columns are
     ambiguous."""
     column, value = _column(row, data.prompt_key, _OTHER_PROMPTS, "data.prompt_key", path)
-    nothing = UnusableRow(f"no prompt in {' or '.join((data.prompt_key, *_OTHER_PROMPTS))}")
+    if value is None:
+        column, value = _column(row, data.prompt_key, (_MESSAGES,), "data.prompt_key", path)
+    nothing = UnusableRow(f"no prompt in {' or '.join((data.prompt_key, *_OTHER_PROMPTS, _MESSAGES))}")
+    if column.lower() == _MESSAGES:
+        value, _ = _without_reply(value)
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
         raise nothing
     if isinstance(value, str):
@@ -458,6 +566,24 @@ def prompt_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str
     if not any(message["content"].strip() for message in messages):
         raise nothing
     return column, messages
+
+
+def _without_reply(messages: Any) -> tuple[Any, str | None]:
+    """Return a conversation up to its last message, where that is the assistant's, and the text of that."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        return messages, None
+    text = last.get("content")
+    return messages[:-1], text if isinstance(text, str) else None
+
+
+def _reply(row: Mapping[str, Any], setting: str, path: Path) -> tuple[str, Any]:
+    """Return the column with what an assistant has said, and that: of `completion`, a text or messages, or of
+    `messages` the last one."""
+    column, value = _column(row, _COMPLETION, (_COMPLETION,), setting, path)
+    if value is None:
+        column, value = _column(row, _MESSAGES, (_MESSAGES,), setting, path)
+    return column, _without_reply(value)[1] if isinstance(value, list) else value
 
 
 def _question(prompt: str | Messages) -> str:
@@ -479,26 +605,44 @@ def _uid(prompt: str | Messages, target: str) -> int:
     return prompt_uid(prompt, target)
 
 
-def _response(row: Mapping[str, Any], key: str) -> str:
+def _response(row: Mapping[str, Any], key: str, path: Path) -> str:
     """Return a pair's response as it is."""
     value = value_at(row, key)
+    if value is None:
+        _, value = _reply(row, "supervised.response_key", path)
     if value is None or value == "":
-        raise UnusableRow(f"no response in {key}")
+        raise UnusableRow(f"no response in {' or '.join((key, _COMPLETION, _MESSAGES))}")
     if not isinstance(value, str):
         raise UnusableRow("response is not a text", type(value).__name__)
     return value
 
 
+def final_answer(solution: str) -> str | None:
+    r"""Return the answer that a worked solution holds: its last `\boxed{}`, else what follows GSM8K's `####`,
+    else all of it where it is one formula or one word (TRL's `$\frac{1}{2}$` and `True`); None where it says
+    none."""
+    text = solution.strip()
+    if (boxed := last_boxed(text)) is not None:
+        return boxed
+    if "####" in text:
+        return text.rpartition("####")[2].replace(",", "")
+    if formula := _FORMULA.fullmatch(text):
+        return next(part for part in formula.groups() if part is not None)
+    return text if text and not re.search(r"\s", text) else None
+
+
 def answer_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str]:
-    r"""Return the column of a problem's reference answer, and the answer as text: of a worked solution in
-    GSM8K's form the part after `####`, of MATH's column `solution` the last `\boxed{}`. Raises UnusableRow;
-    DataError if columns are ambiguous."""
+    """Return the column of a problem's reference answer, and the answer as text: of a worked solution (the
+    columns WORKED, of which `solution` comes first) what `final_answer` finds, of another column in GSM8K's
+    form the part after `####`. Raises UnusableRow; DataError if columns are ambiguous."""
     column, value = _column(row, data.answer_key, (_OTHER_ANSWER,), "data.answer_key", path)
-    nothing = UnusableRow(f"no answer in {' or '.join((data.answer_key, _OTHER_ANSWER, _SOLUTION))}")
+    nothing = UnusableRow(f"no answer in {' or '.join((data.answer_key, _OTHER_ANSWER, *WORKED))}")
     if value is None:
         column, value = _column(row, data.answer_key, (_SOLUTION,), "data.answer_key", path)
+        if value is None:
+            column, value = _reply(row, "data.answer_key", path)
         if isinstance(value, str):
-            value = last_boxed(value)
+            value = final_answer(value)
     if value is None:
         raise nothing
     if isinstance(value, float) and value.is_integer():

@@ -25,7 +25,7 @@ from megarl.parallel.internals import changed
 GIB = 2**30
 PACKAGES = (
     *("torch", "megatron-core", "triton", "transformers", "transformer-engine", "sglang"),
-    *("nemo-run", "tensorboard", "wandb", "numpy", "math-verify"),
+    *("nemo-run", "tensorboard", "wandb", "numpy", "math-verify", "reasoning-gym"),
 )
 # What megarl runs on, as in pyproject.toml: the oldest version, and the first that is too new.
 SUPPORTED = {"torch": ((2, 11), (3,)), "megatron-core": ((0, 16), (0, 20)), "transformers": ((5, 12), (6,))}

@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from megarl.config.errors import ConfigError, WaitTimeout
-from megarl.rewards.verdict import Judged, Term, Verdict, Verifier, get_term, get_verifier
+from megarl.rewards.verdict import Judged, Reference, Term, Verdict, Verifier, get_term, get_verifier
 
 if TYPE_CHECKING:  # a worker needs no pydantic
     from megarl.config.schema import RewardTerm
@@ -59,9 +59,9 @@ _MAPPED = 1 << 30
 # memory has a limit.)
 FROM_OUTSIDE = {f"signal {number:d}" for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)}
 
-# Response text and reference answer; where the terms of the reward are wanted too, then `length`, `longest`
+# Response text and reference; where the terms of the reward are wanted too, then `length`, `longest`
 # and `truncated` of `Judged`.
-Item = tuple[str, str] | tuple[str, str, int, int, bool]
+Item = tuple[str, str | Reference] | tuple[str, str | Reference, int, int, bool]
 
 
 class VerifierPool:
@@ -70,6 +70,8 @@ class VerifierPool:
 
     timeout     seconds that one answer may take, its terms included
     memory_mib  data memory of one worker, MiB; a verifier that needs more gets a MemoryError (recorded)
+    own         verifiers that References name: a worker imports them before its first answer, which has a
+    limit
 
     The processes are started by the first `verify` and end with `close`, with the `with` block, or when this
     process dies. Not thread-safe. Raises ConfigError at once if the verifier or a term does not exist."""
@@ -81,6 +83,7 @@ class VerifierPool:
         timeout: float = 10.0,
         memory_mib: int = 2048,
         terms: Mapping[str, RewardTerm] = MappingProxyType({}),
+        own: Sequence[str] = (),
     ) -> None:
         if workers < 1 or timeout <= 0 or memory_mib < 64:
             given = f"{workers}, {timeout}, {memory_mib}"
@@ -91,6 +94,7 @@ class VerifierPool:
             "terms": {name: (term.function, term.arguments) for name, term in terms.items()},
             "timeout": timeout,
             "memory_mib": memory_mib,
+            "own": list(own),
         }
         _functions(self._settings)
         self._workers: list[_Worker | None] = [None] * workers
@@ -234,8 +238,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             bufsize=0,
-            env={name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
-            | _OWN_ENVIRONMENT,
+            env=plain_environment(),
         )
 
     @property
@@ -309,14 +312,19 @@ class _Worker:
             return  # killed next, or stuck in the kernel after SIGKILL: the run goes on without it
 
 
-def judge(verifier: Verifier, terms: Mapping[str, Term], response: str, answer: str, *size: Any) -> Verdict:
-    """Return the verifier's verdict, with the values of the terms where `size` (length, longest, truncated)
-    is given. Whatever one of them raises or returns wrongly is a verdict with an error, and without terms: of
-    nothing, as nobody has judged, unless memory or the stack ran out, which an answer can bring about. A bare
-    number is a score, and right from 1 on."""
-    at = ""
+def judge(
+    verifier: Verifier, terms: Mapping[str, Term], response: str, reference: str | Reference, *size: Any
+) -> Verdict:
+    """Return the verdict of the verifier, or of the reference's own, with the values of the terms where
+    `size` (length, longest, truncated) is given. Whatever one of them raises or returns wrongly is a verdict
+    with an error, and without terms: of nothing, as nobody has judged, unless memory or the stack ran out,
+    which an answer can bring about. A bare number is a score, and right from 1 on."""
+    at, answer = "", reference if isinstance(reference, str) else reference.answer
     try:
-        result: object = verifier(response, answer)
+        if isinstance(reference, str):
+            result: object = verifier(response, reference)
+        else:
+            result = get_verifier(reference.verifier)(response, reference.entry)
         if isinstance(result, bool):
             verdict = Verdict(result)
         elif not isinstance(result, Verdict):
@@ -366,7 +374,7 @@ def _functions(settings: Mapping[str, Any]) -> tuple[Verifier, dict[str, Term]]:
 def work() -> None:
     """Be a worker: read the settings, answer `null` (ready) or the reason why this process cannot start, and
     judge batches until input ends."""
-    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+    follow_parent()
     # Signals for the job (Ctrl-C, Slurm's warning) are the trainer's business, which needs its verifiers to
     # save and stop.
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
@@ -383,17 +391,21 @@ def work() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         verifier, terms = _functions(settings)
+        for name in settings["own"]:
+            get_verifier(name)
     except ConfigError as error:  # goes to the parent, which raises it
         _write(sink, str(error))
         return
     os.dup2(nowhere, 2)
     _write(sink, None)
     for batch in source:
-        for response, answer, *size in json.loads(batch):
+        for response, reference, *size in json.loads(batch):
+            if isinstance(reference, list):
+                reference = Reference(*reference)
             # The parent kills a worker that overruns. If the parent is dead nobody does: SIGALRM's default
             # action ends it.
             signal.setitimer(signal.ITIMER_REAL, settings["timeout"] + _GRACE)
-            verdict = judge(verifier, terms, response, answer, *size)
+            verdict = judge(verifier, terms, response, reference, *size)
             signal.setitimer(signal.ITIMER_REAL, 0)
             texts = (
                 None if text is None else str(text)[:_MAX_TEXT] for text in (verdict.extracted, verdict.error)
@@ -406,10 +418,20 @@ def _write(sink: IO[bytes], message: Any) -> None:
     sink.flush()
 
 
-def _follow(parent: int) -> None:
-    """End this process once its parent is gone.
+def plain_environment() -> dict[str, str]:
+    """Return the environment of a process whose results must depend on its input alone."""
+    return {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ} | _OWN_ENVIRONMENT
+
+
+def follow_parent() -> None:
+    """Have a thread end this process once its parent is gone.
 
     The end of its input does not say so: a forked child of the parent may outlive it with the pipe open."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_CHECK)
-    os._exit(0)
+    parent = os.getppid()
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_CHECK)
+        os._exit(0)
+
+    threading.Thread(target=follow, daemon=True).start()

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError
 
@@ -37,6 +37,18 @@ class Verdict:
         `incorrect + score (correct - incorrect)` is not in floating point."""
         score = float(self.correct) if self.score is None else self.score
         return (1.0 - score) * incorrect + score * correct
+
+
+class Reference(NamedTuple):
+    """The reference of a problem that has a verifier of its own, whatever reward.verifier says.
+
+    answer    for people and for the terms of the reward; "" where none is known
+    verifier  `module:function`, which is called with the response and `entry`
+    entry     all that it needs to know of the problem"""
+
+    answer: str
+    verifier: str
+    entry: str
 
 
 # (response, reference answer) -> judgement. A plain bool will do; a number is a score, and right from 1 on; a

@@ -708,7 +708,7 @@ class RolloutWorker:
         reward, overlong, longest = self.config.reward, self.config.reward.overlong, self._params.max_tokens
         items: list[Item] = []
         for (number, c), text in zip(ended, texts, strict=True):
-            judged = text, self._own.pop(number)[0].answer
+            judged = text, self._own.pop(number)[0].reference
             with_terms = self._terms and bool(reward.terms)
             items.append((*judged, len(c.tokens), longest, c.finish == "length") if with_terms else judged)
         responses = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megarl.config.errors import CheckpointError
 from megarl.config.schema import Config, OverlongConfig
+from megarl.data.gym import own_verifiers
 from megarl.data.prompts import read_problem_sets
 from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.comm import from_rank_0
@@ -101,8 +102,10 @@ class Evaluation:
     def answer(self) -> EvaluationResult:
         """Return the answers to every problem, judged; the same on every rank, but for their texts, which
         rank 0 has."""
-        reward = self.config.reward
-        with VerifierPool(reward.verifier, reward.workers, reward.timeout, reward.memory) as verifiers:
+        reward, held_out = self.config.reward, self.config.data.model_copy(update={"train": ()})
+        own = own_verifiers(held_out)
+        limits = reward.workers, reward.timeout, reward.memory
+        with VerifierPool(reward.verifier, *limits, own=own) as verifiers:
             worker = RolloutWorker(self.config, self.runtime, self.engine, verifiers, self.tokenizer)
             return RolloutSampler(worker).evaluate(self.sets)
 

@@ -9,6 +9,7 @@ from typing import Any, assert_never
 
 from megarl.config.schema import Config
 from megarl.data.experience import StepBatch
+from megarl.data.gym import own_verifiers
 from megarl.data.prompts import PromptSampler, read_problem_sets, read_prompts
 from megarl.model.builder import DTYPES
 from megarl.observe.run_log import Sample
@@ -78,13 +79,18 @@ class Generation:
     ) -> None:
         self.config, self.runtime, self.tokenizer = config, runtime, tokenizer
         self._waited = 0.0
-        self.prompts, report = read_prompts(config.data.train, config.data, tokenizer)
         self.sets, reports = read_problem_sets(config.data, config.evaluation, tokenizer)
+        self.prompts, report = read_prompts(config.data.train, config.data, tokenizer, self.sets)
         self.reports = {"train": report, **reports}
         self.prompt_sampler = PromptSampler(len(self.prompts), config.seed, config.data.shuffle)
         reward = config.reward
         self.verifiers = VerifierPool(
-            reward.verifier, reward.workers, reward.timeout, reward.memory, reward.terms
+            reward.verifier,
+            reward.workers,
+            reward.timeout,
+            reward.memory,
+            reward.terms,
+            own_verifiers(config.data),
         )
         self.engine = make_engine(config, tokenizer, runtime)
         start_engine(self.engine, runtime)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from operator import itemgetter
@@ -18,6 +18,7 @@ from megarl.config.check import check_config, evaluation_problems
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import essential, read_json, write_whole
 from megarl.config.schema import Config, RewardConfig
+from megarl.data.gym import own_verifiers
 from megarl.data.prompts import validate_files
 from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here, without_tokenizer_threads
@@ -32,7 +33,8 @@ from megarl.parallel.machine import (
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.plan.memory import check_fits
 from megarl.rewards import VerifierPool
-from megarl.rewards.verdict import get_term, get_verifier
+from megarl.rewards.pool import Item
+from megarl.rewards.verdict import Reference, get_term, get_verifier
 from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.families import family_of, read_config
@@ -51,7 +53,7 @@ SETTINGS = "settings.json"
 # The packages that the result depends on.
 PACKAGES = (
     *("megarl", "torch", "megatron-core", "transformers", "transformer-engine", "sglang"),
-    *("numpy", "math-verify"),
+    *("numpy", "math-verify", "reasoning-gym"),
 )
 
 
@@ -116,9 +118,9 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         near = check_fits(config, where, *described, world, memory_here(), cpu=True, free=free)
     response_key = config.supervised.response_key if config.recipe == "sft" else None
     with without_tokenizer_threads():
-        answer = validate_files(config.data, response_key, tokenizer)
+        references = validate_files(config.data, response_key, tokenizer)
     if config.recipe != "sft":
-        check_verifier(config.reward, answer)
+        check_verifier(config.reward, references, own_verifiers(config.data))
     check_pretraining_rollouts(config)
     if device.type == "cuda" and config.rollout.engine == "sglang":
         return [line for line in (allocator_problem(),) if line]
@@ -150,8 +152,9 @@ def preflight_evaluation(
     _check_engine_layout(config, folder.config, device)
     get_verifier(config.reward.verifier)
     with without_tokenizer_threads():
-        answer = validate_files(config.data.model_copy(update={"train": ()}), tokenizer=tokenizer)
-    check_verifier(config.reward.model_copy(update={"terms": {}}), answer)
+        held_out = config.data.model_copy(update={"train": ()})
+        references = validate_files(held_out, tokenizer=tokenizer)
+    check_verifier(config.reward.model_copy(update={"terms": {}}), references, own_verifiers(held_out))
 
 
 def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> ModelFolder:
@@ -245,26 +248,42 @@ def _tried(load: Callable[[], Any]) -> tuple[Any, str]:
         return None, (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def check_verifier(reward: RewardConfig, answer: str) -> None:
-    """Have the verifier judge one made-up response to a reference answer of the data, and the terms of the
-    reward look at it, in a process with the run's limits.
+def check_verifier(
+    reward: RewardConfig, references: Sequence[str | Reference], own: Sequence[str] = ()
+) -> None:
+    """Have the verifier judge one made-up response to each of these references of the data (a file's first
+    answer, a problem of each task of reasoning-gym), and the terms of the reward look at it, in a process
+    with the run's limits.
 
     What they raise or return wrongly would otherwise be recorded with every answer of the run. For `math` it
-    also shows that its libraries fit together; `dapo` needs none. Raises ConfigError."""
-    if reward.verifier == "dapo" and not reward.terms:
+    also shows that its libraries fit together; `dapo` needs none. own: as VerifierPool's. Raises
+    ConfigError."""
+    if not reward.terms and reward.verifier == "dapo":
+        references = [one for one in references if isinstance(one, Reference)]
+    if not references:
         return
-    text = f"It is \\boxed{{{answer}}}.\n\nAnswer: {answer}"
-    with VerifierPool(reward.verifier, 1, reward.timeout, reward.memory, reward.terms) as pool:
-        [verdict] = pool.verify([(text, answer, len(text), 2 * len(text), False)])
-    problem = verdict.error or (
-        "it is found wrong" if reward.verifier == "math" and not verdict.correct else None
-    )
-    if problem:
+    items: list[Item] = []
+    for one in references:
+        answer = one if isinstance(one, str) else one.answer
+        text = f"It is \\boxed{{{answer}}}.\n\nAnswer: {answer}\n\n<answer>{answer}</answer>"
+        items.append((text, one, len(text), 2 * len(text), False))
+    with VerifierPool(reward.verifier, 1, reward.timeout, reward.memory, reward.terms, own) as pool:
+        verdicts = pool.verify(items)
+    for reference, verdict in zip(references, verdicts, strict=True):
+        is_own = isinstance(reference, Reference)
+        wrong = not verdict.correct and reward.verifier == "math" and not is_own
+        problem = verdict.error or ("it is found wrong" if wrong else None)
+        if not problem:
+            continue
+        answer = reference.answer if isinstance(reference, Reference) else reference
         made_up = f"a made-up response that gives the reference answer {answer[:60]!r}"
         if problem.startswith("reward.terms."):
             key, _, what = problem.partition(": ")
             called = "it is called with a megarl.rewards.Judged and its arguments, and must return a number"
             raise ConfigError(f"{key}: fails on {made_up}: {what} ({called})")
+        if isinstance(reference, Reference):
+            task = json.loads(reference.entry)["task"]
+            raise ConfigError(f"data: reasoning-gym's scorer of {task} fails on {made_up}: {problem}")
         raise ConfigError(
             f"reward.verifier: {reward.verifier} fails on {made_up}: {problem} "
             "(it is called with the response and the reference answer, "

@@ -310,9 +310,13 @@ class TestRefusals:
             "command line: data.eval[0].samples: must be greater than or equal to 1 (got 0)"
         ),
         "data.eval=[{path: a, every: true}]": "command line: data.eval[0].every: must not be true or false",
-        "data.eval=[a, {name: b}]": "command line: data.eval[1].path: must be given",
+        "data.eval=[a, {name: b}]": (
+            "command line: data.eval[1]: must have the key path or the key gym, one of the two "
+            "(got {'name': 'b'})"
+        ),
         "data.eval=[a, 3]": (
-            "command line: data.eval[1]: must be a path, as text, or a section with the key path (got 3)"
+            "command line: data.eval[1]: must be a path, as text, or a section with the key path or gym "
+            "(got 3)"
         ),
         "data.eval=a": "command line: data.eval: must be a list, written [a, b] (got 'a')",
         "critic.frozen=mlp": "command line: critic.frozen: must be 'attention' or 'embeddings' (got 'mlp')",
@@ -582,7 +586,7 @@ class TestNumbersAndTexts:
             minimum, ["model.path=~/m", "data.train=[~/a.jsonl, b~/c.jsonl]", "critic.path=null"]
         )
         assert config.model.path == Path("/somewhere/m")
-        assert config.data.train == (Path("/somewhere/a.jsonl"), Path("b~/c.jsonl"))
+        assert [entry.path for entry in config.data.train] == [Path("/somewhere/a.jsonl"), Path("b~/c.jsonl")]
 
     def test_nothing_changes_after_loading(self, minimum: Path) -> None:
         config = load_config(minimum)

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megarl.config import Config, dump_config, load_config
@@ -52,9 +53,22 @@ def one(kind: Any, bounds: dict[str, Any]) -> st.SearchStrategy[Any]:
     if kind is Path:
         return TEXTS.filter(bool).map(lambda text: str(Path(text)))
     if issubclass(kind, Section):  # of the user's own keys
-        return st.fixed_dictionaries({name: values(field) for name, field in kind.model_fields.items()})
+        drawn = st.fixed_dictionaries({name: values(field) for name, field in kind.model_fields.items()})
+        if {"path", "gym"} <= set(kind.model_fields):  # one of the two
+            drawn = st.builds(
+                lambda given, other: {**given, other: None}, drawn, st.sampled_from(["path", "gym"])
+            )
+        return drawn.filter(lambda given: accepts(kind, given))
     assert kind is str, kind
     return TEXTS
+
+
+def accepts(kind: type[Section], given: dict[str, Any]) -> bool:
+    try:
+        kind.model_validate(given)
+    except ValidationError:
+        return False
+    return True
 
 
 def limits(field: FieldInfo) -> dict[str, Any]:
@@ -115,7 +129,9 @@ def settings_of_knobs(draw: st.DrawFn) -> dict[str, Any]:
 @example(
     chosen={
         "data.eval": [
-            {"path": p, "name": n, "every": None, "samples": n and 1} for p in "ab" for n in (None, "c")
+            {"path": p, "gym": None, "name": n, "every": None, "samples": n and 1}
+            for p in "ab"
+            for n in (None, "c")
         ]
     }
 )

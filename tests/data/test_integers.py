@@ -21,7 +21,7 @@ from megarl.config.errors import DataError
 from megarl.config.schema import DataConfig
 from megarl.data.integers import IntegerAnswer, Refused, convert, integer_answer, write_rows
 from megarl.data.prompts import prompt_uid, read_prompts
-from tests.data.test_reader import byte_tokenizer, jsonl
+from tests.data.test_reader import NO_ANSWER, byte_tokenizer, jsonl
 
 ROWS = yaml.safe_load((Path(__file__).parent / "integer_answers.yaml").read_text())
 # A principal root to one and a real one to another.
@@ -190,7 +190,7 @@ FILE: list[tuple[Any, int | str]] = [
       "reward_model": {"ground_truth": "2.5", "style": "rule"}, "extra_info": {"index": 3}}, 7),
     ("{not json", "malformed JSON"),
     ({"question": "q4", "answer": "(1, 2)"}, "several values"),
-    ({"question": "q5"}, "no answer in reward_model.ground_truth or answer or solution"),
+    ({"question": "q5"}, NO_ANSWER),
     ({"question": "q6", "answer": "1.5e-3"}, "not equal to its form by the symbolic verifier"),
     ({"question": "q7", "answer": -7.0}, -7),
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ CHAT = (
     "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+NO_ANSWER = "no answer in reward_model.ground_truth or answer or solution or completion or messages"
 GOLDEN_UID = 4981130434963473459
 
 
@@ -115,6 +117,153 @@ def test_gsm8k_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
     validate_files(raw(train=(file,)))
 
 
+CLIPS = (
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. "
+    "How many clips did Natalia sell altogether in April and May?"
+)
+CLIPS_SOLVED = (
+    "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n"
+    "Natalia sold 48+24 = <<48+24=72>>72 clips altogether in April and May.\n#### 72"
+)
+STEPS = 'Let\'s think step by step and output the final answer after "####".'
+EXPANSION = (
+    "What is the coefficient of $x^2y^6$ in the expansion of $\\left(\\frac{3}{5}x-\\frac{y}{2}\\right)^8$? "
+    "Express your answer as a common fraction."
+)
+EXPANDED = (
+    "To determine the coefficient, use the binomial theorem.\n\n```python\nprint(binomial(8, 6))\n```\n"
+    "```output\n63/400\n```\nThe coefficient is $\\boxed{\\frac{63}{400}}$."
+)
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"content": content, "role": role}
+
+
+def verl_gsm8k(*before: dict[str, str], **more: Any) -> dict[str, Any]:
+    """A row as verl's examples/data_preprocess/gsm8k.py writes it, and gsm8k_multiturn_w_tool.py with a
+    system message and tools."""
+    extra = {"split": "train", "index": 0, "answer": CLIPS_SOLVED, "question": CLIPS, **more}
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [*before, said("user", f"{CLIPS} {STEPS}")],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "72"},
+        "extra_info": extra,
+    }
+
+
+SOLVER = said(
+    "system", "You are a math expert. You are given a question and you need to solve it step by step."
+)
+TOOLS = {
+    "need_tools_kwargs": True,
+    "tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}},
+}
+LIMIT = said("user", "Evaluate the limit: \\[ \\lim_{x \\to \\infty} \\sqrt{x} \\]")
+SHAPES: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str, str]]]] = {  # rows; text, answer, source
+    "verl, gsm8k.py": (
+        [verl_gsm8k()],
+        [(f"<|user|>{CLIPS} {STEPS}<|end|><|assistant|>", "72", "openai/gsm8k")],
+    ),
+    "verl, gsm8k_multiturn_w_tool.py": (
+        [verl_gsm8k(SOLVER, **TOOLS)],
+        [
+            (
+                f"<|system|>{SOLVER['content']}<|end|><|user|>{CLIPS} {STEPS}<|end|><|assistant|>",
+                "72",
+                "openai/gsm8k",
+            )
+        ],
+    ),
+    "verl, gsm8k_multiturn_sft.py": (
+        [{"messages": [said("user", f"{CLIPS} {STEPS}"), said("assistant", CLIPS_SOLVED)]}],
+        [(f"<|user|>{CLIPS} {STEPS}<|end|><|assistant|>", "72", "")],
+    ),
+    "TRL, DeepMath-103K": (
+        [
+            {"prompt": [LIMIT], "solution": "$0$"},
+            {"prompt": [said("user", "Is 7 prime?")], "solution": "Yes"},
+            {"prompt": [said("user", "Find it.")], "solution": "$\\dfrac{1}{4}$"},
+        ],
+        [
+            (f"<|user|>{LIMIT['content']}<|end|><|assistant|>", "0", ""),
+            ("<|user|>Is 7 prime?<|end|><|assistant|>", "Yes", ""),
+            ("<|user|>Find it.<|end|><|assistant|>", "\\dfrac{1}{4}", ""),
+        ],
+    ),
+    "NuminaMath-TIR": (
+        [
+            {
+                "problem": EXPANSION,
+                "solution": EXPANDED,
+                "messages": [said("user", EXPANSION), said("assistant", EXPANDED)],
+            }
+        ],
+        [(f"<|user|>{EXPANSION}<|end|><|assistant|>", "\\frac{63}{400}", "")],
+    ),
+    "TRL, conversational prompt and completion": (
+        [{"prompt": [said("user", "What color is the sky?")], "completion": [said("assistant", "Blue")]}],
+        [("<|user|>What color is the sky?<|end|><|assistant|>", "Blue", "")],
+    ),
+    "TRL, prompt and completion": (
+        [{"prompt": "The sky is", "completion": " blue."}],
+        [("<|user|>The sky is<|end|><|assistant|>", "blue.", "")],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_other_trainers(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, shape: str, kind: str
+) -> None:
+    rows, wanted = SHAPES[shape]
+    file = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        jsonl(file, *rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    prompts, report = read_prompts([file], DataConfig(), tokenizer)
+    assert [(one.text, one.answer, one.source) for one in prompts] == wanted and not report.rejected
+
+
+def test_conversations(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The reply is never in the prompt, and a pair's response; other columns come before it."""
+    asked = [said("system", "S"), said("user", "1+1?"), said("assistant", "2"), said("user", "And 2+2?")]
+    rows = [
+        {"messages": [*asked, said("assistant", "So it is\n\\boxed{4}.")]},
+        {"messages": [*asked[3:], said("assistant", "five, I think")]},  # says no answer
+        {"messages": [*asked[3:], said("assistant", "five, I think")], "answer": 4},
+        {"messages": [said("user", "no reply")], "answer": 4},
+        {"messages": [said("assistant", "4")], "answer": 4},
+        {"messages": [], "answer": 4},
+        {"messages": [said("user", "a call"), {"role": "assistant", "tool_calls": [1]}]},
+        {"prompt": "q", "solution": "It is 4 or so."},
+        {"prompt": "q", "solution": "2 + 2 = 4, so\n#### 4"},
+        {"prompt": "q", "solution": "$1$ and $2$"},
+    ]
+    prompts, report = read_prompts([jsonl(tmp_path / "a.jsonl", *rows)], DataConfig(), tokenizer)
+    texts = ["<|system|>S<|end|><|user|>1+1?<|end|><|assistant|>2<|end|><|user|>And 2+2?<|end|><|assistant|>"]
+    texts += [f"<|user|>{text}<|end|><|assistant|>" for text in ("And 2+2?", "no reply", "q")]
+    assert [(one.text, one.answer) for one in prompts] == [(text, "4") for text in texts]
+    no_prompt = "no prompt in prompt or question or problem or messages"
+    reasons = {2: NO_ANSWER, 5: no_prompt, 6: no_prompt, 7: NO_ANSWER, 8: NO_ANSWER, 10: NO_ANSWER}
+    assert {row.row: row.reason for row in report.rejected} == reasons
+    key = DataConfig(prompt_key="messages")
+    assert read_prompts([tmp_path / "a.jsonl"], key, tokenizer)[0][0] == prompts[0]
+
+    report = ReadReport()
+    pairs = read_pairs([tmp_path / "a.jsonl"], DataConfig(), "response", tokenizer, report)
+    replies = [tokenizer.decode(response[:-1]) for _, response in pairs]
+    assert replies == ["So it is\n\\boxed{4}.", "five, I think", "five, I think"]
+    assert tokenizer.decode(pairs[0][0]) == prompts[0].text
+    assert (
+        Counter(row.reason for row in report.rejected)["no response in response or completion or messages"]
+        == 5
+    )
+
+
 def test_sets_of_problems(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """Entries without a name are read as one, each name by itself."""
 
@@ -146,12 +295,12 @@ def test_every_kind_of_unusable_row_is_listed(tmp_path: Path, tokenizer: PreTrai
         ('{"prompt": "\\ud800', "malformed JSON"),
         ("[1, 2]", "not a JSON object"),
         ("", None),
-        ({"answer": "1"}, "no prompt in prompt or question or problem"),
-        ({"prompt": "  ", "answer": "1"}, "no prompt in prompt or question or problem"),
-        ({"prompt": [], "answer": "1"}, "no prompt in prompt or question or problem"),
+        ({"answer": "1"}, "no prompt in prompt or question or problem or messages"),
+        ({"prompt": "  ", "answer": "1"}, "no prompt in prompt or question or problem or messages"),
+        ({"prompt": [], "answer": "1"}, "no prompt in prompt or question or problem or messages"),
         (
             {"prompt": [{"role": "user", "content": " "}], "answer": "1"},
-            "no prompt in prompt or question or problem",
+            "no prompt in prompt or question or problem or messages",
         ),
         ({"prompt": 5, "answer": "1"}, "prompt is neither a text nor a list of {role, content}"),
         (
@@ -159,12 +308,12 @@ def test_every_kind_of_unusable_row_is_listed(tmp_path: Path, tokenizer: PreTrai
             "prompt is neither a text nor a list of {role, content}",
         ),
         ({"prompt": ["a"], "answer": "1"}, "prompt is neither a text nor a list of {role, content}"),
-        ({"prompt": "q"}, "no answer in reward_model.ground_truth or answer or solution"),
-        (dapo_row("q", None), "no answer in reward_model.ground_truth or answer or solution"),
-        ({"prompt": "q", "answer": " "}, "no answer in reward_model.ground_truth or answer or solution"),
+        ({"prompt": "q"}, NO_ANSWER),
+        (dapo_row("q", None), NO_ANSWER),
+        ({"prompt": "q", "answer": " "}, NO_ANSWER),
         (
             {"prompt": "q", "answer": "worked out ####  "},
-            "no answer in reward_model.ground_truth or answer or solution",
+            NO_ANSWER,
         ),
         ({"prompt": "q", "answer": True}, "answer is neither a text nor a number"),
         ({"prompt": "q", "answer": ["1"]}, "answer is neither a text nor a number"),
@@ -338,7 +487,8 @@ def test_supervised_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) ->
     assert len(pairs) == 2 and pairs[0] == pairs[1]  # the frequency of a text is part of what is learnt
     assert tokenizer.decode(pairs[0][0]) == "5+2=?\n"
     assert tokenizer.decode(pairs[0][1][:-1]) == "Answer: 7" and pairs[0][1][-1] == tokenizer.eos_token_id
-    reasons = ["no response in response", "response is not a text", "longer than data.max_prompt_tokens 64"]
+    none = "no response in response or completion or messages"
+    reasons = [none, "response is not a text", "longer than data.max_prompt_tokens 64"]
     assert [(row.row, row.reason) for row in report.rejected] == list(zip((3, 4, 5), reasons, strict=True))
     llama = byte_tokenizer(bos=True)
     prompt, response = read_pairs([file], raw(max_prompt_tokens=64), "response", llama, ReadReport())[0]
@@ -377,7 +527,7 @@ def bad_files(folder: Path) -> list[tuple[Path, str]]:
         (folder / "foreign.jsonl", "no row can be used: "),
         (
             folder / "useless.jsonl",
-            "no row can be used: 1 x no answer in reward_model.ground_truth or answer or solution; 1 x no",
+            f"no row can be used: 1 x {NO_ANSWER}; 1 x no",
         ),
         (folder / "columns.parquet", "none of the columns"),
     ]

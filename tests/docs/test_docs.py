@@ -312,6 +312,22 @@ def own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_generated_problems_on_the_page(tmp_path: Path) -> None:
+    """The entries of the page hold; tasks and parameters are checked where reasoning-gym is installed."""
+    from megarl.data.gym import check_tasks, gym_entries
+
+    (block,) = (block for block in blocks(OWN_TASK, "yaml") if "- gym:" in block)
+    rest = "recipe: dapo\nrun_dir: x\nsteps: 1\nmodel: {path: m}\n"
+    (tmp_path / "gym.yaml").write_text(rest + block)
+    config = load_config(tmp_path / "gym.yaml")
+    check_config(config, "gym.yaml")
+    entries = gym_entries(config.data)
+    assert list(entries) == ["data.train[0].gym", "data.eval[0].gym"]
+    assert entries["data.train[0].gym"].tasks["chain_sum"].parameters == {"min_terms": 2, "max_terms": 3}
+    if importlib.util.find_spec("reasoning_gym"):
+        check_tasks(entries)
+
+
 def test_own_task(own_task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from megarl.data.prompts import validate_files
     from megarl.rewards.pool import VerifierPool
@@ -331,7 +347,8 @@ def test_own_task(own_task: Path, capsys: pytest.CaptureFixture[str]) -> None:
         )
     assert [verdict.correct for verdict in verdicts] == [True, False, False, False]
     assert verdicts[0].extracted == "23"
-    reward = parse_yaml(next(block for block in blocks(OWN_TASK, "yaml") if "terms:" in block), "")["reward"]
+    (terms,) = (block for block in blocks(OWN_TASK, "yaml") if "  terms:" in block)
+    reward = parse_yaml(terms, "")["reward"]
     with VerifierPool("dapo", terms=RewardConfig(**reward).terms) as pool:
         right, wrong = pool.verify(
             [("Answer: 3", "3", 20, 80, False), ("<think></think>\\boxed{4}", "3", 20, 80, False)]
