@@ -18,7 +18,14 @@ from typing import Any
 import torch
 
 from megarl.config.errors import DeviceMemoryError, MegarlError, NumericalError
-from megarl.config.phases import WEIGHT_TRANSFER, Phase, check_phases, pretraining_phases, training_phases
+from megarl.config.phases import (
+    WEIGHT_TRANSFER,
+    Phase,
+    check_phases,
+    pretraining_phases,
+    training_phases,
+    with_parity,
+)
 from megarl.observe.prometheus import Exporter
 from megarl.observe.run_log import RunLog
 from megarl.observe.terminal import RunFacts, TerminalView
@@ -53,6 +60,8 @@ class Trainer:
         check_phases(self.phases)
         check_phases(pretraining_phases(config))
         self.guards = Guards(config.guard)
+        # Stages of which no step since this start has compared the engine with the trainer.
+        self.uncompared = {"train", PRETRAINING} if config.guard.parity != "none" else set[str]()
         self.profiler = Profiler(config, self.runtime, run.hf.num_hidden_layers)
         self.pretraining_progress: dict[str, Any] = {"steps": 0, "done": False}
         virtual = f" (VPP {layout.vpp})" if layout.vpp > 1 else ""
@@ -185,6 +194,8 @@ class Trainer:
         run, metrics = self.run, step.metrics
         self.timeline.step(step.stage, step.number)
         megatron_seconds = run.megatron_seconds()
+        if step.stage in self.uncompared:
+            phases = with_parity(phases)
         try:
             self.run_phases(step, phases)
         except NumericalError as error:
@@ -194,6 +205,7 @@ class Trainer:
                 # The engine must have the weights of this step's number, changed or not.
                 self.run_phases(step, (WEIGHT_TRANSFER,), weights_changed=True)
         else:
+            self.uncompared.discard(step.stage)
             alarms = self.guards.passed(metrics)
             step.events += alarms
             metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
