@@ -22,7 +22,7 @@ from megarl.config.phases import (
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
 from megarl.schedule.parity import comparable, precision
-from tests.chaos.harness import make_config, prepare
+from tests.chaos.harness import ahead_by, make_config, prepare
 from tests.ranks import RankPool
 from tests.schedule.demo import megarl
 from tests.schedule.jobs import layers_from_folder, train_with_swapped
@@ -168,7 +168,7 @@ def test_against_a_model_from_the_folder(folder: Path, ranks: Pool, tmp_path: Pa
             "no hidden state differs from transformers' on the same weights by over 0.001"
         )
         assert right.endswith(
-            "so that the engine or the transfer is off (rollout.fingerprint=true checks that)"
+            "so that the engine is off, or the transfer to it (rollout.fingerprint=true checks that)"
         )
         assert "first differ from transformers' on the same weights in layer 2 (of 0 to 3), MLP: by " in wrong
         assert learned.startswith("no hidden state differs from transformers'")
@@ -177,8 +177,8 @@ def test_against_a_model_from_the_folder(folder: Path, ranks: Pool, tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_command_ends_with_one_line_and_can_be_given_again(folder: Path, tmp_path: Path) -> None:
-    """With a limit of 0 any run ends; it continues from where it was without."""
-    config = config_of(folder, tmp_path / "run", parallel={"tp": 2})
+    """With a limit of 0 any run ends; with another the same command begins it again, in the same folder."""
+    config = config_of(folder, tmp_path / "run", parallel={"tp": 2}, checkpoint={"every": 1})
     (tmp_path / "run.yaml").write_text(dump_config(config))
     done = megarl("train", tmp_path / "run.yaml", "guard.parity=0", code=2)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("megarl: ")]
@@ -187,8 +187,26 @@ def test_the_command_ends_with_one_line_and_can_be_given_again(folder: Path, tmp
     )
     events = (tmp_path / "run/events.jsonl").read_text().splitlines()
     assert json.loads(events[-1])["event"] == line.removeprefix("megarl: ")
+    megarl("train", tmp_path / "run.yaml", "guard.parity=auto", "guard.parity_layers=false")
+    records = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if r["stage"] == "train"] == [1]
+
+
+@pytest.mark.slow
+def test_engines_of_their_own_that_are_ahead(folder: Path, tmp_path: Path) -> None:
+    """A start's first responses are of the trainer's weights where nothing was in flight, and the trainers
+    have no engine to look into."""
+    keys = {**ahead_by(1), "checkpoint": {"every": 1}}
+    (tmp_path / "run.yaml").write_text(dump_config(config_of(folder, tmp_path / "run", steps=3, **keys)))
+    done = megarl("train", tmp_path / "run.yaml", "guard.parity=0", code=2)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("megarl: ")]
+    assert "guard.parity: in train step 1 the engine's" in line
+    assert "no hidden state differs from transformers' on the same weights by over 0.001 of its size" in line
+    megarl("train", tmp_path / "run.yaml", "steps=1")
     megarl("train", tmp_path / "run.yaml")
-    assert json.loads((tmp_path / "run/metrics.jsonl").read_text())["step"] == 1
+    records = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    compared = [(r["step"], "time/parity" in r) for r in records if r["stage"] == "train"]
+    assert compared == [(1, True), (2, True), (3, False)]
 
 
 def test_tokens_of_other_weights_do_not_count() -> None:
