@@ -117,6 +117,8 @@ def _problems(c: Config) -> Iterator[str]:
         if not c.has_group(group):
             yield f"residency.keep: {group}: this run has none (leave it out)"
 
+    if isinstance(c.guard.parity, float) and c.guard.parity < 0:
+        yield f"guard.parity: must be >= 0, auto or none (got {c.guard.parity:g})"
     if c.guard.parity == "none" and c.guard.parity_layers:
         what = "has no effect with guard.parity none, with which nothing is compared"
         yield f"guard.parity_layers: {what} (set one of the two otherwise)"

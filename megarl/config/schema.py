@@ -692,7 +692,7 @@ class GuardConfig(Section):
     clip_fraction: float | None = field(
         0.3, "alarm where the share of clipped tokens is above; null: none", gt=0, le=1
     )
-    parity: Annotated[float, Field(ge=0)] | Literal["auto", "none"] = field(
+    parity: float | Literal["auto", "none"] = field(
         "auto",
         "before the first update of each start, the run ends where the engine's and the trainer's log-probs "
         "of the same tokens differ by more on average; auto: 0.001 in fp32, 0.15 in bf16, 0.4 with FP8",
