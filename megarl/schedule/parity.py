@@ -285,7 +285,7 @@ def _compare(
     """Compare each part with the reference's, in their order, given the trainer's input. Of the output layer
     it is the mean |difference| of the response's log-probs."""
     theirs = reference.parts([*prompt, *response], states)
-    found = []
+    found, fused = [], False
     for part, output in theirs.items():
         if part[1] == HEAD:
             logits = output[len(prompt) - 1 : -1].float() / temperature
@@ -296,6 +296,9 @@ def _compare(
             apart = (ours - output.double()).norm(dim=-1)
             share = float((apart / size.clamp(min=1e-30)).square().mean().sqrt())
         else:
+            fused = True
             continue
-        found.append(Difference(part, share))
+        layer, name = part
+        found.append(Difference((layer, f"{name} with the norm before it" if fused else name), share))
+        fused = False
     return found
