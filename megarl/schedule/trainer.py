@@ -10,7 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 
 from megarl.config.errors import DeviceMemoryError, MegarlError, NumericalError
 from megarl.config.phases import (
+    PARITY,
     WEIGHT_TRANSFER,
     Phase,
     check_phases,
@@ -250,7 +251,9 @@ class Trainer:
                     if phase.on_gpu and offload.enabled:
                         with self._timed(step, "residency"):
                             self.run.onload(phase.name, phase.on_gpu)
-                    measured = offload.measured(phase.name, step.metrics)
+                    # A run that was interrupted has one more of these, and else the same record.
+                    once = phase.name == PARITY.name
+                    measured = nullcontext() if once else offload.measured(phase.name, step.metrics)
                     with self._timed(step, phase.name), measured, enforced(phase, step):
                         FUNCTIONS[phase.name](self.run, step)
             except NumericalError as error:
