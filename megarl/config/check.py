@@ -26,6 +26,8 @@ SAMPLED = (
     *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight")),
     "algorithm.mismatch",
     "update.share_prompts",
+    "guard.parity",
+    "guard.parity_layers",
     "evaluation.every",
     "parallel.rollout_ranks",
     "schedule.ahead",
@@ -34,7 +36,7 @@ SAMPLED = (
 # Folders that a run makes in its run_dir, and may replace (metrics, reports and the like are files).
 RUN_WRITES = (
     *("checkpoints", "critic_pretrained", "eval", "failed"),
-    *("heartbeat", "hf", "profile", "rollouts", "timeline", "value_pretraining"),
+    *("heartbeat", "hf", "parity", "profile", "rollouts", "timeline", "value_pretraining"),
 )
 
 
@@ -124,6 +126,11 @@ def _problems(c: Config) -> Iterator[str]:
         if not c.has_group(group):
             yield f"residency.keep: {group}: this run has none (leave it out)"
 
+    if isinstance(c.guard.parity, float) and c.guard.parity < 0:
+        yield f"guard.parity: must be >= 0, auto or none (got {c.guard.parity:g})"
+    if c.guard.parity == "none" and c.guard.parity_layers:
+        what = "has no effect with guard.parity none, with which nothing is compared"
+        yield f"guard.parity_layers: {what} (set one of the two otherwise)"
     if c.recipe != "sft":
         yield from _algorithm_problems(c)
         yield from _rollout_problems(c)

@@ -71,6 +71,10 @@ class TransferError(MegarlError):
     """The engine's weights differ from the actor's after a transfer."""
 
 
+class ParityError(MegarlError):
+    """The engine's log-probs are further from the trainer's than rounding explains; nothing was updated."""
+
+
 class Interrupted(MegarlError):
     """The run was told to stop, or its time is up. It is saved; the same command continues it."""
 

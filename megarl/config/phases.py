@@ -169,6 +169,12 @@ OLD_LOGPROBS = declare(
     writes="old_logprobs entropy policy_loss_weights",
     on_gpu="actor.weights",
 )
+# In no list: the trainer puts it into the first step of each start (`with_parity`).
+PARITY = declare(
+    "parity",
+    reads="tokens engine_logprobs policy_version token_versions old_logprobs",
+    on_gpu="actor.weights",
+)
 REFERENCE_LOGPROBS = declare(
     "reference_logprobs", reads="tokens", writes="ref_logprobs", on_gpu="reference.weights"
 )
@@ -231,6 +237,14 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
     loss_columns = {a.old_column} | ({"ref_logprobs"} if a.kl_weight else set())
     actor_update = replace(ACTOR_UPDATE, reads=ACTOR_UPDATE.reads | loss_columns)
     return (*before, actor_update, WEIGHT_TRANSFER)
+
+
+def with_parity(phases: Sequence[Phase]) -> tuple[Phase, ...]:
+    """Return the phases of a step that samples with PARITY in its place, before any update: behind the
+    trainer's log-probs where a phase computes them."""
+    before = DISTRIBUTE.name, OLD_LOGPROBS.name
+    place = max(i for i, phase in enumerate(phases) if phase.name in before)
+    return (*phases[: place + 1], PARITY, *phases[place + 1 :])
 
 
 def check_phases(phases: Sequence[Phase]) -> None:

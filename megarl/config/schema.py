@@ -786,12 +786,24 @@ class GuardConfig(Section):
     clip_fraction: float | None = field(
         0.3, "alarm where the share of clipped tokens is above; null: none", gt=0, le=1
     )
+    parity: float | Literal["auto", "none"] = field(
+        "auto",
+        "before the first update of each start, the run ends where the engine's and the trainer's log-probs "
+        "of the same tokens differ by more on average; auto: 0.001 in fp32, 0.15 in bf16, 0.4 with FP8",
+        "nats",
+        source="our choice, from what was measured with and without faults (docs/reliability.md)",
+    )
+    parity_layers: bool = field(
+        False,
+        "where that ends the run, compare hidden states layer by layer with transformers on the same weights "
+        "and name the first layer that differs",
+    )
 
 
 # The parts of a run by the names of its heartbeat: the phases, and what the trainer does beside them.
 WatchedPhase = Literal[
     "start", "choose a checkpoint", "resume", "rollout", "group_advantages", "distribute", "old_logprobs",
-    "reference_logprobs", "reward_model", "values", "gae_advantages", "return_advantages",
+    "parity", "reference_logprobs", "reward_model", "values", "gae_advantages", "return_advantages",
     "monte_carlo_returns", "critic_update", "actor_update", "weight_transfer", "read_pairs",
     "supervised_update", "residency", "evaluation", "checkpoint", "export actor", "export critic",
 ]  # fmt: skip

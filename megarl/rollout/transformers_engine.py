@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -30,6 +31,9 @@ COLUMNS = 64  # keys of a chunk of attention: see DecodeLoop
 # (Also, torch's memory-efficient kernel on CUDA refuses a bf16 mask whose rows are not a multiple of 8.)
 NARROW = 256  # hidden size below which calling a product costs more than multiplying
 PREFILL_TOKENS = 16384  # padded prompt tokens in one forward pass
+# A layer's number (-1 before the first, their count behind the last), and what part of it; its whole output.
+Part = tuple[int, str]
+OUTPUT, HEAD = "residual, or a norm behind attention or MLP", "output layer"
 _NAN = 1 << 40  # added to the count of live rows where one holds NaN: one device-to-host copy carries both
 
 
@@ -171,6 +175,45 @@ class TransformersEngine(RolloutEngine):
         for parameter in self._model.parameters():
             parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
         self._asleep = False
+
+    @torch.inference_mode()
+    def parts(self, tokens: Sequence[int], given: Mapping[Part, Tensor]) -> dict[Part, Tensor]:
+        """Run a sequence and return, in the model's order, what each part of it gives, on the host, [t,
+        hidden]; as (layers, HEAD) the logits, float32 [t, vocab]. A layer's input is what `given` has as the
+        output of the one before it, not what that gave here: so a difference stays where it arises. Raises
+        EngineError before `start` and while asleep."""
+        self.parameters()
+        body, head, found, hooks = self._model.get_decoder(), self._model.get_output_embeddings(), {}, []
+        last = len(body.layers) - 1
+
+        def note(part: Part, _module: Any, _arguments: Any, output: Any) -> None:
+            found[part] = (output[0] if isinstance(output, tuple) else output)[0].cpu()
+
+        def replace(before: Part, _module: Any, arguments: Any) -> Any:
+            own = arguments[0]
+            if before == (-1, "embedding"):
+                found[before] = own[0].cpu()
+            return given[before][None].to(own), *arguments[1:]
+
+        def watch(module: Any, part: Part, before: Part | None = None) -> None:
+            hooks.append(module.register_forward_hook(partial(note, part)))
+            if before is not None:
+                hooks.append(module.register_forward_pre_hook(partial(replace, before)))
+
+        for number, layer in enumerate(body.layers):
+            watch(layer.input_layernorm, (number, "norm before attention"))
+            watch(layer.self_attn, (number, "attention"))
+            watch(layer.post_attention_layernorm, (number, "norm before MLP"))
+            watch(layer.mlp, (number, "MLP"))
+            watch(layer, (number, OUTPUT), (number - 1, OUTPUT) if number else (-1, "embedding"))
+        watch(body.norm, (last + 1, "final norm"), (last, OUTPUT))
+        try:
+            body(input_ids=torch.tensor([tokens], device=self.device), use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        hidden = given[last + 1, "final norm"].float()  # logits rounded to bf16 would be off by up to 0.06
+        return {**found, (last + 1, HEAD): F.linear(hidden, head.weight.cpu().float())}
 
     def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
         """Let requests wait for `poll`, beside what runs. Raises EngineError without valid weights and for a

@@ -30,6 +30,7 @@ ADVICE = {
     "rollout": "lower rollout.engine_memory",
     "evaluation": "lower rollout.engine_memory",
     "old_logprobs": LOGPROB_ADVICE,
+    "parity": LOGPROB_ADVICE,
     "reference_logprobs": LOGPROB_ADVICE,
     "reward_model": "lower update.tokens_per_micro_batch, or raise parallel.tp",
     "values": "lower update.tokens_per_micro_batch, or raise parallel.tp",

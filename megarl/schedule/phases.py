@@ -16,6 +16,7 @@ from megarl.data.experience import Experience, StepBatch
 from megarl.model.routing import start_counting
 from megarl.parallel.comm import sum_over_replicas
 from megarl.rollout.sampling import shuffle_seed
+from megarl.schedule.parity import check_parity
 from megarl.schedule.run import Run, Step
 from megarl.training import batch
 from megarl.training.advantages import (
@@ -77,6 +78,12 @@ def old_logprobs(run: Run, step: Step) -> None:
         without, _ = mismatch(experience, own, version, run.runtime)
         step.metrics |= {f"mismatch/unreplayed_{name[9:]}": value for name, value in without.items()}
     step.metrics |= correct_mismatch(run.config.algorithm.mismatch, experience, run.runtime)
+
+
+def parity(run: Run, step: Step) -> None:
+    """End the run where engine and trainer are further apart than `guard.parity` allows; in the first step of
+    each start."""
+    check_parity(run, step)
 
 
 def reference_logprobs(run: Run, step: Step) -> None:

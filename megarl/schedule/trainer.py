@@ -10,7 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -20,7 +20,15 @@ import torch
 
 from megarl.config.errors import ConfigError, DeviceMemoryError, MegarlError, NumericalError, StorageError
 from megarl.config.files import write_whole
-from megarl.config.phases import WEIGHT_TRANSFER, Phase, check_phases, pretraining_phases, training_phases
+from megarl.config.phases import (
+    PARITY,
+    WEIGHT_TRANSFER,
+    Phase,
+    check_phases,
+    pretraining_phases,
+    training_phases,
+    with_parity,
+)
 from megarl.observe.prometheus import Exporter
 from megarl.observe.run_log import RunLog
 from megarl.observe.terminal import RunFacts, TerminalView
@@ -55,6 +63,8 @@ class Trainer:
         check_phases(self.phases)
         check_phases(pretraining_phases(config))
         self.guards = Guards(config.guard)
+        # Stages of which no step since this start has compared the engine with the trainer.
+        self.uncompared = {"train", PRETRAINING} if config.guard.parity != "none" else set[str]()
         self.profiler = Profiler(config, self.runtime, run.hf.num_hidden_layers, run.dispensable)
         self.pretraining_progress: dict[str, Any] = {"steps": 0, "done": False}
         virtual = f" (VPP {layout.vpp})" if layout.vpp > 1 else ""
@@ -191,6 +201,8 @@ class Trainer:
         run, metrics = self.run, step.metrics
         self.timeline.step(step.stage, step.number)
         megatron_seconds = run.megatron_seconds()
+        if step.stage in self.uncompared:
+            phases = with_parity(phases)
         try:
             self.run_phases(step, phases)
         except NumericalError as error:
@@ -200,6 +212,7 @@ class Trainer:
                 # The engine must have the weights of this step's number, changed or not.
                 self.run_phases(step, (WEIGHT_TRANSFER,), weights_changed=True)
         else:
+            self.uncompared.discard(step.stage)
             alarms = self.guards.passed(metrics)
             step.events += alarms
             metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
@@ -248,7 +261,9 @@ class Trainer:
                     if phase.on_gpu and offload.enabled:
                         with self._timed(step, "residency"):
                             self.run.onload(phase.name, phase.on_gpu)
-                    measured = offload.measured(phase.name, step.metrics)
+                    # A run that was interrupted has one more of these, and else the same record.
+                    once = phase.name == PARITY.name
+                    measured = nullcontext() if once else offload.measured(phase.name, step.metrics)
                     with self._timed(step, phase.name), measured, enforced(phase, step):
                         FUNCTIONS[phase.name](self.run, step)
             except NumericalError as error:

@@ -490,6 +490,11 @@ class TestContradictions:
         "recipe=sft reward.model.path=m": "reward.model.path: recipe sft learns from given responses",
         "recipe=sft algorithm.surrogate=gspo": "algorithm.surrogate: recipe sft learns from given responses",
         "recipe=sft algorithm.old_logprobs=engine": "algorithm.old_logprobs: recipe sft learns from",
+        "recipe=sft guard.parity=none": "guard.parity: recipe sft learns from given responses",
+        "guard.parity=-0.1": "guard.parity: must be >= 0, auto or none (got -0.1)",
+        "guard.parity=none guard.parity_layers=true": (
+            "guard.parity_layers: has no effect with guard.parity none"
+        ),
         "model.recompute_layers=4": "model.recompute_layers: has no effect with model.recompute none",
         "residency.keep=[reward.weights]": "residency.keep: reward.weights: this run has none",
         "run_dir=s/run reward.model.path=s": "run_dir: s/run is in reward.model.path s",

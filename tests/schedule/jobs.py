@@ -5,23 +5,28 @@ from __future__ import annotations
 import random
 import resource
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+import megarl.schedule.run as schedule_run
 from megarl.cli.ranks import spared_output
-from megarl.config.errors import CheckpointError, NumericalError, StorageError
+from megarl.config.errors import CheckpointError, MegarlError, NumericalError, StorageError
 from megarl.config.schema import Config
+from megarl.data.experience import Experience
 from megarl.parallel.runtime import Runtime
+from megarl.schedule import parity
 from megarl.schedule.replay import Outcome, replay
-from megarl.schedule.run import Run
+from megarl.schedule.run import Run, Step
 from megarl.schedule.trainer import Trainer
-from megarl.training.batch import MicroBatch
+from megarl.training.batch import LocalBatch, MicroBatch
 from megarl.training.checkpoint import find_checkpoint
 from megarl.training.model import Loss
 from megarl.training.sharded import load_checkpoint
+from megarl.weights.plan import Copy, Plan
 from tests.checkpoints import save_checkpoint, save_model
 
 
@@ -128,3 +133,67 @@ def train_with_bad_losses(runtime: Runtime, config: Config, bad: tuple[int, ...]
     finally:
         run.close()
     return "", changed
+
+
+def train_with_swapped(runtime: Runtime, config: Config, swapped: tuple[str, ...]) -> tuple[str, list[str]]:
+    """Runs `config` with an engine in which two tensors have each other's weights, or, where both names are
+    one, the two heads of it have. Gives the error with which it ends, if any, and which models were
+    updated."""
+    plan_of = schedule_run.engine_plan
+
+    def plan(*arguments: Any, **options: Any) -> Plan:
+        made = plan_of(*arguments, **options)
+        if not swapped:
+            return made
+        first, second = swapped
+
+        def moved(copy: Copy) -> Copy:
+            if first != second:
+                other = {first: second, second: first}.get(copy.dst_name, copy.dst_name)
+                return copy._replace(dst_name=other)
+            if copy.dst_name == first:
+                (start, stop), *rest = copy.dst_box
+                assert stop - start == 8  # one of two heads
+                return copy._replace(dst_box=((8 - start, 16 - start), *rest))
+            return copy
+
+        return replace(made, copies=tuple(map(moved, made.copies)))
+
+    schedule_run.engine_plan = plan
+    try:
+        run = Run(config, runtime)
+    finally:
+        schedule_run.engine_plan = plan_of
+    error, updated = "", list[str]()
+    for name, model in run.models.items():
+
+        def noted(*arguments: Any, name: str = name, update: Any = model.update, **options: Any) -> Any:
+            updated.append(name)
+            return update(*arguments, **options)
+
+        model.update = noted  # type: ignore[method-assign]
+    try:
+        Trainer(run).train()
+    except MegarlError as ended:
+        error = f"{type(ended).__name__} {ended.code}: {ended}"
+    finally:
+        run.close()
+    return error, sorted(set(updated))
+
+
+def layers_from_folder(runtime: Runtime, config: Config) -> tuple[str, str, str]:
+    """What the comparison of layers says where only log-probs of the engine are to be had: of the weights in
+    the folder; of the actor's after a tensor in it was changed; and of these, as if they had been learned."""
+    config.run_dir.mkdir(exist_ok=True)
+    run = Run(config, runtime)
+    engine, run.generation.engine = run.generation.engine, None  # type: ignore[union-attr, assignment]
+    step = Step("train", 1)
+    step.local = LocalBatch(Experience.build([[5, 6, 7]], [[*range(8, 40)]]), torch.zeros(1), [], [])
+    right = parity._layers(run, step, 0)
+    for name, parameter in run.actor.model.named_parameters():
+        if name.endswith("layers.2.mlp.linear_fc1.weight"):
+            parameter.data.copy_(parameter.data.roll(1, 0))
+    found = right, parity._layers(run, step, 0), parity._layers(run, step, 1)
+    run.generation.engine = engine  # type: ignore[union-attr]
+    run.close()
+    return found
