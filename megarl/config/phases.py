@@ -204,8 +204,9 @@ SUPERVISED_UPDATE = declare(
 
 
 def _distribution(config: Config) -> Phase:
-    shared = {"group_ids"} if config.update.share_prompts else set()
-    return replace(DISTRIBUTE, reads=DISTRIBUTE.reads | shared)
+    if config.update.share_prompts:
+        return replace(DISTRIBUTE, reads=DISTRIBUTE.reads | {"group_ids"})
+    return DISTRIBUTE
 
 
 def pretraining_phases(config: Config) -> tuple[Phase, ...]:
