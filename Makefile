@@ -57,7 +57,7 @@ export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu lock-gpu demo demo-te test test-megatron test-slow test-te rehearse rehearse-gpu rehearse-scale test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu lock-gpu demo demo-te test test-megatron test-slow test-te rehearse rehearse-gpu rehearse-scale test-sglang test-slurm test-launch chaos lint types format trl results bench gpu gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,7 +85,7 @@ demo-te: $(STAMP) $(TE)/installed ## the DAPO demo on Transformer Engine's layer
 	PYTHONPATH=$(TE_PATH) $(BIN)/megarl demo --recipe dapo --seed $(SEED) --folder runs/demo-te parallel.device=auto parallel.tp=$(or $(TP),1) \
 		model.layers=te model.dtype=bf16 $(if $(FP8),model.fp8.format=hybrid model.fp8.recipe=$(FP8)) $(ARGS)
 
-# Tests alone need reasoning-gym, and one of its packages is compiled: without a compiler they are skipped.
+# Tests and `make results` need reasoning-gym, one of whose packages is compiled: without a compiler these tests are skipped.
 $(GYM): $(STAMP)
 	@$(BIN)/python -m pip install --quiet -c constraints-cpu.txt -e '.[gym]' \
 		|| echo "Makefile: reasoning-gym is not installed (pycosat needs a C compiler): its tests are skipped" >&2
@@ -188,6 +188,9 @@ trl: .venv-trl/installed ## .venv-trl with TRL, the yardstick of `make bench BEN
 	.venv-trl/bin/python -m pip install --quiet --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c benchmarks/trl_requirements.txt torch
 	.venv-trl/bin/python -m pip install --quiet -r benchmarks/trl_requirements.txt
 	@touch $@
+
+results: $(STAMP) $(GYM) ## held-out curves of a pretrained model under four recipes, three seeds each: MODEL=smollm2 ARGS='--hours 2'
+	$(BIN)/python tools/results.py $(if $(filter tiny,$(MODEL)),smollm2,$(MODEL)) $(ARGS)
 
 bench: $(STAMP) ## every benchmark with its target, 20 minutes: BENCH='step gae', ARGS='--vs trl' (for step); BENCH=real: a pretrained model beside TRL
 	$(BIN)/python benchmarks/run.py --only $(BENCH) $(if $(ARGS),-- $(ARGS))
