@@ -130,9 +130,12 @@ def distribute(
     for number in range(int(finest_ids.max()) + 1):
         members = (finest_ids == number).nonzero().squeeze(-1).tolist()
         if shared:
-            of_responses = [costs[i] - of_prompts[i] for i in members]
-            divided = [of_prompts[i] for i in members], of_responses, [group_of[i] for i in members]
-            shares = balance_groups(*divided, runtime.layout.dp)
+            shares = balance_groups(
+                [of_prompts[i] for i in members],
+                [costs[i] - of_prompts[i] for i in members],
+                [group_of[i] for i in members],
+                runtime.layout.dp,
+            )
         else:
             shares = balance([costs[i] for i in members], runtime.layout.dp)
         shares_of.append([[members[i] for i in share] for share in shares])
