@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import gpu
-import psutil
 import torch
 from hour import CUDA, SGLANG, TE, write
 from hour import STAGES as SCRIPT
@@ -43,16 +42,18 @@ CURVES = {
 }
 
 
-def given_frozen(given: Given, folder: Path) -> dict[str, Any]:
-    """Settings of actor and critic with which a large model's optimizer fits one GPU and this host: as few
-    layers frozen as `megarl plan` says, embeddings with them."""
+def given_frozen(given: Given) -> dict[str, Any]:
+    """Settings of actor and critic with which a large model's optimizer fits one GPU and this host, with a
+    tenth of the GPU to spare: as few layers frozen as `megarl plan` says, embeddings with them."""
     from megarl.weights.families import Sizes, read_config
 
-    layers = Sizes.of(read_config(folder)).layers
+    assert given.model_7b is not None
+    layers = Sizes.of(read_config(given.model_7b)).layers
     for frozen in range(0, layers, 2):
         settings: dict[str, Any] = {"frozen_layers": frozen, "frozen": ["embeddings"]} if frozen else {}
-        overrides = [*seven(given, folder), *of_both_models(settings)]
-        if plan_of_run(given, "configs/demo_smollm2_vapo.yaml", overrides).problem() is None:
+        overrides = [*overrides_of("seven_vapo", given), *of_both_models(settings)]
+        plan = plan_of_run(given, "seven_vapo", overrides)
+        if plan.problem(room=0.1 * plan.device.memory) is None:
             return settings
     raise SkipStage("megarl plan finds no number of frozen layers with which it fits")
 
@@ -61,66 +62,125 @@ def of_both_models(settings: Mapping[str, Any]) -> list[str]:
     return [f"{model}.{k}={json.dumps(v)}" for model in ("actor", "critic") for k, v in settings.items()]
 
 
-def seven(given: Given, folder: Path) -> list[str]:
-    """A short run of a 7B model on one GPU."""
+def on_device(given: Given, folder: Path, dp: int = 1) -> list[str]:
+    """What a run of the pretrained demo needs to be on this machine's devices instead."""
+    cuda, te, task = given.has(CUDA), given.has(TE), given.out / "small"
+    engine = "sglang" if cuda and given.has(SGLANG) else "transformers"
     return [
-        *on_device(given, folder, layers="te", dtype="bf16"),
-        *("rollout.engine=sglang", "rollout.prompts=16", "rollout.max_response_tokens=512"),
-        *("rollout.max_batch=128", "rollout.engine_memory=0.6", "reward.overlong.buffer=128"),
-        *("update.mini_batch=64", "update.tokens_per_micro_batch=8192", "model.recompute=full"),
-        *("actor.lr=1e-6", "critic.lr=2e-6", "data.eval=[]", "data.max_prompt_tokens=256"),
-        *("steps=4", "value_pretraining.steps=1", "checkpoint.export_hf=false"),
+        *(f"model.path={folder}", f"data.train=[{task / 'train.jsonl'}]"),
+        *(f"data.eval=[{task / 'eval.jsonl'}]", "evaluation.every=0"),
+        *(f"parallel.device={'cuda' if cuda else 'cpu'}", f"parallel.dp={dp}"),
+        *(f"model.layers={'te' if te else 'portable'}", f"model.dtype={'bf16' if cuda else 'fp32'}"),
+        *(f"rollout.engine={engine}", "rollout.engine_memory=0.4", "rollout.dynamic_sampling.enabled=false"),
+        *(["update.share_prompts=false"] if te else []),
+        *described(given),
     ]
 
 
-def on_device(given: Given, folder: Path, *, layers: str, dtype: str, dp: int = 1) -> list[str]:
-    """What a run of the pretrained demo needs to be on this machine's device instead."""
-    cuda = given.has(CUDA)
-    task = given.out / "small"
-    return [
-        f"model.path={folder}",
-        f"data.train=[{task / 'train.jsonl'}]",
-        f"data.eval=[{task / 'eval.jsonl'}]",
-        f"parallel.device={'cuda' if cuda else 'cpu'}",
-        f"parallel.dp={dp}",
-        f"model.layers={layers}",
-        f"model.dtype={dtype}",
-        f"rollout.engine={'sglang' if cuda and given.has(SGLANG) else 'transformers'}",
-        *(["update.share_prompts=false"] if layers == "te" else []),
-        *("log.terminal=plain", "log.report=false", "evaluation.every=0"),
-        f"cluster.gpu={kind_of_gpu(given)}",
-        f"cluster.host_memory={psutil.virtual_memory().total / GIB:.0f}",
+def described(given: Given) -> list[str]:
+    """This machine for the planner, and a quiet run."""
+    host = given.machine["host_memory"] / GIB
+    devices = [f"cluster.gpu={kind_of_gpu(given)}", f"cluster.host_memory={host:.0f}"]
+    return [*devices, "log.terminal=plain", "log.report=false"]
+
+
+def overrides_of(name: str, given: Given) -> list[str]:
+    """The settings of the run that a stage makes, besides its configuration's."""
+    world = given.world
+    tiny = ["data.max_prompt_tokens=900", "data.eval=[]", "checkpoint.export_hf=false"]  # a token is a letter
+    if name in ("vapo_bf16", "vapo_fp8"):
+        made = on_device(given, small(given))
+        if given.tiny:
+            return [
+                *made,
+                *tiny,
+                "steps=2",
+                "rollout.prompts=2",
+                "rollout.group_size=2",
+                "update.mini_batch=4",
+            ]
+        made += ["steps=8", "rollout.prompts=64", "update.mini_batch=256", "rollout.max_batch=512"]
+        made += ["update.tokens_per_micro_batch=16384"]
+        fp8 = ["model.fp8.format=hybrid", "model.fp8.recipe=tensorwise"]
+        return [*made, *(fp8 if name == "vapo_fp8" else [])]
+    if name == "seven_vapo":
+        assert given.model_7b is not None
+        return [
+            *on_device(given, given.model_7b),
+            *("rollout.prompts=16", "rollout.max_response_tokens=512", "reward.overlong.buffer=128"),
+            *("rollout.max_batch=128", "rollout.engine_memory=0.6", "data.max_prompt_tokens=256"),
+            *("update.mini_batch=64", "update.tokens_per_micro_batch=8192", "model.recompute=full"),
+            *("actor.lr=1e-6", "critic.lr=2e-6", "steps=4", "data.eval=[]", "checkpoint.export_hf=false"),
+        ]
+    if name == "resume":
+        made = [
+            *on_device(given, small(given), world),
+            *("rollout.group_size=4", f"rollout.prompts={2 * world}"),
+        ]
+        made += [f"update.mini_batch={8 * world}", "checkpoint.every=1", "checkpoint.export_hf=false"]
+        made += ["data.eval=[]", "value_pretraining.steps=0"]
+        made += ["actor.schedule=constant", "critic.schedule=constant"]  # or more steps have other rates
+        return [*made, *(tiny if given.tiny else [])]
+    if given.model_7b is None:
+        made = on_device(given, small(given), world)
+        if given.tiny:
+            return [
+                *made,
+                *tiny,
+                "steps=2",
+                "rollout.prompts=4",
+                "rollout.group_size=2",
+                "update.mini_batch=8",
+            ]
+        made += ["steps=20", f"rollout.prompts={32 * world}", f"update.mini_batch={128 * world}"]
+        return [*made, "rollout.max_batch=256"]
+    task = given.data or given.out / "small" / "train.jsonl"
+    return [  # the recipe as it is, but for what an hour has room for
+        *(
+            f"model.path={given.model_7b}",
+            f"parallel.dp={world // 2}",
+            f"data.train=[{task}]",
+            "data.eval=[]",
+        ),
+        *("evaluation.every=0", "rollout.prompts=64", "update.mini_batch=128", "data.max_prompt_tokens=1024"),
+        *("rollout.max_response_tokens=2048", "reward.overlong.buffer=512", "steps=20"),
+        *("update.tokens_per_micro_batch=16384", "value_pretraining.steps=3", "checkpoint.every=0"),
+        *("checkpoint.export_hf=false", *described(given)),
     ]
 
 
-def plan_of_run(given: Given, config: str, overrides: Sequence[str]) -> Any:
-    """`megarl plan` of a run on this GPU."""
+def config_of(name: str, given: Given) -> str:
+    large = name == "vapo_20" and given.model_7b is not None
+    return f"configs/{'vapo_7b' if large else 'demo_smollm2_vapo'}.yaml"
+
+
+def plan_of_run(given: Given, name: str, overrides: Sequence[str]) -> Any:
+    """`megarl plan` of a stage's run on this GPU."""
     from megarl.config import load_config
     from megarl.plan.memory import plan_of
     from megarl.weights.families import read_config
 
-    loaded = load_config(ROOT / config, overrides)
+    loaded = load_config(ROOT / config_of(name, given), overrides)
     return plan_of(loaded, read_config(loaded.model.path), memory=given.machine["memory"] or None)
 
 
-def run(
-    given: Given, found: Found, config: str, overrides: list[str], *, fresh: bool = True
-) -> list[dict[str, Any]]:
-    """The records of a training run, whose figures are found as far as it gets."""
-    run_dir = given.out / found.path.name.partition(".")[0]
+def run(given: Given, found: Found, name: str, *more: str, fresh: bool = True) -> list[dict[str, Any]]:
+    """The records of a stage's training run, whose figures are found as far as it gets.
+
+    more: settings besides those of the stage; fresh: not a run's continuation"""
+    run_dir, records = given.out / name, list[dict[str, Any]]()
     if fresh:
         shutil.rmtree(run_dir, ignore_errors=True)
-    overrides = [*overrides, f"run_dir={run_dir}"]
-    records: list[dict[str, Any]] = []
+    overrides = [*overrides_of(name, given), *more, f"run_dir={run_dir}"]
     try:
-        command = [sys.executable, "-m", "megarl", "train", str(ROOT / config), *overrides]
+        command = [sys.executable, "-m", "megarl", "train", str(ROOT / config_of(name, given)), *overrides]
         done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
     finally:
         if (metrics := run_dir / "metrics.jsonl").is_file():
             lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
             records = [json.loads(line) for line in lines if line.endswith("\n")]
         if any(record["stage"] == "train" for record in records):
-            summarise(given, found, plan_of_run(given, config, overrides), records)
+            summarise(given, found, plan_of_run(given, name, overrides), records)
     if done.returncode:
         raise SystemExit(f"megarl train: exit code {done.returncode}")
     return records
@@ -177,7 +237,7 @@ def summarise(given: Given, found: Found, plan: Any, records: Sequence[Mapping[s
         sheet = reached / plan.device.tflops if reached and given.has(CUDA) else None
         gib = [None if size is None else size / GIB for size in (peak, own, device, all_of_it)]
         rows.append([phase, seconds, expected.get(phase), share, sheet, *gib])
-    columns = ["phase", "s", "plan's s", "share of products as measured", "of the data sheet"]
+    columns = ["phase", "s", "plan's s", "share of bf16 products as measured", "of the data sheet"]
     columns += ["peak, GiB", "planned", "device, GiB", "planned"]
     found.table(f"Phases beside megarl plan, medians of {len(steady)} steps", columns, rows)
     speeds = {key: median(f"throughput/{key}") for key in ("rollout_tokens", "train_tokens", "transfer")}
@@ -193,20 +253,7 @@ def summarise(given: Given, found: Found, plan: Any, records: Sequence[Mapping[s
 
 def vapo(given: Given, found: Found, *, fp8: bool) -> None:
     """The demo on SmolLM2 with VAPO, some steps; FP8's curves beside those of bf16."""
-    te = given.has(TE)
-    overrides = on_device(
-        given, small(given), layers="te" if te else "portable", dtype="bf16" if given.has(CUDA) else "fp32"
-    )
-    if given.tiny:
-        overrides += ["steps=2", "rollout.prompts=2", "rollout.group_size=2", "update.mini_batch=4"]
-        overrides += ["data.max_prompt_tokens=900", "data.eval=[]", "checkpoint.export_hf=false"]
-        overrides += ["rollout.dynamic_sampling.enabled=false"]
-    else:
-        overrides += ["steps=8", "rollout.prompts=64", "update.mini_batch=256", "rollout.max_batch=512"]
-        overrides += ["update.tokens_per_micro_batch=16384", "rollout.engine_memory=0.4"]
-    if fp8:
-        overrides += ["model.fp8.format=hybrid", "model.fp8.recipe=tensorwise"]
-    run(given, found, "configs/demo_smollm2_vapo.yaml", overrides)
+    run(given, found, "vapo_fp8" if fp8 else "vapo_bf16")
     others = given.out / "vapo_bf16.json"
     if fp8 and others.is_file():
         theirs = json.loads(others.read_text())["figures"].get("curves", {})
@@ -227,11 +274,10 @@ def vapo(given: Given, found: Found, *, fp8: bool) -> None:
 
 
 def seven_vapo(given: Given, found: Found) -> None:
-    assert given.model_7b is not None
-    settings = given_frozen(given, given.model_7b)
+    """The 7B model on one GPU, with as much of it frozen as the plan says."""
+    settings = given_frozen(given)
     found.notes.append(f"what is not trained: {settings or 'nothing'}")
-    overrides = [*seven(given, given.model_7b), *of_both_models(settings)]
-    run(given, found, "configs/demo_smollm2_vapo.yaml", overrides)
+    run(given, found, "seven_vapo", *of_both_models(settings))
 
 
 # Several GPUs
@@ -411,31 +457,9 @@ def transfer_between(given: Given, found: Found) -> None:
 
 def resume(given: Given, found: Found) -> None:
     """Two steps with checkpoints, a third one by a second command; beside three steps at once."""
-    world, te = given.world, given.has(TE)
-    overrides = on_device(
-        given,
-        small(given),
-        layers="te" if te else "portable",
-        dtype="bf16" if given.has(CUDA) else "fp32",
-        dp=world,
-    )
-    overrides += ["rollout.group_size=4", f"rollout.prompts={2 * world}", f"update.mini_batch={8 * world}"]
-    overrides += [
-        "checkpoint.every=1",
-        "checkpoint.export_hf=false",
-        "data.eval=[]",
-        "value_pretraining.steps=0",
-    ]
-    overrides += [
-        "rollout.dynamic_sampling.enabled=false",
-        "actor.schedule=constant",
-        "critic.schedule=constant",
-    ]
-    overrides += ["data.max_prompt_tokens=900"] if given.tiny else ["rollout.engine_memory=0.4"]
-    config = "configs/demo_smollm2_vapo.yaml"
-    whole = run(given, found, config, [*overrides, "steps=3"])
-    run(given, found, config, [*overrides, "steps=2"])
-    records = run(given, found, config, [*overrides, "steps=3"], fresh=False)
+    whole = run(given, found, "resume", "steps=3")
+    run(given, found, "resume", "steps=2")
+    records = run(given, found, "resume", "steps=3", fresh=False)
     done = [record["step"] for record in records if record["stage"] == "train"]
     found.holds("a second command continues from the checkpoint", done == [1, 2, 3])
     last, undisturbed = records[-1], next(r for r in whole if r["stage"] == "train" and r["step"] == 3)
@@ -455,44 +479,4 @@ def resume(given: Given, found: Found) -> None:
 
 def vapo_20(given: Given, found: Found) -> None:
     """VAPO's first 20 steps: vapo_7b.yaml with shorter responses, or SmolLM2 at dp as large as the node."""
-    world = given.world
-    if given.model_7b is None:
-        overrides = on_device(
-            given,
-            small(given),
-            layers="te" if given.has(TE) else "portable",
-            dtype="bf16" if given.has(CUDA) else "fp32",
-            dp=world,
-        )
-        overrides += [f"steps={2 if given.tiny else 20}"]
-        if given.tiny:
-            overrides += ["rollout.prompts=4", "rollout.group_size=2", "update.mini_batch=8", "data.eval=[]"]
-            overrides += ["data.max_prompt_tokens=900", "checkpoint.export_hf=false"]
-        else:
-            overrides += [
-                f"rollout.prompts={32 * world}",
-                f"update.mini_batch={128 * world}",
-                "evaluation.every=5",
-            ]
-            overrides += ["rollout.engine_memory=0.4", "rollout.max_batch=256"]
-        run(given, found, "configs/demo_smollm2_vapo.yaml", overrides)
-        return
-    # The recipe as it is, but for what an hour has room for.
-    task = given.data or given.out / "small" / "train.jsonl"
-    sizes = [f"parallel.dp={world // 2}", "rollout.prompts=64", "update.mini_batch=128"]
-    sizes += ["rollout.max_response_tokens=2048", "reward.overlong.buffer=512", "data.max_prompt_tokens=1024"]
-    sizes += ["update.tokens_per_micro_batch=16384", "steps=20", "value_pretraining.steps=3"]
-    where = [
-        f"model.path={given.model_7b}",
-        f"data.train=[{task}]",
-        "data.eval=[]",
-        "checkpoint.export_hf=false",
-    ]
-    where += [
-        "log.terminal=plain",
-        "log.report=false",
-        "checkpoint.every=0",
-        f"cluster.gpu={kind_of_gpu(given)}",
-    ]
-    where += [f"cluster.host_memory={psutil.virtual_memory().total / GIB:.0f}"]
-    run(given, found, "configs/vapo_7b.yaml", [*sizes, *where])
+    run(given, found, "vapo_20")

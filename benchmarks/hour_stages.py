@@ -91,6 +91,7 @@ def look(tiny: bool) -> dict[str, Any]:
         "name": name,
         "count": count,
         "memory": memory,
+        "host_memory": psutil.virtual_memory().total,
         "capability": capability,
         "driver": f"{driver_version() or 'none'}, torch for CUDA {torch.version.cuda or 'none'}",
         "packages": ", ".join(f"{package} {version}" for package, version in installed().items()),
@@ -151,8 +152,8 @@ def kernels(given: Given, found: Found) -> None:
     )
     print(done.stdout, flush=True)
     found.holds("a pass through Transformer Engine's layers", done.returncode == 0)
-    chosen = sorted(set(re.findall(r"(?:Running with|Selected backend =) .*", done.stdout)))
-    found.notes += [f"attention: {line}" for line in chosen]
+    chosen = sorted(set(re.findall(r"Running with \w+ backend.*|Selected backend = .*", done.stdout)))
+    found.notes += [f"attention: {line}" for line in chosen or ["Transformer Engine does not say which"]]
     found.holds(
         "attention over packs is FlashAttention's or cuDNN's",
         any(re.search("Flash|Fused", line) for line in chosen)
@@ -262,7 +263,14 @@ def parity(given: Given, found: Found, folder: Path | None = None, kinds: Sequen
             torch.cuda.empty_cache()
         options = {"layers": settings["layers"], **({"fp8": settings["fp8"]} if "fp8" in settings else {})}
         ours, _ = jobs.logprobs(
-            runtime, folder, prompts, responses, model=options, dtype=settings["dtype"], budget=1024
+            runtime,
+            folder,
+            prompts,
+            responses,
+            model=options,
+            dtype=settings["dtype"],
+            budget=1024,
+            chunk=1024,
         )
         difference = (ours.cpu() - exact).abs()
         mean, most = float(difference.mean()), float(difference.max())
@@ -318,7 +326,7 @@ def engine(given: Given, found: Found, folder: Path | None = None) -> None:
     rollout["engine_options"] = {"custom_weight_loader": (LOADER, "tests.sglang.inside.dump")}
     actor = {"lr": 1e-3}
     if folder == given.model_7b:
-        actor = {"lr": 1e-4, **given_frozen(given, folder)}
+        actor = {"lr": 1e-4, **given_frozen(given)}
     scene = Scene(runtime, given.out / "engine", folder, rollout=rollout, actor=actor)
     scene.engine.process.module = "tests.sglang.host"
     try:
@@ -329,7 +337,10 @@ def engine(given: Given, found: Found, folder: Path | None = None) -> None:
         expected = {name: torch.empty(shard.shape, dtype=torch.bfloat16) for name, shard in shards.items()}
         load_into(expected, shards, source)
         held = load_file(dump)
-        different = [name for name in expected if not torch.equal(held[name].cpu(), expected[name])]
+        different = sorted(expected.keys() ^ held.keys())
+        different += [
+            name for name in expected if name in held and not torch.equal(held[name], expected[name])
+        ]
         found.notes += [f"different in SGLang: {', '.join(different[:8])}"] if different else []
         found.holds(f"SGLang's {len(expected)} tensors are the folder's, bit for bit", not different)
         dump.unlink()
@@ -367,7 +378,8 @@ def one_curve(given: Given, layers: str, recipe: str) -> dict[str, Any]:
     from megarl.training.losses import supervised_loss
     from tests.gpu.scene import UPDATE
 
-    fp8 = {"format": "none"} if recipe == "none" else {"format": "hybrid", "recipe": recipe}
+    hybrid = "hybrid" if recipe in ("delayed", "tensorwise") else "e4m3"
+    fp8 = {"format": "none"} if recipe == "none" else {"format": hybrid, "recipe": recipe}
     responses, tokens, steps = (4, 60, 4) if given.tiny else (8, 1020, 20)
     settings: dict[str, Any] = {"model": {"layers": layers, "fp8": fp8}, "actor": {"lr": 2e-4}}
     scene = gpu.make_scene(str(given.out / "curves"), given.tiny, **settings)

@@ -15,10 +15,15 @@ from typing import Any
 import psutil
 import pytest
 
+from megarl.config import check_config, load_config
+from megarl.weights.cost import KNOWN_MODELS
 from tests.cli.processes import environment, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = dict.fromkeys(("device", "code", "driver", "packages", "host"), "-") | {"has": [], "count": 0}
+# SmolLM2-135M's config.json, beside what it shares with other models of its family.
+SMOLLM2 = {"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
+SMOLLM2 |= {"intermediate_size": 1536, "vocab_size": 49152, "head_dim": 64}
 # Counts its calls in a file, and says what it has found where the runner looks for it.
 COUNTS = """
 import json, pathlib, sys
@@ -125,6 +130,47 @@ def test_what_the_hour_has_no_room_for_is_said_and_not_begun(hour: Any, tmp_path
     assert calls(tmp_path, "long") == 0
     assert hour.run(stages, stages, tmp_path, 60, MACHINE, ()) == 0
     assert statuses(tmp_path) == {"long": "passed", "short": "passed"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "name", "with_7b"),
+    [
+        *((1, name, True) for name in ("vapo_bf16", "vapo_fp8", "seven_vapo")),
+        *((8, name, with_7b) for name, with_7b in (("resume", False), ("vapo_20", False), ("vapo_20", True))),
+    ],
+)
+def test_the_runs_of_a_gpu_machine_are_valid_and_fit(
+    hour: Any, gpus: int, name: str, with_7b: bool, tmp_path: Path
+) -> None:
+    """Each configuration holds, and `megarl plan` finds room on H100s: for 7B on one of them with a host of
+    200 GiB as well, part of the model frozen."""
+    runs, shared = importlib.import_module("hour_runs"), importlib.import_module("hour_found")
+    sizes = {
+        "small/model": KNOWN_MODELS["Llama-3.2-1B"] | SMOLLM2,
+        "Qwen2.5-7B": KNOWN_MODELS["Qwen2.5-7B"],
+    }
+    for folder, described in sizes.items():
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text(json.dumps(described))
+    machine = {"has": [hour.CUDA, hour.TE, hour.SGLANG, "FP8", hour.NODE], "name": "NVIDIA H100 80GB HBM3"}
+    machine |= {
+        "count": gpus,
+        "memory": int(79.2 * 2**30),
+        "host_memory": (200 if gpus == 1 else 1800) * 2**30,
+    }
+    given = shared.Given(tmp_path, False, tmp_path / "Qwen2.5-7B" if with_7b else None, None, machine)
+    more = ["steps=3"] if name == "resume" else []
+    if name == "seven_vapo":
+        settings = runs.given_frozen(given)
+        assert 0 < settings["frozen_layers"] < 26, "the optimizer of all of it has no room on one GPU"
+        more = runs.of_both_models(settings)
+    overrides = [*runs.overrides_of(name, given), *more]
+    check_config(load_config(ROOT / runs.config_of(name, given), overrides), name)
+    plan = runs.plan_of_run(given, name, overrides)
+    assert plan.problem() is None
+    assert plan.layout.world == gpus
+    assert plan.config.rollout.engine == "sglang" and plan.layers == "te"
+    assert (plan.config.model.fp8.format != "none") == (name == "vapo_fp8" or (with_7b and gpus == 8))
 
 
 RUNNER = """

@@ -36,6 +36,7 @@ def make_config(
     overlap_warmup_flush: bool = False,
     dtype: str = "fp32",
     budget: int = 64,
+    chunk: int = 7,
     mini_batch: int = 8,
     overlong: bool = False,
     share_prompts: bool = False,
@@ -60,7 +61,7 @@ def make_config(
         update=UpdateConfig(
             mini_batch=mini_batch,
             tokens_per_micro_batch=budget,
-            logprob_chunk=7,
+            logprob_chunk=chunk,
             share_prompts=share_prompts,
         ),
     )
@@ -88,16 +89,17 @@ def logprobs(
     routing: torch.Tensor | None = None,
     dtype: str = "fp32",
     budget: int = 40,
+    chunk: int = 7,
 ) -> Any:
     """Log-probabilities and entropy of all response tokens, in the order given, on every rank. budget: tokens
-    of a pack.
+    of a pack; chunk: update.logprob_chunk.
 
     With `routing`, the engine's choice of experts [T, layers, topk]: log-probabilities, and what is counted
     of the routers; then each replica takes its share of the sequences."""
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.training.model import InferenceModel
 
-    config = make_config(folder, sequence_parallel=sequence_parallel, model=model, dtype=dtype)
+    config = make_config(folder, sequence_parallel=sequence_parallel, model=model, dtype=dtype, chunk=chunk)
     config = config.model_copy(
         update={"rollout": config.rollout.model_copy(update={"temperature": temperature})}
     )
