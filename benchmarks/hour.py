@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, choices=(1, 8), default=1, help="which suite (default: 1)")
     parser.add_argument("--minutes", type=float, default=60, help="of this call (default: 60)")
     parser.add_argument("--out", type=Path, help="folder of the results (default: runs/gpu or runs/gpu-8)")
-    parser.add_argument("--fresh", action="store_true", help="forget the results that are there")
+    parser.add_argument("--fresh", action="store_true", help="forget the chosen stages' results")
     parser.add_argument("--only", nargs="+", choices=names, metavar="STAGE", help=", ".join(names))
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on any device: no real figures")
     parser.add_argument("--model-7b", type=Path, metavar="FOLDER", help="Hugging Face's, e.g. Qwen2.5-7B")
@@ -120,7 +120,7 @@ def main() -> int:
     stages = ONE_GPU if given.gpus == 1 else EIGHT_GPUS
     chosen = [stage for stage in stages if not given.only or stage.name in given.only]
     if given.fresh:
-        for stage in stages:
+        for stage in chosen:
             (out / f"{stage.name}.json").unlink(missing_ok=True)
     return run(stages, chosen, out, given.minutes, machine, has, options)
 
@@ -157,7 +157,7 @@ def run(
     end = time.monotonic() + 60 * minutes
     out.mkdir(parents=True, exist_ok=True)
     write(out / "machine.json", machine)
-    before = signal.signal(signal.SIGTERM, ended)
+    before = {number: signal.signal(number, ended) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         results = {stage.name: read(out, stage) for stage in stages}
         # What failed before may fail again: first what has never been tried.
@@ -174,12 +174,15 @@ def run(
             else:
                 print(f"{stage.name}: {stage.title} (at most {min(stage.limit, left):.0f} s)", flush=True)
                 result = carry_out(stage, out, min(stage.limit, left), options)
+                if result["status"] == "over its limit" and left < stage.limit:
+                    result |= {"status": "cut short", "why": "the hour was over"}
             print(f"{stage.name}: {described(result)}", flush=True)
             results[stage.name] = result
             write(out / f"{stage.name}.json", result)
             report(stages, out, machine)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         report(stages, out, machine)
     print(f"report: {out / 'report.md'}")
     wrong = any(
@@ -247,7 +250,10 @@ def end_all(process: subprocess.Popen[bytes], mark: str) -> None:
         with suppress(psutil.NoSuchProcess):
             one.kill()
     psutil.wait_procs(left, timeout=GRACE)
-    process.wait(GRACE)
+    if process.poll() is None:
+        process.kill()
+    with suppress(subprocess.TimeoutExpired):  # a driver may hold it, which must not hold the stages to come
+        process.wait(GRACE)
 
 
 def marked(mark: str) -> list[psutil.Process]:

@@ -18,8 +18,9 @@ import pytest
 from megarl.config import check_config, load_config
 from megarl.weights.cost import KNOWN_MODELS
 from tests.cli.processes import environment, wait_for
+from tests.rehearsal.fakecuda import pretend
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT, GIB = Path(__file__).resolve().parents[2], 2**30
 MACHINE = dict.fromkeys(("device", "code", "driver", "packages", "host"), "-") | {"has": [], "count": 0}
 # SmolLM2-135M's config.json, beside what it shares with other models of its family.
 SMOLLM2 = {"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -130,6 +131,25 @@ def test_what_the_hour_has_no_room_for_is_said_and_not_begun(hour: Any, tmp_path
     assert calls(tmp_path, "long") == 0
     assert hour.run(stages, stages, tmp_path, 60, MACHINE, ()) == 0
     assert statuses(tmp_path) == {"long": "passed", "short": "passed"}
+    last = [stage(hour, tmp_path, "last", "import time; time.sleep(600)")]
+    assert hour.run(last, last, tmp_path, 0.02, MACHINE, ()) == 0
+    assert statuses(tmp_path) == {"last": "cut short"}, "that its limit is not over is no fault of its own"
+
+
+def on_h100(hour: Any, folder: Path, gpus: int, with_7b: bool = False) -> Any:
+    """What stages are given on a machine with all packages, whose host has 200 GiB or 1,800; with models of
+    which the planner needs the sizes alone."""
+    sizes = {
+        "small/model": KNOWN_MODELS["Llama-3.2-1B"] | SMOLLM2,
+        "Qwen2.5-7B": KNOWN_MODELS["Qwen2.5-7B"],
+    }
+    for name, described in sizes.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text(json.dumps(described))
+    machine = {"has": [hour.CUDA, hour.TE, hour.SGLANG, "FP8", hour.NODE], "name": "NVIDIA H100 80GB HBM3"}
+    machine |= {"count": gpus, "memory": int(79.2 * GIB), "host_memory": (200 if gpus == 1 else 1800) * GIB}
+    seven = folder / "Qwen2.5-7B" if with_7b else None
+    return importlib.import_module("hour_found").Given(folder, False, seven, None, machine)
 
 
 @pytest.mark.parametrize(
@@ -142,23 +162,8 @@ def test_what_the_hour_has_no_room_for_is_said_and_not_begun(hour: Any, tmp_path
 def test_the_runs_of_a_gpu_machine_are_valid_and_fit(
     hour: Any, gpus: int, name: str, with_7b: bool, tmp_path: Path
 ) -> None:
-    """Each configuration holds, and `megarl plan` finds room on H100s: for 7B on one of them with a host of
-    200 GiB as well, part of the model frozen."""
-    runs, shared = importlib.import_module("hour_runs"), importlib.import_module("hour_found")
-    sizes = {
-        "small/model": KNOWN_MODELS["Llama-3.2-1B"] | SMOLLM2,
-        "Qwen2.5-7B": KNOWN_MODELS["Qwen2.5-7B"],
-    }
-    for folder, described in sizes.items():
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "config.json").write_text(json.dumps(described))
-    machine = {"has": [hour.CUDA, hour.TE, hour.SGLANG, "FP8", hour.NODE], "name": "NVIDIA H100 80GB HBM3"}
-    machine |= {
-        "count": gpus,
-        "memory": int(79.2 * 2**30),
-        "host_memory": (200 if gpus == 1 else 1800) * 2**30,
-    }
-    given = shared.Given(tmp_path, False, tmp_path / "Qwen2.5-7B" if with_7b else None, None, machine)
+    """Each configuration holds, and `megarl plan` finds room: for 7B on one GPU, part of the model frozen."""
+    runs, given = importlib.import_module("hour_runs"), on_h100(hour, tmp_path, gpus, with_7b)
     more = ["steps=3"] if name == "resume" else []
     if name == "seven_vapo":
         settings = runs.given_frozen(given)
@@ -171,6 +176,57 @@ def test_the_runs_of_a_gpu_machine_are_valid_and_fit(
     assert plan.layout.world == gpus
     assert plan.config.rollout.engine == "sglang" and plan.layers == "te"
     assert (plan.config.model.fp8.format != "none") == (name == "vapo_fp8" or (with_7b and gpus == 8))
+
+
+def test_a_runs_phases_stand_beside_the_plan_and_the_peak(hour: Any, tmp_path: Path) -> None:
+    """512 responses of 20 tokens to prompts of 80, and an update of 0.4 s that took 3 GiB: shares of the peak
+    against a count by hand."""
+    runs, given = importlib.import_module("hour_runs"), on_h100(hour, tmp_path, 1)
+    (tmp_path / "kernels.json").write_text(json.dumps({"figures": {"matmul_tflops": 600.0}}))
+    seconds = {"rollout": 2.0, "old_logprobs": 0.1, "values": 0.1, "critic_update": 0.3, "actor_update": 0.4}
+    record: dict[str, Any] = {f"time/{phase}": took for phase, took in seconds.items()}
+    record |= {
+        "stage": "train",
+        "time/step": 3.0,
+        "rollout/tokens": 512 * 20.0,
+        "train/tokens": 4 * 512 * 100.0,
+    }
+    record |= {"memory/actor_update": 3.0 * GIB, "memory_device/actor_update": 40.0 * GIB}
+    record |= {"mismatch/logprob_abs_mean": 0.2, "reward/mean": -1.0, "throughput/rollout_tokens": 5120.0}
+    slow = record | {"time/actor_update": 9.0, "time/step": 12.0}  # the first step warms up
+    found = importlib.import_module("hour_found").Found(tmp_path / "vapo_bf16.partial.json")
+    plan = runs.plan_of_run(given, "vapo_bf16", runs.overrides_of("vapo_bf16", given))
+    runs.summarise(given, found, plan, [slow | {"step": 1}, record | {"step": 2}, record | {"step": 3}])
+
+    curves, phases = found.tables
+    assert curves["columns"] == ["step", "reward", "trainer - engine"]
+    assert curves["rows"] == [[1, -1.0, 0.2], [2, -1.0, 0.2], [3, -1.0, 0.2]]
+    rows = {row[0]: dict(zip(phases["columns"][1:7], row[1:7], strict=True)) for row in phases["rows"]}
+    layers = 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536)
+    flops = 3 * 2 * (layers * 512 * 100 + 576 * 49152 * 512 * 20)
+    update = rows["actor_update"]
+    assert update["s"] == 0.4 and update["peak, GiB"] == 3.0
+    assert update["of the data sheet"] == pytest.approx(flops / 0.4 / 989e12)
+    assert update["share of bf16 products as measured"] == pytest.approx(flops / 0.4 / 600e12)
+    need = next(need for need in plan.needs() if need.phase == "actor_update")
+    ours = sum(
+        size for part, size in need.parts.items() if part.startswith(("actor.", "activations", "head"))
+    )
+    assert update["planned"] == pytest.approx(ours / GIB)
+    marks = {row["what"]: row["mark"] for row in found.rows}
+    assert marks["actor_update: peak of this process / megarl plan's"] in ("met", "not met")
+    assert marks["log-probs of engine and trainer, mean difference"] == "not met"
+    assert json.loads(found.path.read_text())["figures"]["curves"]["reward"] == [-1.0] * 3
+
+
+def test_a_node_of_gpus_is_seen(hour: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = importlib.import_module("hour_stages")
+    pretend(monkeypatch)
+    machine = stages.look(tiny=False)
+    assert {hour.CUDA, hour.NODE} <= set(machine["has"])
+    assert machine["device"] == "8 x NVIDIA H100 80GB HBM3 (79.2 GiB)" and machine["capability"] == (9, 0)
+    assert "torch for CUDA 13.0" in machine["driver"]
+    assert set(MACHINE) <= set(machine), "what the report names"
 
 
 RUNNER = """
@@ -201,28 +257,40 @@ def test_ended_from_outside_it_leaves_no_process_behind(tmp_path: Path) -> None:
     assert statuses(tmp_path) == {"passes": "passed", "hangs": "not begun"}
 
 
+def call(out: Path, *arguments: str) -> str:
+    """What `make gpu ARGS=--tiny` prints, and its page."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "hour.py"), "--tiny", "--out", str(out), *arguments]
+    done = subprocess.run(
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
+    )
+    told = done.stdout + done.stderr + (out / "report.md").read_text()
+    assert done.returncode == 0, told
+    return told
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(2000)
 def test_real_stages_with_a_tiny_model(tmp_path: Path) -> None:
-    """By the command of `make gpu`: numbers beside Hugging Face, a run beside the plan, ranks beside one;
-    stages of a GPU say what they lack; the second call does nothing again."""
-    names = {"1": ["model", "parity", "vapo_bf16", "engine"], "8": ["model", "nccl", "layouts"]}
-    for suite, chosen in names.items():
-        command = [sys.executable, str(ROOT / "benchmarks" / "hour.py"), "--tiny", "--gpus", suite]
-        command += ["--out", str(tmp_path / suite), "--only", *chosen]
-        for _ in range(2):
-            done = subprocess.run(
-                command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=550
-            )
-            told = (tmp_path / suite / "report.md").read_text() + done.stdout + done.stderr
-            assert done.returncode == 0, told
-        found = statuses(tmp_path / suite)
-        assert all(found[name] == "passed" for name in chosen if name != "engine"), told
-        assert done.stdout.count("not done again") == len(chosen) - ("engine" in chosen)
-    assert found["transfer_between"] == "not begun"
-    page = (tmp_path / "1" / "report.md").read_text()
-    assert "skipped: needs CUDA" in page
-    assert "portable fp32: largest difference from Hugging Face" in page
-    assert "Phases beside megarl plan" in page and "| actor_update |" in page
-    record = json.loads((tmp_path / "1" / "vapo_bf16.json").read_text())
+    """Numbers beside Hugging Face and a run beside the plan; a stage of a GPU says what it lacks; the second
+    call does nothing again."""
+    chosen = ("model", "parity", "vapo_bf16", "engine")
+    told = call(tmp_path, "--only", *chosen)
+    found = statuses(tmp_path)
+    assert [found[name] for name in chosen] == ["passed", "passed", "passed", "skipped"], told
+    assert found["vapo_fp8"] == "not begun"
+    assert "skipped: needs CUDA" in told
+    assert "portable fp32: largest difference from Hugging Face" in told
+    assert "Phases beside megarl plan" in told and "| actor_update |" in told
+    record = json.loads((tmp_path / "vapo_bf16.json").read_text())
     assert len(record["figures"]["curves"]["reward"]) == 2
-    assert "portable fp32, tp 2 pp 1: log-probs" in (tmp_path / "8" / "report.md").read_text()
+    assert call(tmp_path, "--only", *chosen).count("not done again") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_ranks_of_a_node_with_a_tiny_model(tmp_path: Path) -> None:
+    told = call(tmp_path, "--gpus", "8", "--only", "layouts")
+    assert statuses(tmp_path)["layouts"] == "passed", told
+    assert (
+        "portable fp32, tp 2 pp 1: log-probs" in told and "portable fp32, tp 1 pp 2: gradient norms" in told
+    )
