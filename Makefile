@@ -21,6 +21,8 @@ ARGS ?=
 BENCH ?=
 # Ranks of `make rehearse-scale`.
 RANKS ?= 128
+# Name of the image of `make image`.
+IMAGE ?= megarl
 # Of `make gpu` and `make gpu-8`: minutes of a call, the folder of a 7B model, prompts for it (empty: sums in words).
 MINUTES ?= 60
 MODEL_7B ?=
@@ -60,7 +62,7 @@ export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu lock-gpu demo demo-te test test-megatron test-slow test-te rehearse rehearse-gpu rehearse-scale test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-8 gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu image lock-gpu demo demo-te test test-megatron test-slow test-te rehearse rehearse-gpu rehearse-scale test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-8 gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -204,6 +206,10 @@ $(GPU)/packages: requirements-gpu.txt pyproject.toml
 	grep -v '^transformer-engine-torch==' requirements-gpu.txt | $(GPU)/bin/python -m pip install --quiet --no-deps -r /dev/stdin
 	$(GPU)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
+
+image: ## the same as a container image, by docker or podman: IMAGE=megarl
+	@builder=$$(command -v docker || command -v podman) || { echo "Makefile: neither docker nor podman is here" >&2; exit 2; }; \
+		set -x; $$builder build -f docker/Dockerfile -t $(IMAGE) . && $$builder run --rm $(IMAGE) megarl --version
 
 lock-gpu: ## requirements-gpu.txt from requirements-gpu.in and pyproject.toml, by uv
 	uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_35 --no-annotate --no-header --no-emit-package megarl \

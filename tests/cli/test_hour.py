@@ -219,6 +219,26 @@ def test_a_runs_phases_stand_beside_the_plan_and_the_peak(hour: Any, tmp_path: P
     assert json.loads(found.path.read_text())["figures"]["curves"]["reward"] == [-1.0] * 3
 
 
+def test_curves_of_both_precisions_stand_side_by_side(
+    hour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, given = importlib.import_module("hour_runs"), on_h100(hour, tmp_path, 1)
+    drawn = {
+        "vapo_bf16": {"reward": [-1.0, -0.5], "value loss": [2.0, 1.0], "entropy": [0.5, 0.5]},
+        "vapo_fp8": {"reward": [-1.1, 0.5], "value loss": [2.0, None], "entropy": [0.5, 0.4]},
+    }
+    monkeypatch.setattr(runs, "run", lambda _, found, name: found.figures.update(curves=drawn[name]))
+    for name, fp8 in (("vapo_bf16", False), ("vapo_fp8", True)):
+        found = importlib.import_module("hour_found").Found(tmp_path / f"{name}.json")
+        runs.vapo(given, found, fp8=fp8)
+        found.save()
+    [table] = found.tables
+    assert table["columns"][:3] == ["step", "reward, bf16", "reward, FP8"]
+    assert table["rows"] == [[1, -1.0, -1.1, 2.0, 2.0, 0.5, 0.5], [2, -0.5, 0.5, 1.0, None, 0.5, 0.4]]
+    apart = {row["what"].partition(",")[0]: (row["figure"], row["mark"]) for row in found.rows}
+    assert apart == {"reward": ("0.55", "not met"), "entropy": ("0.05", "met")}
+
+
 def test_a_node_of_gpus_is_seen(hour: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = importlib.import_module("hour_stages")
     pretend(monkeypatch)

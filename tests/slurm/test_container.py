@@ -66,6 +66,8 @@ def test_the_image_has_what_its_installation_needs(tmp_path: Path) -> None:
         copy(where, image / target, **({"symlinks": True} if where.is_dir() else {}))
     dangling = [path for path in image.rglob("*") if path.is_symlink() and not path.exists()]
     assert not dangling
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert kept == set(copied()), "the builder is sent what is copied"
     words, ran = dict(commands()), [words[0] for command, words in commands() if command == "RUN"]
     [settings] = [found[1].split() for run in ran if (found := re.search(r"make (install-gpu .*?) &&", run))]
     # This Python instead of the image's: none of the lines is carried out.
