@@ -78,7 +78,7 @@ def make_scene(folder: str, tiny: bool, **overrides: Any) -> Any:
     sizes = sizes_of("tiny") if tiny else sizes_of("Qwen2.5-7B", **STACK)
     runtime = parallel.start(ParallelConfig(), seed=0)
     if tiny:
-        overrides["model"] = {**overrides.get("model", {}), "dtype": "fp32"}
+        overrides["model"] = {"dtype": "fp32", **overrides.get("model", {})}
     return Scene(runtime, Path(folder), sizes, **overrides)
 
 

@@ -68,7 +68,7 @@ ONE_GPU = (
     Stage("engine", "weights in SGLang bit for bit; log-probs beside the trainer's", 900, (CUDA, SGLANG), 90),
     Stage("memory", "memory of each phase beside the plan; moves to the host and back", 300),
     Stage("vapo_bf16", "SmolLM2: VAPO, bf16: curves, tokens/s, shares of the peak, memory", 600, (), 90),
-    Stage("vapo_fp8", "SmolLM2: VAPO, FP8 beside bf16", 600, (CUDA, TE, "FP8"), 90),
+    Stage("vapo_fp8", "SmolLM2: VAPO, FP8 beside bf16", 600, (TE, "FP8"), 90),
     Stage("curves", "loss curves of 7B-wide layers: FP8 beside bf16", 420, (), 60),
     Stage("speed", "TFLOP/s of training: portable, Transformer Engine in bf16 and FP8", 600, (), 60),
     Stage("seven_parity", "7B: log-probs beside Hugging Face", 600, (CUDA, SEVEN), 120),

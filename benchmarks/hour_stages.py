@@ -64,7 +64,7 @@ from measure import in_fresh_process
 
 def look(tiny: bool) -> dict[str, Any]:
     """What the runner and the report need to know of this machine."""
-    from megarl.parallel.machine import broken_transformer_engine, driver_version, installed
+    from megarl.parallel.machine import driver_version, installed, transformer_engine_problem
 
     cuda = torch.cuda.is_available()
     count, has = torch.cuda.device_count() if cuda else 0, [CUDA] * cuda
@@ -76,8 +76,8 @@ def look(tiny: bool) -> dict[str, Any]:
             properties.total_memory,
             (properties.major, properties.minor),
         )
-    if cuda and find_spec("transformer_engine") and not broken_transformer_engine():
-        has += [TE, *(["FP8"] if capability >= (8, 9) else [])]
+    if not transformer_engine_problem("cuda" if cuda else "cpu"):  # on a CPU that of tests/te, emulated
+        has += [TE, *(["FP8"] if capability >= (8, 9) or not cuda else [])]
     has += [SGLANG] * (find_spec("sglang") is not None) + [NODE] * (count > 1 or tiny)
     size = f" ({memory / GIB:.1f} GiB)" if cuda else ""
     git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -137,8 +137,8 @@ def kernels(given: Given, found: Found) -> None:
         found.at_least(
             "copies from pinned memory / data sheet", rates["from_host_gb"] / sheet.host_speed, 0.5
         )
-    if not given.has(TE):
-        found.notes.append("Transformer Engine's kernels were left out: it is not there")
+    if not (given.has(CUDA) and given.has(TE)):
+        found.notes.append("Transformer Engine's kernels were left out: they are not there")
         return
     debug = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
     done = subprocess.run(
@@ -381,7 +381,8 @@ def one_curve(given: Given, layers: str, recipe: str) -> dict[str, Any]:
     hybrid = "hybrid" if recipe in ("delayed", "tensorwise") else "e4m3"
     fp8 = {"format": "none"} if recipe == "none" else {"format": hybrid, "recipe": recipe}
     responses, tokens, steps = (4, 60, 4) if given.tiny else (8, 1020, 20)
-    settings: dict[str, Any] = {"model": {"layers": layers, "fp8": fp8}, "actor": {"lr": 2e-4}}
+    model = {"layers": layers, "fp8": fp8, **({"dtype": "bf16"} if layers == "te" else {})}
+    settings: dict[str, Any] = {"model": model, "actor": {"lr": 2e-4}}
     scene = gpu.make_scene(str(given.out / "curves"), given.tiny, **settings)
     losses, norms = [], []
     for step in range(steps):
@@ -402,8 +403,12 @@ def curves(given: Given, found: Found) -> None:
     if given.has(TE):
         ways.append(("te", "none"))
     if given.has("FP8"):
-        device = tuple(given.machine["capability"]), torch.version.cuda or "0.0"
+        device = (
+            (tuple(given.machine["capability"]), torch.version.cuda) if given.has(CUDA) else ((9, 0), "13.0")
+        )
         ways += [("te", recipe) for recipe in RECIPES if not device_problem(recipe, *device)]
+        if given.tiny:  # whose sides are no multiples of 128
+            ways = [(layers, recipe) for layers, recipe in ways if recipe != "blockwise"]
     drawn: dict[str, list[float]] = {}
     for layers, recipe in ways:
         name = layers if recipe == "none" else f"FP8 {recipe}"
