@@ -21,6 +21,12 @@ ARGS ?=
 BENCH ?=
 # Ranks of `make rehearse-scale`.
 RANKS ?= 128
+# Name of the image of `make image`.
+IMAGE ?= megarl
+# Of `make gpu` and `make gpu-8`: minutes of a call, the folder of a 7B model, prompts for it (empty: sums in words).
+MINUTES ?= 60
+MODEL_7B ?=
+DATA ?=
 # Where the CPU build of torch is. Where this index is out of reach, pip takes what its other sources offer.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -57,10 +63,10 @@ export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu lock-gpu demo demo-te test test-megatron test-slow test-te rehearse rehearse-gpu rehearse-scale test-sglang test-slurm test-launch chaos lint types format trl results bench gpu gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu image lock-gpu demo demo-te test test-megatron test-slow test-te rehearse rehearse-gpu rehearse-scale test-sglang test-slurm test-launch chaos lint types format trl results bench gpu gpu-8 gpu-tests gpu-bench ci clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## .venv with megarl and its development tools, pinned by constraints-cpu.txt
 
@@ -211,13 +217,23 @@ $(GPU)/packages: requirements-gpu.txt pyproject.toml
 	$(GPU)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
+image: ## the same as a container image, by docker or podman: IMAGE=megarl
+	@builder=$$(command -v docker || command -v podman) || { echo "Makefile: neither docker nor podman is here" >&2; exit 2; }; \
+		set -x; $$builder build -f docker/Dockerfile -t $(IMAGE) . && $$builder run --rm $(IMAGE) megarl --version
+
 lock-gpu: ## requirements-gpu.txt from requirements-gpu.in and pyproject.toml, by uv
 	uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_35 --no-annotate --no-header --no-emit-package megarl \
 		--extra sglang --extra track --output-file requirements-gpu.txt pyproject.toml requirements-gpu.in
 
-gpu: gpu-tests gpu-bench ## tests and figures on one GPU, with the Python that is given: PYTHON=python3 (docs/gpu.md)
+HOUR = PYTHONPATH=.:$$PYTHONPATH $(PYTHON) benchmarks/hour.py --minutes $(MINUTES) $(if $(MODEL_7B),--model-7b "$(MODEL_7B)") $(if $(DATA),--data "$(DATA)")
 
-gpu-tests:
+gpu: ## an hour of one GPU, and a report to send back: PYTHON=.venv-gpu/bin/python MODEL_7B= MINUTES=60 (docs/gpu.md)
+	$(HOUR) $(ARGS)
+
+gpu-8: ## the same of a node of eight
+	$(HOUR) --gpus 8 $(ARGS)
+
+gpu-tests: # what the hour runs of pytest's and of benchmarks/gpu.py, by itself
 	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest tests/gpu -m gpu -s $(ARGS)
 
 gpu-bench:

@@ -1,5 +1,5 @@
 """One GPU: its measured matrix-product and copy rates, and beside them what megarl makes of them. Each part
-has a process of its own.
+has a process of its own. The stages of `make gpu` (hour.py) are made of these parts, among others.
 
 python benchmarks/gpu.py                     # all parts, about 8 minutes
 python benchmarks/gpu.py --only rates train  # some
@@ -7,7 +7,8 @@ python benchmarks/gpu.py --tiny              # a tiny model on any device: do th
 
 rates     bf16 matrix products (TFLOP/s), copies within the device, to and from pinned host memory (GB/s)
 train     forward, backward and optimizer of 7B-shaped layers: portable, Transformer Engine in bf16, in FP8
-memory    peak of each phase beside the tensor groups that are there, and the GB/s of their moves
+memory    peak of each phase beside the tensor groups that are there and what `megarl plan` says, and the
+          GB/s of their moves
 transfer  the actor's weights into SGLang's layout on the same device
 rollout   SGLang inside megarl and alone, and what residency and transfers add to a step
 """
@@ -20,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def make_scene(folder: str, tiny: bool, **overrides: Any) -> Any:
     sizes = sizes_of("tiny") if tiny else sizes_of("Qwen2.5-7B", **STACK)
     runtime = parallel.start(ParallelConfig(), seed=0)
     if tiny:
-        overrides["model"] = {**overrides.get("model", {}), "dtype": "fp32"}
+        overrides["model"] = {"dtype": "fp32", **overrides.get("model", {})}
     return Scene(runtime, Path(folder), sizes, **overrides)
 
 
@@ -107,9 +108,24 @@ def train(tiny: bool, layers: str, recipe: str) -> dict[str, float]:
     return {"tflops": work / took / 1e12, "tokens_per_second": responses * (tokens + 4) / took}
 
 
+def planned(config: Any, sizes: dict[str, Any], world: int = 1) -> dict[str, tuple[float, float]]:
+    """What `megarl plan` says of each phase, bytes of the fullest GPU: of this process's tensors, which the
+    engine's are not, and of all. world: the devices of the run."""
+    from megarl.plan.memory import plan_of
+
+    sizes_of_layout = config.parallel.tp * config.parallel.pp * config.parallel.cp
+    parallel = config.parallel.model_copy(update={"dp": world // sizes_of_layout})
+    plan = plan_of(config.model_copy(update={"parallel": parallel}), sizes)
+    found = {}
+    for need in plan.needs():
+        others = sum(size for part, size in need.parts.items() if part.startswith(("engine.", "contexts")))
+        found[need.phase] = (need.total - others, need.total)
+    return found
+
+
 def memory(tiny: bool) -> dict[str, Any]:
-    """Bytes: the peak of each phase and the tensor groups that are there; GB/s of a full move to the host and
-    back."""
+    """Bytes: the peak of each phase, the tensor groups that are there, and the peak that was planned; GB/s of
+    a full move to the host and back."""
     from tests.gpu.scene import UPDATE, WEIGHTS
 
     responses, tokens = (4, 60) if tiny else (8, 4092)
@@ -127,6 +143,7 @@ def memory(tiny: bool) -> dict[str, Any]:
             groups[phase] = float(scene.offload.nbytes)
             with scene.offload.measured(phase, peaks):
                 work(local)
+        plan = {phase: own for phase, (own, _) in planned(scene.config, scene.sizes).items()}
 
         def there_and_back() -> None:
             scene.offload.onload("nothing", ())
@@ -138,33 +155,40 @@ def memory(tiny: bool) -> dict[str, Any]:
     return {
         "peaks": peaks,
         "groups": groups,
+        "planned": {phase: plan[phase] for phase in groups},
         "host": float(scene.host.nbytes),
         "move_gb": 2 * copied / took / 1e9,
     }
 
 
-def transfer(tiny: bool) -> dict[str, float]:
-    """GB/s of the plan's copies into SGLang's layout, bucket after bucket, without SGLang."""
+def transfers(scene: Any) -> tuple[Any, list[Any]]:
+    """The plan and the transfers, bucket after bucket, of the actor's weights into SGLang's layout, without
+    SGLang."""
     from megarl.rollout.sglang import SGLangEngine
     from megarl.weights.families import table_names
     from megarl.weights.plan import engine_plan
     from megarl.weights.transfer import Staging, Transfer
     from tests.gpu.scene import EOS, WEIGHTS
 
+    scene.offload.onload("weight_transfer", WEIGHTS)
+    device, rank = scene.runtime.device, scene.runtime.rank
+    plan = engine_plan(scene.config, scene.sizes, scene.runtime.layout, cpu=device.type == "cpu")
+    engine = SGLangEngine(scene.config, scene.sizes, rank, device, (EOS,))
+    sources = table_names(dict(scene.actor.model.named_parameters()))
+    dtype = next(iter(sources.values())).dtype
+    staging, memory = Staging(device), Staging(device)
+    plans = [plan.part(names) for names in engine.split(plan)]
+    parts = [
+        Transfer(part, rank, sources, targets, 2**28, dtype=dtype, staging=staging)
+        for part, targets in zip(plans, engine.buckets(plans, memory), strict=True)
+    ]
+    return plan, parts
+
+
+def transfer(tiny: bool) -> dict[str, float]:
+    """GB/s of the plan's copies into SGLang's layout."""
     with tempfile.TemporaryDirectory() as folder:
-        scene = make_scene(folder, tiny, rollout={"engine": "sglang"})
-        scene.offload.onload("weight_transfer", WEIGHTS)
-        device = scene.runtime.device
-        plan = engine_plan(scene.config, scene.sizes, scene.runtime.layout, cpu=device.type == "cpu")
-        engine = SGLangEngine(scene.config, scene.sizes, 0, device, (EOS,))
-        sources = table_names(dict(scene.actor.model.named_parameters()))
-        dtype = next(iter(sources.values())).dtype
-        staging, memory = Staging(device), Staging(device)
-        plans = [plan.part(names) for names in engine.split(plan)]
-        parts = [
-            Transfer(part, 0, sources, targets, 2**28, dtype=dtype, staging=staging)
-            for part, targets in zip(plans, engine.buckets(plans, memory), strict=True)
-        ]
+        _, parts = transfers(make_scene(folder, tiny, rollout={"engine": "sglang"}))
         size = sum(part.target_bytes for part in parts)
         return {"gb": size / seconds(lambda: [part.run() for part in parts]) / 1e9, "bytes": float(size)}
 
@@ -225,48 +249,43 @@ def rollout(tiny: bool) -> dict[str, float]:
     }
 
 
-def report(only: list[str], tiny: bool) -> int:
-    verdicts, me = Verdicts(), str(Path(__file__))
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
-    print(f"gpu: {device}; {machine()}")
+def part(name: str, *arguments: str, tiny: bool) -> dict[str, Any]:
+    """The figures of a part, from a process of its own."""
+    result = in_fresh_process(str(Path(__file__)), f"--one={name}", *arguments, *(["--tiny"] * tiny))
+    print(f"{' '.join((name, *arguments))}: {json.dumps(result)}", flush=True)
+    return result
 
-    def part(name: str, *arguments: str) -> dict[str, Any]:
-        result = in_fresh_process(me, f"--one={name}", *arguments, *(["--tiny"] if tiny else []))
-        print(f"{' '.join((name, *arguments))}: {json.dumps(result)}", flush=True)
-        return result
 
-    best = part("rates")
+def report(only: Sequence[str], tiny: bool, verdicts: Verdicts) -> dict[str, Any]:
+    """The figures of the parts, by name, each beside its target."""
+    figures: dict[str, Any] = {"rates": (best := part("rates", tiny=tiny))}
     if "train" in only:
         kinds = [("portable", "none")]
         if torch.cuda.is_available() and find_spec("transformer_engine"):
             kinds += [("te", "none"), ("te", "tensorwise"), ("te", "delayed")]
         for layers, recipe in kinds:
-            share = (
-                part("train", f"--layers={layers}", f"--recipe={recipe}")["tflops"] / best["matmul_tflops"]
-            )
-            verdicts.at_least(
-                f"training, {layers}, FP8 {recipe}: TFLOP/s / those of a bf16 matrix product", share, 0.4
-            )
+            found = part("train", f"--layers={layers}", f"--recipe={recipe}", tiny=tiny)
+            name = layers if recipe == "none" else f"{layers}, FP8 {recipe}"
+            figures[f"train, {name}"] = found
+            share, what = found["tflops"] / best["matmul_tflops"], "TFLOP/s / those of a bf16 matrix product"
+            verdicts.at_least(f"training, {name}: {what}", share, 0.4)
     if "memory" in only:
-        verdicts.at_least(
-            "moves to the host and back / copies from pinned memory",
-            part("memory")["move_gb"] / best["from_host_gb"],
-            0.5,
-        )
+        figures["memory"] = found = part("memory", tiny=tiny)
+        what = "moves to the host and back / copies from pinned memory"
+        verdicts.at_least(what, found["move_gb"] / best["from_host_gb"], 0.5)
+        for phase, size in found["planned"].items() if torch.cuda.is_available() else ():
+            peak = found["peaks"][f"memory/{phase}"]
+            verdicts.at_most(f"{phase}, peak / megarl plan's", peak / size, 1.1)
+            verdicts.at_least(f"{phase}, peak / megarl plan's", peak / size, 0.8)
     if "transfer" in only:
-        verdicts.at_least(
-            "transfer GB/s / copies within the device", part("transfer")["gb"] / best["copy_gb"], 0.5
-        )
+        figures["transfer"] = found = part("transfer", tiny=tiny)
+        verdicts.at_least("transfer GB/s / copies within the device", found["gb"] / best["copy_gb"], 0.5)
     if "rollout" in only and find_spec("sglang"):
-        found = part("rollout")
-        verdicts.at_least(
-            "rollout tokens/s inside megarl / SGLang alone", found["inside"] / found["straight"], 0.9
-        )
+        figures["rollout"] = found = part("rollout", tiny=tiny)
+        what = "rollout tokens/s inside megarl / SGLang alone"
+        verdicts.at_least(what, found["inside"] / found["straight"], 0.9)
         verdicts.at_most("moves and transfer / a step", found["overhead"], 0.05)
-    for package in ("transformer_engine", "sglang"):
-        if not find_spec(package):
-            print(f"{package} is not installed: its parts were left out")
-    return verdicts.exit_code
+    return figures
 
 
 def main() -> int:
@@ -283,7 +302,13 @@ def main() -> int:
         if not (args.tiny or torch.cuda.is_available()):
             print("gpu: needs a CUDA device (docs/gpu.md); --tiny runs anywhere", file=sys.stderr)
             return 2
-        return report(args.only or list(PARTS), args.tiny)
+        verdicts = Verdicts()
+        print(f"gpu: {torch.cuda.get_device_name() if torch.cuda.is_available() else 'a CPU'}; {machine()}")
+        report(args.only or PARTS, args.tiny, verdicts)
+        for package in ("transformer_engine", "sglang"):
+            if not find_spec(package):
+                print(f"{package} is not installed: its parts were left out")
+        return verdicts.exit_code
     extra = (args.layers, args.recipe) if args.one == "train" else ()
     parts: dict[str, Callable[..., dict[str, Any]]] = dict(
         zip(PARTS, (rates, train, memory, transfer, rollout), strict=True)

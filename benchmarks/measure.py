@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ import torch
 
 LIMIT = 1800  # seconds that one measurement may take
 MARKS = ("met", "not met", "WRONG")
+# Phases that take a step's batch through a model; those that go back, and those whose head predicts tokens.
+PASSES = ("old_logprobs", "reference_logprobs", "values", "critic_update", "actor_update")
+BACKWARD, ACTORS = ("critic_update", "actor_update"), ("old_logprobs", "reference_logprobs", "actor_update")
 
 
 def machine() -> str:
@@ -32,6 +36,7 @@ class Verdicts:
 
     def __init__(self) -> None:
         self.exit_code = 0
+        self.rows: list[dict[str, str]] = []  # what was printed: mark, what, figure, target
 
     def at_most(self, what: str, figure: float, bound: float, unit: str = "", must: bool = False) -> None:
         self._print(what, figure <= bound, f"{_text(figure)}{unit}", f"at most {_text(bound)}{unit}", must)
@@ -45,6 +50,7 @@ class Verdicts:
     def _print(self, what: str, held: bool, figure: str, target: str, must: bool) -> None:
         mark = MARKS[0] if held else MARKS[2] if must else MARKS[1]
         self.exit_code |= mark == MARKS[2]
+        self.rows.append({"mark": mark, "what": what, "figure": figure, "target": target})
         print(f"{mark:7} | {what}: {figure} | target: {target}", flush=True)
 
 
@@ -60,6 +66,27 @@ def in_fresh_process(script: str, *arguments: str) -> dict[str, Any]:
         raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+def phase_flops(sizes: Any, record: Mapping[str, float], group: int) -> dict[str, float]:
+    """FLOPs of each phase of a recorded step that computes (`time/<phase>`), of all ranks: the products of
+    the layers, and of the head where a response's tokens are predicted, once forward and twice backward; a
+    shared prompt once. Attention is left out: at these lengths it is a few percent.
+
+    sizes: megarl.weights.families.Sizes of a dense model; group: responses of a prompt"""
+    layer = sizes.hidden * (2 * sizes.q + 2 * sizes.kv + 3 * sizes.ffn)
+    per_token = 2 * layer * sizes.layers
+    passes = [name for name in PASSES if f"time/{name}" in record]
+    sequences = record["train/tokens"] / max(1, len(passes))  # of one pass: a phase has one epoch
+    packed = sequences * (1 - record.get("train/shared_tokens", 0.0))
+    responses = record["rollout/tokens"]
+    head = 2 * sizes.hidden * sizes.vocab * responses
+    prompts = (sequences - responses) / group
+    work = {"rollout": per_token * (prompts + responses) + head}
+    for name in passes:
+        forward = per_token * packed + (head if name in ACTORS else 0.0)
+        work[name] = forward * (3 if name in BACKWARD else 1)
+    return work
 
 
 class PeakMemory:

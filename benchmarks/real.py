@@ -19,11 +19,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from measure import Verdicts, machine
+from measure import Verdicts, machine, phase_flops
 from step import ROOT, call, megarl
-from transformers import AutoConfig
 
 from megarl.parallel.machine import matrix_rates
+from megarl.weights.families import Sizes, read_config
 
 FOLDER = ROOT / "runs" / "smollm2"
 PROMPTS, GROUP, UPDATES, TOKENS, RANKS = 16, 8, 2, 48, 2
@@ -64,23 +64,8 @@ def theirs(python: Path, dtype: str, threads: int, rollouts: int) -> dict[str, A
 
 
 def shares(record: dict[str, Any], rate: float) -> dict[str, float]:
-    """The share of `rate`, FLOP/s of one core, that each phase of a step reaches on all ranks' cores. Counted
-    are the products of the layers, and of the head where a response's tokens are predicted: each once forward
-    and twice backward, a shared prompt once."""
-    model = AutoConfig.from_pretrained(FOLDER / "model")
-    hidden, head_dim = model.hidden_size, model.hidden_size // model.num_attention_heads
-    queries, keys = model.num_attention_heads * head_dim, model.num_key_value_heads * head_dim
-    layer = hidden * (2 * queries + 2 * keys + 3 * model.intermediate_size)
-    responses, sequences = record["rollout/tokens"], record["train/tokens"] / 2
-    packed = sequences * (1 - record.get("train/shared_tokens", 0.0))
-    prompts = (sequences - responses) / GROUP
-    head = 2 * hidden * model.vocab_size * responses
-    forward = 2 * layer * model.num_hidden_layers * packed + head
-    work = {
-        "rollout": 2 * layer * model.num_hidden_layers * (prompts + responses) + head,
-        "old_logprobs": forward,
-        "actor_update": 3 * forward,
-    }
+    """The share of `rate`, FLOP/s of one core, that each phase of a step reaches on all ranks' cores."""
+    work = phase_flops(Sizes.of(read_config(FOLDER / "model")), record, GROUP)
     return {name: flops / (record[f"time/{name}"] * rate * RANKS) for name, flops in work.items()}
 
 

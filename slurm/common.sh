@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What the sbatch files share: preflight, start on all nodes, logs per rank, and going on after a signal or a failure.
 #
 #   megarl_prepare CONFIG [key=value ...]   checks the nodes; ends the job where they are not fit
@@ -59,6 +60,11 @@ megarl_srun() {
     "${MEGARL_SRUN:-srun}" "${flags[@]}" "${prefix[@]}" "$@"
 }
 
+# One process on one node, for what the whole job asks once; inside the container too, as the node's own Python may lack what megarl imports.
+megarl_once() {
+    if [ -n "${MEGARL_CONTAINER:-}" ]; then SLURM_JOB_NUM_NODES=1 megarl_srun "$@"; else "$@"; fi
+}
+
 megarl_prepare() {
     megarl_say "job $SLURM_JOB_ID, attempt $megarl_attempt, on $SLURM_JOB_NODELIST"
     # shellcheck disable=SC2016  # expanded on the node
@@ -78,7 +84,7 @@ megarl_prepare() {
 
 megarl_train() {
     local run_dir before code
-    run_dir=$("$MEGARL_PYTHON" -m megarl config show "$@" | sed -n 's/^run_dir: //p') || exit 2
+    run_dir=$(megarl_once "$MEGARL_PYTHON" -m megarl config show "$@" | sed -n 's/^run_dir: //p') || exit 2
     [ -n "$run_dir" ] || exit 2
     before=$(megarl_newest "$run_dir")
     [ -z "$megarl_signal" ] || megarl_stopped

@@ -23,12 +23,13 @@ from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule.generation import make_engine, start_engine
 from megarl.schedule.offload import EngineMemory, OffloadManager
-from megarl.schedule.run import make_weight_sync
+from megarl.schedule.run import load_weights, make_weight_sync
 from megarl.training.batch import LocalBatch, distribute
 from megarl.training.losses import supervised_loss
 from megarl.training.model import TrainableModel, UpdateResult, tensor_groups
 from megarl.weights.cost import KNOWN_MODELS
-from megarl.weights.families import table_names
+from megarl.weights.families import read_config, table_names
+from megarl.weights.megatron import open_model
 
 EOS = 1
 WEIGHTS, UPDATE = ("actor.weights",), ("actor.weights", "actor.gradients", "actor.optimizer")
@@ -74,13 +75,20 @@ def fill(model: torch.nn.Module) -> None:
 
 
 class Scene:
-    """sizes: a config.json; overrides: sections of the configuration."""
+    """sizes: a config.json, or a Hugging Face folder with the weights; overrides: sections of the
+    configuration."""
 
-    def __init__(self, runtime: Runtime, folder: Path, sizes: Mapping[str, Any], **overrides: Any) -> None:
+    def __init__(
+        self, runtime: Runtime, folder: Path, sizes: Mapping[str, Any] | Path, **overrides: Any
+    ) -> None:
         folder = folder / f"rank{runtime.rank}"  # of its own: no rank reads what another one is writing
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(sizes))
-        model = {"path": folder, "dtype": "bf16", **overrides.pop("model", {})}
+        source = folder
+        if isinstance(sizes, Path):
+            source, sizes = sizes, read_config(sizes)
+        else:
+            (folder / "config.json").write_text(json.dumps(sizes))
+        model = {"path": source, "dtype": "bf16", **overrides.pop("model", {})}
         settings = {
             "data": {"max_prompt_tokens": 64},
             "update": {"mini_batch": 8, "tokens_per_micro_batch": 8192},
@@ -92,14 +100,17 @@ class Scene:
         self.runtime, self.sizes = runtime, dict(sizes)
         self.config = Config(recipe="dapo", run_dir=folder, steps=10, model=model, **settings)
         self.host, self.offload = HostPool(runtime.device), OffloadManager(runtime.device, keep=())
-        built = build_actor(self.config, read_hf_config(folder), runtime)
-        fill(built)
+        built = build_actor(self.config, read_hf_config(source), runtime)
+        if source == folder:
+            fill(built)
+        else:
+            load_weights(built, open_model(source), runtime)
         self.actor = TrainableModel("actor", built, self.config.actor, self.config.steps, runtime)
         self.offload.register(tensor_groups(self.actor, self.host))
 
-    def local(self, responses: int, tokens: int) -> LocalBatch:
+    def local(self, responses: int, tokens: int, seed: int = 3) -> LocalBatch:
         """Prompts of 4 tokens, random responses of `tokens` each, all of them right, in one mini-batch."""
-        generator = torch.Generator().manual_seed(3)
+        generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(
             2, self.sizes["vocab_size"], (responses, tokens + 4), generator=generator
         ).tolist()

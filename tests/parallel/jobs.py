@@ -36,6 +36,7 @@ def make_config(
     overlap_warmup_flush: bool = False,
     dtype: str = "fp32",
     budget: int = 64,
+    chunk: int = 7,
     mini_batch: int = 8,
     overlong: bool = False,
     share_prompts: bool = False,
@@ -60,7 +61,7 @@ def make_config(
         update=UpdateConfig(
             mini_batch=mini_batch,
             tokens_per_micro_batch=budget,
-            logprob_chunk=7,
+            logprob_chunk=chunk,
             share_prompts=share_prompts,
         ),
     )
@@ -86,15 +87,19 @@ def logprobs(
     sequence_parallel: bool | None = None,
     model: Mapping[str, Any] | None = None,
     routing: torch.Tensor | None = None,
+    dtype: str = "fp32",
+    budget: int = 40,
+    chunk: int = 7,
 ) -> Any:
-    """Log-probabilities and entropy of all response tokens, in the order given, on every rank.
+    """Log-probabilities and entropy of all response tokens, in the order given, on every rank. budget: tokens
+    of a pack; chunk: update.logprob_chunk.
 
     With `routing`, the engine's choice of experts [T, layers, topk]: log-probabilities, and what is counted
     of the routers; then each replica takes its share of the sequences."""
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.training.model import InferenceModel
 
-    config = make_config(folder, sequence_parallel=sequence_parallel, model=model)
+    config = make_config(folder, sequence_parallel=sequence_parallel, model=model, dtype=dtype, chunk=chunk)
     config = config.model_copy(
         update={"rollout": config.rollout.model_copy(update={"temperature": temperature})}
     )
@@ -105,7 +110,9 @@ def logprobs(
         experience["routing"] = routing
     rows = range(len(prompts)) if routing is None else range(runtime.dp_rank, len(prompts), runtime.layout.dp)
     # Experts on several replicas need equally many passes of all.
-    batches = make_micro_batches(experience, rows, 40, actor, at_least=1 if routing is None else len(prompts))
+    batches = make_micro_batches(
+        experience, rows, budget, actor, at_least=1 if routing is None else len(prompts)
+    )
     inference = InferenceModel("actor", actor, runtime)
     inference.replays_routing = routing is not None
     start_counting(actor.routings, grad=False)

@@ -1,0 +1,125 @@
+"""What the stages of hour.py share: what they were given, what they have found, and models to use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hour import write
+from measure import Verdicts
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB = 2**30
+# Mean difference of log-probs, nats: an FP8 pass from bf16's reference, an engine from its trainer.
+FP8_LOGPROBS, ENGINE_LOGPROBS = 0.1, 0.05
+
+
+class SkipStage(Exception):
+    """What the stage needs turned out not to be there."""
+
+
+@dataclass
+class Given:
+    """The command line. machine: what `look` gave."""
+
+    out: Path
+    tiny: bool
+    model_7b: Path | None
+    data: Path | None
+    machine: dict[str, Any]
+
+    def has(self, what: str) -> bool:
+        return what in self.machine["has"]
+
+    @property
+    def world(self) -> int:
+        """The devices of the suite for a node: 2, 4 or 8."""
+        return 2 if self.tiny else 2 ** min(3, self.machine["count"].bit_length() - 1)
+
+    @property
+    def tiny_option(self) -> list[str]:
+        return ["--tiny"] * self.tiny
+
+
+class Found(Verdicts):
+    """Verdicts that are written down as they are found. notes: lines for the report; tables: {title, columns,
+    rows} for it; figures: for report.json."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.why = path, ""
+        self.figures: dict[str, Any] = {}
+        self.tables: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+
+    def _print(self, *arguments: Any, **options: Any) -> None:
+        super()._print(*arguments, **options)
+        self.save()
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table in place of an earlier one of this title."""
+        self.tables = [table for table in self.tables if table["title"] != title]
+        self.tables.append({"title": title, "columns": list(columns), "rows": [list(row) for row in rows]})
+        self.save()
+
+    def save(self) -> None:
+        kept = {"checks": self.rows, "figures": self.figures, "tables": self.tables, "notes": self.notes}
+        write(self.path, {**kept, "why": self.why})
+
+
+def data_sheet(given: Given) -> Any:
+    """The device's row of the planner's table, or an H100's."""
+    from megarl.plan.sizes import DEVICES
+
+    return DEVICES[kind_of_gpu(given)]
+
+
+def kind_of_gpu(given: Given) -> str:
+    from megarl.plan.sizes import DEVICES
+
+    return next((kind for kind in DEVICES if kind in given.machine["name"]), "H100")
+
+
+def random_model(
+    folder: Path, family: Any, *, hidden: int, heads: int, kv_heads: int, ffn: int, layers: int, vocab: int
+) -> None:
+    """A Hugging Face folder whose weights are what a new model has, in bf16, with a tokenizer that works."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    from tests.tiny_models import make_config, make_tokenizer, use_classic_rope
+
+    config = make_config(
+        family,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=2048,
+    )
+    torch.manual_seed(0)
+    config.dtype = torch.bfloat16
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    use_classic_rope(folder / "config.json")
+    make_tokenizer(vocab).save_pretrained(folder)
+    GenerationConfig(eos_token_id=[1], pad_token_id=0, bos_token_id=2).save_pretrained(folder)
+
+
+def small(given: Given) -> Path:
+    """The folder that stage `model` has made."""
+    folder = given.out / "small" / "model"
+    if not (folder / "config.json").is_file():
+        raise SkipStage("stage model has made no model")
+    return folder
+
+
+def start_runtime(tp: int = 1, pp: int = 1) -> Any:
+    """This process as a rank, on the GPU where there is one."""
+    from megarl.config.schema import ParallelConfig
+    from megarl.parallel import runtime
+
+    return runtime.start(ParallelConfig(tp=tp, pp=pp, timeout=240), seed=0)

@@ -1,0 +1,478 @@
+"""Stages of hour.py that train, and those of several GPUs: `megarl train` with its metrics beside `megarl
+plan`, and ranks that torchrun starts, for each layout anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gpu
+import torch
+from hour import CUDA, SGLANG, TE, write
+from hour import STAGES as SCRIPT
+from hour_found import (
+    ENGINE_LOGPROBS,
+    FP8_LOGPROBS,
+    GIB,
+    ROOT,
+    Found,
+    Given,
+    SkipStage,
+    kind_of_gpu,
+    random_model,
+    small,
+    start_runtime,
+)
+from measure import phase_flops
+
+CURVES = {
+    "reward": "reward/mean",
+    "policy loss": "policy/loss",
+    "NLL of right ones": "policy/nll_loss",
+    "value loss": "value/loss",
+    "entropy": "policy/entropy",
+    "gradient norm": "policy/grad_norm",
+    "trainer - engine": "mismatch/logprob_abs_mean",
+}
+
+
+def given_frozen(given: Given) -> dict[str, Any]:
+    """Settings of actor and critic with which a large model's optimizer fits one GPU and this host, with a
+    tenth of the GPU to spare: as few layers frozen as `megarl plan` says, embeddings with them."""
+    from megarl.weights.families import Sizes, read_config
+
+    assert given.model_7b is not None
+    layers = Sizes.of(read_config(given.model_7b)).layers
+    for frozen in range(0, layers, 2):
+        settings: dict[str, Any] = {"frozen_layers": frozen, "frozen": ["embeddings"]} if frozen else {}
+        overrides = [*overrides_of("seven_vapo", given), *of_both_models(settings)]
+        plan = plan_of_run(given, "seven_vapo", overrides)
+        if plan.problem(room=0.1 * plan.device.memory) is None:
+            return settings
+    raise SkipStage("megarl plan finds no number of frozen layers with which it fits")
+
+
+def of_both_models(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{model}.{k}={json.dumps(v)}" for model in ("actor", "critic") for k, v in settings.items()]
+
+
+def on_device(given: Given, folder: Path, dp: int = 1) -> list[str]:
+    """What a run of the pretrained demo needs to be on this machine's devices instead."""
+    cuda, te, task = given.has(CUDA), given.has(TE), given.out / "small"
+    engine = "sglang" if cuda and given.has(SGLANG) else "transformers"
+    return [
+        *(f"model.path={folder}", f"data.train=[{task / 'train.jsonl'}]"),
+        *(f"data.eval=[{task / 'eval.jsonl'}]", "evaluation.every=0"),
+        *(f"parallel.device={'cuda' if cuda else 'auto'}", f"parallel.dp={dp}"),
+        *(f"model.layers={'te' if te else 'portable'}", f"model.dtype={'bf16' if cuda or te else 'fp32'}"),
+        *(f"rollout.engine={engine}", "rollout.engine_memory=0.4", "rollout.dynamic_sampling.enabled=false"),
+        *(["update.share_prompts=false"] if te else []),
+        *described(given),
+    ]
+
+
+def described(given: Given) -> list[str]:
+    """This machine for the planner, and a quiet run."""
+    host = given.machine["host_memory"] / GIB
+    devices = [f"cluster.gpu={kind_of_gpu(given)}", f"cluster.host_memory={host:.0f}"]
+    return [*devices, "log.terminal=plain", "log.report=false"]
+
+
+def overrides_of(name: str, given: Given) -> list[str]:
+    """The settings of the run that a stage makes, besides its configuration's."""
+    world = given.world
+    tiny = ["data.max_prompt_tokens=900", "data.eval=[]", "checkpoint.export_hf=false"]  # a token is a letter
+    if name in ("vapo_bf16", "vapo_fp8"):
+        made = on_device(given, small(given))
+        made += ["model.fp8.format=hybrid", "model.fp8.recipe=tensorwise"] if name == "vapo_fp8" else []
+        if given.tiny:
+            made += [*tiny, "steps=2", "rollout.prompts=2", "rollout.group_size=2", "update.mini_batch=4"]
+            return made
+        made += ["steps=8", "rollout.prompts=64", "update.mini_batch=256", "rollout.max_batch=512"]
+        return [*made, "update.tokens_per_micro_batch=16384"]
+    if name == "seven_vapo":
+        assert given.model_7b is not None
+        return [
+            *on_device(given, given.model_7b),
+            *("rollout.prompts=16", "rollout.max_response_tokens=512", "reward.overlong.buffer=128"),
+            *("rollout.max_batch=128", "rollout.engine_memory=0.6", "data.max_prompt_tokens=256"),
+            *("update.mini_batch=64", "update.tokens_per_micro_batch=8192", "model.recompute=full"),
+            *("actor.lr=1e-6", "critic.lr=2e-6", "steps=4", "data.eval=[]", "checkpoint.export_hf=false"),
+        ]
+    if name == "resume":
+        made = [
+            *on_device(given, small(given), world),
+            *("rollout.group_size=4", f"rollout.prompts={2 * world}"),
+        ]
+        made += [f"update.mini_batch={8 * world}", "checkpoint.every=1", "checkpoint.export_hf=false"]
+        made += ["data.eval=[]", "value_pretraining.steps=0"]
+        made += ["actor.schedule=constant", "critic.schedule=constant"]  # or more steps have other rates
+        return [*made, *(tiny if given.tiny else [])]
+    if given.model_7b is None:
+        made = on_device(given, small(given), world)
+        if given.tiny:
+            return [
+                *made,
+                *tiny,
+                "steps=2",
+                "rollout.prompts=4",
+                "rollout.group_size=2",
+                "update.mini_batch=8",
+            ]
+        made += ["steps=20", f"rollout.prompts={32 * world}", f"update.mini_batch={128 * world}"]
+        return [*made, "rollout.max_batch=256"]
+    task = given.data or given.out / "small" / "train.jsonl"
+    return [  # the recipe as it is, but for what an hour has room for
+        *(
+            f"model.path={given.model_7b}",
+            f"parallel.dp={world // 2}",
+            f"data.train=[{task}]",
+            "data.eval=[]",
+        ),
+        *("evaluation.every=0", "rollout.prompts=64", "update.mini_batch=128", "data.max_prompt_tokens=1024"),
+        *("rollout.max_response_tokens=2048", "reward.overlong.buffer=512", "steps=20"),
+        *("update.tokens_per_micro_batch=16384", "value_pretraining.steps=3", "checkpoint.every=0"),
+        *("checkpoint.export_hf=false", *described(given)),
+    ]
+
+
+def config_of(name: str, given: Given) -> str:
+    large = name == "vapo_20" and given.model_7b is not None
+    return f"configs/{'vapo_7b' if large else 'demo_smollm2_vapo'}.yaml"
+
+
+def plan_of_run(given: Given, name: str, overrides: Sequence[str]) -> Any:
+    """`megarl plan` of a stage's run on this GPU."""
+    from megarl.config import load_config
+    from megarl.plan.memory import plan_of
+    from megarl.weights.families import read_config
+
+    loaded = load_config(ROOT / config_of(name, given), overrides)
+    return plan_of(loaded, read_config(loaded.model.path), memory=given.machine["memory"] or None)
+
+
+def run(given: Given, found: Found, name: str, *more: str, fresh: bool = True) -> list[dict[str, Any]]:
+    """The records of a stage's training run, whose figures are found as far as it gets.
+
+    more: settings besides those of the stage; fresh: not a run's continuation"""
+    run_dir, records = given.out / name, list[dict[str, Any]]()
+    if fresh:
+        shutil.rmtree(run_dir, ignore_errors=True)
+    overrides = [*overrides_of(name, given), *more, f"run_dir={run_dir}"]
+    try:
+        command = [sys.executable, "-m", "megarl", "train", str(ROOT / config_of(name, given)), *overrides]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
+    finally:
+        if (metrics := run_dir / "metrics.jsonl").is_file():
+            lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+            records = [json.loads(line) for line in lines if line.endswith("\n")]
+        if any(record["stage"] == "train" for record in records):
+            summarise(given, found, plan_of_run(given, name, overrides), records)
+    if done.returncode:
+        raise SystemExit(f"megarl train: exit code {done.returncode}")
+    return records
+
+
+def summarise(given: Given, found: Found, plan: Any, records: Sequence[Mapping[str, Any]]) -> None:
+    """A run's curves, and its phases beside the plan: seconds, shares of the peak, memory."""
+    from megarl.plan.times import Lengths, estimate
+
+    steps = [record for record in records if record["stage"] == "train"]
+    steady = steps[1:] or steps  # the first warms up
+    config, world = plan.config, plan.layout.world
+
+    def median(key: str) -> float | None:
+        values = [record[key] for record in steady if key in record]
+        return statistics.median(values) if values else None
+
+    found.figures["curves"] = {name: [record.get(key) for record in steps] for name, key in CURVES.items()}
+    found.figures["steps"] = steps
+    found.figures["accuracy"] = [record["eval/avg"] for record in records if record["stage"] == "eval"]
+    shown = {
+        name: values for name, values in found.figures["curves"].items() if any(v is not None for v in values)
+    }
+    columns, name = list(shown), found.path.name.partition(".")[0]
+    found.table(
+        f"Curves of {name}",
+        ("step", *columns),
+        [[i + 1, *row] for i, row in enumerate(zip(*shown.values(), strict=True))],
+    )
+
+    middle = dict(sorted(steady, key=lambda record: record["time/step"])[len(steady) // 2])
+    tokens = middle["rollout/tokens"] / config.responses
+    passes = sum(f"time/{phase.name}" in middle for phase in plan.phases if phase.model)
+    prompt = max(1.0, middle["train/tokens"] / max(1, passes) / config.responses - tokens)
+    expected = estimate(plan, Lengths(tokens, config.rollout.max_response_tokens, prompt)).parts
+    work = (
+        phase_flops(plan.actor.sizes, middle, config.rollout.group_size)
+        if not plan.actor.sizes.experts
+        else {}
+    )
+    rates = given.out / "kernels.json"
+    measured = json.loads(rates.read_text())["figures"].get("matmul_tflops") if rates.is_file() else None
+    planned = gpu.planned(config, plan.actor.config, world)
+    rows, ratios = [], {}
+    for phase in [key.removeprefix("time/") for key in middle if key.startswith("time/")]:
+        seconds, peak, device = (median(f"{kind}/{phase}") for kind in ("time", "memory", "memory_device"))
+        if phase not in expected and phase not in planned and phase not in ("step", "residency"):
+            continue
+        reached = work[phase] / seconds / world / 1e12 if phase in work and seconds else None
+        own, all_of_it = planned.get(phase, (None, None))
+        if own and peak is not None:
+            ratios[phase] = peak / own
+        share = reached / measured if reached and measured else None
+        sheet = reached / plan.device.tflops if reached and given.has(CUDA) else None
+        gib = [None if size is None else size / GIB for size in (peak, own, device, all_of_it)]
+        rows.append([phase, seconds, expected.get(phase), share, sheet, *gib])
+    columns = ["phase", "s", "plan's s", "share of bf16 products as measured", "of the data sheet"]
+    columns += ["peak, GiB", "planned", "device, GiB", "planned"]
+    found.table(f"Phases of {name} beside megarl plan, medians of {len(steady)} steps", columns, rows)
+    speeds = {key: median(f"throughput/{key}") for key in ("rollout_tokens", "train_tokens", "transfer")}
+    found.figures["throughput"] = speeds
+    found.notes.append("tokens/s: " + ", ".join(f"{k} {v:,.0f}" for k, v in speeds.items() if v is not None))
+    if given.has(CUDA):
+        for phase, ratio in ratios.items():
+            found.at_most(f"{phase}: peak of this process / megarl plan's", ratio, 1.1)
+        if (apart := median("mismatch/logprob_abs_mean")) is not None:
+            bound = ENGINE_LOGPROBS if config.model.fp8.format == "none" else FP8_LOGPROBS
+            found.at_most("log-probs of engine and trainer, mean difference", apart, bound, " nats")
+    found.save()
+
+
+def vapo(given: Given, found: Found, *, fp8: bool) -> None:
+    """The demo on SmolLM2 with VAPO, some steps; FP8's curves beside those of bf16."""
+    run(given, found, "vapo_fp8" if fp8 else "vapo_bf16")
+    others = given.out / "vapo_bf16.json"
+    if fp8 and others.is_file():
+        theirs = json.loads(others.read_text())["figures"].get("curves", {})
+        ours = found.figures["curves"]
+        both = {name: list(zip(theirs[name], ours[name], strict=False)) for name in ours if name in theirs}
+        rows = [
+            [step + 1, *(value for name in both for value in both[name][step])]
+            for step in range(min(map(len, both.values()), default=0))
+        ]
+        columns = [f"{name}, {kind}" for name in both for kind in ("bf16", "FP8")]
+        found.table("VAPO on SmolLM2: bf16 and FP8", ("step", *columns), rows)
+        found.holds("FP8 is at work: its curves are others", any(row[1::2] != row[2::2] for row in rows))
+        for name in ("reward", "entropy"):
+            apart = [abs(a - b) for a, b in both.get(name, ()) if a is not None and b is not None]
+            if apart:
+                found.at_most(
+                    f"{name}, FP8 beside bf16: mean difference of the curves", statistics.mean(apart), 0.25
+                )
+
+
+def seven_vapo(given: Given, found: Found) -> None:
+    """The 7B model on one GPU, with as much of it frozen as the plan says."""
+    settings = given_frozen(given)
+    found.notes.append(f"what is not trained: {settings or 'nothing'}")
+    run(given, found, "seven_vapo", *of_both_models(settings))
+
+
+# Several GPUs
+
+
+def torchrun(given: Given, world: int, name: str, **arguments: Any) -> dict[str, Any]:
+    """What rank 0 of `world` ranks gives that do a part of this file."""
+    answer = given.out / f"{name}.answer.json"
+    answer.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += [
+        "--nproc-per-node",
+        str(world),
+        str(SCRIPT),
+        name,
+        "--out",
+        str(given.out),
+        *given.tiny_option,
+    ]
+    command += ["--with", json.dumps({**arguments, "answer": str(answer)})]
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | os.environ
+    code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    if code or not answer.is_file():
+        raise RuntimeError(f"{name} on {world} ranks: exit code {code}")
+    made: dict[str, Any] = json.loads(answer.read_text())
+    return made
+
+
+def rank_nccl(given: Given, answer: str) -> None:
+    """GB/s of an all-reduce (as NCCL's tests count: of the bus) and of a ring of messages."""
+    import torch.distributed as dist
+
+    runtime = start_runtime()
+    count, device = (2**16 if given.tiny else 2**29), runtime.device
+    mine, other = (torch.ones(count, dtype=torch.bfloat16, device=device) for _ in range(2))
+    world, rank = dist.get_world_size(), dist.get_rank()
+
+    def ring() -> None:
+        messages = [
+            dist.P2POp(dist.isend, mine, (rank + 1) % world),
+            dist.P2POp(dist.irecv, other, (rank - 1) % world),
+        ]
+        for message in dist.batch_isend_irecv(messages):
+            message.wait()
+
+    bus = 2 * (world - 1) / world * mine.nbytes / gpu.seconds(lambda: dist.all_reduce(mine)) / 1e9
+    sent = mine.nbytes / gpu.seconds(ring) / 1e9
+    if rank == 0:
+        write(Path(answer), {"all_reduce_bus_gb": bus, "ring_gb": sent})
+
+
+def nccl(given: Given, found: Found) -> None:
+    from megarl.config.schema import ClusterConfig
+
+    found.figures = made = torchrun(given, given.world, "rank_nccl")
+    speed = ClusterConfig().node_speed
+    found.table(f"Messages of {given.world} ranks, GB/s", list(made), [list(made.values())])
+    if given.has(CUDA):
+        found.at_least(
+            "all-reduce, GB/s of the bus / NVLink's data sheet", made["all_reduce_bus_gb"] / speed, 0.6
+        )
+        found.at_least("ring of messages, GB/s / NVLink's data sheet", made["ring_gb"] / speed, 0.5)
+
+
+def rank_layout(given: Given, tp: int, pp: int, layers: str, dtype: str, answer: str) -> None:
+    """Log-probs, the gradient norms of three updates, and log-probs after them."""
+    from tests.gpu.scene import Scene
+
+    runtime = start_runtime(tp, pp)
+    settings: dict[str, Any] = {"parallel": {"tp": tp, "pp": pp}, "model": {"layers": layers, "dtype": dtype}}
+    scene = Scene(runtime, given.out / "layouts", given.out / "layouts" / "model", **settings)
+    local = scene.local(8, 60)
+    before = scene.logprobs(local).tolist()
+    norms = [scene.update(local).grad_norm for _ in range(3)]
+    after = scene.logprobs(local).tolist()
+    if runtime.rank == 0:
+        write(Path(answer), {"before": before, "norms": norms, "after": after})
+
+
+def layouts(given: Given, found: Found) -> None:
+    """Every layout of this node beside one rank."""
+    folder = given.out / "layouts" / "model"
+    sizes = {"hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "layers": 4, "vocab": 307}
+    if not given.tiny:
+        sizes = {"hidden": 1024, "heads": 16, "kv_heads": 8, "ffn": 4096, "layers": 8, "vocab": 32000}
+    if not (folder / "config.json").is_file():
+        random_model(folder, "qwen2", **sizes)
+    pairs = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) if tp * pp <= given.world]
+    kinds = [("portable", "fp32"), *([("te", "bf16")] if given.has(TE) else [])]
+    rows = []
+    for layers, dtype in kinds:
+        alone: dict[str, Any] = {}
+        for tp, pp in pairs:
+            name = f"{layers} {dtype}, tp {tp} pp {pp}"
+            made = torchrun(given, tp * pp, "rank_layout", tp=tp, pp=pp, layers=layers, dtype=dtype)
+            alone = alone or made
+            before, after = (
+                statistics.mean(abs(a - b) for a, b in zip(made[key], alone[key], strict=True))
+                for key in ("before", "after")
+            )
+            norm = max(abs(a - b) / b for a, b in zip(made["norms"], alone["norms"], strict=True))
+            rows.append([name, before, norm, after])
+            columns = ("", "log-probs", "gradient norms, relative", "log-probs after 3 updates")
+            found.table("Layouts beside one GPU: mean |difference|", columns, rows)
+            if made is not alone:
+                exact = dtype == "fp32"
+                found.at_most(f"{name}: log-probs", before, 1e-4 if exact else 0.03, " nats", must=exact)
+                found.at_most(f"{name}: gradient norms", norm, 1e-3 if exact else 0.05, must=exact)
+
+
+def rank_transfer(given: Given, tp: int, pp: int, engine_tp: int, answer: str) -> None:
+    """The plan's transfer on this node: seconds, bytes of each rank beside the plan's, and its proof."""
+    import torch.distributed as dist
+
+    from megarl.config.schema import ClusterConfig
+    from megarl.parallel.comm import gather_objects
+    from megarl.weights.cost import direct_cost
+    from tests.gpu.scene import Scene, sizes_of
+
+    runtime = start_runtime(tp, pp)
+    sizes = sizes_of("tiny" if given.tiny else "Qwen2.5-7B", tie_word_embeddings=False)
+    settings: dict[str, Any] = {
+        "parallel": {"tp": tp, "pp": pp},
+        "rollout": {"engine": "sglang", "engine_tp": engine_tp},
+        "model": {"dtype": "bf16" if given.has(CUDA) else "fp32"},
+    }
+    scene = Scene(runtime, given.out / "transfer_between.models", sizes, **settings)
+    plan, parts = gpu.transfers(scene)
+    received = sent = 0
+    for one in parts:  # bucket after bucket: they share memory
+        stats = one.run()
+        one.check()
+        received, sent = received + stats.bytes_received, sent + stats.bytes_sent
+
+    def all_parts() -> None:
+        for one in parts:
+            one.run()
+        dist.barrier(group=runtime.cpu_group)
+
+    took = gpu.seconds(all_parts)
+    size = {"bf16": 2, "fp32": 4}[scene.config.model.dtype]
+    cost = direct_cost(plan, size, 2**28, ClusterConfig())[runtime.rank]
+    mine = {
+        "seconds": took,
+        "received": received,
+        "planned": cost.node_received + cost.network_received,
+        "planned_seconds": cost.seconds,
+        "sent": sent,
+    }
+    everybody = gather_objects(runtime, mine)
+    if runtime.rank == 0:
+        write(Path(answer), {"ranks": everybody})
+
+
+def transfer_between(given: Given, found: Found) -> None:
+    world, rows = given.world, []
+    for tp, pp, engine_tp in ((world, 1, 1), (max(1, world // 2), 2, 1), (1, 2, 2), (2, 2, 2)):
+        if tp * pp > world or engine_tp > world or (given.tiny and tp * pp * engine_tp > 2):
+            continue
+        if not given.tiny and 4 % tp:  # Qwen2.5-7B has 4 key/value heads
+            continue
+        made = torchrun(given, world, "rank_transfer", tp=tp, pp=pp, engine_tp=engine_tp)["ranks"]
+        name = f"tp {tp} pp {pp} dp {world // (tp * pp)} to engines of tp {engine_tp}"
+        most = max(made, key=lambda rank: rank["received"])
+        speed = most["received"] / most["seconds"] / 1e9
+        estimate = max(rank["planned_seconds"] for rank in made)
+        rows.append([name, most["received"] / 1e9, most["planned"] / 1e9, most["seconds"], estimate, speed])
+        columns = ("", "GB into a GPU", "planned", "s", "plan's s", "GB/s into a GPU")
+        found.table("Transfer of a 7B model's weights between GPUs", columns, rows)
+        found.figures[name] = made
+        found.holds(
+            f"{name}: bytes are the plan's on every rank", all(r["received"] == r["planned"] for r in made)
+        )
+        if given.has(CUDA) and most["received"]:
+            found.at_most(f"{name}: seconds / the plan's", most["seconds"] / estimate, 2.0)
+
+
+def resume(given: Given, found: Found) -> None:
+    """Two steps with checkpoints, a third one by a second command; beside three steps at once."""
+    whole = run(given, found, "resume", "steps=3")
+    run(given, found, "resume", "steps=2")
+    records = run(given, found, "resume", "steps=3", fresh=False)
+    done = [record["step"] for record in records if record["stage"] == "train"]
+    found.holds("a second command continues from the checkpoint", done == [1, 2, 3])
+    last, undisturbed = records[-1], next(r for r in whole if r["stage"] == "train" and r["step"] == 3)
+    keys = [key for key in CURVES.values() if key in last and key in undisturbed]
+    apart = {key: abs(last[key] - undisturbed[key]) for key in keys}
+    found.figures["third step, continued beside undisturbed"] = apart
+    found.notes.append(
+        "third step, continued beside undisturbed: " + ", ".join(f"{k} {v:.3g}" for k, v in apart.items())
+    )
+    saves = [record["time/checkpoint"] for record in records if record.get("time/checkpoint")]
+    found.notes.append(
+        f"a checkpoint holds the run up for {statistics.mean(saves):.2f} s" if saves else "no saves"
+    )
+    if not given.has(CUDA):
+        found.holds("the third step is the undisturbed run's, bit for bit", not any(apart.values()))
+
+
+def vapo_20(given: Given, found: Found) -> None:
+    """VAPO's first 20 steps: vapo_7b.yaml with shorter responses, or SmolLM2 at dp as large as the node."""
+    run(given, found, "vapo_20")

