@@ -94,7 +94,8 @@ class Scene:
         self.host, self.offload = HostPool(runtime.device), OffloadManager(runtime.device, keep=())
         built = build_actor(self.config, read_hf_config(folder), runtime)
         fill(built)
-        self.actor = TrainableModel("actor", built, self.config.actor, self.config.steps, runtime)
+        config = self.config
+        self.actor = TrainableModel("actor", built, config.actor, config.steps, runtime, config.parallel)
         self.offload.register(tensor_groups(self.actor, self.host))
 
     def local(self, responses: int, tokens: int) -> LocalBatch:
