@@ -91,6 +91,15 @@ def _problems(c: Config) -> Iterator[str]:
     if c.model.recompute_layers is not None and c.model.recompute != "full":
         what = f"has no effect with model.recompute {c.model.recompute}"
         yield f"model.recompute_layers: {what} (set model.recompute=full, or leave it out)"
+    for key in _changed(c, "model.recompute_modules") if c.model.recompute != "selective" else ():
+        what = f"has no effect with model.recompute {c.model.recompute}"
+        yield f"{key}: {what} (set model.recompute=selective, or leave it out)"
+    if c.model.recompute == "selective" and not c.model.recompute_modules:
+        what = "must name what model.recompute selective computes again"
+        yield f"model.recompute_modules: {what} (attention or mlp)"
+    if c.parallel.grad_dtype == "bf16" and c.model.dtype != "bf16":
+        what = f"bf16 needs model.dtype bf16 (got {c.model.dtype})"
+        yield f"parallel.grad_dtype: {what}"
 
     fp8, needs = c.model.fp8, f"model.fp8.format: {c.model.fp8.format} needs"
     if fp8.format == "none":
@@ -110,6 +119,9 @@ def _problems(c: Config) -> Iterator[str]:
     if c.model.grouped_experts and (c.model.layers == "portable" or fp8.format != "none"):
         what = "needs Transformer Engine's layers, without FP8"
         yield f"model.grouped_experts: {what} (set it to false)"
+
+    if c.model.permute_fusion and (c.model.layers == "portable" or c.parallel.device == "cpu"):
+        yield "model.permute_fusion: needs Transformer Engine's kernels, on a GPU (set it to false)"
 
     if c.update.share_prompts and (c.model.layers == "te" or fp8.format != "none" or c.parallel.cp > 1):
         what = "needs portable layers, without FP8 and context parallelism"

@@ -123,7 +123,25 @@ class ModelConfig(Section):
         False,
         "all experts of a rank in one grouped product of Transformer Engine, instead of one after the other",
     )
-    recompute: Literal["none", "selective", "full"] = field("none", "activation recomputation of Megatron")
+    router_dtype: Literal["fp32", "model"] = field(
+        "fp32",
+        "of a mixture's router: its product, its scores and what experts are weighed by; its weights are in "
+        "model.dtype",
+        source="Megatron's moe_router_dtype, which it advises for many experts",
+    )
+    permute_fusion: bool = field(
+        False,
+        "tokens are put in the order of their experts, and back, by Transformer Engine's kernels",
+        source="Megatron's moe_permute_fusion",
+    )
+    recompute: Literal["none", "selective", "full"] = field(
+        "none", "activation recomputation of Megatron: of recompute_modules, or of whole layers"
+    )
+    recompute_modules: tuple[Literal["attention", "mlp"], ...] = field(
+        ("attention",),
+        "with recompute selective: what is computed again in each layer (mlp: of dense models)",
+        source="Megatron's recompute_modules core_attn and mlp",
+    )
     recompute_layers: int | None = field(
         None,
         "with recompute full: so many lowest layers of each stage (of a pipeline rank or a virtual one) are "
@@ -134,6 +152,12 @@ class ModelConfig(Section):
     max_positions: int | None = field(
         None, "longest prompt + response; null: the model's own", "tokens", ge=2
     )
+
+    @field_validator("recompute_modules", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        """Accept one module without brackets."""
+        return [value] if isinstance(value, str) else value
 
 
 class ParallelConfig(Section):
@@ -171,6 +195,12 @@ class ParallelConfig(Section):
     )
     overlap_param_gather: bool | None = field(
         None, "between updates of a step gather weights during the next forward pass; null: where dp x cp > 4"
+    )
+    grad_dtype: Literal["fp32", "bf16"] = field(
+        "fp32",
+        "in which micro-batches' gradients add up and travel; bf16: half of memory and messages, and those "
+        "of replicas are still added up in fp32",
+        source="Megatron's reduce_scatter_with_fp32_accumulation",
     )
     overlap_bucket: int | None = field(
         None, "weights of one message in an overlap; null: 40 million, or dp million if more", "weights", ge=1

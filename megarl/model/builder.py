@@ -53,6 +53,7 @@ from megarl.weights.families import Family, family_of, is_frozen, table_names
 from megarl.weights.layout import parameters
 
 LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+MODULES = {"attention": "core_attn", "mlp": "mlp"}  # model.recompute_modules in Megatron's words
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -60,13 +61,14 @@ def choose_layers(model: ModelConfig, device: torch.device) -> str:
     """Return `te` or `portable`. Raises ConfigError where te or FP8 is asked for and CUDA or Transformer
     Engine is missing, or the device has no FP8."""
     fp8 = model.fp8.format != "none"
-    asked = model.layers == "te" or fp8 or model.grouped_experts
+    experts = [key for key in ("grouped_experts", "permute_fusion") if getattr(model, key)]
+    asked = model.layers == "te" or fp8 or experts
     if not asked and (model.layers == "portable" or device.type != "cuda"):
         return "portable"
     problem = transformer_engine_problem(device.type)
     if problem and asked:
         key = "model.fp8.format: " if fp8 else "model.layers: te "
-        key = "model.grouped_experts: " if model.grouped_experts else key
+        key = f"model.{experts[0]}: " if experts else key
         raise ConfigError(f"{key}{problem} (make install-gpu, or use portable layers without FP8)")
     if fp8:
         check_device(model.fp8.recipe, device)
@@ -323,7 +325,10 @@ def _transformer_config(
     sequence_parallel = layout.tp > 1 and config.parallel.sequence_parallel is not False
     recompute: dict[str, dict[str, Any]] = {
         "none": {},
-        "selective": {"recompute_granularity": "selective"},
+        "selective": {
+            "recompute_granularity": "selective",
+            "recompute_modules": [MODULES[name] for name in config.model.recompute_modules],
+        },
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }
     if config.model.recompute_layers is not None:  # Megatron's block: the first layers of a stage alone
@@ -350,6 +355,10 @@ def _transformer_config(
             "expert_model_parallel_size": layout.ep,
             "expert_tensor_parallel_size": 1,
             "moe_grouped_gemm": config.model.grouped_experts,
+            # Else logits and what experts are weighed by are rounded to model.dtype, and near ties decided by
+            # the rounding.
+            "moe_router_dtype": "fp32" if config.model.router_dtype == "fp32" else None,
+            "moe_permute_fusion": config.model.permute_fusion,
         }
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
@@ -382,6 +391,12 @@ def _transformer_config(
         overlap_p2p_comm=layout.vpp > 1,
         overlap_p2p_comm_warmup_flush=layout.vpp > 1 and config.parallel.overlap_warmup_flush,
         batch_p2p_comm=layout.vpp == 1,
+        # Megatron would synchronise the device after each exchange, for a defect of old versions of torch.
+        batch_p2p_sync=False,
+        # What has been sent on is freed, and its graph alone kept until it goes back: it is no view (a layer
+        # ends in make_viewless_tensor) and nobody else has it. Not with virtual stages, whose messages may
+        # still be under way then: megatron-core 0.16 waits for none of them.
+        deallocate_pipeline_outputs=layout.pp > 1 and layout.vpp == 1,
         moe_token_dispatcher_type="alltoall",  # what variable_seq_lengths insists on, dense models included
         calculate_per_token_loss=True,  # neither the schedule nor DDP divides the loss: see training/model.py
         perform_initialization=False,

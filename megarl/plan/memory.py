@@ -16,6 +16,7 @@ from megarl.config.phases import ROLLOUT, WEIGHT_TRANSFER, Phase, never_offloade
 from megarl.config.schema import Config
 from megarl.parallel.layout import OVERLAP_ABOVE, Layout
 from megarl.plan.sizes import (
+    BYTES,
     GIB,
     SINGLE,
     Activations,
@@ -29,7 +30,7 @@ from megarl.plan.sizes import (
     quantised_bytes,
 )
 from megarl.weights.families import read_config
-from megarl.weights.layout import check_frozen, check_layout
+from megarl.weights.layout import check_frozen, check_layout, check_recomputed
 
 # Our estimates:
 OVERHEAD = 4 * GIB  # of each GPU: CUDA contexts of the rank and its engine, buffers of communicators
@@ -189,14 +190,41 @@ class Plan:
         if part == "weights":
             return float((held.shared + held.experts) * itemsize + held.single * SINGLE)
         held = self.trained_of(owner, layout, stage)
-        if part == "gradients":  # summed in float32, whole on every rank
-            return float(held.all * SINGLE)
+        if part == "gradients":  # whole on every rank
+            return float((held.shared + held.experts) * self.gradient_size + held.single * SINGLE)
         # Adam's two moments, and float32 weights where the model's own are bf16, sharded by Megatron over
         # data- and context-parallel ranks, an expert's over the ranks that hold the same one.
         replicas = layout.dp * layout.cp
         sharded = held.shared / replicas + held.experts / (layout.stage // layout.ep)
         single = held.single / replicas
         return (sharded + single) * 2 * SINGLE + (sharded * SINGLE if itemsize < SINGLE else 0.0)
+
+    @property
+    def gradient_size(self) -> int:
+        """Return the bytes in which a weight's gradient is summed and sent to other replicas."""
+        return BYTES[self.config.parallel.grad_dtype]
+
+    def exchange(self, model: str, stage: int) -> tuple[float, float]:
+        """Return the bytes that a rank of this stage needs of its own to add gradients up over replicas:
+        during the backward pass, and after it. In bf16 it gets every replica's part of a bucket, adds them up
+        in float32 and rounds; the optimizer's step takes its share of all sums in float32."""
+        if self.gradient_size == SINGLE:
+            return 0.0, 0.0
+        held, replicas = self.trained_of(model, self.layout, stage), self.layout.dp * self.layout.cp
+        of_expert = self.layout.stage // self.layout.ep  # ranks that hold the same one
+        fewest = of_expert if held.experts else replicas
+        received = self.bucket(model, stage) * (self.gradient_size + SINGLE / fewest)
+        share = held.shared / replicas + held.experts / of_expert
+        # Buckets of chunks, and of the first stage, are complete while others still go back.
+        early = self.overlaps and (stage == 0 or self.layout.vpp > 1)
+        return received if early else 0.0, max(received, share * SINGLE)
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether gradients or weights travel beside computation, for which Megatron cuts buckets."""
+        parallel, usual = self.config.parallel, self.layout.dp * self.layout.cp > OVERLAP_ABOVE
+        wanted = (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
+        return any(usual if value is None else value for value in wanted)
 
     def quantised(self, model: str, stage: int) -> float:
         """Return the bytes of the FP8 copies that Transformer Engine keeps of a model's weights on a rank of
@@ -221,6 +249,8 @@ class Plan:
             sequence_parallel=tp > 1 and config.parallel.sequence_parallel is not False,
             critic=model in SCALAR,
             recomputed=(config.model.recompute_layers or 0) * self.layout.vpp or None,
+            modules=config.model.recompute_modules,
+            router="fp32" if config.model.router_dtype == "fp32" else config.model.dtype,
         )
 
     def work(self, phase: Phase, stage: int, tokens: float) -> dict[str, float]:
@@ -240,7 +270,11 @@ class Plan:
         outputs = passed_on(self.layout, begun, last)
         whole, without_head = (found.training(tokens, layers, begun, head, outputs) for head in (last, False))
         head = (whole - without_head) * FRAGMENTATION
-        return {"activations": without_head * FRAGMENTATION, "head": head}
+        parts = {"activations": without_head * FRAGMENTATION, "head": head}
+        during, behind = self.exchange(phase.model, stage)
+        if summed := max(during, behind - sum(parts.values())):  # activations make room for what comes then
+            parts["summed gradients"] = summed
+        return parts
 
     def needs(self, tokens: float | None = None, phases: Sequence[Phase] | None = None) -> Iterator[Need]:
         """Yield each phase's need on the fullest stage. tokens: of a micro-batch; None: `pack`; phases: None:
@@ -295,9 +329,7 @@ class Plan:
         held, tensor = self.trained_of(model, layout, stage), self.shape(model).largest_tensor(layout.tp)
         # Of each virtual stage; one of them has the embedding or the output layer besides.
         whole = max(held.shared / layout.vpp + tensor * (1 - 1 / layout.vpp), held.experts / layout.vpp)
-        usual = layout.dp * layout.cp > OVERLAP_ABOVE
-        wanted = (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
-        if stage or not any(usual if value is None else value for value in wanted):
+        if stage or not self.overlaps:
             return whole
         full = parallel.overlap_bucket or max(40_000_000, 1_000_000 * layout.dp)
         return min(whole, full + tensor)  # it ends with the tensor that fills it
@@ -542,6 +574,7 @@ def plan_of(
     reward = read_config(scorer) if scorer and (scorer / "config.json").is_file() else actor
     for described in (actor, critic or actor, reward):
         check_layout(described, parallel.tp, parallel.pp, parallel.ep, parallel.vpp)
+        check_recomputed(described, config.model)
     check_frozen(actor, config.actor, "actor")
     check_frozen(critic or actor, config.critic, "critic")
     shapes = Shape(actor, dtype), Shape(critic or actor, dtype)

@@ -25,7 +25,7 @@ from megarl.weights.layout import check_layout
 # Keys that are chosen, in the order in which they are printed.
 CHOSEN = (
     *(f"parallel.{name}" for name in ("tp", "pp", "vpp", "cp", "ep", "dp")),
-    *("rollout.engine_tp", "model.recompute", "model.recompute_layers"),
+    *("rollout.engine_tp", "model.recompute", "model.recompute_layers", "model.recompute_modules"),
     *("update.tokens_per_micro_batch", "residency.keep"),
 )
 # Groups that may stay on the GPU, those that travel furthest first; the engine's make room for all others.
@@ -149,7 +149,8 @@ def _judge(plan: Plan, engines: list[int], lengths: Lengths) -> Found:
         if quickest is None or quickest.estimate is None or made.total < quickest.estimate.total:
             quickest = Found(choice, made, None)
     if quickest is None:
-        frugal = {"model__recompute": "full", "model__recompute_layers": None, "residency__keep": ()}
+        frugal: dict[str, Any] = {"model__recompute": "full", "model__recompute_layers": None}
+        frugal |= {"model__recompute_modules": ("attention",), "residency__keep": ()}
         least = with_keys(plan, **frugal, update__tokens_per_micro_batch=plan.longest)
         return Found(
             least, None, least.problem() or f"fits, but leaves less than {ROOM:.0%} of each GPU free"
@@ -177,12 +178,15 @@ def _choices(plan: Plan) -> Iterator[Plan]:
         return
     for budget in (longest, 2 * longest):
         given: dict[str, Any] = {"update__tokens_per_micro_batch": budget, "model__recompute_layers": None}
-        for recompute in ("none", "selective"):
-            made = with_keys(plan, **given, model__recompute=recompute)
-            if fits(made):
-                yield made
-                break  # selective takes longer
+        given["model__recompute_modules"] = ("attention",)
+        made = with_keys(plan, **given, model__recompute="none")
+        if fits(made):
+            yield made  # any other takes longer
         else:
+            for modules in [("attention",), *([] if plan.actor.sizes.experts else [("mlp",)])]:
+                again = {"model__recompute": "selective", "model__recompute_modules": modules}
+                if fits(made := with_keys(plan, **{**given, **again})):
+                    yield made
             given["model__recompute"] = "full"
 
             def of(count: int, given: dict[str, Any] = given) -> Plan:

@@ -5,7 +5,7 @@ Parameters are exact, from the family's table. Quick enough to search over layou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
@@ -196,7 +196,8 @@ class Activations:
     head         the most in the last stage's head, forward or backward
     head_fixed   what that head needs besides, however many tokens there are
     forward      the most in a layer without gradients
-    recomputed   with recompute full: layers of a rank that are recomputed; None: all"""
+    recomputed   with recompute full: layers of a rank that are recomputed; None: all
+    selected     with recompute selective: what the backward pass of a layer has of it again"""
 
     layer: float
     one_layer: float
@@ -207,6 +208,7 @@ class Activations:
     forward: float
     recompute: Recompute
     recomputed: int | None = None
+    selected: float = 0.0
 
     def training(
         self, tokens: float, layers: int, in_flight: float, last: bool, outputs: float = 0.0
@@ -219,7 +221,7 @@ class Activations:
         kept = tokens * (self.layer * (layers - whole) + self.one_layer * whole) * in_flight
         kept += tokens * self.hidden * outputs
         # The highest layers are the first to go back: what they kept makes room for a lower one's recompute.
-        again = self.one_layer if full and not whole else 0.0
+        again = self.one_layer if full and not whole else self.selected
         inside = tokens * (again + self.work)
         return kept + (max(inside, tokens * self.head + self.head_fixed) if last else inside)
 
@@ -241,11 +243,12 @@ def in_flight(layout: Layout, stage: int) -> float:
 
 
 def passed_on(layout: Layout, begun: float, last: bool) -> float:
-    """Return the hidden states that a stage keeps for others: Megatron's schedule holds what each chunk but
-    the model's last has passed on until it goes back. Virtual stages also receive messages before they need
-    them: as measured at pp 2, about those of pp micro-batches in either direction.
+    """Return the hidden states that a stage keeps for others. Without virtual stages it frees them when they
+    are sent. With them Megatron's schedule holds what each chunk but the model's last has passed on until it
+    goes back, and a stage receives messages before it needs them: as measured at pp 2, about those of pp
+    micro-batches in either direction.
     begun: micro-batches whose backward pass is still to come (`in_flight`)."""
-    return begun * layout.vpp - last + (2 * layout.pp if layout.vpp > 1 else 0)
+    return begun * layout.vpp - last + 2 * layout.pp if layout.vpp > 1 else 0.0
 
 
 def activations(
@@ -259,9 +262,12 @@ def activations(
     sequence_parallel: bool,
     critic: bool,
     recomputed: int | None = None,
+    modules: Sequence[str] = ("attention",),
+    router: str = "fp32",
 ) -> Activations:
     """Count the activations of a model, for each token of a context-parallel rank's share. chunk: vocabulary
-    entries whose logits exist at once; recomputed: layers of a rank with model.recompute_layers."""
+    entries whose logits exist at once; recomputed: layers of a rank with model.recompute_layers; modules:
+    model.recompute_modules; router: in what a mixture's router computes."""
     sizes, b = shape.sizes, shape.itemsize
     h, heads = sizes.hidden / (tp if sequence_parallel else 1), sizes.heads / tp
     q, kv = sizes.q / tp, 2 * sizes.kv / tp
@@ -289,14 +295,21 @@ def activations(
         attention += qk_norms
     if family.has("_bda.output_norm.weight"):
         norms += output_norms
+    if sizes.experts:  # a router's scores in the order of the experts, and whom they go to
+        mlp += sizes.experts * (BYTES[router] + 1) / tp
     one_layer = norms + attention + mlp
     # Recomputed attention keeps q, k, v as they come instead of padded, and neither its output nor its sums.
-    selective = one_layer + b * (2 * q + 1.5 * kv) - (b * (2 * q + kv) + SINGLE * heads)
-    if cp > 1 and layers == "portable":
+    attention_again = b * (2 * q + 1.5 * kv) - (b * (2 * q + kv) + SINGLE * heads)
+    gathered_keys = cp > 1 and layers == "portable"
+    if gathered_keys:
         # Attention over gathered keys is always recomputed. (v as it comes lies in what q and k were made of,
         # which their norms keep anyway.)
         counted = family_of(shape.config).has("q_layernorm.weight")
-        one_layer = selective = selective - (b * (q + kv) if counted else 0.0)
+        one_layer += attention_again - (b * (q + kv) if counted else 0.0)
+    # A recomputed MLP keeps its input: in portable layers the normalised one, which Transformer Engine's
+    # fused layer makes again too.
+    selected = mlp + (0.0 if layers == "portable" else b * h + SINGLE) if "mlp" in modules else 0.0
+    selective = one_layer - selected + attention_again * ("attention" in modules and not gathered_keys)
     layer = {"none": one_layer, "full": b * h, "selective": selective}[recompute]
     # Norms compute in float32, and keep what they made of a bf16 input.
     final_norm = h * (3 * b + 2 * (SINGLE - b))
@@ -320,7 +333,9 @@ def activations(
         # Transformer Engine passes keys, values and their gradients on in buffers of one rank's share.
         attended = 4 * b * (cp * kv + q) if layers == "portable" else b * (4 * kv + 2 * q)
         work = max(work, attended - mlp)
-    return Activations(layer, one_layer, work, b * h, head, fixed, passing, recompute, recomputed)
+    if recompute != "selective":
+        selected = 0.0
+    return Activations(layer, one_layer, work, b * h, head, fixed, passing, recompute, recomputed, selected)
 
 
 def quantised_bytes(recipe: str, device: Device) -> float:

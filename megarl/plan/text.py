@@ -24,7 +24,7 @@ COLUMNS = (
     ("KV cache", ("engine.kv_cache",)),
     ("activations", ("activations",)),
     ("head", ("head",)),
-    ("buckets", ("transfer buckets", "gathered bucket")),
+    ("buckets", ("transfer buckets", "gathered bucket", "summed gradients")),
     ("other", ("contexts",)),
 )
 # How much longer than the quickest a step may take and be called as good: the estimate knows no better.
@@ -130,6 +130,8 @@ def layouts(found: Sequence[Found], current: Found, *, everything: bool = False)
         kept = ", ".join(config.residency.keep) or "-"
         layers = config.model.recompute_layers
         recompute = config.model.recompute + (f", {layers} layers" if layers else "")
+        if config.model.recompute == "selective":
+            recompute = " and ".join(config.model.recompute_modules)
         yield (
             f"  {name_of(one.plan.layout):28s}{one.plan.engine_tp:11d}{recompute:>16s}"
             f"{config.update.tokens_per_micro_batch:9,d}{clock(made.total):>10s}"

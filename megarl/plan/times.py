@@ -121,11 +121,11 @@ def estimate(plan: Plan, lengths: Lengths) -> Estimate:
         seconds += packs * _pack_seconds(plan, phase.model, phase.updates_weights)
         parts[phase.name] = epochs * updates * seconds * bubble
         if phase.updates_weights:
-            # float32 gradients between replicas, and weights back. Nothing of it is hidden.
+            # Gradients between replicas, and weights back. Nothing of it is hidden.
             replicas = layout.dp * layout.cp
             link = cluster.node_speed if layout.stage <= cluster.gpus_per_node else cluster.network_speed
             held = max(plan.trained_of(phase.model, layout, stage).all for stage in plan.stages)
-            exchanged = held * (4 + model.itemsize) * (replicas - 1) / replicas
+            exchanged = held * (plan.gradient_size + model.itemsize) * (replicas - 1) / replicas
             parts[phase.name] += epochs * updates * exchanged / (link * 1e9 * LINKS)
     if config.recipe != "sft":
         # Every GPU gets its engine's shard: from its own node where that holds all of the model.
@@ -157,13 +157,14 @@ def _token_seconds(plan: Plan, name: str, update: bool, whole: list[float]) -> f
         return sum(2 * m * n * (1 + NARROW / min(m, n)) for m, n in shapes) / peak
 
     h = sizes.hidden
-    layer = products((h, (sizes.q + 2 * sizes.kv) / tp), (sizes.q / tp, h))
+    layer, mlp = products((h, (sizes.q + 2 * sizes.kv) / tp), (sizes.q / tp, h)), 0.0
     if sizes.experts:
         # Whole experts, to which the tensor-parallel ranks of a token's replica send their parts of it.
         chosen = shape.config["num_experts_per_tok"]
         layer += chosen / tp * products((h, 2 * sizes.expert_ffn), (sizes.expert_ffn, h))
     else:
-        layer += products((h, 2 * sizes.ffn / tp), (sizes.ffn / tp, h))
+        mlp = products((h, 2 * sizes.ffn / tp), (sizes.ffn / tp, h))
+        layer += mlp
     # Causal attention: a token looks at half of its sequence, which is a longer one the more tokens it has.
     square = fmean(length**2 for length in whole) / fmean(whole)
     attention = 2 * square * sizes.q / tp / peak
@@ -176,7 +177,7 @@ def _token_seconds(plan: Plan, name: str, update: bool, whole: list[float]) -> f
         return node if ranks <= cluster.gpus_per_node else network
 
     # A layer gathers and scatters the hidden states twice.
-    talk = 4 * h * b * (tp - 1) / tp / link(tp)
+    talk = around = 4 * h * b * (tp - 1) / tp / link(tp)
     # Keys and values of the other ranks' parts.
     talk += (cp - 1) * 2 * sizes.kv / tp * b / link(cp * tp)
     if sizes.experts and layout.ep > 1:
@@ -185,16 +186,21 @@ def _token_seconds(plan: Plan, name: str, update: bool, whole: list[float]) -> f
         inside = min(layout.ep, cluster.gpus_per_node)
         talk += copies * ((inside - 1) / node + (layout.ep - inside) / network) / layout.ep
     between = layout.vpp * h * b / tp / link(2 * layout.stage) if layout.pp > 1 else 0.0
-    passes, again, attention_again = 1.0, 0.0, 0.0
+    passes, again, selected = 1.0, 0.0, 0.0
+    kept = plan.activations(name)
+    read = 2 / (plan.device.memory_speed * 1e9 * READING)
     if update:
         trained = plan.trained_of(name, Layout(), 0).all
         passes = 2 + trained / shape.held(Layout(), 0, critic=name == "critic").all
         again = plan.recomputed_share
-        attention_again = float(config.model.recompute == "selective")
+        if config.model.recompute == "selective":
+            modules = config.model.recompute_modules
+            selected = attention * ("attention" in modules)
+            # Half of what a layer says to its neighbours is around its MLP.
+            selected += (mlp + around / 2 + read * kept.selected) * ("mlp" in modules)
         head *= 4 / 3  # backward computes the logits again
     # Norms, rotations and activation functions write what a layer keeps, and it is read again.
-    passed = 2 * plan.activations(name).one_layer / (plan.device.memory_speed * 1e9 * READING)
-    body = (passes + again) * (layer + attention + talk + passed) + attention_again * attention
+    body = (passes + again) * (layer + attention + talk + read * kept.one_layer) + selected
     return (layers * body + passes * (head + between)) / cp
 
 
@@ -204,7 +210,7 @@ def _pack_seconds(plan: Plan, name: str, update: bool) -> float:
     shape, layout = plan.shape(name), plan.layout
     held = shape.held(layout, 0, critic=name == "critic").all
     passes = 3 if update else 1
-    moved = held * (passes * shape.itemsize + 8 * update)
+    moved = held * (passes * shape.itemsize + 2 * plan.gradient_size * update)
     waits = (
         passes
         * shape.sizes.layers

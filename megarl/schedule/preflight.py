@@ -39,7 +39,7 @@ from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.families import family_of, read_config
 from megarl.weights.hf import ModelFolder
-from megarl.weights.layout import check_frozen, check_layout
+from megarl.weights.layout import check_frozen, check_layout, check_recomputed
 from megarl.weights.megatron import open_model
 from megarl.weights.plan import engine_targets
 
@@ -95,10 +95,12 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     of_mixtures = {
         "rollout.routing_replay": config.rollout.routing_replay,
         "model.grouped_experts": config.model.grouped_experts,
+        "model.permute_fusion": config.model.permute_fusion,
     }
     for name in (name for name, on in of_mixtures.items() if on and not family_of(folder.config).is_moe):
         kind = f"a {folder.config.get('model_type')} model has no experts"
         raise ConfigError(f"{name}: {kind} (set it to false)")
+    check_recomputed(folder.config, config.model)
     check_frozen(folder.config, config.actor, "actor")
     if config.has_critic:
         check_frozen((critic or folder).config, config.critic, "critic")

@@ -47,7 +47,8 @@ MARK = "$numbers"  # {MARK: name of the tensor}
 FREE = (
     *("run_dir", "steps", "parallel", "cluster", "residency", "log", "guard", "watchdog", "evaluation"),
     *("checkpoint", "data.eval", "model.layers", "model.recompute", "model.recompute_layers"),
-    *("reward.workers", "model.grouped_experts", "rollout.routing_compare"),
+    "model.recompute_modules",
+    *("reward.workers", "model.grouped_experts", "model.permute_fusion", "rollout.routing_compare"),
     *("rollout.max_batch", "rollout.engine_memory", "rollout.engine_timeout", "rollout.engine_start_timeout"),
     *("rollout.engine_failures", "rollout.transfer_bucket"),
     *("update.tokens_per_micro_batch", "update.logprob_chunk", "value_pretraining.rollouts"),

@@ -177,10 +177,12 @@ class TrainableModel(InferenceModel):
             runtime.layout.dp * runtime.layout.cp > OVERLAP_ABOVE if wanted is None else wanted
             for wanted in (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
         )
+        halved = parallel.grad_dtype == "bf16"
         with on_cpu():
             buckets = DistributedDataParallelConfig(
                 use_distributed_optimizer=True,
-                grad_reduce_in_fp32=True,
+                grad_reduce_in_fp32=not halved,
+                reduce_scatter_with_fp32_accumulation=halved,
                 overlap_grad_reduce=reduce or gather,  # without it Megatron makes one bucket of all
                 overlap_param_gather=gather,
                 bucket_size=parallel.overlap_bucket,

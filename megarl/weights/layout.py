@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import OptimizerConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import (
     EMBEDDING,
@@ -113,6 +113,15 @@ def check_frozen(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, model
     if frozen > layers:
         remedy = f"at most {layers}, with which the final norm and the head still learn"
         raise ConfigError(f"{model}.frozen_layers: {frozen}, but the model has {layers} layers ({remedy})")
+
+
+def check_recomputed(hf_config: Mapping[str, Any], model: ModelConfig) -> None:
+    """Raise ConfigError if a mixture's experts are to be recomputed alone: Megatron then runs their router
+    again without the layer around it, from which the router knows its pack (model/routing.py), and other
+    packs may have come through in between."""
+    if model.recompute == "selective" and "mlp" in model.recompute_modules and family_of(hf_config).is_moe:
+        what = "mlp is for dense models, and this is a mixture of experts"
+        raise ConfigError(f"model.recompute_modules: {what} (leave it out, or set model.recompute=full)")
 
 
 # Hugging Face: the whole model

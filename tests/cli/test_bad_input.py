@@ -64,6 +64,19 @@ class TestKeys:
         "model.grouped_experts=true model.layers=portable": (
             "{x}: model.grouped_experts: needs Transformer Engine's layers, without FP8 (set it to false)"
         ),
+        "model.permute_fusion=true model.layers=portable": (
+            "{x}: model.permute_fusion: needs Transformer Engine's kernels, on a GPU (set it to false)"
+        ),
+        "model.recompute_modules=mlp": (
+            "{x}: model.recompute_modules: has no effect with model.recompute none (set model.recompute="
+        ),
+        "model.recompute=selective model.recompute_modules=[]": (
+            "{x}: model.recompute_modules: must name what model.recompute selective computes again"
+        ),
+        "model.recompute=selective model.recompute_modules=moe": (
+            "command line: model.recompute_modules: must be 'attention' or 'mlp' (got 'moe')"
+        ),
+        "parallel.grad_dtype=bf16": "{x}: parallel.grad_dtype: bf16 needs model.dtype bf16 (got fp32)",
         "model.grouped_experts=true": (
             "model.grouped_experts: needs a CUDA device and transformer-engine (make install-gpu, or set it"
         ),

@@ -105,7 +105,8 @@ class Scene:
             fill(built)
         else:
             load_weights(built, open_model(source), runtime)
-        self.actor = TrainableModel("actor", built, self.config.actor, self.config.steps, runtime)
+        config = self.config
+        self.actor = TrainableModel("actor", built, config.actor, config.steps, runtime, config.parallel)
         self.offload.register(tensor_groups(self.actor, self.host))
 
     def local(self, responses: int, tokens: int, seed: int = 3) -> LocalBatch:

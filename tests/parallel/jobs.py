@@ -50,7 +50,7 @@ def make_config(
         recipe="vapo",
         run_dir=folder,
         steps=4,
-        model=ModelConfig(path=folder, dtype=dtype, **(model or {})),
+        model=ModelConfig(**{"path": folder, "dtype": dtype, **(model or {})}),
         parallel=ParallelConfig(
             sequence_parallel=sequence_parallel, overlap_warmup_flush=overlap_warmup_flush
         ),

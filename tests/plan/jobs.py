@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,11 @@ def config_of(
     chunk: int = 256,
     optimizer: Mapping[str, Any] | None = None,
     recompute_layers: int | None = None,
-    **parallel: int,
+    recompute_modules: Sequence[str] = ("attention",),
+    **parallel: Any,
 ) -> Config:
-    model = {"dtype": dtype, "recompute": recompute, "recompute_layers": recompute_layers}
+    model: dict[str, Any] = {"dtype": dtype, "recompute": recompute, "recompute_layers": recompute_layers}
+    model["recompute_modules"] = recompute_modules
     settings = {
         "recipe": "vapo",
         "run_dir": Path("unused"),
@@ -82,7 +84,10 @@ def learner_of(
     """A model with random weights, and its optimizer."""
     optimizer, sequence_parallel = keys.pop("optimizer", None), keys.pop("sequence_parallel", None)
     layers, parallel = keys.pop("recompute_layers", None), ParallelConfig(**keys.pop("parallel", {}))
-    config = config_of(dtype, recompute, sequence_parallel, keys.pop("chunk", 256), optimizer, layers)
+    modules = keys.pop("recompute_modules", ("attention",))
+    config = config_of(
+        dtype, recompute, sequence_parallel, keys.pop("chunk", 256), optimizer, layers, modules
+    )
     hf = hf_of(family, **keys)
     model = (build_critic if critic else build_actor)(config, hf, runtime)
     for parameter in model.parameters():
@@ -183,6 +188,7 @@ def measure(
         sequence_parallel=sequence_parallel,
         critic=critic,
         recomputed=keys.get("recompute_layers"),
+        modules=keys.get("recompute_modules", ("attention",)),
     )
     kept = min(micro_batches, in_flight(layout, runtime.pp_rank))
     layers, last = hf.num_hidden_layers // layout.pp, runtime.is_last_stage

@@ -15,6 +15,8 @@ CASES: list[Any] = [
     {},
     {"recompute": "full"},
     {"recompute": "selective"},
+    {"recompute": "selective", "recompute_modules": ["mlp"]},
+    {"recompute": "selective", "recompute_modules": ["mlp", "attention"], "family": "glm4"},
     {"recompute": "full", "recompute_layers": 1},
     {"recompute": "full", "recompute_layers": 3, "critic": True},
     pytest.param({"dtype": "bf16"}, marks=pytest.mark.slow),

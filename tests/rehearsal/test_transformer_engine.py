@@ -47,6 +47,7 @@ RECIPES = {
     "mxfp8": "MXFP8BlockScaling",
 }
 RECOMPUTE = ("none", "selective", "full")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: make rehearse-gpu")
 
 
 def settings(
@@ -54,11 +55,12 @@ def settings(
     fp8: str | None = None,
     layers: str = "te",
     grouped: bool = False,
+    permute: bool = False,
     **parallel: Any,
 ) -> Config:
     eight = {"format": "hybrid", "recipe": fp8, "first_last_layers_bf16": fp8 != "delayed"} if fp8 else {}
     model = {"path": Path("x"), "dtype": "bf16", "recompute": recompute, "layers": layers, "fp8": eight}
-    model["grouped_experts"] = grouped
+    model |= {"grouped_experts": grouped, "permute_fusion": permute}
     return Config(
         recipe="vapo", run_dir=Path("x"), steps=1, model=model, parallel={"device": "cpu", **parallel}
     )
@@ -143,6 +145,23 @@ def test_layers(family: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert any(EXTRA in name for name in found) == (recipe == "delayed")
                 if recipe:
                     assert type(fp8_utils.get_fp8_recipe(model.config)).__name__.endswith(RECIPES[recipe])
+
+
+@needs_triton
+def test_fused_permutation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron takes it, and Triton's interpreter finds that the kernels do what Megatron's operations do."""
+    import subprocess
+    import sys
+
+    hf = make_config("qwen3_moe", **SIZES, **EXPERTS)
+    with rank_of(Layout(tp=1, pp=1, dp=2, ep=2), rank=1) as runtime:
+        for permute in (False, True):
+            model = build("actor", settings(permute=permute, ep=2), hf, runtime, monkeypatch)
+            [dispatcher, *_] = [layer.mlp.token_dispatcher for layer in model.chunks[0].decoder.layers]
+            assert dispatcher.config.moe_permute_fusion == permute
+    program = Path(__file__).with_name("permutation.py")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0 and done.stdout.split("\n")[-2] == "equal", done.stdout + done.stderr
 
 
 def test_the_optimizer_is_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,14 +92,25 @@ def refusal(runtime: Runtime, folder: Path, model: Mapping[str, Any], mistake: s
     return ""
 
 
-def accumulate(runtime: Runtime, folder: Path, dtype: str) -> dict[str, float]:
+def accumulate(runtime: Runtime, folder: Path, dtype: str, grad_dtype: str = "fp32") -> dict[str, float]:
     """Gradients of several micro-batches with the fused addition and without, relative to the sum of each
     micro-batch's own."""
+    from tests.parallel.test_options import apart
+
+    with apart():
+        scene = make_scene(
+            runtime,
+            folder,
+            {"layers": "te", "dtype": dtype},
+            update={"tokens_per_micro_batch": 128},
+            parallel={"grad_dtype": grad_dtype},
+        )
+        return _accumulated(scene)
+
+
+def _accumulated(scene: Scene) -> dict[str, float]:
     from megarl.training.losses import supervised_loss
 
-    scene = make_scene(
-        runtime, folder, {"layers": "te", "dtype": dtype}, update={"tokens_per_micro_batch": 128}
-    )
     local = scene.local(6, 60)
     (batches,) = local.mini_batches
     assert len(batches) > 2

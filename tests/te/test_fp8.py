@@ -74,14 +74,16 @@ def test_recipes_are_near_bf16(layout: tuple[int, int, int], ranks: Ranks, tmp_p
     if layout == (1, 1, 1):
         models |= {"recomputed": fp8("tensorwise", "full"), "experts": fp8("tensorwise", mixture=True)}
         models |= {"experts in bf16": {**BF16, "mixture": True}}
+        models |= {"mlps recomputed": fp8("tensorwise", "selective", recompute_modules=["mlp"])}
     found = ranks(*layout).run(jobs.measure, folder=tmp_path, models=models)
     for recipe in recipes:
         check(found, recipe, recipe)
     logprobs, gradients = differences(found, "te")
     assert logprobs <= 4e-3 and gradients <= 2e-2
     if layout == (1, 1, 1):
-        assert torch.equal(found[0]["recomputed"]["logprobs"], found[0]["tensorwise"]["logprobs"])
-        assert torch.equal(found[0]["recomputed"]["gradients"], found[0]["tensorwise"]["gradients"])
+        for name in ("recomputed", "mlps recomputed"):
+            for what in ("logprobs", "gradients"):
+                assert torch.equal(found[0][name][what], found[0]["tensorwise"][what]), (name, what)
         logprobs, gradients = differences(found, "experts", "experts in bf16")
         assert 1e-3 < logprobs <= LOGPROBS and 1e-2 < gradients <= GRADIENTS
 

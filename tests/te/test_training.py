@@ -27,11 +27,14 @@ Ranks = Callable[..., RankPool]
 
 def test_weight_gradients_are_added_up_in_float32(ranks: Ranks, tmp_path: Path) -> None:
     """Within the product, without apex: in float32 the very same bits as one after the other; in bf16 no
-    product is rounded."""
+    product is rounded, but where gradients are to be in bf16."""
     (exact,) = ranks(1, 1, 1).run(jobs.accumulate, folder=tmp_path / "fp32", dtype="fp32")
     assert exact["equal"] and exact["fused"] <= 1e-6
     (half,) = ranks(1, 1, 1).run(jobs.accumulate, folder=tmp_path / "bf16", dtype="bf16")
     assert half["fused"] <= 1e-6 < 1e-3 < half["apart"]
+    rounded = {"dtype": "bf16", "grad_dtype": "bf16"}
+    (less,) = ranks(1, 1, 1).run(jobs.accumulate, folder=tmp_path / "gradients", **rounded)
+    assert 1e-4 < less["fused"] < 0.01
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [((2, 1, 1), "bf16"), ((1, 1, 2), "fp32")])

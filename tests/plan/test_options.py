@@ -1,0 +1,165 @@
+"""Megatron's options in the plan: before and after. `python tests/plan/test_options.py` prints the table that
+docs/planning.md shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.parallel.layout import Layout
+from megarl.parallel.runtime import Runtime
+from megarl.plan import memory
+from megarl.plan.memory import Plan
+from megarl.plan.search import ROOM, with_keys
+from megarl.plan.sizes import GIB
+from megarl.plan.text import clock
+from megarl.plan.times import default_lengths, estimate
+from tests.plan.jobs import batches, learner_of, storages
+from tests.plan.test_memory import ROOT
+from tests.plan.test_search import plan_for
+from tests.ranks import RankPool
+
+NAMES = ("vapo_32b", "dapo_30b_a3b", "dapo_72b", "vapo_7b")
+HALVED = {"parallel__grad_dtype": "bf16"}
+MLP = {
+    "model__recompute": "selective",
+    "model__recompute_modules": ("mlp",),
+    "model__recompute_layers": None,
+}
+
+
+def fullest(plan: Plan) -> float:
+    """The most of any update, on the fullest stage."""
+    return max(need.total for need in plan.needs(phases=[p for p in plan.phases if p.updates_weights]))
+
+
+def keeps_what_it_sent(layout: Layout, begun: float, last: bool) -> float:
+    """As megarl was before `deallocate_pipeline_outputs`, of plans without virtual stages."""
+    assert layout.vpp == 1
+    return begun - last
+
+
+def fewest_layers(plan: Plan) -> Plan:
+    """With as few recomputed layers as leave as much room as `megarl plan` does."""
+    layers = plan.actor.sizes.layers // plan.layout.pp
+    none = with_keys(plan, model__recompute="none", model__recompute_layers=None)
+    tried = [none, *(with_keys(plan, model__recompute_layers=count) for count in range(1, layers + 1))]
+    return next(made for made in tried if fullest(made) <= (1 - ROOM) * plan.device.memory)
+
+
+def shown(plan: Plan, more: str = "") -> str:
+    return f"{fullest(plan) / GIB:.1f} GiB{more}, {clock(estimate(plan, default_lengths(plan)).total)}"
+
+
+def rows() -> Iterator[list[str]]:
+    plans = [plan_for(name) for name in NAMES]
+    with mock.patch.object(memory, "passed_on", keeps_what_it_sent):
+        yield ["before: what a stage sent is kept", *map(shown, plans)]
+    yield ["as it is", *map(shown, plans)]
+    mixtures = [
+        shown(with_keys(p, model__router_dtype="model")) if p.actor.sizes.experts else "-" for p in plans
+    ]
+    yield ["`model.router_dtype=model`", *mixtures]
+    halved = [with_keys(plan, **HALVED) for plan in plans]
+    yield ["`parallel.grad_dtype=bf16`", *map(shown, halved)]
+    fewer = [fewest_layers(plan) for plan in halved]
+    layers = [f" ({plan.config.model.recompute_layers or 0} layers)" for plan in fewer]
+    yield ["the same, fewest layers recomputed", *map(shown, fewer, layers)]
+    alone = [shown(with_keys(p, **MLP)) if not p.actor.sizes.experts else "-" for p in plans]
+    yield ["`model.recompute=selective`, `recompute_modules=mlp`", *alone]
+
+
+def table() -> Iterator[str]:
+    yield "| | " + " | ".join(f"`{name}`" for name in NAMES) + " |"
+    yield "|---" * (len(NAMES) + 1) + "|"
+    yield from (f"| {' | '.join(row)} |" for row in rows())
+
+
+def test_the_page_shows_the_table() -> None:
+    page = (ROOT / "docs/planning.md").read_text().splitlines()
+    for row in table():
+        assert row in page, "python tests/plan/test_options.py prints the table anew"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_in_bf16_are_half(name: str) -> None:
+    """In memory and on the way to other replicas; what the sum takes comes when activations are gone, on the
+    first stage beside them."""
+    plan = plan_for(name)
+    halved = with_keys(plan, **HALVED)
+    for stage in plan.stages:
+        assert halved.group("actor.gradients", stage) == plan.group("actor.gradients", stage) / 2
+        during, behind = halved.exchange("actor", stage)
+        bucket = 2 * plan.bucket("actor", stage)
+        assert behind > bucket
+        if stage == 0 and plan.overlaps:
+            assert bucket < during < 2 * bucket
+        else:
+            assert during == 0.0
+        assert plan.exchange("actor", stage) == (0.0, 0.0)
+    assert fullest(halved) < fullest(plan)
+    before, after = (estimate(p, default_lengths(p)).parts["actor_update"] for p in (plan, halved))
+    assert 0.9 * before < after < before
+    # A rank that has next to no activations still needs room for the sum.
+    [phase] = [p for p in plan.phases if p.name == "actor_update"]
+    last = plan.layout.pp - 1
+    nothing = halved.work(phase, last, 1)
+    assert sum(nothing.values()) >= halved.exchange("actor", last)[1]
+
+
+def gradient_bytes(runtime: Runtime, grad_dtype: str) -> tuple[int, int]:
+    """Bytes of the gradients' buffers, and of the largest that is alive besides while they are summed."""
+    import torch
+
+    from tests.parallel.memory import LiveMemory
+    from tests.parallel.test_options import apart
+
+    with apart():
+        _, learner = learner_of(
+            runtime,
+            "qwen2",
+            "bf16",
+            critic=False,
+            parallel={"grad_dtype": grad_dtype, "overlap_grad_reduce": False},
+        )
+        learner.compute_gradients(batches(learner, 1, 64), lambda output, _: (output[0].sum(), {}))
+        with LiveMemory() as alive:
+            for chunk in learner.chunks:
+                chunk.start_grad_sync()
+                chunk.finish_grad_sync()
+        size = sum(storages(buffer.grad_data for buffer in learner.buffers).values())
+        assert torch.isfinite(learner.buffers[0].grad_data.sum())
+        return size, alive.peak
+
+
+def test_they_are_so_in_a_real_model(ranks: Callable[..., RankPool]) -> None:
+    from dataclasses import replace
+
+    from tests.plan.jobs import plan_for as plan_of_job
+
+    plan = plan_of_job((1, 1, 2, 1), "qwen2", "bf16")
+    parallel: dict[str, Any] = {"grad_dtype": "bf16", "overlap_grad_reduce": False}
+    changed = plan.config.parallel.model_copy(update=parallel)
+    plan = replace(plan, config=plan.config.model_copy(update={"parallel": changed}))
+    for size, alive in ranks(1, 1, 2).run(gradient_bytes, grad_dtype="bf16"):
+        assert size == pytest.approx(plan.group("actor.gradients", 0), rel=0.01)
+        # What came from the replicas, and this rank's sum of it in float32.
+        assert alive == pytest.approx(plan.exchange("actor", 0)[1], rel=0.05)
+
+
+def test_a_mixtures_experts_are_not_planned_to_be_recomputed_alone() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.recompute_modules: mlp is for dense models"):
+        plan_for(
+            "dapo_30b_a3b",
+            "model.recompute=selective",
+            "model.recompute_modules=mlp",
+            "model.recompute_layers=null",
+        )
+
+
+if __name__ == "__main__":
+    print(*table(), sep="\n")
