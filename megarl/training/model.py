@@ -6,6 +6,7 @@ pipeline schedule), and which of their tensors can be offloaded.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -386,7 +388,7 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
 
     weights = _Weights(parameters, device, pool)
     weights.model = model.model
-    gradients = Movable(lambda: (buffer.grad_data for buffer in buffers), device, pool, "zero")
+    gradients = _Gradients(lambda: (buffer.grad_data for buffer in buffers), device, pool, "zero")
     return {
         f"{model.name}.weights": weights,
         f"{model.name}.gradients": gradients,
@@ -394,9 +396,19 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
     }
 
 
+class _Gradients(Movable):
+    """A model's gradients. What Transformer Engine hands autograd in the place of a weight's gradient, which
+    is in the buffers already, goes too: it keeps one tensor for each shape of a weight for ever."""
+
+    def offload(self) -> None:
+        super().offload()
+        layers = sys.modules.get("transformer_engine.pytorch.module.base")
+        getattr(layers, "_dummy_wgrads", {}).clear()
+
+
 class _Weights(Movable):
-    """A model's weights. The FP8 copies that Transformer Engine caches go too: the next forward makes them
-    again."""
+    """A model's weights. The FP8 copies that Transformer Engine caches go too, and what Megatron's own layers
+    gather inputs into, which is as large as the largest pack: the next forward pass makes them again."""
 
     model: torch.nn.Module
 
@@ -404,3 +416,5 @@ class _Weights(Movable):
         super().offload()
         for module in self.model.modules():
             getattr(module, "_fp8_workspaces", {}).clear()
+        if parallel_state.is_initialized():  # without groups nothing was gathered
+            parallel_state.get_global_memory_buffer().buffer.clear()

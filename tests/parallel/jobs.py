@@ -392,7 +392,9 @@ def updates_with_moves(
     model: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Three updates, before each of which everything may have left the device: gradient norms, all tensors,
-    and what was moved."""
+    what was moved, and what stayed."""
+    from megatron.core import parallel_state
+
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.offload import HostPool
     from megarl.training.batch import distribute
@@ -418,7 +420,8 @@ def updates_with_moves(
     for _ in range(3):
         for group in groups.values() if moves else ():
             group.offload()
-        away += sum(storage.nbytes() for storage in storages) if moves else 0
+        gathered = parallel_state.get_global_memory_buffer().buffer.values()  # by Megatron's own layers
+        away += sum(s.nbytes() for s in storages) + sum(tensor.nbytes for tensor in gathered)
         for group in groups.values() if moves else ():
             group.onload()
         learner.begin_step()

@@ -27,7 +27,7 @@ VARIABLE = re.compile(r"(NVTE|NCCL|CUDA|TORCH|TORCHINDUCTOR|SGLANG|PYTORCH|GLOO|
 METHODS = {
     *("resize_", "from_dlpack", "_foreach_copy_", "_foreach_zero_", "pin_memory", "is_cuda"),
     *("record_stream", "wait_stream", "record_event", "wait_event"),
-    *("_fp8_workspaces", "fuse_wgrad_accumulation", "compile_threads"),
+    *("_fp8_workspaces", "_dummy_wgrads", "fuse_wgrad_accumulation", "compile_threads"),
     # Marks of parameters, which Megatron's and Transformer Engine's layers and optimizers read.
     *("allreduce", "tensor_model_parallel", "partition_dim", "partition_stride"),
 }

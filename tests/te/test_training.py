@@ -63,6 +63,20 @@ def test_fp8_copies_of_weights_go_with_them(recipe: str, ranks: Ranks, tmp_path:
     assert leaves["copies"] == 0
 
 
+@pytest.mark.parametrize("model", [{"layers": "te", "dtype": "bf16"}, fp8("tensorwise")], ids=["bf16", "fp8"])
+def test_stand_ins_of_gradients_go_with_them(model: dict[str, Any], ranks: Ranks, tmp_path: Path) -> None:
+    """Of each shape of a weight there is one, as large as the weight, which Transformer Engine would keep
+    beside the engine."""
+    stays, leaves = (
+        ranks(1, 1, 1).run(jobs.updates, folder=tmp_path, model=model, moves=moves)[0]
+        for moves in (False, True)
+    )
+    assert stays["norms"] == leaves["norms"] and torch.equal(stays["logprobs"], leaves["logprobs"])
+    here, away = leaves["stand_ins"][::2], leaves["stand_ins"][1::2]
+    assert stays["stand_ins"] == here and min(here) > 0
+    assert away == [0, 0, 0]
+
+
 COPIES = {"tensorwise": {"first_last": True}, "delayed": {}, "blockwise": {}, "mixture": {"mixture": True}}
 
 
