@@ -17,6 +17,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -406,9 +407,15 @@ class _Gradients(Movable):
         getattr(layers, "_dummy_wgrads", {}).clear()
 
 
+# What a mixture's layers keep of the last pack: some 450 bytes a token and layer with 128 experts.
+DISPATCHED = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
+
+
 class _Weights(Movable):
-    """A model's weights. The FP8 copies that Transformer Engine caches go too, and what Megatron's own layers
-    gather inputs into, which is as large as the largest pack: the next forward pass makes them again."""
+    """A model's weights. What libraries keep beside them of the passes goes too, as it would lie beside the
+    engine; the next pass makes it again: FP8 copies of weights (Transformer Engine), and of Megatron what a
+    mixture's layers know of the last pack, the angles of the last 32 lengths of a pack, and what its own
+    layers gather inputs into, which is as large as the largest pack."""
 
     model: torch.nn.Module
 
@@ -416,5 +423,10 @@ class _Weights(Movable):
         super().offload()
         for module in self.model.modules():
             getattr(module, "_fp8_workspaces", {}).clear()
+            if isinstance(module, RotaryEmbedding):
+                module.forward.cache_clear()
+            dispatcher: Any = getattr(module, "token_dispatcher", None)
+            for name in DISPATCHED if dispatcher is not None else ():
+                setattr(dispatcher, name, None)
         if parallel_state.is_initialized():  # without groups nothing was gathered
             parallel_state.get_global_memory_buffer().buffer.clear()

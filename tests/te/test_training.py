@@ -20,7 +20,7 @@ from tests.ranks import RankPool
 from tests.schedule import test_resume
 from tests.te import jobs
 from tests.te.test_fp8 import fp8
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import Family, make_tiny_model
 
 Ranks = Callable[..., RankPool]
 
@@ -75,6 +75,14 @@ def test_stand_ins_of_gradients_go_with_them(model: dict[str, Any], ranks: Ranks
     here, away = leaves["stand_ins"][::2], leaves["stand_ins"][1::2]
     assert stays["stand_ins"] == here and min(here) > 0
     assert away == [0, 0, 0]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_nothing_of_an_update_stays_on_the_device(family: Family, ranks: Ranks, tmp_path: Path) -> None:
+    """But for the workspace of matrix products, 32 MiB, which is among the plan's contexts."""
+    folder = make_tiny_model(tmp_path / "model", family, vocab=61)
+    (left,) = ranks(1, 1, 1).run(jobs_of_layouts.left_behind, folder=folder, model={"layers": "te"})
+    assert [found for found in left if 64 < found[0] < 2**25] == []
 
 
 COPIES = {"tensorwise": {"first_last": True}, "delayed": {}, "blockwise": {}, "mixture": {"mixture": True}}
