@@ -22,6 +22,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from megarl.algorithms.losses import loss_metrics
@@ -414,8 +415,8 @@ DISPATCHED = ("probs", "routing_map", "reversed_local_input_permutation_mapping"
 class _Weights(Movable):
     """A model's weights. What libraries keep beside them of the passes goes too, as it would lie beside the
     engine; the next pass makes it again: FP8 copies of weights (Transformer Engine), and of Megatron what a
-    mixture's layers know of the last pack, the angles of the last 32 lengths of a pack, and what its own
-    layers gather inputs into, which is as large as the largest pack."""
+    pipeline stage was given last and a mixture's layers know of it, the angles of the last 32 lengths of a
+    pack, and what its own layers gather inputs into, which is as large as the largest pack."""
 
     model: torch.nn.Module
 
@@ -425,6 +426,8 @@ class _Weights(Movable):
             getattr(module, "_fp8_workspaces", {}).clear()
             if isinstance(module, RotaryEmbedding):
                 module.forward.cache_clear()
+            if isinstance(module, TransformerBlock):
+                module.set_input_tensor(None)
             dispatcher: Any = getattr(module, "token_dispatcher", None)
             for name in DISPATCHED if dispatcher is not None else ():
                 setattr(dispatcher, name, None)

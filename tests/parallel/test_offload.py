@@ -122,12 +122,14 @@ def test_a_learner_that_was_away_learns_the_same_bits(
             assert there["sizes"] == here["sizes"]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen3", (2, 1, 1)), ("qwen3_moe", (2, 1, 1)), ("qwen3", (1, 2, 1))]
+)
 def test_nothing_of_an_update_stays_on_the_device(
-    family: Family, ranks: Callable[..., RankPool], tmp_path: Path
+    family: Family, layout: tuple, ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
     """Libraries keep tensors of the last pack, or of the largest, which would lie beside the engine: each of
     them here is larger than anything that may stay, which are counts of an expert's tokens."""
     folder = make_tiny_model(tmp_path / "model", family, vocab=61)
-    for left in ranks(2, 1, 1).run(jobs.left_behind, folder=folder):
+    for left in ranks(*layout).run(jobs.left_behind, folder=folder):
         assert [found for found in left if found[0] > 64] == []
