@@ -216,6 +216,12 @@ def read_rows() -> list[Row]:
     return rows
 
 
+def defects() -> list[tuple[str, list[str]]]:
+    """Return what was found wrong and mended, each with its tests."""
+    found = yaml.safe_load(TABLE.read_text(encoding="utf-8"))["defects"]
+    return [(defect["what"], defect["tests"]) for defect in found]
+
+
 class Line(NamedTuple):
     """A line of a library: package, file within its wheel, number from 1, and text that it contains."""
 
@@ -272,6 +278,15 @@ def page() -> str:
     for topic in dict.fromkeys(row.topic for row in rows):
         out += ["", f"## {topic}", "", *columns]
         out += [_cells(row, lines) for row in rows if row.topic == topic]
+    out += [
+        "",
+        "## Defects that were found so",
+        "",
+        "| what was wrong | the test that shows it |",
+        "|---|---|",
+    ]
+    for what, tests in defects():
+        out.append(f"| {what} | {'<br>'.join(f'`{test}`' for test in tests)} |")
     return "\n".join(out) + "\n"
 
 

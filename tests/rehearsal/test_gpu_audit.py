@@ -52,9 +52,11 @@ def defined(file: str) -> frozenset[str]:
     )
 
 
-def test_the_tests_that_rows_name_exist() -> None:
+def test_the_tests_that_rows_and_defects_name_exist() -> None:
     named = {test for row in ROWS for test in row.tests}
     assert len(named) > 50
+    assert all(tests for _, tests in gpu_audit.defects())
+    named |= {test for _, tests in gpu_audit.defects() for test in tests}
     for test in sorted(named):
         file, _, name = test.partition("::")
         assert (ROOT / file).is_file() and name in defined(file), test

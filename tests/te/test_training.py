@@ -77,11 +77,14 @@ def test_stand_ins_of_gradients_go_with_them(model: dict[str, Any], ranks: Ranks
     assert away == [0, 0, 0]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_nothing_of_an_update_stays_on_the_device(family: Family, ranks: Ranks, tmp_path: Path) -> None:
-    """But for the workspace of matrix products, 32 MiB, which is among the plan's contexts."""
+@pytest.mark.parametrize(("family", "grouped"), [("qwen3", False), ("qwen3_moe", False), ("qwen3_moe", True)])
+def test_nothing_of_an_update_stays_on_the_device(
+    family: Family, grouped: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    """But for workspaces of matrix products, 32 MiB each, which are among the plan's contexts."""
     folder = make_tiny_model(tmp_path / "model", family, vocab=61)
-    (left,) = ranks(1, 1, 1).run(jobs_of_layouts.left_behind, folder=folder, model={"layers": "te"})
+    model = {"layers": "te", "grouped_experts": grouped}
+    (left,) = ranks(1, 1, 1).run(jobs_of_layouts.left_behind, folder=folder, model=model)
     assert [found for found in left if 64 < found[0] < 2**25] == []
 
 
