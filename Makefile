@@ -135,14 +135,14 @@ rehearse-scale: $(STAMP) ## a VAPO run at a large layout with real ranks, one ki
 
 rehearse: $(STAMP) $(TE)/installed $(SGLANG)/installed ## the GPU half without a GPU, as far as CPU environments go (tests/rehearsal)
 	$(PYTEST) tests/rehearsal/test_cuda_branches.py tests/rehearsal/test_fake_tensors.py $(ARGS)
-	PYTHONPATH=$(TE_PATH) $(PYTEST) tests/rehearsal/test_transformer_engine.py $(ARGS)
-	$(SGLANG)/bin/python -m pytest tests/rehearsal/test_sglang.py $(ARGS)
+	PYTHONPATH=$(TE_PATH) $(PYTEST) tests/rehearsal/test_transformer_engine.py tests/rehearsal/test_gpu_audit.py $(ARGS)
+	$(SGLANG)/bin/python -m pytest tests/rehearsal/test_sglang.py tests/rehearsal/test_gpu_audit.py $(ARGS)
 
 # What a GPU machine would have, but for Transformer Engine's compiled half, which needs a device, and for a driver.
 rehearse-gpu: $(GPU)/packages $(GPU)/lib/libcuda.so.1 $(MEGATRONS:%=$(GPU)/megatron-%) ## the same in the locked environment, on each megatron-core
-	PYTHONPATH=$(COMPILED) LD_LIBRARY_PATH=$(CURDIR)/$(GPU)/lib $(GPU)/bin/python -m pytest tests/rehearsal/test_sglang.py $(ARGS)
+	PYTHONPATH=$(COMPILED) LD_LIBRARY_PATH=$(CURDIR)/$(GPU)/lib $(GPU)/bin/python -m pytest tests/rehearsal/test_sglang.py tests/rehearsal/test_gpu_audit.py $(ARGS)
 	for version in $(MEGATRONS); do PYTHONPATH=$(CURDIR)/$(GPU)/megatron-$$version:$(COMPILED) \
-		LD_LIBRARY_PATH=$(CURDIR)/$(GPU)/lib $(GPU)/bin/python -m pytest tests/rehearsal/test_transformer_engine.py tests/rehearsal/test_cuda_branches.py $(ARGS) || exit; done
+		LD_LIBRARY_PATH=$(CURDIR)/$(GPU)/lib $(GPU)/bin/python -m pytest tests/rehearsal/test_transformer_engine.py tests/rehearsal/test_cuda_branches.py tests/rehearsal/test_gpu_audit.py $(ARGS) || exit; done
 
 $(GPU)/megatron-%: $(GPU)/packages
 	$(GPU)/bin/python -m pip install --quiet --no-deps --target $@ megatron-core==$*

@@ -6,6 +6,7 @@ pipeline schedule), and which of their tensors can be offloaded.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,12 +14,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from megarl.algorithms.losses import loss_metrics
@@ -388,7 +392,7 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
 
     weights = _Weights(parameters, device, pool)
     weights.model = model.model
-    gradients = Movable(lambda: (buffer.grad_data for buffer in buffers), device, pool, "zero")
+    gradients = _Gradients(lambda: (buffer.grad_data for buffer in buffers), device, pool, "zero")
     return {
         f"{model.name}.weights": weights,
         f"{model.name}.gradients": gradients,
@@ -396,9 +400,25 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
     }
 
 
+class _Gradients(Movable):
+    """A model's gradients. What Transformer Engine hands autograd in the place of a weight's gradient, which
+    is in the buffers already, goes too: it keeps one tensor for each shape of a weight for ever."""
+
+    def offload(self) -> None:
+        super().offload()
+        layers = sys.modules.get("transformer_engine.pytorch.module.base")
+        getattr(layers, "_dummy_wgrads", {}).clear()
+
+
+# What a mixture's layers keep of the last pack: some 450 bytes a token and layer with 128 experts.
+DISPATCHED = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
+
+
 class _Weights(Movable):
-    """A model's weights. The FP8 copies that Transformer Engine caches go too: the next forward makes them
-    again."""
+    """A model's weights. What libraries keep beside them of the passes goes too, as it would lie beside the
+    engine; the next pass makes it again: FP8 copies of weights (Transformer Engine), and of Megatron what a
+    pipeline stage was given last and a mixture's layers know of it, the angles of the last 32 lengths of a
+    pack, and what its own layers gather inputs into, which is as large as the largest pack."""
 
     model: torch.nn.Module
 
@@ -406,3 +426,12 @@ class _Weights(Movable):
         super().offload()
         for module in self.model.modules():
             getattr(module, "_fp8_workspaces", {}).clear()
+            if isinstance(module, RotaryEmbedding):
+                module.forward.cache_clear()
+            if isinstance(module, TransformerBlock):
+                module.set_input_tensor(None)
+            dispatcher: Any = getattr(module, "token_dispatcher", None)
+            for name in DISPATCHED if dispatcher is not None else ():
+                setattr(dispatcher, name, None)
+        if parallel_state.is_initialized():  # without groups nothing was gathered
+            parallel_state.get_global_memory_buffer().buffer.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -399,7 +400,9 @@ def updates_with_moves(
     model: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Three updates, before each of which everything may have left the device: gradient norms, all tensors,
-    and what was moved."""
+    what was moved, and what stayed."""
+    from megatron.core import parallel_state
+
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.offload import HostPool
     from megarl.training.batch import distribute
@@ -425,7 +428,8 @@ def updates_with_moves(
     for _ in range(3):
         for group in groups.values() if moves else ():
             group.offload()
-        away += sum(storage.nbytes() for storage in storages) if moves else 0
+        gathered = parallel_state.get_global_memory_buffer().buffer.values()  # by Megatron's own layers
+        away += sum(s.nbytes() for s in storages) + sum(tensor.nbytes for tensor in gathered)
         for group in groups.values() if moves else ():
             group.onload()
         learner.begin_step()
@@ -446,6 +450,43 @@ def updates_with_moves(
         "bytes": {"host": pool.nbytes, **sizes} if moves else {},
         "sizes": sizes,
     }
+
+
+def left_behind(
+    runtime: Runtime, folder: Path, model: Mapping[str, Any] | None = None
+) -> list[tuple[int, tuple[int, ...]]]:
+    """What an update has made that is still there once all tensor groups have left: bytes and shape of each
+    storage's tensor, the largest first."""
+    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.parallel.offload import HostPool
+    from megarl.training.batch import distribute
+    from megarl.training.losses import supervised_loss
+    from megarl.training.model import TrainableModel, tensor_groups
+
+    def alive() -> dict[int, Any]:
+        gc.collect()
+        tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+        return {tensor.untyped_storage()._cdata: tensor for tensor in tensors if tensor.device.type != "meta"}
+
+    config = make_config(folder, mini_batch=6, dtype="bf16", model=model)
+    built = build_actor(config, read_hf_config(folder), runtime)
+    load(built, folder, runtime)
+    learner = TrainableModel("actor", built, config.actor, config.steps, runtime)
+    pool = HostPool(runtime.device, 4096)
+    groups = tensor_groups(learner, pool)
+    batch = Experience.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] * 5 for i in range(6)])
+    batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
+    local = distribute(batch, config, 6, 3, [built], runtime)
+    before = alive().keys()
+    learner.begin_step()
+    learner.update(local.mini_batches[0], supervised_loss(local.experience))
+    for group in groups.values():
+        group.offload()
+    left = {key: tensor for key, tensor in alive().items() if key not in before}
+    sizes = [(tensor.untyped_storage().nbytes(), tuple(tensor.shape)) for tensor in left.values()]
+    # On the host are the groups' contents, in chunks, and states of generators.
+    of_the_host = ((pool.chunk,), tuple(torch.get_rng_state().shape))
+    return sorted((size for size in sizes if size[0] and size[1] not in of_the_host), reverse=True)
 
 
 def around_a_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, read: bool) -> dict[str, Any]:

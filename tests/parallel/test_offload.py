@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.parallel.offload import HostPool, Movable
 from tests.parallel import jobs
 from tests.ranks import RankPool
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import Family, make_tiny_model
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
@@ -120,3 +120,16 @@ def test_a_learner_that_was_away_learns_the_same_bits(
             assert there["away"] == 0
             assert min(there["bytes"].values()) > 0
             assert there["sizes"] == here["sizes"]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen3", (2, 1, 1)), ("qwen3_moe", (2, 1, 1)), ("qwen3", (1, 2, 1))]
+)
+def test_nothing_of_an_update_stays_on_the_device(
+    family: Family, layout: tuple, ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
+    """Libraries keep tensors of the last pack, or of the largest, which would lie beside the engine: each of
+    them here is larger than anything that may stay, which are counts of an expert's tokens."""
+    folder = make_tiny_model(tmp_path / "model", family, vocab=61)
+    for left in ranks(*layout).run(jobs.left_behind, folder=folder):
+        assert [found for found in left if found[0] > 64] == []

@@ -211,17 +211,26 @@ def beside_another(
 
 def updates(runtime: Runtime, folder: Path, model: Mapping[str, Any], moves: bool) -> dict[str, Any]:
     """Three updates, with everything off the device before each where `moves`; `copies`: FP8 copies of
-    weights that stayed behind."""
+    weights that stayed behind; `stand_ins`: bytes that Transformer Engine keeps for autograd in the place of
+    weights' gradients, after each update and after each move."""
+    from transformer_engine.pytorch.module.base import _dummy_wgrads
+
+    def stand_ins() -> int:
+        return sum(tensor.nbytes for tensor in _dummy_wgrads.values())
+
+    _dummy_wgrads.clear()
     scene = make_scene(runtime, folder / str(moves), model, residency={"offload": moves})
     local = scene.local(4, 32)
-    found: dict[str, Any] = {"norms": [], "copies": 0}
+    found: dict[str, Any] = {"norms": [], "copies": 0, "stand_ins": []}
     for _ in range(3):
         scene.logprobs(local)
         found["norms"].append(scene.update(local).grad_norm)
+        found["stand_ins"].append(stand_ins())
         if moves:
             scene.offload.onload("rollout", ())
             modules = scene.actor.model.modules()
             found["copies"] += sum(len(getattr(module, "_fp8_workspaces", {})) for module in modules)
+            found["stand_ins"].append(stand_ins())
     found["logprobs"] = scene.logprobs(local)
     return found
 

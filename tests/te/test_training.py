@@ -20,7 +20,7 @@ from tests.ranks import RankPool
 from tests.schedule import test_resume
 from tests.te import jobs
 from tests.te.test_fp8 import fp8
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import Family, make_tiny_model
 
 Ranks = Callable[..., RankPool]
 
@@ -64,6 +64,31 @@ def test_fp8_copies_of_weights_go_with_them(recipe: str, ranks: Ranks, tmp_path:
     assert stays["norms"] == leaves["norms"] and len(set(stays["norms"])) == 3
     assert torch.equal(stays["logprobs"], leaves["logprobs"])
     assert leaves["copies"] == 0
+
+
+@pytest.mark.parametrize("model", [{"layers": "te", "dtype": "bf16"}, fp8("tensorwise")], ids=["bf16", "fp8"])
+def test_stand_ins_of_gradients_go_with_them(model: dict[str, Any], ranks: Ranks, tmp_path: Path) -> None:
+    """Of each shape of a weight there is one, as large as the weight, which Transformer Engine would keep
+    beside the engine."""
+    stays, leaves = (
+        ranks(1, 1, 1).run(jobs.updates, folder=tmp_path, model=model, moves=moves)[0]
+        for moves in (False, True)
+    )
+    assert stays["norms"] == leaves["norms"] and torch.equal(stays["logprobs"], leaves["logprobs"])
+    here, away = leaves["stand_ins"][::2], leaves["stand_ins"][1::2]
+    assert stays["stand_ins"] == here and min(here) > 0
+    assert away == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("family", "grouped"), [("qwen3", False), ("qwen3_moe", False), ("qwen3_moe", True)])
+def test_nothing_of_an_update_stays_on_the_device(
+    family: Family, grouped: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    """But for workspaces of matrix products, 32 MiB each, which are among the plan's contexts."""
+    folder = make_tiny_model(tmp_path / "model", family, vocab=61)
+    model = {"layers": "te", "grouped_experts": grouped}
+    (left,) = ranks(1, 1, 1).run(jobs_of_layouts.left_behind, folder=folder, model=model)
+    assert [found for found in left if 64 < found[0] < 2**25] == []
 
 
 COPIES = {"tensorwise": {"first_last": True}, "delayed": {}, "blockwise": {}, "mixture": {"mixture": True}}
