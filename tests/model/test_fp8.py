@@ -174,7 +174,8 @@ def test_packs_are_filled_up(
         return
     seen: list[torch.Tensor] = []
 
-    def packed(cu_seqlens: torch.Tensor) -> SimpleNamespace:
+    def packed(cu_seqlens: torch.Tensor, prompts: object) -> SimpleNamespace:
+        assert prompts is None, "no prompt is shared"
         seen.append(cu_seqlens)
         return SimpleNamespace()
 
