@@ -19,6 +19,8 @@ FP8 ?= tensorwise
 ARGS ?=
 # Benchmarks of `make bench`; empty: all of them.
 BENCH ?=
+# Configurations of `make rehearse-memory`.
+CONFIGS ?= configs/vapo_32b.yaml configs/dapo_30b_a3b.yaml configs/vapo_7b.yaml
 # Ranks of `make rehearse-scale`.
 RANKS ?= 128
 # Where the CPU build of torch is. Where this index is out of reach, pip takes what its other sources offer.
@@ -56,7 +58,7 @@ export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu lock-gpu demo demo-te test test-megatron test-slow test-te rehearse rehearse-gpu rehearse-scale test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu lock-gpu demo demo-te test test-megatron test-slow test-te rehearse rehearse-gpu rehearse-memory rehearse-scale test-sglang test-slurm test-launch chaos lint types format trl bench gpu gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -104,7 +106,7 @@ $(VENV)-megatron-%/installed: $(STAMP)
 	@touch $@
 
 test-slow: $(STAMP) ## the tests that take longer, one after the other
-	$(PYTEST) -m slow --ignore=tests/slurm $(ARGS)
+	$(PYTEST) -m slow --ignore=tests/slurm --ignore=tests/rehearsal $(ARGS)
 
 chaos: $(STAMP) ## faults from outside in every phase, and a table of how runs survive them: ARGS='rollout SIGTERM'
 	$(BIN)/python -m tests.chaos.run $(ARGS)
@@ -120,8 +122,12 @@ $(TE)/installed: | $(STAMP)
 rehearse-scale: $(STAMP) ## a VAPO run at a large layout with real ranks, one killed, continued (docs/scale.md): RANKS=8|32|64|128
 	$(BIN)/python -m tests.scale.rehearse $(RANKS)
 
+rehearse-memory: $(STAMP) $(TE)/installed ## a rank of each shipped run on a device that is not there: peaks by phase beside the plan: CONFIGS='...', ARGS='key=value'
+	$(BIN)/python -m tests.rehearsal.peaks $(CONFIGS) $(ARGS)
+
 rehearse: $(STAMP) $(TE)/installed $(SGLANG)/installed ## the GPU half without a GPU, as far as CPU environments go (tests/rehearsal)
 	$(PYTEST) tests/rehearsal/test_cuda_branches.py tests/rehearsal/test_fake_tensors.py $(ARGS)
+	$(PYTEST) tests/rehearsal/test_peaks.py $(ARGS)
 	PYTHONPATH=$(TE_PATH) $(PYTEST) tests/rehearsal/test_transformer_engine.py $(ARGS)
 	$(SGLANG)/bin/python -m pytest tests/rehearsal/test_sglang.py $(ARGS)
 

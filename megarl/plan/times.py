@@ -193,7 +193,7 @@ def _token_seconds(plan: Plan, name: str, update: bool, whole: list[float]) -> f
         attention_again = float(config.model.recompute == "selective")
         head *= 4 / 3  # backward computes the logits again
     # Norms, rotations and activation functions write what a layer keeps, and it is read again.
-    passed = 2 * plan.activations(name).one_layer / (plan.device.memory_speed * 1e9 * READING)
+    passed = 2 * plan.activations(name).moved / (plan.device.memory_speed * 1e9 * READING)
     body = (passes + again) * (layer + attention + talk + passed) + attention_again * attention
     return (layers * body + passes * (head + between)) / cp
 
