@@ -19,6 +19,8 @@ FP8 ?= tensorwise
 ARGS ?=
 # Benchmarks of `make bench`; empty: all of them.
 BENCH ?=
+# Configurations of `make rehearse-memory`.
+CONFIGS ?= configs/vapo_32b.yaml configs/dapo_30b_a3b.yaml configs/vapo_7b.yaml
 # Ranks of `make rehearse-scale`.
 RANKS ?= 128
 # Name of the image of `make image`.
@@ -63,7 +65,7 @@ export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu image lock-gpu demo demo-te test test-megatron test-slow test-te rehearse rehearse-gpu rehearse-scale test-sglang test-slurm test-launch chaos lint types format trl results bench gpu gpu-8 gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu image lock-gpu demo demo-te test test-megatron test-slow test-te rehearse rehearse-gpu rehearse-memory rehearse-scale test-sglang test-slurm test-launch chaos lint types format trl results bench gpu gpu-8 gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -117,7 +119,7 @@ $(VENV)-megatron-%/installed: $(STAMP)
 	@touch $@
 
 test-slow: $(STAMP) $(GYM) ## the tests that take longer, one after the other
-	$(PYTEST) -m slow --ignore=tests/slurm $(ARGS)
+	$(PYTEST) -m slow --ignore=tests/slurm --ignore=tests/rehearsal $(ARGS)
 
 chaos: $(STAMP) ## faults from outside in every phase, and a table of how runs survive them: ARGS='rollout SIGTERM'
 	$(BIN)/python -m tests.chaos.run $(ARGS)
@@ -133,8 +135,12 @@ $(TE)/installed: | $(STAMP)
 rehearse-scale: $(STAMP) ## a VAPO run at a large layout with real ranks, one killed, continued (docs/scale.md): RANKS=8|32|64|128
 	$(BIN)/python -m tests.scale.rehearse $(RANKS)
 
+rehearse-memory: $(STAMP) $(TE)/installed ## a rank of each shipped run on a device that is not there: peaks by phase beside the plan: CONFIGS='...', ARGS='key=value'
+	$(BIN)/python -m tests.rehearsal.peaks $(CONFIGS) $(ARGS)
+
 rehearse: $(STAMP) $(TE)/installed $(SGLANG)/installed ## the GPU half without a GPU, as far as CPU environments go (tests/rehearsal)
 	$(PYTEST) tests/rehearsal/test_cuda_branches.py tests/rehearsal/test_fake_tensors.py $(ARGS)
+	$(PYTEST) tests/rehearsal/test_peaks.py $(ARGS)
 	PYTHONPATH=$(TE_PATH) $(PYTEST) tests/rehearsal/test_transformer_engine.py tests/rehearsal/test_gpu_audit.py $(ARGS)
 	$(SGLANG)/bin/python -m pytest tests/rehearsal/test_sglang.py tests/rehearsal/test_gpu_audit.py $(ARGS)
 

@@ -109,10 +109,10 @@ class RankPool:
             process.join(30)
 
 
-def in_a_fork(job: Callable[..., Any], *arguments: Any) -> Any:
-    """What the job gives in a process of its own, which has imported everything."""
+def in_a_fork(job: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> Any:
+    """What the job gives in a process of its own, which has imported everything. limit: seconds."""
     with ProcessPoolExecutor(1, mp_context=FORK) as pool:
-        return pool.submit(job, *arguments).result(LIMIT)
+        return pool.submit(job, *arguments).result(limit)
 
 
 def _serve(

@@ -226,16 +226,17 @@ class Plan:
         wanted = (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
         return any(usual if value is None else value for value in wanted)
 
-    def quantised(self, model: str, stage: int) -> float:
+    def quantised(self, model: str, stage: int, *, forward_only: bool = False) -> float:
         """Return the bytes of the FP8 copies that Transformer Engine keeps of a model's weights on a rank of
         this stage. They are made in the first pass after an update, or after the weights have come to the
-        GPU, and leave it with them. A pass without gradients makes half of them unless it recomputes; that
-        is not told apart, as its phases have room."""
+        GPU, and leave it with them. forward_only: of rows alone, which is all that a pass without gradients
+        makes."""
         fp8 = self.config.model.fp8
         if fp8.format == "none" or self.layers == "portable":
             return 0.0
         elements = self.shape(model).quantised(self.layout, stage, fp8.first_last_layers_bf16)
-        return elements * quantised_bytes(fp8.recipe, self.device)
+        both = quantised_bytes(fp8.recipe, self.device)
+        return elements * (max(1.0, both / 2) if forward_only else both)
 
     def activations(self, model: str) -> Activations:
         config, tp = self.config, self.layout.tp
@@ -251,6 +252,7 @@ class Plan:
             recomputed=(config.model.recompute_layers or 0) * self.layout.vpp or None,
             modules=config.model.recompute_modules,
             router="fp32" if config.model.router_dtype == "fp32" else config.model.dtype,
+            fp8=config.model.fp8.format != "none" and self.layers == "te",
         )
 
     def work(self, phase: Phase, stage: int, tokens: float) -> dict[str, float]:
@@ -279,25 +281,40 @@ class Plan:
     def needs(self, tokens: float | None = None, phases: Sequence[Phase] | None = None) -> Iterator[Need]:
         """Yield each phase's need on the fullest stage. tokens: of a micro-batch; None: `pack`; phases: None:
         all."""
-        tokens = self.pack if tokens is None else tokens
         for phase in self.phases if phases is None else phases:
-            needs = []
-            for stage in self.stages:
-                groups = phase.on_gpu | self.keep
-                if self.config.parallel.rollout_ranks:  # whose phases are these alone; others have no engine
-                    of_engine = frozenset(name for name in groups if name.startswith("engine."))
-                    groups = of_engine if phase.name == ROLLOUT.name else groups - of_engine
-                work = {**self.work(phase, stage, tokens), "contexts": OVERHEAD}
-                needs.append(Need(phase.name, self._present(groups, stage) | work, stage))
+            needs = (self.need(phase, stage, tokens) for stage in self.stages)
             yield max(needs, key=lambda need: need.total)
         if phases is None:
-            built = [self._built(model, stage) for model in self.trained for stage in self.stages]
-            yield max(built, key=lambda need: need.total)
-        if phases is None and self.config.checkpoint.every:
-            saved = [self._saved(model, stage) for model in self.trained for stage in self.stages]
-            yield max(saved, key=lambda need: need.total)
+            yield from self._beside_steps
 
-    def _built(self, model: str, stage: int) -> Need:
+    @cached_property
+    def _beside_steps(self) -> tuple[Need, ...]:
+        """Return the needs of construction and of a checkpoint, on the fullest stage."""
+        needs = [[self.built(model, stage) for model in self.trained for stage in self.stages]]
+        if self.config.checkpoint.every:
+            needs.append(
+                [
+                    self.saved(model, stage, read=read)
+                    for model in self.trained
+                    for stage in self.stages
+                    for read in (False, True)
+                ]
+            )
+        return tuple(max(of_one, key=lambda need: need.total) for of_one in needs)
+
+    def need(self, phase: Phase, stage: int, tokens: float | None = None) -> Need:
+        """Return a phase's need on a rank of this stage. tokens: of a micro-batch; None: `pack`."""
+        groups = phase.on_gpu | self.keep
+        if self.config.parallel.rollout_ranks:  # whose phases are these alone; others have no engine
+            of_engine = frozenset(name for name in groups if name.startswith("engine."))
+            groups = of_engine if phase.name == ROLLOUT.name else groups - of_engine
+        work = self.work(phase, stage, self.pack if tokens is None else tokens)
+        # FP8 copies of an update, whose work has a head, are still there when the weights are transferred.
+        only = not (phase.name == WEIGHT_TRANSFER.name or "head" in work)
+        present = self._present(groups, stage, forward_only=only)
+        return Need(phase.name, present | work | {"contexts": OVERHEAD}, stage)
+
+    def built(self, model: str, stage: int) -> Need:
         """Return what the construction of a trained model needs on a rank of this stage, before any engine
         starts: DistributedDataParallel allocates its buffers of parameters and gradients while the weights
         that it copies are there; then the optimizer makes float32 weights."""
@@ -312,15 +329,21 @@ class Plan:
         parts["copied weights"] = max(copied, singles)
         return Need("construction", {**parts, "contexts": OVERHEAD}, stage)
 
-    def _saved(self, model: str, stage: int) -> Need:
-        """Return what a checkpoint of a model needs on a rank of this stage: every replica gathers one of the
-        three float32 numbers of a bucket's parameters at a time, and NCCL receives into a flat copy."""
+    def saved(self, model: str, stage: int, *, read: bool = False) -> Need:
+        """Return what a checkpoint of a model needs on a rank of this stage. To write it every replica
+        gathers one of the three float32 numbers of a bucket's parameters at a time, and NCCL receives into a
+        flat copy. read: when it is read, Megatron joins the gate and up projections of all layers, which are
+        apart in the file, before the model takes them."""
         groups = frozenset({f"{model}.weights", f"{model}.optimizer"}) | self.keep
         if self.config.parallel.rollout_ranks:
             groups = frozenset(name for name in groups if not name.startswith("engine."))
         gathered = self.bucket(model, stage) * SINGLE * (2 + 1 / (self.layout.dp * self.layout.cp))
-        parts = {**self._present(groups, stage), "gathered bucket": gathered, "contexts": OVERHEAD}
-        return Need("checkpoint", parts, stage)
+        joined = float(self.shape(model).joined(self.layout, stage) * self.shape(model).itemsize)
+        work = {"joined weights": joined} if read else {"gathered bucket": gathered}
+        present = self._present(groups, stage)
+        if (read or model == "critic") and f"{model}.weights" not in self.keep:
+            present.pop(f"{model}.fp8_copies", None)  # no pass has made any since the weights came
+        return Need("checkpoint", {**present, **work, "contexts": OVERHEAD}, stage)
 
     def bucket(self, model: str, stage: int) -> float:
         """Return the parameters of the largest bucket of Megatron's gradient buffers on a rank of this stage.
@@ -334,12 +357,13 @@ class Plan:
         full = parallel.overlap_bucket or max(40_000_000, 1_000_000 * layout.dp)
         return min(whole, full + tensor)  # it ends with the tensor that fills it
 
-    def _present(self, groups: frozenset[str], stage: int) -> dict[str, float]:
+    def _present(self, groups: frozenset[str], stage: int, *, forward_only: bool = False) -> dict[str, float]:
         """Return the bytes of tensor groups on a rank of this stage, and of the FP8 copies that come with a
-        model's weights."""
+        model's weights. forward_only: in a phase that makes passes without gradients alone."""
         parts = {name: self.group(name, stage) for name in sorted(groups)}
         for owner in sorted(name.removesuffix(".weights") for name in groups if name.endswith(".weights")):
-            if owner != "engine" and (copies := self.quantised(owner, stage)):
+            only = forward_only and f"{owner}.weights" not in self.keep
+            if owner != "engine" and (copies := self.quantised(owner, stage, forward_only=only)):
                 parts[f"{owner}.fp8_copies"] = copies
         return parts
 

@@ -107,6 +107,16 @@ class Shape:
         self._quantised[key] = len(layers) * elements
         return self._quantised[key]
 
+    def joined(self, layout: Layout, pp_rank: int) -> int:
+        """Count the parameters of gate and up projections, which are apart in a checkpoint and one on a rank
+        of this pipeline stage."""
+        elements = 0
+        for pair in family_of(self.config).layer:
+            if pair.megatron.endswith("linear_fc1.weight"):
+                copies = self.sizes.experts // layout.ep if pair.per_expert else 1
+                elements += copies * self._local(pair, 1 if pair.per_expert else layout.tp)
+        return elements * (self.sizes.layers // layout.pp)
+
     def _count(self, layout: Layout, pp_rank: int, critic: bool, optimizer: OptimizerConfig | None) -> Held:
         sizes, local = self.sizes, self._local
         layers, top = sizes.layers // layout.pp, sizes.layers - 1
@@ -179,8 +189,9 @@ class Shape:
 
 
 # Activations. `portable` is counted tensor by tensor and held against measurement
-# (tests/plan/test_activations.py). `te` is derived from which tensors Transformer Engine's fused layers and
-# FlashAttention save; it has not been measured.
+# (tests/plan/test_activations.py). `te` is what Transformer Engine's modules keep, and experts what Megatron
+# passes on, both held against them on a device that is not there
+# (tests/rehearsal/test_peaks.py); no GPU has measured them.
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -196,6 +207,7 @@ class Activations:
     head         the most in the last stage's head, forward or backward
     head_fixed   what that head needs besides, however many tokens there are
     forward      the most in a layer without gradients
+    moved        what norms, attention and activation functions write in a layer, in the weights' type
     recomputed   with recompute full: layers of a rank that are recomputed; None: all
     selected     with recompute selective: what the backward pass of a layer has of it again"""
 
@@ -206,6 +218,7 @@ class Activations:
     head: float
     head_fixed: float
     forward: float
+    moved: float
     recompute: Recompute
     recomputed: int | None = None
     selected: float = 0.0
@@ -264,6 +277,7 @@ def activations(
     recomputed: int | None = None,
     modules: Sequence[str] = ("attention",),
     router: str = "fp32",
+    fp8: bool = False,
 ) -> Activations:
     """Count the activations of a model, for each token of a context-parallel rank's share. chunk: vocabulary
     entries whose logits exist at once; recomputed: layers of a rank with model.recompute_layers; modules:
@@ -271,9 +285,11 @@ def activations(
     sizes, b = shape.sizes, shape.itemsize
     h, heads = sizes.hidden / (tp if sequence_parallel else 1), sizes.heads / tp
     q, kv = sizes.q / tp, 2 * sizes.kv / tp
-    # Feed-forward columns of a token on a rank. A token's chosen experts are on other ranks, but as many
-    # tokens come from there (expert parallelism does not change it; an uneven router does).
-    f = (shape.config["num_experts_per_tok"] * sizes.expert_ffn if sizes.experts else sizes.ffn) / tp
+    # Feed-forward columns of a token on a rank, and those of its copies that go to its experts. These are on
+    # other ranks, but as many tokens come from there (expert parallelism does not change it; an uneven router
+    # does).
+    chosen = shape.config["num_experts_per_tok"] if sizes.experts else 0
+    f, copies = (chosen * sizes.expert_ffn or sizes.ffn) / tp, chosen * sizes.hidden / tp
     if layers == "portable":
         # Twice: input, normalised input (both float32), output.
         norms = 2 * (2 * SINGLE * h + b * h) + 2 * SINGLE
@@ -283,10 +299,11 @@ def activations(
         qk_norms = b * (3 * q + 1.5 * kv + q + kv)
         output_norms = 2 * 2 * SINGLE * h + 2 * SINGLE  # input, normalised input
     else:
-        # Fused norm and linear, twice: input, output, statistics; the residual's masks.
-        norms = 2 * (2 * b * h + 2 * SINGLE) + 2 * h
-        # q, k, v as they come; q and k rotated; output; sums.
-        attention = b * (q + kv) + b * (q + kv / 2) + b * q + SINGLE * heads
+        # Fused norm and linear, twice: input, output, statistics.
+        norms = 2 * (2 * b * h + 2 * SINGLE)
+        # q and k rotated, v; output, also the projection's input; sums. (As they come q and k are needed by
+        # their norms alone.)
+        attention = b * (q + kv) + b * q + SINGLE * heads
         mlp = 3 * b * f  # gate and up, their product
         qk_norms = b * (q + kv / 2)
         output_norms = 2 * b * h + 2 * SINGLE
@@ -295,20 +312,36 @@ def activations(
         attention += qk_norms
     if family.has("_bda.output_norm.weight"):
         norms += output_norms
+    mlp += b * copies  # what the experts take, in their order
     if sizes.experts:  # a router's scores in the order of the experts, and whom they go to
         mlp += sizes.experts * (BYTES[router] + 1) / tp
     one_layer = norms + attention + mlp
-    # Recomputed attention keeps q, k, v as they come instead of padded, and neither its output nor its sums.
-    attention_again = b * (2 * q + 1.5 * kv) - (b * (2 * q + kv) + SINGLE * heads)
+    # Besides what is kept: q and k as they come, and the residual's sums.
+    moved = one_layer - b * copies + (0.0 if layers == "portable" else b * (q + kv / 2) + 2 * h)
+    if fp8:
+        # A product in FP8 keeps its input as the backward pass wants it: the norms' outputs (of a mixture the
+        # router has one as it is), the experts' input and that of the second half of an MLP are a byte each;
+        # the projection's is one besides the output that attention keeps.
+        one_layer += q - (b - 1) * (h * (1 if sizes.experts else 2) + copies + f)
+    # Recomputed attention keeps q, k, v as they come instead of padded, and neither its output nor its sums;
+    # Transformer Engine's projection keeps the output.
+    attention_again = -SINGLE * heads
+    if layers == "portable":
+        attention_again += b * (2 * q + 1.5 * kv) - b * (2 * q + kv)
+    elif fp8:
+        attention_again -= b * q
     gathered_keys = cp > 1 and layers == "portable"
     if gathered_keys:
         # Attention over gathered keys is always recomputed. (v as it comes lies in what q and k were made of,
         # which their norms keep anyway.)
         counted = family_of(shape.config).has("q_layernorm.weight")
         one_layer += attention_again - (b * (q + kv) if counted else 0.0)
+        moved = one_layer - b * copies
     # A recomputed MLP keeps its input: in portable layers the normalised one, which Transformer Engine's
-    # fused layer makes again too.
-    selected = mlp + (0.0 if layers == "portable" else b * h + SINGLE) if "mlp" in modules else 0.0
+    # fused layer makes again too; in FP8 that, and the second product's input, are a byte each.
+    selected = 0.0
+    if "mlp" in modules:
+        selected = mlp + (0.0 if layers == "portable" else b * h + SINGLE) - (b - 1) * (h + f) * fp8
     selective = one_layer - selected + attention_again * ("attention" in modules and not gathered_keys)
     layer = {"none": one_layer, "full": b * h, "selective": selective}[recompute]
     # Norms compute in float32, and keep what they made of a bf16 input.
@@ -326,7 +359,14 @@ def activations(
         gathered = whole * b if sequence_parallel and tp > 1 else 0.0
         head = final_norm + whole * b - h * b + gathered + max(forward, backward)
         fixed = float(shard * sizes.hidden * b)
-    work, passing = b * (2 * f + h), b * (h + q + kv + 5 * f)
+    # Around the experts: copies as sent, as received and in their order, the experts' outputs one by one and
+    # together; a layer's backward pass has as many gradients.
+    work = b * (max(2 * f, 4 * copies) + h)
+    if layers == "portable":
+        passing = b * (h + q + kv + 5 * max(f, copies))
+    else:  # fused: gate and up and their product, beside the input that sequence parallelism gathers
+        gathered = sizes.hidden if sequence_parallel else 0
+        passing = b * (h + q + kv + max(3 * f, 5 * copies) + gathered)
     if cp > 1:
         # Attention, backward, when the layer's MLP has been through: in portable layers keys and values of
         # all context-parallel ranks, as gathered and by bucket, queries and outputs, and gradients of all;
@@ -335,7 +375,9 @@ def activations(
         work = max(work, attended - mlp)
     if recompute != "selective":
         selected = 0.0
-    return Activations(layer, one_layer, work, b * h, head, fixed, passing, recompute, recomputed, selected)
+    return Activations(
+        layer, one_layer, work, b * h, head, fixed, passing, moved, recompute, recomputed, selected
+    )
 
 
 def quantised_bytes(recipe: str, device: Device) -> float:

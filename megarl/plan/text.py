@@ -24,7 +24,7 @@ COLUMNS = (
     ("KV cache", ("engine.kv_cache",)),
     ("activations", ("activations",)),
     ("head", ("head",)),
-    ("buckets", ("transfer buckets", "gathered bucket", "summed gradients")),
+    ("buckets", ("transfer buckets", "gathered bucket", "summed gradients", "joined weights")),
     ("other", ("contexts",)),
 )
 # How much longer than the quickest a step may take and be called as good: the estimate knows no better.

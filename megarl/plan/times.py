@@ -200,7 +200,7 @@ def _token_seconds(plan: Plan, name: str, update: bool, whole: list[float]) -> f
             selected += (mlp + around / 2 + read * kept.selected) * ("mlp" in modules)
         head *= 4 / 3  # backward computes the logits again
     # Norms, rotations and activation functions write what a layer keeps, and it is read again.
-    body = (passes + again) * (layer + attention + talk + read * kept.one_layer) + selected
+    body = (passes + again) * (layer + attention + talk + read * kept.moved) + selected
     return (layers * body + passes * (head + between)) / cp
 
 

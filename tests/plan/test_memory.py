@@ -202,6 +202,14 @@ def test_fp8_copies_are_where_the_weights_are() -> None:
     for need in (need for need in plan.needs() if need.phase != "construction"):
         of = {name.partition(".")[0] for name in need.parts if name.endswith(".fp8_copies")}
         assert of == {name.partition(".")[0] for name in need.parts if name.endswith(".weights")} - {"engine"}
+    # A pass without gradients makes those of rows alone, unless the others are there since the update.
+    by_phase = {
+        phase.name: plan.need(phase, 0).parts["actor.fp8_copies"]
+        for phase in plan.phases
+        if phase.model == "actor"
+    }
+    assert by_phase["old_logprobs"] * 2 == by_phase["actor_update"] == plan.quantised("actor", 0)
+    assert "actor.fp8_copies" not in plan.saved("actor", 0, read=True).parts
     kept = next(plan_32b("residency.keep=[reference.weights,actor.weights]").needs())
     assert kept.phase == "rollout" and kept.parts["actor.fp8_copies"] > 0
 
@@ -216,7 +224,7 @@ def test_construction_takes_as_much_as_planned(
     found = ranks(*layout).run(construction, family="qwen2", dtype=dtype)
     plan = plan_for(layout, "qwen2", dtype)
     for rank, measured in enumerate(found):
-        built = plan._built("actor", plan.layout.coords(rank).pp)
+        built = plan.built("actor", plan.layout.coords(rank).pp)
         planned = built.total - built.parts["contexts"]
         assert 0.99 * planned < measured < 1.01 * planned + 2 * plan.actor.largest_tensor(1)
 
@@ -260,6 +268,19 @@ def test_a_checkpoint_gathers_buckets_as_large_as_planned(
         assert (0.5 if cut else 0.99) * plan.bucket("actor", stage) <= largest
         assert largest <= 1.01 * plan.bucket("actor", stage)
         assert (plan.bucket("actor", stage) < plan.held("actor", stage).shared) == bool(cut)
+
+
+def test_what_a_checkpoint_joins_when_it_is_read() -> None:
+    """Gate and up projections of a stage's layers, all at once, beside weights and optimizer."""
+    plan = plan_32b("parallel.tp=4", "parallel.pp=2", "parallel.dp=16")
+    read = plan.saved("critic", 0, read=True)
+    assert read.parts["joined weights"] == 32 * 2 * 27648 // 4 * 5120 * 2
+    in_bf16 = load_config(ROOT / "configs/dapo_30b_a3b.yaml", ["model.fp8.format=none"])
+    mixture = plan_of(in_bf16, KNOWN_MODELS["Qwen3-30B-A3B"])
+    assert mixture.saved("actor", 0, read=True).parts["joined weights"] == 48 * 16 * 2 * 768 * 2048 * 2
+    # On the first stage, where little is gathered at a time, this is the most.
+    checkpoint = next(need for need in mixture.needs() if need.phase == "checkpoint")
+    assert "joined weights" in checkpoint.parts
 
 
 def test_a_checkpoint_is_a_phase_of_its_own() -> None:

@@ -1,0 +1,322 @@
+"""One rank of a large job with all that it does in a step, on a device that is not there and without the
+other ranks: what its memory needs, phase by phase.
+
+Real are megarl's phases, models, residency, weight sync and checkpoints, Megatron's schedule, DDP and
+optimizer, packs and columns. The device's tensors have no numbers (fake_tensors.py), process groups carry
+nothing, other ranks are taken to answer as this one does; the engine is another process, of which this rank
+has the buckets alone."""
+
+from __future__ import annotations
+
+import gc
+import json
+import pickle
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.config.phases import never_offloaded, pretraining_phases, training_phases
+from megarl.config.schema import Config
+from megarl.data.experience import Experience
+from megarl.model.builder import read_hf_config
+from megarl.parallel import comm
+from megarl.parallel import runtime as parallel
+from megarl.parallel.offload import HostPool
+from megarl.parallel.runtime import Runtime
+from megarl.plan.memory import Need, Plan, plan_of
+from megarl.plan.sizes import GIB
+from megarl.rollout.sglang import SGLangEngine
+from megarl.schedule import run as scheduled
+from megarl.schedule.offload import EngineMemory, OffloadManager
+from megarl.schedule.phases import FUNCTIONS, enforced
+from megarl.schedule.run import Run, Step, make_weight_sync
+from megarl.training import sharded
+from megarl.training.checkpoint import PRETRAINING
+from megarl.training.model import InferenceModel
+from megarl.training.saving import HostCopier
+from megarl.weights.families import Sizes
+from tests.rehearsal.fake_tensors import Memory, fake_cuda
+
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+COMMON = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "norm_topk_prob": True,
+    "attention_bias": False,
+}
+
+
+def complete(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of a known model's sizes."""
+    return {**COMMON, "architectures": [ARCHITECTURES[sizes["model_type"]]], **sizes}
+
+
+@contextmanager
+def alone(rank: int, world: int) -> Iterator[None]:
+    """This process as a rank of a job whose others are not there: process groups do nothing, and what others
+    are asked for is what this one says."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    start, group = dist.init_process_group, dist.new_group
+
+    def started(backend: Any = None, *_: Any, **__: Any) -> None:
+        start("fake", store=FakeStore(), rank=rank, world_size=world)
+
+    def grouped(ranks: Any = None, *_: Any, **options: Any) -> Any:
+        kept = {key: options[key] for key in ("use_local_synchronization", "group_desc") if key in options}
+        return group(ranks, backend="fake", **kept)
+
+    def again(value: Any) -> Any:
+        return pickle.loads(pickle.dumps(value))
+
+    answers = {
+        "gather_over": lambda group, value: [again(value) for _ in range(dist.get_world_size(group))],
+        "gather_on_0": lambda ranks, value: [again(value)] * ranks.world if ranks.rank == 0 else None,
+        "from_rank_0": lambda ranks, value: value,
+        "any_of": lambda ranks, flags: list(flags),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", started)
+        patch.setattr(dist, "new_group", grouped)
+        # No message's shapes are looked at, and Megatron asks for backends of the groups it has made.
+        for name, answer in answers.items():
+            original = getattr(comm, name)
+            for module in [m for key, m in sys.modules.items() if key.partition(".")[0] == "megarl"]:
+                if vars(module).get(name) is original:
+                    patch.setattr(module, name, answer)
+        settings = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "MASTER_PORT": 1}
+        for key, value in {**settings, "MASTER_ADDR": "127.0.0.1"}.items():
+            patch.setenv(key, str(value))
+        yield
+        if dist.is_initialized():
+            from megatron.core import parallel_state
+
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+@contextmanager
+def neighbours() -> Iterator[None]:
+    """Pipeline stages before and after this one, which tell the shapes of their tensors: activations come in
+    the order of the micro-batches, gradients in that in which this stage's outputs went."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    sent: deque[list[int]] = deque()
+    coming: deque[list[int]] = deque()
+    shapes, run = P2PCommunicator._communicate_shapes, InferenceModel._run
+
+    def told(self: Any, next_: Any, previous: Any, from_previous: bool, from_next: bool) -> Any:
+        shapes(self, next_, previous, from_previous, from_next)
+        if next_ is not None:
+            sent.append(list(next_.shape))
+        before = coming.popleft() if from_previous else [0, 0, 0]
+        return before, sent.popleft() if from_next else [0, 0, 0]
+
+    def listed(self: InferenceModel, micro_batches: Any, loss: Any, forward_only: bool) -> Any:
+        c = self.model.config
+        parts = c.tensor_model_parallel_size if c.sequence_parallel else 1
+        sent.clear()
+        coming.clear()
+        coming.extend([b.tokens.shape[1] // parts, 1, c.hidden_size] for b in micro_batches)
+        return run(self, micro_batches, loss, forward_only)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(P2PCommunicator, "_communicate_shapes", told)
+        patch.setattr(InferenceModel, "_run", listed)
+        yield
+
+
+class Engine(SGLangEngine):
+    """This rank's side of an engine whose processes are not there: the buckets from which they would
+    copy."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.process = None
+
+    def handle(self, bucket: int) -> bytes:
+        return b""
+
+    def load_bucket(self, bucket: int, handles: Any, version: int) -> None: ...
+
+
+class LonelyRun(Run):
+    """A run's models, weight sync and residency, from sizes alone."""
+
+    def __init__(self, config: Config, hf: Mapping[str, Any], runtime: Runtime) -> None:
+        self.config, self.runtime, self.tokenizer = config, runtime, ()
+        self.folder: Any = SimpleNamespace(config=dict(hf), path=config.model.path)
+        self.hf = read_hf_config(config.model.path)
+        self.offload = OffloadManager(runtime.device, never_offloaded(config, gpu=True))
+        self.host = HostPool(runtime.device)
+        self.actor = self._settled("actor")
+        self.critic = self._settled("critic") if config.has_critic else None
+        self.reference = self.reward_model = None
+        self.generation: Any = None
+
+    def connect(self) -> None:
+        """Adds what is there for the engine."""
+        engine = Engine(self.config, self.folder.config, self.runtime.rank, self.runtime.device, (1,))
+        self.weight_sync = make_weight_sync(
+            self.config, self.runtime, self.folder.config, self.actor.model, engine
+        )
+        for tag in ("weights", "kv_cache"):
+            self.offload.register(
+                {f"engine.{tag}": EngineMemory(self.weight_sync, tag, torch.device("cpu"), 0)}
+            )
+
+
+def batch_of(config: Config, plan: Plan, updates: int) -> tuple[Config, Experience]:
+    """A batch of sequences as long as can be, for so many updates, in each of which a replica has as many
+    full packs as its pipeline needs to be filled."""
+    length, prompt = plan.longest, config.data.max_prompt_tokens
+    packs = plan.layout.pp * (2 if plan.layout.vpp > 1 else 1)
+    size = plan.layout.dp * packs * max(1, config.update.tokens_per_micro_batch // length)
+    rows = size * updates
+    update = config.update.model_copy(update={"mini_batch": size, "epochs": 1})
+    critic = config.critic.model_copy(update={"mini_batch": None, "epochs": 1})
+    pretraining = config.value_pretraining.model_copy(update={"epochs": 1})
+    config = config.model_copy(update={"update": update, "critic": critic, "value_pretraining": pretraining})
+    batch = Experience.build([[5] * prompt] * rows, [[5] * (length - prompt)] * rows)
+    batch["correct"], batch["truncated"] = (
+        torch.ones(rows, dtype=torch.bool),
+        torch.zeros(rows, dtype=torch.bool),
+    )
+    batch["rewards"], batch["engine_logprobs"] = torch.ones(rows), torch.zeros(batch.num_tokens)
+    batch["policy_version"] = torch.zeros(rows, dtype=torch.int64)
+    batch["group_ids"] = torch.arange(rows) // max(1, config.rollout.group_size)
+    return config, batch
+
+
+def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2) -> list[dict[str, Any]]:
+    """What a rank of this pipeline stage has at most on its device, in each phase of value pretraining and of
+    a step, and while it is built, saved and continued; beside it the plan's parts, without the engine's and
+    the contexts, which this process does not see.
+
+    hf: the model's config.json, whole (`complete`)"""
+    plan = plan_of(config, hf)
+    layout = plan.layout
+    rank = next(rank for rank in range(layout.world) if layout.coords(rank).pp == stage)
+    sizes, memory, rows = Sizes.of(hf), Memory(), list[dict[str, Any]]()
+    chosen = hf.get("num_experts_per_tok", 0) / sizes.experts if sizes.experts else 0.5
+    started = time.perf_counter()
+
+    def note(name: str, need: Need | None, peak: int | None = None) -> None:
+        nonlocal started
+        parts = need.parts if need is not None else {}
+        planned = {k: v for k, v in parts.items() if k != "contexts" and not k.startswith("engine.")}
+        rows.append(
+            {
+                "phase": name,
+                "stage": stage,
+                "measured": memory.peak if peak is None else peak,
+                "stays": memory.now,
+                "planned": sum(planned.values()),
+                "parts": planned,
+                "pinned": memory.pinned,
+                "largest": memory.at_peak.most_common(40),
+                "seconds": time.perf_counter() - started,
+            }
+        )
+        started = time.perf_counter()
+        print(f"{name}: {rows[-1]['measured'] / GIB:.2f} GiB, {rows[-1]['seconds']:.0f} s", file=sys.stderr)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        alone(rank, layout.world),
+        fake_cuda(chosen, memory) as device,
+        neighbours(),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        Path(folder, "config.json").write_text(json.dumps(hf), encoding="utf-8")
+        config = config.model_copy(
+            update={"model": config.model.model_copy(update={"path": Path(folder)}), "steps": 10}
+        )
+        config, batch = batch_of(config, plan, updates)
+        patch.setattr(scheduled, "open_model", lambda path, **_: SimpleNamespace(config=dict(hf), path=path))
+        patch.setattr(scheduled, "load_weights", lambda *_, **__: None)
+        patch.setattr(parallel, "choose_device", lambda _: device)
+        runtime = parallel.start(config.parallel, config.seed, mixture=bool(sizes.experts))
+        settled = LonelyRun._settled
+
+        def watched(self: LonelyRun, name: str) -> Any:
+            memory.reset()
+            model = settled(self, name)
+            note(f"construction: {name}", plan.built(name, stage))
+            return model
+
+        patch.setattr(LonelyRun, "_settled", watched)
+        run = LonelyRun(config, hf, runtime)
+        for name, model in run.models.items():  # as after the first update, or after a checkpoint
+            run.offload.onload("start", {f"{name}.weights", f"{name}.optimizer"})
+            for optimizer in model.optimizers:
+                sharded.allocate_moments(optimizer.optimizer)
+        run.offload.onload("start", ())
+        memory.reset()
+        run.connect()
+        note("start of the engine", None)
+        stages = [("train", training_phases(config))]
+        if config.has_critic and config.value_pretraining.steps:
+            stages.insert(0, (PRETRAINING, pretraining_phases(config)))
+        for kind, phases in stages:
+            step = Step(kind, 1)
+            step.batch = batch
+            for phase in phases:
+                label = f"{kind}: {phase.name}" if kind == PRETRAINING else phase.name
+                if phase.on_gpu:
+                    run.onload(phase.name, phase.on_gpu)
+                gc.collect()
+                memory.reset()
+                if phase.name != "rollout":
+                    with enforced(phase, step):
+                        FUNCTIONS[phase.name](run, step)
+                note(label, plan.need(phase, stage) if phase.on_gpu else None)
+        # All ranks' parts make a whole; this one's alone do not.
+        patch.setattr(HostCopier, "_agree", lambda self, plan: None)
+        copiers = {name: HostCopier(runtime) for name in run.models}
+        for name, model in run.models.items():
+            run.onload_for_checkpoint(name)
+            gc.collect()
+            memory.reset()
+            copiers[name].copy_model(model)
+            note(f"checkpoint: {name}", plan.saved(name, stage))
+        patch.setattr(sharded, "check_index", lambda _: None)
+        patch.setattr(sharded.dist_checkpointing, "load", _loaded)
+        run.offload.onload("end", ())  # a run that continues has made no pass yet
+        for name, model in run.models.items():
+            run.onload_for_checkpoint(name)
+            gc.collect()
+            memory.reset()
+            sharded.load_trainable(model, Path(folder))
+            note(f"continuation: {name}", plan.saved(name, stage, read=True))
+        run.offload.onload("end", ())
+        gc.collect()
+        memory.reset()
+        note("end", None)
+    return rows
+
+
+def _loaded(wanted: dict[str, Any], folder: str) -> dict[str, Any]:
+    """What Megatron's `load` gives: it fills the tensors of the state that it is given, those of the model in
+    their place, and has its factories put parts together."""
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+    from megatron.core.dist_checkpointing.mapping import ShardedBase, apply_factory_merges
+    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+
+    parts, _, factories = load_preprocess(wanted)
+    filled = dict_list_map_inplace(lambda v: v.data if isinstance(v, ShardedBase) else v, parts)
+    return apply_factory_merges(filled, factories)
