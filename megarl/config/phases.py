@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, get_args
 
 from megarl.config.schema import Config, TensorGroup
@@ -130,13 +131,13 @@ class Phase:
     on_gpu: frozenset[str] = frozenset()  # tensor groups; others are offloaded before. Empty: nothing moves
     may_write: frozenset[str] = frozenset()  # columns that it adds in some runs
 
-    @property
+    @cached_property
     def model(self) -> str | None:
         """The model that runs in this phase (actor, critic, reference or reward); None where none does."""
         owners = {group.partition(".")[0] for group in self.on_gpu}
         return None if "engine" in owners else next(iter(owners), None)
 
-    @property
+    @cached_property
     def updates_weights(self) -> bool:
         """True where the model learns; a phase with a model is a forward pass or an update."""
         return any(group.endswith(".gradients") for group in self.on_gpu)

@@ -334,7 +334,7 @@ def activations(
     if gathered_keys:
         # Attention over gathered keys is always recomputed. (v as it comes lies in what q and k were made of,
         # which their norms keep anyway.)
-        counted = family_of(shape.config).has("q_layernorm.weight")
+        counted = family.has("q_layernorm.weight")
         one_layer += attention_again - (b * (q + kv) if counted else 0.0)
         moved = one_layer - b * copies
     # A recomputed MLP keeps its input: in portable layers the normalised one, which Transformer Engine's
