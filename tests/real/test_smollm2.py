@@ -1,10 +1,12 @@
 """A pretrained model of 135 million parameters, with its tokenizer and chat template: what is computed is
-what transformers computes, and a run makes sense from the first answer to the export."""
+what transformers computes, and a run makes sense from the first answer to the export.
+
+Its ranks take gigabytes, and end with each test: `make test-real` runs nothing beside it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -52,31 +54,34 @@ def test_logprobs_and_gradients_are_those_of_transformers(
     layout: tuple[int, int, int],
     smollm2: Path,
     asked: Asked,
-    ranks: Callable[..., RankPool],
 ) -> None:
     """In float32, the gradients of the policy's loss where nothing has been updated yet: -sum(advantage *
-    log-probability) / tokens."""
+    log-probability) / tokens, those of transformers in float64."""
     _, prompts, responses = asked
     expected, _ = hf_logprobs(smollm2, prompts, responses, 1.0)
-    pool = ranks(*layout)
-    for found, _ in pool.run(jobs.logprobs, folder=smollm2, prompts=prompts, responses=responses):
-        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    with closing(RankPool(*layout)) as pool:
+        for found, _ in pool.run(jobs.logprobs, folder=smollm2, prompts=prompts, responses=responses):
+            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
-    batch = Experience.build(prompts, responses)
-    mask = batch.response_mask
-    advantages = torch.randn(int(mask.sum()), generator=torch.Generator().manual_seed(3))
-    for name, values in (("old_logprobs", expected.float()), ("advantages", advantages)):
-        batch[name] = torch.zeros(batch.num_tokens)
-        batch[name][mask] = values
-    batch["correct"] = batch["truncated"] = torch.zeros(len(prompts), dtype=torch.bool)
-    answer = pool.run(jobs.gradients, folder=smollm2, batch=batch, which="actor", options={"budget": 512})[0]
+        batch = Experience.build(prompts, responses)
+        mask = batch.response_mask
+        advantages = torch.randn(int(mask.sum()), generator=torch.Generator().manual_seed(3))
+        for name, values in (("old_logprobs", found.float()), ("advantages", advantages)):
+            batch[name] = torch.zeros(batch.num_tokens)
+            batch[name][mask] = values
+        batch["correct"] = batch["truncated"] = torch.zeros(len(prompts), dtype=torch.bool)
+        answer = pool.run(
+            jobs.gradients, folder=smollm2, batch=batch, which="actor", options={"budget": 512}
+        )[0]
 
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float64)
+    # torch would leave the padding token's row out, which is also <|im_end|>, one of the prompts' tokens.
+    model.get_input_embeddings().padding_idx = None
     begin = 0
     for prompt, response in zip(prompts, responses, strict=True):
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         chosen = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
-        loss = -(advantages[begin : begin + len(response)] * chosen).sum() / len(expected)
+        loss = -(advantages.double()[begin : begin + len(response)] * chosen).sum() / len(expected)
         loss.backward()
         begin += len(response)
     own = dict(model.named_parameters())
@@ -84,18 +89,19 @@ def test_logprobs_and_gradients_are_those_of_transformers(
     assert found.keys() <= own.keys() and len(found) >= len(own)
     for name, gradient in found.items():
         theirs = own[name].grad
-        assert (gradient - theirs).abs().max() <= 1e-4 * theirs.abs().max(), name
+        # Those of transformers in float32 are up to 1e-4 from them, too.
+        assert (gradient - theirs).norm() <= 2e-4 * theirs.norm(), name
 
 
 def test_engine_trainer_and_export_agree(
     smollm2: Path,
     asked: Asked,
-    ranks: Callable[..., RankPool],
     tmp_path: Path,
 ) -> None:
     _, prompts, _ = asked
     out = tmp_path / "out"
-    answers = ranks(1, 1, 2).run(jobs.rollout_after_update, folder=smollm2, out=out, prompts=prompts)
+    with closing(RankPool(1, 1, 2)) as pool:
+        answers = pool.run(jobs.rollout_after_update, folder=smollm2, out=out, prompts=prompts)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     for answer in answers:
         assert (answer["engine"] - answer["trainer"]).abs().max() <= 1e-4

@@ -45,7 +45,7 @@ from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 400.0  # seconds that one run may take, on a machine that has much else to do
-TIMES = ("time/", "inside/", "throughput/")
+TIMES = ("time/", "inside/", "throughput/", "memory_all/")
 
 
 def make_config(folder: Path, run_dir: Path, **keys: Any) -> Config:
