@@ -89,8 +89,8 @@ def test_logprobs_and_gradients_are_those_of_transformers(
     assert found.keys() <= own.keys() and len(found) >= len(own)
     for name, gradient in found.items():
         theirs = own[name].grad
-        # Those of transformers in float32 are up to 1e-4 from them, too.
-        assert (gradient - theirs).norm() <= 2e-4 * theirs.norm(), name
+        # Those of transformers in float32 are up to 1e-4 from them, too; sums over three ranks are others.
+        assert (gradient - theirs).norm() <= 5e-4 * theirs.norm(), name
 
 
 def test_engine_trainer_and_export_agree(
