@@ -332,7 +332,7 @@ def test_larger_budgets_need_more_and_the_largest_is_the_last_that_fits() -> Non
         ),
         (
             ["parallel.pp=1", "parallel.dp=32"],
-            "phase critic_update needs .*; raise model.recompute_layers 20, or set it to null",
+            "phase critic_update needs .*; raise model.recompute_layers 18, or set it to null",
         ),
         (["residency.offload=false"], "phase .* needs .*; set residency.offload=true"),
         (
