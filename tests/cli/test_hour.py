@@ -78,6 +78,7 @@ def is_gone(out: Path) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_stages_that_fail_or_hang_stop_none_and_the_next_call_goes_on(
     hour: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

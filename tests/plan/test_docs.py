@@ -25,6 +25,7 @@ def printed(command: str) -> str:
     return out.getvalue() if code == 0 else err.getvalue().strip() + "\n"
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_is_printed() -> None:
     found = SHOWN.findall(PAGE.read_text())
     assert len(found) == 8
