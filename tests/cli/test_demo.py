@@ -68,7 +68,7 @@ def test_recipes_and_seeds_lie_side_by_side(tmp_path: Path) -> None:
 
     # and after another seed, whose run is where the user wants it
     said = demo(tmp_path, "--seed", "1", *VAPO, "run_dir=elsewhere")
-    assert "warm start: supervised training" in said and "on 16 held-out problems: " in said
+    assert "warm start: supervised training" in said and "accuracy on 16 held-out problems (95 %" in said
     assert "report:     elsewhere/report.html" in said and "HF model:   elsewhere/hf" in said
     assert {part: kept(runs / part) for part in first} == first
     assert weights(runs / "seed-1" / "sft") != bits["sft"] and not (runs / "seed-1" / "vapo").exists()

@@ -301,8 +301,8 @@ def _merged_sequences() -> Any:
 
     right = Actor.pack
 
-    def pack(self: Any, cu_seqlens: torch.Tensor) -> Any:
-        return right(self, cu_seqlens if self.layers_kind == "portable" else cu_seqlens[[0, -1]])
+    def pack(self: Any, cu_seqlens: torch.Tensor, *shared: Any) -> Any:
+        return right(self, cu_seqlens if self.layers_kind == "portable" else cu_seqlens[[0, -1]], *shared)
 
     return _changed(Actor, "pack", pack)
 
@@ -313,8 +313,8 @@ def _short_maximum() -> Any:
 
     right = Actor.pack
 
-    def pack(self: Any, cu_seqlens: torch.Tensor) -> Any:
-        packed = right(self, cu_seqlens)
+    def pack(*asked: Any) -> Any:
+        packed = right(*asked)
         packed.max_seqlen_q = packed.max_seqlen_kv = 8
         return packed
 
