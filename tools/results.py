@@ -6,6 +6,7 @@ after the other, and their figures.
     make results MODEL=smollm2 ARGS='--hours 2'       # begin no run after two hours; the same command goes on
     make results MODEL=smollm2 ARGS='--check vapo-1'  # a run again, beside the curve that is committed
     make results MODEL=smollm2 ARGS='--figures'       # the figures alone, of the curves that are there
+    make results MODEL=smollm2 ARGS='--gsm8k FILE'    # GSM8K's problems too, before and after each run
 
 A run that was interrupted goes on from its checkpoint. A finished one is written to docs/results/MODEL as one
 JSON file: command, versions, processor, every evaluation with its 95 % intervals, every step's figures.
@@ -81,6 +82,18 @@ def train(model: str, recipe: str, seed: int, run_dir: Path, dtype: str) -> dict
     }
 
 
+def gsm8k(model: str, problems: Path, weights: Path, out: Path, dtype: str) -> dict[str, Any]:
+    """Answer GSM8K's problems, once; return how many are right, with a 95 % interval."""
+    config = f"configs/results/{model}_gsm8k.yaml"
+    if not (out / "scores.json").is_file():
+        where = [f"data.eval=[{problems.resolve()}]", f"model.dtype={dtype}"]
+        megarl("eval", config, *where, "--checkpoint", weights, "--out", out)
+    found = json.loads((out / "scores.json").read_text(encoding="utf-8"))
+    score = found["scores"]["avg@1"]
+    right = {"right": score["mean"], "low": score["low"], "high": score["high"]}
+    return {"problems": found["problems"], **right}
+
+
 def evaluations(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Yield, for each evaluation and set of problems, how many are right, with a 95 % interval; for each task
     of the set too."""
@@ -150,6 +163,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
     parser.add_argument("--hours", type=float, help="begin no run after so many")
     parser.add_argument("--check", metavar="RECIPE-SEED", help="do one that is committed again")
+    parser.add_argument("--gsm8k", metavar="FILE", type=Path, help="answer its problems before and after")
     parser.add_argument("--figures", action="store_true", help="draw what is there, and run nothing")
     given = parser.parse_args()
     committed, runs = ROOT / "docs" / "results" / given.model, ROOT / "runs" / "results" / given.model
@@ -177,9 +191,17 @@ def main() -> int:
                 print(f"{recipe}-{seed} and what follows is left: --hours {given.hours:g} have passed")
                 break
             print(f"\n{recipe}, seed {seed}", flush=True)
-            curve = train(given.model, recipe, seed, runs / f"{recipe}-{seed}", dtype)
+            run_dir = runs / f"{recipe}-{seed}"
+            curve = train(given.model, recipe, seed, run_dir, dtype)
+            if given.gsm8k:
+                weights = {"before": ROOT / "runs" / given.model / "model", "after": run_dir / "hf"}
+                outs = {"before": runs / "gsm8k", "after": run_dir / "gsm8k"}
+                curve["gsm8k"] = {
+                    when: gsm8k(given.model, given.gsm8k, weights[when], outs[when], dtype)
+                    for when in weights
+                }
             path.write_text(json.dumps(curve, indent=1) + "\n", encoding="utf-8")
-            shutil.rmtree(runs / f"{recipe}-{seed}" / "checkpoints", ignore_errors=True)
+            shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     except MegarlError as error:
         print(f"results: {error}", file=sys.stderr)
         return error.code
