@@ -514,6 +514,7 @@ class EvaluationResult:
             for i, (r, text) in enumerate(group.texts(tokenizer)):
                 yield {
                     "set": one.name or None,
+                    "data_source": group.prompt.source_name,
                     "uid": group.prompt.uid,
                     "question": group.prompt.question,
                     "prompt": group.prompt.text,
