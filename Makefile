@@ -55,7 +55,7 @@ MEGATRONS := 0.18.2 0.19.2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 GYM := $(VENV)/gym
-SOURCES := megarl tests benchmarks $(wildcard tools)
+SOURCES := megarl megarl_experiments megarl_report megarl_tasks megarl_verifier tests benchmarks $(wildcard tools)
 PYTEST := $(BIN)/python -m pytest
 
 export OMP_NUM_THREADS = 1

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 from measure import LIMIT, Verdicts, cpu_seconds, machine
 
-from megarl.demo.arithmetic import write_demo
+from megarl_tasks.arithmetic import write_demo
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = {

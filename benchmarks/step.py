@@ -60,7 +60,7 @@ def warm_model() -> Path:
     warm = FOLDER / "sft" / "hf"
     if not warm.is_dir():
         shutil.rmtree(FOLDER, ignore_errors=True)
-        from megarl.demo.arithmetic import write_demo
+        from megarl_tasks.arithmetic import write_demo
 
         write_demo(FOLDER, 0)
         where = (

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megarl.config.errors import DataError
-from megarl.demo.pretrained import SMOLLM2, fetch
 from megarl.weights.gguf import gguf_to_hf
+from megarl_tasks.pretrained import SMOLLM2, fetch
 
 CACHE = Path(os.environ.get("MEGARL_TEST_CACHE", Path(__file__).parents[1] / ".cache"))
 

@@ -30,11 +30,11 @@ from matplotlib.figure import Figure
 
 from megarl.algorithms.evaluation import interval
 from megarl.config.errors import ConfigError, MegarlError
-from megarl.observe import plots
 from megarl.observe.run_log import ANSWERS_FILE
 from megarl.observe.runs import read_jsonl, read_metrics
 from megarl.parallel.machine import cores, matrix_rates
 from megarl.schedule.preflight import versions
+from megarl_report import plots
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("smollm2",)

@@ -12,7 +12,6 @@ from megarl.config import check_config, load_config
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.load import dump_yaml
 from megarl.config.schema import DataConfig, DataEntry
-from megarl.data.gym import INSTALL
 from megarl.data.prompts import (
     ProblemSet,
     Prompt,
@@ -22,6 +21,7 @@ from megarl.data.prompts import (
     read_problem_sets,
     read_prompts,
 )
+from megarl_tasks.gym import INSTALL
 
 
 def show(path: Path, overrides: Sequence[str], rows: int, held_out: bool, drawn: bool) -> int:
@@ -80,7 +80,7 @@ def gym(tasks: Sequence[str]) -> int:
     """Print the names of reasoning-gym's tasks, or of some the parameters and the first problem."""
     if find_spec("reasoning_gym") is None:
         raise ConfigError(f"reasoning-gym is not installed ({INSTALL})")
-    from megarl.rewards.gym import known_answer, make_task, parameters_of, tasks_by_kind
+    from megarl_tasks.gym_scorer import known_answer, make_task, parameters_of, tasks_by_kind
 
     if not tasks:
         for kind, names in tasks_by_kind().items():
@@ -114,7 +114,7 @@ def integers(
         raise DataError(f"{out}: cannot take the refused rows as well (name two files)")
     if workers < 1:
         raise ConfigError(f"--workers: must be >= 1 (got {workers})")
-    from megarl.data.integers import convert, write_rows  # sympy, which takes a second to import
+    from megarl_verifier.integers import convert, write_rows  # sympy, which takes a second to import
 
     done = convert(source, DataConfig(prompt_key=prompt_key, answer_key=answer_key), workers)
     write_rows(out, done.kept)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import psutil
 
 from megarl import __version__
-from megarl.cli.demo import PRETRAINED_MEMORY, choose_sizes
 from megarl.parallel.machine import (
     GIB,
     INSTALL,
@@ -28,6 +27,7 @@ from megarl.parallel.machine import (
     matrix_rates,
     misfit,
 )
+from megarl_tasks.demo import PRETRAINED_MEMORY, choose_sizes
 
 FP8_FROM = (8, 9)  # compute capability: Ada and Hopper have FP8 matrix units
 

@@ -79,12 +79,13 @@ def build_parser() -> Parser:
     def add(into: Any, name: str, function: str, text: str, *, check_packages: bool = False) -> Parser:
         """Add a command.
 
-        function         module:function in megarl, imported when it is called, with the arguments by name;
-                         returns the exit code
+        function         module:function, of megarl or whole, imported when it is called, with the
+                         arguments by name; returns the exit code
         check_packages   whether it imports Megatron: a package that does not fit is one line then, not an
                          error in an import"""
         command: Parser = into.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        command.set_defaults(function=f"megarl.{function}", check_packages=check_packages)
+        path = function if "megarl_" in function else f"megarl.{function}"
+        command.set_defaults(function=path, check_packages=check_packages)
         return command
 
     text = "train by supervised warm start, GRPO, DAPO, PPO or VAPO: the config's recipe"
@@ -230,7 +231,7 @@ def build_parser() -> Parser:
 
     below = "everything is written below it"
     text = "make a tiny model and a task, warm-start it, then train it by reinforcement: minutes on a CPU"
-    demo = add(commands, "demo", "cli.demo:demo", text, check_packages=True)
+    demo = add(commands, "demo", "megarl_tasks.demo:demo", text, check_packages=True)
     recipes = ("vapo", "dapo", "sao", "vc_ppo", "rloo", "dr_grpo")
     demo.add_argument("--recipe", choices=recipes, default="vapo", help="default: %(default)s")
     demo.number("--seed", None, f"of model, task and training {DEFAULT}", default=0)
@@ -246,7 +247,7 @@ def build_parser() -> Parser:
     demo.overrides("parallel.tp=1; they are for the reinforcement run")
 
     text = "run a paper's ablation table at demo scale: each row with several seeds"
-    ablate = add(commands, "ablate", "ablation.command:ablate", text, check_packages=True)
+    ablate = add(commands, "ablate", "megarl_experiments.command:ablate", text, check_packages=True)
     text = "vapo, dapo, vapo.protocol, or the path of a .table.yaml or .protocol.yaml file"
     ablate.add_argument("name", metavar="TABLE", help=text)
     ablate.path("--base", "CONFIG", "what the rows are put over; default: the table's")
@@ -297,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report(runs: Sequence[Path], out: Path | None) -> int:
     """Write report.html and print where it is."""
-    from megarl.observe.report import write_report
+    from megarl_report.report import write_report
 
     print(write_report(runs, out or runs[0]))
     return 0

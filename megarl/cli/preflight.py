@@ -28,7 +28,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megarl.ablation.runs import code_checksum
 from megarl.config import Config, load_config
 from megarl.parallel.machine import (
     GIB,
@@ -41,6 +40,7 @@ from megarl.parallel.machine import (
 )
 from megarl.plan.memory import plan_of
 from megarl.weights.cost import planning_config
+from megarl_experiments.tables import code_checksum
 
 MESSAGE = 64 * 2**20  # bytes of one message in the measurement
 CONTROL = 2**20  # of one where the question is only whether it arrives

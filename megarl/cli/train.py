@@ -178,7 +178,7 @@ def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: 
     from megarl.parallel.runtime import launched_rank
 
     if code == 0 and launched_rank() == 0 and config.log.report:
-        from megarl.observe.report import write_report
+        from megarl_report.report import write_report
 
         try:
             print(f"report: {write_report([config.run_dir], config.run_dir)}")

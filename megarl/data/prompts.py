@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 
 from megarl.config.errors import CheckpointError, ConfigError, DataError
 from megarl.config.schema import DataConfig, DataEntry, EvaluationConfig
-from megarl.data.gym import GymRow, first_rows, generate, gym_entries, reference_to
-from megarl.rewards.answer import last_boxed
 from megarl.rewards.verdict import Reference
+from megarl_tasks.gym import GymRow, first_rows, generate, gym_entries, reference_to
+from megarl_verifier.answer import last_boxed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -235,7 +235,7 @@ def _files(paths: Iterable[Path]) -> _Sources:
 
 def _sources(entries: Sequence[DataEntry | Path], keys: Sequence[str]) -> _Sources:
     """Return what the entries with these keys (`data.eval[1]`) are read from. Raises as
-    megarl.data.gym.generate."""
+    megarl_tasks.gym.generate."""
     found = list(zip(keys, map(DataEntry.model_validate, entries), strict=True))
     generated: dict[str, list[GymRow]] = {f"{key}.gym": [] for key, entry in found if entry.gym}
     for row in generate({f"{key}.gym": entry.gym for key, entry in found if entry.gym}):
@@ -259,7 +259,7 @@ def read_prompts(
     Rows without prompt or answer, of a wrong type, malformed or too long are left out and listed in the
     report, and of what is generated the questions that are in `held_out`. Raises DataError for a missing or
     malformed file and for one without a usable row, ConfigError for a template that the tokenizer does not
-    have, and as megarl.data.gym.generate."""
+    have, and as megarl_tasks.gym.generate."""
     keys = [f"{key}[{i}]" for i in range(len(entries))]
     questions = frozenset[str]().union(*(one.questions for one in held_out))
     _check_template(data, tokenizer)

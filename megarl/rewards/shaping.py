@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 import re
 
-from megarl.rewards.answer import find_answer, last_boxed
 from megarl.rewards.verdict import Judged
+from megarl_verifier.answer import find_answer, last_boxed
 
 THINK_ANSWER = r"\A\s*<think>.*?</think>\s*<answer>.*?</answer>\s*\Z"
 

@@ -75,7 +75,7 @@ class Judged:
 
 Term = Callable[[Judged], float]  # with its arguments already bound
 
-_BUILT_IN = {"dapo": "megarl.rewards.answer:verify_dapo", "math": "megarl.rewards.symbolic:verify_math"}
+_BUILT_IN = {"dapo": "megarl_verifier.answer:verify_dapo", "math": "megarl_verifier.symbolic:verify_math"}
 
 
 def get_verifier(name: str) -> Verifier:

@@ -50,7 +50,8 @@ def test_a_file_that_is_here_comes_before_megarls_own(
 @pytest.mark.timeout(1200)
 def test_demo_and_configurations_of_a_wheel(tmp_path: Path) -> None:
     source, wheels, site, empty = (tmp_path / name for name in ("source", "wheels", "site", "empty"))
-    for name in ("megarl", "configs"):
+    packages = ("megarl", "megarl_experiments", "megarl_report", "megarl_tasks", "megarl_verifier")
+    for name in (*packages, "configs"):
         shutil.copytree(
             ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
         )

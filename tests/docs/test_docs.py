@@ -314,7 +314,7 @@ def own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_generated_problems_on_the_page(tmp_path: Path) -> None:
     """The entries of the page hold; tasks and parameters are checked where reasoning-gym is installed."""
-    from megarl.data.gym import check_tasks, gym_entries
+    from megarl_tasks.gym import check_tasks, gym_entries
 
     (block,) = (block for block in blocks(OWN_TASK, "yaml") if "- gym:" in block)
     rest = "recipe: dapo\nrun_dir: x\nsteps: 1\nmodel: {path: m}\n"
@@ -363,7 +363,7 @@ def test_own_task_trains(
 ) -> None:
     """The page's commands, from a model with random weights and for one step, on the layout that the page's
     base has."""
-    from megarl.demo.arithmetic import write_demo
+    from megarl_tasks.arithmetic import write_demo
 
     write_demo(own_task / "made", 0)
     shutil.copytree(own_task / "made" / "model", own_task / "runs" / "demo" / "vapo" / "hf")

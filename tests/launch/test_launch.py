@@ -44,7 +44,7 @@ def tool() -> ModuleType:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Overrides that name the demo's data and untrained model."""
-    from megarl.demo.arithmetic import write_demo
+    from megarl_tasks.arithmetic import write_demo
 
     folder = tmp_path_factory.mktemp("data")
     write_demo(folder, 0)

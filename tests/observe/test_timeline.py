@@ -13,10 +13,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.observe.figures import draw_timeline
 from megarl.observe.runs import load_run, read_jsonl
 from megarl.observe.timeline import Timeline, chosen_ranks, is_phase, timeline_ranks
-from tests.observe.synthetic_run import write_run, write_timeline
+from megarl_report.figures import draw_timeline
+from tests.report.synthetic_run import write_run, write_timeline
 
 
 def ticking(*times: float) -> Iterator[float]:

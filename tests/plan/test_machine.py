@@ -101,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's task, and a model of 25 million parameters with its tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from megarl.demo.arithmetic import write_demo
+    from megarl_tasks.arithmetic import write_demo
 
     folder = tmp_path_factory.mktemp("demo")
     write_demo(folder, 0)

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megarl.algorithms.evaluation import interval
 from megarl.config import load_config
 from megarl.data.experience import Experience
-from megarl.demo.pretrained import write_task
 from megarl.plan.memory import LAUNCHER, plan_of
 from megarl.weights.families import read_config
+from megarl_tasks.pretrained import write_task
 from tests.cli.processes import megarl
 from tests.parallel import jobs
 from tests.parallel.test_parity import hf_logprobs

@@ -33,7 +33,7 @@ def megarl(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str
 
 def make_warm_model(folder: Path, steps: int = 120) -> Path:
     """Task and model of the demo, and a warm start that is too short to be good but ends its answers."""
-    from megarl.demo.arithmetic import write_demo
+    from megarl_tasks.arithmetic import write_demo
 
     write_demo(folder, 0)
     where = (

@@ -11,9 +11,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.observe.report import headline, sources
 from megarl.observe.runs import load_run
 from megarl.observe.terminal import evaluation_text
+from megarl_report.report import headline, sources
 from tests.ranks import RankPool
 from tests.schedule.jobs import train
 from tests.schedule.test_resume import TIMES, make_config, write_task

@@ -1,0 +1,385 @@
+"""`megarl ablate`: rows x seeds as runs of `megarl train`, then one table and one figure; of a protocol, one
+verdict for each row.
+
+A seed's task and warm start are made once and shared by all rows of all tables. What is finished is not run
+again; what was interrupted starts anew; what was run with other settings is refused, or repeated with
+--fresh.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.config import check_config
+from megarl.config.errors import ConfigError, Interrupted
+from megarl.config.load import config_file
+from megarl.observe.runs import read_metrics
+from megarl.parallel.lease import leased
+from megarl_experiments.jobs import run_jobs
+from megarl_experiments.protocol import (
+    FRESH,
+    Arm,
+    Outcome,
+    Power,
+    Protocol,
+    is_protocol,
+    judge,
+    load_protocol,
+    note_tried,
+    power_of,
+    read_tried,
+)
+from megarl_experiments.result import Curve, Result, RowResult, markdown
+from megarl_experiments.tables import (
+    MARK,
+    SET_HERE,
+    AblationTable,
+    Planned,
+    Settings,
+    code_checksum,
+    load_table,
+    make_task,
+    row_run,
+    task_writer,
+    warm_start,
+    write_json,
+)
+
+
+@dataclass
+class Piece:
+    """What one command may still begin of what is missing."""
+
+    most: float  # runs
+    end: float  # of time.monotonic()
+    over: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings) -> Piece:
+        hours = math.inf if settings.hours is None else settings.hours
+        return cls(math.inf if settings.most is None else settings.most, time.monotonic() + 3600 * hours)
+
+    def begins(self) -> bool:
+        """Tell whether one more run may begin, and count it."""
+        self.over |= self.most < 1 or time.monotonic() >= self.end
+        self.most -= 1
+        return not self.over
+
+    def code(self, codes: Sequence[int]) -> int:
+        """Return the command's exit code: 75 where only the piece has ended."""
+        if self.over:
+            print("the piece has ended; the same command goes on", flush=True)
+        return max(codes, default=Interrupted.code if self.over else 0)
+
+
+@contextmanager
+def _kept(folder: Path) -> Iterator[None]:
+    """Have the right to write into a folder: two commands in one would delete each other's runs."""
+    remedy = "wait for it, or choose another --folder"
+    with leased(folder, "megarl ablate", remedy=remedy) as lease, lease.kept():
+        yield
+
+
+def ablate(name: str, base: Path | None, into: Path | None, seeds: Sequence[int] | None, **given: Any) -> int:
+    """Run what is missing of a table or protocol and write it; return 0, 75 where --hours or --most left
+    runs, or the exit code of a failed run. given: the other fields of `Settings`."""
+    settings_after_rows = [row for row in given["rows"] if "=" in row]  # `--rows a b steps=30`
+    given["rows"] = [row for row in given["rows"] if "=" not in row]
+    given["overrides"] = [*given["overrides"], *settings_after_rows]
+    if is_protocol(name):
+        return _ablate_protocol(load_protocol(name), base, into, seeds, given)
+    settings = Settings(seeds=range(5) if seeds is None else seeds, **given)
+    table = load_table(name, base and config_file(base))
+    _check_settings(settings, [row.slug for row in table.rows])
+    if into is not None:
+        _place(into, table.name)
+    task_writer(table.task)
+    # Seed by seed, so that every prefix is paired.
+    planned = [row_run(table, settings, row, seed) for seed in settings.seeds for row in table.rows]
+    for run in planned:  # a mistake in the overrides is found now, not after the warm starts
+        check_config(run.config, f"{table.folder / table.base}, row {run.row}")
+    out, piece = settings.folder / table.name, Piece.of(settings)
+    with _kept(settings.folder):
+        print(f"{table.title}: {len(table.rows)} rows x {len(settings.seeds)} seeds in {out}", flush=True)
+        started = time.monotonic()
+        codes, planned = _warm_up(_warm_starts(planned, settings), planned, settings, piece)
+        chosen = [run for run in planned if not settings.rows or run.row in settings.rows]
+        others = (run for run in planned if run not in chosen)
+        finished = {run.name: run for run in others if run.seconds() is not None and not run.changed()}
+
+        def write_table() -> Result:
+            result = _result(table, settings, [*finished.values()])
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "table.md").write_text(markdown(result), encoding="utf-8")
+            write_json(out / "table.json", result.record())
+            return result
+
+        def finish(run: Planned) -> None:
+            finished[run.name] = run
+            write_table()
+
+        codes += _complete(chosen, settings, piece, finish)
+        result = write_table()
+        from megarl_experiments.curves import write_page, write_png
+
+        write_png(result, out / "accuracy.png")
+        write_page(result, out / "report.html")
+        if into is not None:
+            _write_into(into, table.name, out, "accuracy.png", "accuracy by step of each row")
+    took = _duration(time.monotonic() - started)
+    print(f"\n{markdown(result)}\ntable and figures: {out}\ntook {took}")
+    return piece.code(codes)
+
+
+def _ablate_protocol(
+    protocol: Protocol,
+    base: Path | None,
+    into: Path | None,
+    seeds: Sequence[int] | None,
+    given: dict[str, Any],
+) -> int:
+    """Run what is missing of a protocol's fresh seeds and judge its rows; or, with seeds below FRESH, try
+    settings and log them."""
+    tuning = seeds is not None
+    settings = Settings(seeds=protocol.fresh_seeds if seeds is None else seeds, **given)
+    tables = protocol.tables()
+    known = {row.name: row for row in next(iter(tables.values())).rows}  # for slugs and points
+    _check_settings(settings, [known[row.row].slug for row in protocol.rows])
+    if tuning and max(settings.seeds) >= FRESH:
+        what = f"of a protocol, only tuning seeds, below {FRESH} (leave it out for the final run)"
+        raise ConfigError(f"--seeds: {what}")
+    if base is not None or (settings.overrides and not tuning):
+        what = f"a protocol's final run has its own settings only (--seeds below {FRESH} to tune)"
+        raise ConfigError(f"{'--base' if base else settings.overrides[0]}: {what}")
+    if into is not None:
+        _place(into, protocol.name)
+    chosen = [row for row in protocol.rows if not settings.rows or known[row.row].slug in settings.rows]
+    if tuning:
+        protocol = protocol.model_copy(update={"rows": tuple(chosen)})
+    planned: dict[Arm, Planned] = {}
+    for seed in settings.seeds:  # seed by seed, so that every prefix is paired
+        for row in protocol.rows:
+            rows = {one.name: one for one in tables[row.task].rows}
+            for arm in (row.against, row.row):
+                if (row.task, arm, seed) not in planned:  # rows share arms
+                    run = row_run(tables[row.task], settings, rows[arm], seed)
+                    check_config(run.config, f"{protocol.path}, task {row.task}, row {run.row}")
+                    planned[row.task, arm, seed] = run
+    arms = {(row.task, arm) for row in chosen for arm in (row.row, row.against)}
+    own = {key: run for key, run in planned.items() if key[:2] in arms}
+    out = settings.folder / protocol.name / ("tuning" if tuning else "")
+    with _kept(settings.folder):
+        what = f"tuning seeds {', '.join(map(str, settings.seeds))}" if tuning else f"{protocol.seeds} seeds"
+        print(f"{protocol.title}: {len(chosen)} rows, {what}, in {out}", flush=True)
+        powers = power_of(protocol, read_tried(protocol.tried))
+        warm = _warm_starts(own.values(), settings)
+        _tell_costs([one for one in powers if one.row in chosen], own, warm.values(), settings.fresh)
+        if settings.most == 0:
+            return 0
+        started, piece = time.monotonic(), Piece.of(settings)
+        codes, ready = _warm_up(warm, own.values(), settings, piece)
+        finished = {key: run for key, run in planned.items() if key not in own and _usable(run)}
+        key_of = {run.folder: key for key, run in own.items()}
+
+        def judged() -> tuple[dict[Arm, Curve], list[Outcome]]:
+            curves: dict[Arm, Curve] = {key: run.curve() for key, run in finished.items()}
+            return curves, judge(protocol, curves, {name: row.paper for name, row in known.items()})
+
+        def finish(run: Planned) -> None:
+            finished[key_of[run.folder]] = run
+            if tuning:  # on record as soon as it is known
+                note_tried(protocol, judged()[1], settings.overrides, code_checksum())
+
+        codes += _complete(ready, settings, piece, finish)
+        from megarl_experiments import forest
+        from megarl_experiments.curves import band
+
+        curves, outcomes = judged()
+        code = ", ".join(sorted({run.mark()["code"] for run in finished.values()})) or "-"
+        spent = _duration(sum(run.seconds() or 0.0 for run in finished.values()))
+        said = f"{len(finished)} runs, {spent} of one core; code: {code} (checksum of megarl's files)."
+        forest.write(protocol, outcomes, curves, powers, said, out)
+        if into is not None and not tuning:
+            _write_into(into, protocol.name, out, "forest.png", "difference and interval of each row")
+    for row in protocol.rows if tuning else ():
+        for arm, found in zip((row.row, row.against), row.arms(curves), strict=True):
+            steps = zip(*band(found), strict=True)
+            print(f"{arm} on {row.task}: {', '.join(f'{mean:.3f} at {step}' for step, mean, _ in steps)}")
+    print(f"\n{forest.terminal(outcomes)}\n\ntable and figures: {out}")
+    print(f"took {_duration(time.monotonic() - started)}")
+    return piece.code(codes)
+
+
+def _tell_costs(
+    powers: Sequence[Power], own: Mapping[Arm, Planned], warm: Iterable[Planned], fresh: bool
+) -> None:
+    """Print of each row what is still to be run and how long that takes, by earlier runs or by the protocol;
+    and what its seeds can find."""
+
+    def cost(missing: Sequence[Planned]) -> str:
+        usual = {run.folder.parent: run.usual_seconds() for run in missing}
+        seconds = [s for run in missing if (s := usual[run.folder.parent]) is not None]
+        said = f"{len(missing)} runs" + (f", {_duration(sum(seconds))} of one core" if seconds else "")
+        unknown = len(missing) - len(seconds)
+        return said + (f" ({unknown} of unknown length)" if unknown else "")
+
+    missing = {key: run for key, run in own.items() if run.seconds() is None or (fresh and not _usable(run))}
+    for one in powers:
+        row = one.row
+        arms = [(row.task, row.row), (row.task, row.against)]
+        left = [run for key, run in missing.items() if key[:2] in arms]
+        print(f"{row.row} - {row.against} on {row.task}: {cost(left)}")
+        if one.deviation is None:
+            print("  power: unknown, no differences of tuning seeds with these settings")
+            continue
+        find, show = (n or "more than 2000" for n in (one.for_difference, one.for_equivalence))
+        finds = "nothing" if one.finds is None else f"{one.finds:.3f}"
+        print(
+            f"  power: standard deviation {one.deviation:.3f} over {one.tuned} tuning seeds; {find} seeds "
+            f"find {row.bound:g}, {show} show equivalence within it; the protocol's seeds find {finds}"
+        )
+    cold = [run for run in warm if run.seconds() is None or (fresh and run.changed())]
+    print(f"all of it, shared arms once: {cost([*missing.values()])}; warm starts: {cost(cold)}")
+    print("  (by earlier runs in this folder; where there are none, by the protocol's file)", flush=True)
+
+
+def _warm_starts(planned: Iterable[Planned], settings: Settings) -> dict[Path, Planned]:
+    """Return model path -> the warm start that makes it, for all that the runs begin from."""
+    first = {run.config.model.path: run for run in planned}
+    return {path: warm_start(run.table, settings, run.seed) for path, run in first.items()}
+
+
+def _warm_up(
+    warm: Mapping[Path, Planned], planned: Iterable[Planned], settings: Settings, piece: Piece
+) -> tuple[list[int], list[Planned]]:
+    """Make the tasks and complete the warm starts of these runs; return the exit codes of those that failed,
+    and the runs that can begin."""
+    code = code_checksum()
+    for run in warm.values():
+        # The same code and knobs (which are in the folder's name) make the same task: a look at each of many
+        # takes seconds.
+        if not (run.table.start and run.seconds() is not None and run.mark()["code"] == code):
+            make_task(run.table, settings, run.seed)
+    codes = _complete([*warm.values()], settings, piece, lambda run: None)
+    return codes, [run for run in planned if warm[run.config.model.path].seconds() is not None]
+
+
+def _usable(run: Planned) -> bool:
+    """Tell whether a run is finished and what it would be today."""
+    return run.seconds() is not None and run.config.model.path.is_dir() and not run.changed()
+
+
+def _check_settings(settings: Settings, slugs: Sequence[str]) -> None:
+    """Refuse seeds, rows, limits and overrides that make no sense."""
+    if unknown := set(settings.rows) - {*slugs}:
+        raise ConfigError(f"--rows: {min(unknown)}: no such row (one of {', '.join(slugs)})")
+    if len(set(settings.seeds)) < len(settings.seeds) or min(settings.seeds) < 0:
+        raise ConfigError("--seeds: must be different whole numbers from 0")
+    if settings.jobs < 1 or settings.limit <= 0:
+        raise ConfigError("--jobs and --limit: must be greater than 0")
+    if (settings.most or 0) < 0 or (settings.hours is not None and settings.hours <= 0):
+        raise ConfigError("--hours and --most: must be greater than 0, or --most 0 to begin nothing")
+    for override in settings.overrides:
+        if override.partition("=")[0].strip() in SET_HERE:
+            what = "each run has its own, which megarl ablate sets (see --seeds and --folder)"
+            raise ConfigError(f"command line: {override}: {what}")
+
+
+def _complete(
+    planned: Sequence[Planned], settings: Settings, piece: Piece, finish: Callable[[Planned], None]
+) -> list[int]:
+    """Run what is not finished and fits into the piece, call `finish` with each run that is; return the exit
+    codes of those that failed."""
+    waiting = []
+    for run in planned:
+        if run.seconds() is None:
+            waiting.append(run)
+        elif not (changed := run.changed()):
+            finish(run)
+        elif settings.fresh:
+            waiting.append(run)
+        else:
+            what = f"was run with other settings: {changed}"
+            raise ConfigError(f"{run.folder}: {what} (give --fresh to repeat such runs, or another --folder)")
+    if len(waiting) < len(planned):
+        print(f"{len(planned) - len(waiting)} of {len(planned)} are finished already", flush=True)
+    codes, spent = [], 0.0
+    by_name = {run.name: run for run in waiting}
+    jobs = (run.job() for run in waiting if piece.begins())
+    with closing(run_jobs(jobs, settings.jobs, settings.limit)) as ended:
+        for count, one in enumerate(ended, start=1):
+            run, spent = by_name[one.job.name], spent + one.seconds
+            left = spent / count * (len(waiting) - count) / settings.jobs
+            curve = run.curve() if not one.problem and run.row else {}
+            facts = [
+                one.problem and f"FAILED: {one.problem}",
+                f"accuracy {curve[max(curve)]:.3f} at step {max(curve)}" if curve else "",
+                _duration(one.seconds),
+                f"{_duration(left)} left" if left else "",
+            ]
+            print(f"[{count}/{len(waiting)}] {run.name}: {', '.join(filter(None, facts))}", flush=True)
+            if one.problem:
+                codes.append(one.code if one.code in (1, 2) else 1)  # 1 for a run that was ended or killed
+            else:
+                write_json(run.folder / MARK, {**run.mark(), "seconds": round(one.seconds, 1)})
+                finish(run)
+    return codes
+
+
+def _result(table: AblationTable, settings: Settings, finished: Sequence[Planned]) -> Result:
+    rows = []
+    for row in table.rows:
+        own = sorted((run for run in finished if run.row == row.slug), key=lambda run: run.seed)
+        seconds = {run.seed: run.seconds() or 0.0 for run in own}
+        rows.append(RowResult(row.name, row.paper, {run.seed: run.curve() for run in own}, seconds))
+    config = table.config(next(row for row in table.rows if row.name == table.full), settings.overrides)
+    records = read_metrics(finished[0].folder).records if finished else ()
+    problems = {record["eval/problems"] for record in records if "eval/problems" in record}
+    code = ", ".join(sorted({run.mark()["code"] for run in finished})) or "-"
+    said = (
+        f"Base at this scale: {table.base.name}, task {table.task}, warm start {table.warm_start.name}; "
+        f"{config.steps} steps of {config.rollout.prompts} x {config.rollout.group_size} responses; "
+        f"evaluation on {next(iter(problems), 'no')} held-out problems, "
+        f"{config.evaluation.samples} answer(s) each, every {config.evaluation.every} steps; "
+        f"seeds {', '.join(map(str, settings.seeds))}.",
+        f"Code: {code} (checksum of megarl's files).",
+        *([f"Overrides: {' '.join(settings.overrides)}."] if settings.overrides else []),
+    )
+    return Result(table.title, table.full, table.against, table.last, tuple(rows), {"said": said})
+
+
+def _place(into: Path, name: str) -> tuple[str, str]:
+    """Return what stands before and after the table's place in a Markdown file, its marks included."""
+    begin, end = f"<!-- megarl ablate {name}: begin -->\n", f"<!-- megarl ablate {name}: end -->"
+    try:
+        text = into.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--into: {into}: cannot be read: {error.strerror}") from None
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        what = f"has no place for the table: the lines `{begin.strip()}` and `{end}`"
+        raise ConfigError(f"--into: {into}: {what}")
+    return before + begin, end + after
+
+
+def _write_into(into: Path, name: str, out: Path, picture: str, what: str) -> None:
+    """Write the table between its marks, its figure in images/ beside the file."""
+    before, after = _place(into, name)
+    figure = into.parent / "images" / f"ablations_{name.replace('.', '_')}.png"
+    figure.parent.mkdir(exist_ok=True)
+    shutil.copyfile(out / picture, figure)
+    table = (out / "table.md").read_text(encoding="utf-8")
+    shown = f"![{what}](images/{figure.name})"
+    into.write_text(f"{before}\n{table}\n{shown}\n\n{after}", encoding="utf-8")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,361 @@
+"""A protocol: which rows are compared, on which task, with how many fresh seeds, and how each is judged.
+
+It is written before its runs; afterwards nothing but the runs decides. A row is a row of a paper's table
+minus another one, both on one task of the family (megarl_tasks/family.py), paired by seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import Settings, read_yaml
+from megarl.config.schema import Section
+from megarl_experiments import paired
+from megarl_experiments.result import LEVEL, Curve
+from megarl_experiments.tables import AblationTable, find_file, load_table, read_section
+from megarl_tasks.family import Knobs, longest_right
+
+TASK = "megarl_tasks.family:write_family"
+FRESH = 100  # seeds below are for tuning, and never part of a result
+POWER = 0.8  # chance with which a difference is to be found
+VERDICTS = ("holds", "opposite", "equivalent", "undecided")
+Arm = tuple[str, str, int]  # task, row of the table, seed
+
+
+class Task(Section):
+    """What rows run on, and from which warm start."""
+
+    what: str = Field(min_length=1)
+    knobs: Knobs = Knobs()
+    # rollout.max_response_tokens, as a multiple of the longest right response to a training prompt
+    limit: float = Field(gt=0)
+    overrides: tuple[str, ...] = ()  # settings of all runs; a row's own sizes (in the table) go over them
+    warm_start: Path | None = None  # in place of the protocol's
+    # What a run and a warm start took elsewhere: their cost, until there are some in the folder.
+    seconds: float | None = None
+    warm_start_seconds: float | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Return the knobs that are not at their defaults, as JSON holds them."""
+        return self.knobs.model_dump(mode="json", exclude_defaults=True)
+
+    @property
+    def max_response_tokens(self) -> int:
+        return math.ceil(self.limit * longest_right(self.knobs))
+
+
+class SharedTasks(Section):
+    """A file of tasks that several protocols have, which then share warm starts as well."""
+
+    tasks: dict[str, Task] = Field(min_length=1)
+
+
+class ProtocolRow(Section):
+    """One comparison: a row of the table minus another one."""
+
+    row: str
+    against: str
+    task: str
+    claims: Literal["worse", "better"]  # what the paper says of `row` beside `against`
+    # Smallest difference of interest: power is told for it, and what lies within it counts as equivalent.
+    bound: float = Field(gt=0, lt=1)
+    why: str = Field(min_length=1)  # this task brings the technique out
+
+    def arms(self, curves: Mapping[Arm, Curve]) -> tuple[dict[int, Curve], dict[int, Curve]]:
+        """Return seed -> curve of `row` and of `against`."""
+        own, its = (
+            {seed: curve for (task, name, seed), curve in curves.items() if (task, name) == (self.task, arm)}
+            for arm in (self.row, self.against)
+        )
+        return own, its
+
+
+class Protocol(Section):
+    """What is decided before the runs. Files are relative to the protocol's own."""
+
+    name: str
+    folder: Path
+    title: str
+    table: Path  # the rows' files and the papers' points
+    warm_start: Path  # in place of the table's
+    first_seed: int = Field(FRESH, ge=FRESH)
+    seeds: int = Field(ge=2)  # so many from first_seed on
+    # A run's score: the mean accuracy of its last `last` evaluations, or of all after step 0 (`curve`).
+    statistic: Literal["last", "curve"]
+    last: int = Field(3, ge=1)
+    shared: Path | None = None  # a file of SharedTasks: a task in it needs only what is this protocol's own
+    tasks: dict[str, Task] = Field(min_length=1)
+    rows: tuple[ProtocolRow, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Protocol:
+        for row in self.rows:
+            if row.task not in self.tasks:
+                known = ", ".join(self.tasks)
+                raise ValueError(f"rows: {row.row}: no such task: {row.task} (one of {known})")
+            if row.row == row.against:
+                raise ValueError(f"rows: {row.row}: against: must be another row")
+        if len({row.row for row in self.rows}) < len(self.rows):
+            raise ValueError("rows: the same row stands there twice")
+        return self
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{self.name}.yaml"
+
+    @property
+    def tried(self) -> Path:
+        """Return the log of every setting that was run with tuning seeds."""
+        return self.path.with_name(f"{self.name.removesuffix('.protocol')}.tried.jsonl")
+
+    @property
+    def fresh_seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
+
+    @property
+    def level(self) -> float:
+        """Return the strictest of Holm's levels: what a single row has for sure."""
+        return LEVEL / len(self.rows)
+
+    def score(self, curve: Curve, statistic: str | None = None) -> float:
+        """Return a run's score, by the statistic decided before or by the other one."""
+        if (statistic or self.statistic) == "last":
+            return statistics.fmean([curve[step] for step in sorted(curve)][-self.last :])
+        return statistics.fmean(accuracy for step, accuracy in curve.items() if step > 0)
+
+    def setting(self, row: ProtocolRow, overrides: Sequence[str] = ()) -> dict[str, Any]:
+        """Return what a row's differences depend on beside code and seeds, as JSON holds it. overrides: of
+        the command line, after the task's."""
+        task = self.tasks[row.task]
+        common = {"against": row.against, "task": row.task, **task.given, "limit": task.limit}
+        score = f"{self.statistic} {self.last}" if self.statistic == "last" else self.statistic
+        warm_start = (task.warm_start or self.warm_start).name
+        common |= {"warm_start": warm_start, "overrides": [*task.overrides, *overrides]}
+        return {**common, "score": score}
+
+    def tables(self) -> dict[str, AblationTable]:
+        """Return for each task the paper's table on it. Raises ConfigError for a row that the table lacks."""
+        table = load_table(str(self.folder / self.table))
+        for name in (name for row in self.rows for name in (row.row, row.against)):
+            if name not in {row.name for row in table.rows}:
+                raise ConfigError(f"{self.path}: rows: {name}: no such row in {self.table}")
+        found = {}
+        for name, task in self.tasks.items():
+            common = (f"rollout.max_response_tokens={task.max_response_tokens}", *task.overrides)
+            rows = [row.model_copy(update={"overrides": (*common, *row.overrides)}) for row in table.rows]
+            # Other knobs are another task, with warm starts and runs in folders of their own; a task that
+            # two protocols share has the same ones in both.
+            what = task.given | ({"warm_start": task.warm_start.name} if task.warm_start else {})
+            digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
+            start = f"{name}-{digest}"
+            update: dict[str, Any] = {"name": f"{self.name}/{start}", "start": start, "rows": tuple(rows)}
+            update |= {"task": TASK, "knobs": task.given}
+            update |= {"seconds": task.seconds, "warm_start_seconds": task.warm_start_seconds}
+            update["warm_start"] = self.folder.absolute() / (task.warm_start or self.warm_start)
+            found[name] = table.model_copy(update=update)
+        return found
+
+
+def is_protocol(name: str) -> bool:
+    """Tell a protocol's name or path from a table's."""
+    return name.endswith((".protocol", ".protocol.yaml"))
+
+
+def load_protocol(name: str) -> Protocol:
+    """Read a protocol given as NAME.protocol or by its path. Raises ConfigError `file: key: what is wrong`,
+    or for an unknown name."""
+    path = find_file(name, "protocol", ".yaml")
+    given: Settings = {"name": path.name.removesuffix(".yaml"), "folder": path.parent}
+    content = read_yaml(path)
+    if isinstance(shared := content.get("shared"), str) and isinstance(content.get("tasks"), dict):
+        known = read_section(SharedTasks, path.parent / shared, {}).model_dump(exclude_unset=True)["tasks"]
+        given["tasks"] = {
+            task: {**known.get(task, {}), **own} if isinstance(own, dict) else own
+            for task, own in content["tasks"].items()
+        }
+    return read_section(Protocol, path, given)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row as measured. Before all its seeds are there it has no p and no verdict: who looks earlier must
+    not be able to stop when the numbers please."""
+
+    row: ProtocolRow
+    seeds: range  # the protocol's
+    differences: Mapping[int, float]  # by seed, of the statistic decided before
+    paper: float | None = None  # points: the row's minus its neighbour's
+    other: float | None = None  # mean difference of the statistic that does not decide
+    mean: float | None = None
+    low: float | None = None  # interval of 1 - LEVEL of the mean, uncorrected
+    high: float | None = None
+    found: float | None = None  # smallest difference that these seeds find; None where they cannot find any
+    p: float | None = None
+    holm: float | None = None
+    equivalence: float | None = None  # p of two one-sided tests
+
+    @property
+    def within(self) -> bool:
+        """Tell whether the interval lies within the bound."""
+        bound = self.row.bound
+        return self.low is not None and self.high is not None and -bound < self.low <= self.high < bound
+
+    @property
+    def verdict(self) -> str:
+        """Return one of VERDICTS, or how far the row is."""
+        if self.mean is None:
+            return "not run yet"
+        if self.holm is None:
+            tuned = self.differences.keys().isdisjoint(self.seeds)
+            plural = "s" if len(self.differences) > 1 else ""
+            total = f"tuning seed{plural}" if tuned else f"of {len(self.seeds)} seeds"
+            return f"{len(self.differences)} {total}"
+        if self.holm < LEVEL:
+            return "holds" if (self.mean < 0) == (self.row.claims == "worse") else "opposite"
+        return "equivalent" if self.within else "undecided"
+
+    @property
+    def said(self) -> str:
+        """Return the verdict with what a reader must know beside it."""
+        if self.verdict == "undecided":
+            size = "none, with so few seeds" if self.found is None else f"{self.found:.3f}"
+            return f"undecided (would have found: {size})"
+        small = self.within and self.verdict in ("holds", "opposite")
+        return f"{self.verdict} (but within the bound)" if small else self.verdict
+
+
+def measure(row: ProtocolRow, seeds: range, differences: Mapping[int, float], level: float) -> Outcome:
+    """Return a row with interval and tests, not yet corrected. seeds: that must be there for a p; level: of
+    the smallest difference that they find."""
+    one, values, n = Outcome(row, seeds, differences), [*differences.values()], len(differences)
+    if not values:
+        return one
+    one = replace(one, mean=(mean := statistics.fmean(values)))
+    if n < 2:
+        return one
+    deviation = statistics.stdev(values)
+    error = deviation / math.sqrt(n)
+    half = paired.t_quantile(1 - LEVEL, n - 1) * error
+    one = replace(one, low=mean - half, high=mean + half)
+    if {*differences} != {*seeds}:
+        return one
+    found = paired.smallest_found(n, level, POWER) * deviation if deviation else math.inf
+    return replace(
+        one,
+        found=found if math.isfinite(found) else None,
+        p=paired.sign_flip_p(values),
+        equivalence=paired.equivalence_p(mean, error, n - 1, row.bound),
+    )
+
+
+def corrected(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Apply Holm's correction. A row whose seeds are not all there counts as p = 1: what holds before the
+    others are there still holds then."""
+    ps = paired.holm([1.0 if one.p is None else one.p for one in outcomes])
+    return [one if one.p is None else replace(one, holm=p) for one, p in zip(outcomes, ps, strict=True)]
+
+
+def judge(
+    protocol: Protocol, curves: Mapping[Arm, Curve], papers: Mapping[str, float | None]
+) -> list[Outcome]:
+    """Return a protocol's rows, judged by the finished runs. papers: points of the table's rows."""
+    outcomes = []
+    for row in protocol.rows:
+        own, its = row.arms(curves)
+        both = sorted(own.keys() & its.keys())
+        differences = {seed: protocol.score(own[seed]) - protocol.score(its[seed]) for seed in both}
+        one = measure(row, protocol.fresh_seeds, differences, protocol.level)
+        if both:
+            name = "curve" if protocol.statistic == "last" else "last"
+            others = [protocol.score(own[seed], name) - protocol.score(its[seed], name) for seed in both]
+            one = replace(one, other=statistics.fmean(others))
+        points, beside = papers[row.row], papers[row.against]
+        outcomes.append(one if points is None or beside is None else replace(one, paper=points - beside))
+    return corrected(outcomes)
+
+
+@dataclass(frozen=True)
+class Power:
+    """What is known of a row before its runs, from the spread of tuning seeds; all at the strictest of Holm's
+    levels, with a chance of POWER. None: unknown, or more than 2,000 seeds."""
+
+    row: ProtocolRow
+    tuned: int  # seeds
+    deviation: float | None = None  # of the differences
+    for_difference: int | None = None  # seeds that find a difference of `bound`
+    for_equivalence: int | None = None  # seeds whose interval lies within the bound, where there is none
+    finds: float | None = None  # smallest difference that the protocol's seeds find
+
+
+def power_of(protocol: Protocol, tried: Sequence[Mapping[str, Any]]) -> list[Power]:
+    """Return the power of each row. tried: of `read_tried`; what was run with the protocol's own settings
+    counts."""
+    found, level = [], protocol.level
+    for row in protocol.rows:
+        setting = json.loads(json.dumps(protocol.setting(row)))
+        entries = [one["differences"] for one in tried if (one["row"], one["setting"]) == (row.row, setting)]
+        values = [d for differences in entries for d in differences.values() if d is not None]
+        one = Power(row, len(values))
+        if len(values) > 1 and (deviation := statistics.stdev(values)) > 0:
+            size = row.bound / deviation
+            finds = paired.smallest_found(protocol.seeds, level, POWER) * deviation
+            difference = partial(paired.power, effect=size, alpha=level)
+            equivalence = partial(paired.equivalence_power, bound=size, alpha=LEVEL / 2)
+            one = replace(
+                one,
+                deviation=deviation,
+                for_difference=paired.seeds_needed(difference, POWER),
+                for_equivalence=paired.seeds_needed(equivalence, POWER),
+                finds=finds if math.isfinite(finds) else None,
+            )
+        found.append(one)
+    return found
+
+
+def note_tried(protocol: Protocol, outcomes: Sequence[Outcome], overrides: Sequence[str], code: str) -> None:
+    """Append the differences of tuning seeds to the protocol's log, one line for each row, unless it has them
+    already. overrides: of the command line; code: checksum of megarl's files."""
+    known, lines = read_tried(protocol.tried), []
+    for one in outcomes:
+        what = {"row": one.row.row, "setting": protocol.setting(one.row, overrides)}
+        what = json.loads(json.dumps(what))
+        differences = {str(seed): difference for seed, difference in one.differences.items()}
+        logged = [old["differences"].items() for old in known if what == {key: old[key] for key in what}]
+        if differences and not any(differences.items() <= old for old in logged):
+            when = datetime.now(UTC).isoformat(timespec="seconds")
+            lines.append(json.dumps({"when": when, "code": code, **what, "differences": differences}) + "\n")
+    try:
+        with open(protocol.tried, "a", encoding="utf-8") as file:
+            file.writelines(lines)
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror} (every setting that is tried must be on record)"
+        raise ConfigError(f"{protocol.tried}: {problem}") from None
+
+
+def read_tried(path: Path) -> list[dict[str, Any]]:
+    """Return the settings tried: for each row and setting the last entry, with all seeds that were run.
+    Raises ConfigError where a line is none."""
+    found: dict[str, dict[str, Any]] = {}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+            key = json.dumps([entry["row"], entry["setting"]], sort_keys=True)
+            before = found.pop(key, {"differences": {}})
+            found[key] = {**entry, "differences": {**before["differences"], **entry["differences"]}}
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{path}: line {number}: not a setting that was tried (mend it)") from None
+    return [*found.values()]

@@ -1,0 +1,190 @@
+"""The result of an ablation: scores over seeds, paired comparisons with an honest verdict, and the table in
+Markdown.
+
+Runs of one seed share the warm start, the data and the order of prompts. What differs between two rows is
+therefore measured per seed, and the spread of these differences, not that of the scores, decides.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megarl_experiments.paired import holm, t_quantile, t_within
+
+LEVEL = 0.05  # of the tests; intervals are of 1 - LEVEL
+AGAINST = {"full": "the full system", "previous": "the row above"}  # kind of comparison -> in words
+Curve = Mapping[int, float]  # step -> accuracy
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """The finished runs of a row."""
+
+    name: str
+    paper: float | None  # points at 32B
+    curves: Mapping[int, Curve]  # by seed
+    seconds: Mapping[int, float] = field(default_factory=dict)  # wall time of the run, by seed
+
+    def scores(self, last: int) -> dict[int, float]:
+        """Return seed -> mean accuracy of the last `last` evaluations."""
+        return {
+            seed: statistics.fmean([curve[step] for step in sorted(curve)][-last:])
+            for seed, curve in self.curves.items()
+            if curve
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row against another over the seeds that both have: the paired t-test. What is None was not found:
+    one seed, or differences that are all the same, say nothing of the spread."""
+
+    against: str
+    seeds: int
+    mean: float  # difference of scores
+    error: float | None = None  # standard error of the mean
+    low: float | None = None  # 95 % confidence interval
+    high: float | None = None
+    p: float | None = None  # two-sided
+    holm: float | None = None  # p after Holm's correction for the comparisons of the table
+
+    @property
+    def verdict(self) -> str:
+        """Return `worse` or `better` where the corrected test says so, or only the single one; else that the
+        difference is within the spread."""
+        if self.p is None or self.holm is None:
+            return "no spread to judge by" if self.mean else "the same"
+        if self.p >= LEVEL:
+            return "within the spread"
+        direction = "better" if self.mean > 0 else "worse"
+        return direction if self.holm < LEVEL else f"{direction}, not after Holm"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A table as measured."""
+
+    title: str
+    full: str
+    kinds: tuple[str, ...]  # keys of AGAINST, in the order of their columns
+    last: int
+    rows: tuple[RowResult, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)  # about the protocol
+
+    @property
+    def full_row(self) -> RowResult:
+        return next(row for row in self.rows if row.name == self.full)
+
+    def comparisons(self, kind: str) -> dict[str, Comparison]:
+        """Return row -> its comparison with the full system or with the row above, corrected over all of this
+        kind."""
+        found = {}
+        for i, row in enumerate(self.rows):
+            other = self.full_row if kind == "full" else self.rows[i - 1] if i else row
+            compared = compare(row.scores(self.last), other.scores(self.last), other.name)
+            if other is not row and compared:
+                found[row.name] = compared
+        return dict(zip(found, corrected([*found.values()]), strict=True))
+
+    def record(self) -> dict[str, Any]:
+        """Return all of it as JSON can hold it."""
+        compared = {kind: self.comparisons(kind) for kind in self.kinds}
+        rows = []
+        for row in self.rows:
+            scores = row.scores(self.last)
+            mean, deviation = spread(scores)
+            own = {kind: found[row.name] for kind, found in compared.items() if row.name in found}
+            rows.append(
+                {"name": row.name, "paper": row.paper, "mean": mean, "std": deviation, "scores": scores}
+                | {"comparisons": {kind: {**vars(c), "verdict": c.verdict} for kind, c in own.items()}}
+                | {"curves": row.curves, "seconds": row.seconds}
+            )
+        return {"title": self.title, "full": self.full, "last": self.last, **self.facts, "rows": rows}
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the heads and the rows of the table, as text."""
+        heads = ["row", "paper: AIME 2024, 32B", "accuracy here"]
+        for kind in self.kinds:
+            heads += [f"difference to {AGAINST[kind]}", "p", "p, Holm", "verdict"]
+        compared = [self.comparisons(kind) for kind in self.kinds]
+        rows = []
+        for row in self.rows:
+            paper = "-" if row.paper is None else f"{row.paper:g}"
+            cells = [row.name, paper, score_text(row.scores(self.last))]
+            for found in compared:
+                if one := found.get(row.name):
+                    interval = f" [{one.low:+.3f}, {one.high:+.3f}]" if one.low is not None else ""
+                    cells.append(f"{one.mean:+.3f}{interval}")
+                    for p in (one.p, one.holm):
+                        cells.append("" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}")
+                    cells.append(one.verdict)
+                else:
+                    cells += [""] * 4
+            rows.append(cells)
+        return heads, rows
+
+    def protocol(self) -> list[str]:
+        """Return what was measured and how it is judged, one sentence each."""
+        lines = [str(fact) for fact in self.facts.get("said", ())]
+        seconds = [s for row in self.rows for s in row.seconds.values()]
+        if seconds:
+            median, minutes = statistics.median(seconds), sum(seconds) / 60
+            lines.append(f"{len(seconds)} runs of {median:.0f} s (median), {minutes:.0f} min of them in all.")
+        what = "the last evaluation" if self.last == 1 else f"the mean of the last {self.last} evaluations"
+        tests = " and ".join(f"{len(self.comparisons(kind))} with {AGAINST[kind]}" for kind in self.kinds)
+        return [
+            *lines,
+            f"Accuracy: {what}; mean ± standard deviation over n seeds.",
+            "Difference: mean over seeds of the difference between the two runs of one seed, which share "
+            "warm start, data and order of prompts, with the 95 % interval of the paired t-test (n - 1 "
+            "degrees of freedom); p is that test's, two-sided.",
+            "Verdict: worse or better if p < 0.05 after Holm's correction for the comparisons made "
+            f"({tests}); `not after Holm` if only the uncorrected p is below 0.05, which among so many "
+            "comparisons can happen by chance; else within the spread.",
+        ]
+
+
+def markdown(result: Result) -> str:
+    """Return the table with its protocol and the rule of its verdicts."""
+    heads, rows = result.table()
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+    return "\n".join([*lines, "", *(f"- {line}" for line in result.protocol())]) + "\n"
+
+
+def score_text(scores: Mapping[int, float]) -> str:
+    """Return mean and standard deviation over seeds as text."""
+    mean, deviation = spread(scores)
+    if mean is None:
+        return "-"
+    return f"{mean:.3f}" + (f" ± {deviation:.3f}" if deviation is not None else "") + f" (n = {len(scores)})"
+
+
+def spread(scores: Mapping[int, float]) -> tuple[float | None, float | None]:
+    """Return mean and sample standard deviation; None where there are too few scores."""
+    values = list(scores.values())
+    return statistics.fmean(values) if values else None, statistics.stdev(values) if len(values) > 1 else None
+
+
+def compare(scores: Mapping[int, float], others: Mapping[int, float], against: str) -> Comparison | None:
+    """Return the paired t-test of scores - others over the seeds that both have; None without such a seed."""
+    differences = [scores[seed] - others[seed] for seed in scores if seed in others]
+    n = len(differences)
+    if not n:
+        return None
+    mean = statistics.fmean(differences)
+    error = statistics.stdev(differences) / math.sqrt(n) if n > 1 else None
+    if not error:
+        return Comparison(against, n, mean, error)
+    half = t_quantile(1 - LEVEL, n - 1) * error
+    p = 1 - t_within(abs(mean) / error, n - 1)
+    return Comparison(against, n, mean, error, mean - half, mean + half, p=p)
+
+
+def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Apply Holm's correction over the comparisons that have a p."""
+    found = iter(holm([c.p for c in comparisons if c.p is not None]))
+    return [c if c.p is None else replace(c, holm=next(found)) for c in comparisons]

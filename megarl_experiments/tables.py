@@ -1,0 +1,369 @@
+"""An ablation table as data, and its runs on disk: what each starts from, whether it is finished, and
+whether it still is the same run."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import platform
+import re
+import shutil
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from pydantic import Field, ValidationError, model_validator
+
+import megarl
+from megarl.config import Config, dump_config, load_config
+from megarl.config.errors import ConfigError
+from megarl.config.load import PACKAGE, config_file, read_yaml, set_key
+from megarl.config.schema import Section
+from megarl.observe.runs import read_metrics
+from megarl.parallel.lease import leased
+from megarl.parallel.machine import version_of
+from megarl.schedule.preflight import versions
+from megarl_experiments.jobs import Job
+from megarl_tasks.gym import gym_entries
+
+SUFFIX = ".table.yaml"
+AnySection = TypeVar("AnySection", bound=Section)
+MARK = "ablation.json"  # in every folder made here; in a run's folder with `seconds` once it has ended well
+PLAN = "planned.yaml"
+LOG = "log.txt"
+SET_HERE = ("seed", "run_dir", "model.path", "data.train", "data.eval")  # keys that differ between runs
+ONE_PROCESS = (
+    *("parallel.tp=1", "parallel.pp=1", "parallel.dp=1"),
+    *("log.report=false", "log.terminal=plain", "checkpoint.every=0"),
+)
+
+
+class AblationRow(Section):
+    """One row."""
+
+    name: str = Field(min_length=1)
+    config: Path  # based on the paper's 32B file
+    paper: float | None = None  # AIME 2024 avg@32 points in the paper
+    overrides: tuple[str, ...] = ()  # settings at demo scale
+
+    @property
+    def slug(self) -> str:
+        """Return the row's name on the command line and in paths."""
+        return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
+
+
+class AblationTable(Section):
+    """A paper's table. Files are relative to the table's own."""
+
+    name: str
+    folder: Path
+    title: str
+    base: Path  # configuration at demo scale
+    warm_start: Path  # likewise
+    # `module:function` of (folder, seed, **knobs): writes model/, sft.jsonl, train.jsonl, eval.jsonl
+    task: str = Field(pattern=r"^[\w.]+:\w+$")
+    full: str  # the row of the whole system
+    # What each row is compared with: the full system, the row above, or both.
+    against: tuple[Literal["full", "previous"], ...] = Field(("full",), min_length=1)
+    last: int = Field(1, ge=1)  # a run's score is the mean of its last so many evaluations
+    rows: tuple[AblationRow, ...] = Field(min_length=1)
+    # Of a protocol's tasks: keyword arguments of `task`, and a name of its own for the task with these knobs.
+    knobs: dict[str, Any] = Field({})
+    start: str = ""
+    seconds: float | None = None
+    warm_start_seconds: float | None = None
+
+    @model_validator(mode="after")
+    def _distinct(self) -> AblationTable:
+        slugs = [row.slug for row in self.rows]
+        if len(set(slugs)) < len(slugs):
+            raise ValueError("rows: two rows have the same name")
+        if self.full not in {row.name for row in self.rows}:
+            raise ValueError(f"full: no row is named {self.full!r}")
+        return self
+
+    def config(self, row: AblationRow, overrides: Sequence[str]) -> Config:
+        """Return the row at demo scale: its files over `base` in place of the 32B file, then its overrides
+        and these."""
+        base = self.folder / self.base
+        return load_config(self.folder / row.config, (*row.overrides, *overrides), base=base)
+
+
+def load_table(name: str, base: Path | None = None) -> AblationTable:
+    """Read a table given by its name or path; `base` takes the place of its own. Raises ConfigError
+    `file: key: what is wrong`, or for an unknown name."""
+    path = find_file(name, "table", SUFFIX)
+    given = {} if base is None else {"base": base.absolute()}
+    name = path.name.removesuffix(SUFFIX)
+    return read_section(AblationTable, path, {"name": name, "folder": path.parent, **given})
+
+
+def find_file(name: str, kind: str, ending: str) -> Path:
+    """Return the path of a .KIND.yaml file that is given by its path, or by its name without `ending` in
+    configs/ablations. Raises ConfigError for an unknown name."""
+    folder = Path("configs/ablations")
+    path = Path(name) if name.endswith(".yaml") else config_file(folder / f"{name}{ending}")
+    if not name.endswith(".yaml") and not path.is_file():
+        files = [file for place in (PACKAGE / folder, folder) for file in place.glob(f"*.{kind}.yaml")]
+        known = ", ".join(sorted({file.name.removesuffix(ending) for file in files}))
+        what = f"no such {kind} (one of {known}, or the path of a .{kind}.yaml file)"
+        raise ConfigError(f"TABLE: {name}: {what}")
+    return path
+
+
+def read_section(kind: type[AnySection], path: Path, given: dict[str, Any]) -> AnySection:
+    """Read a file of one section, `given` over what it says. Raises ConfigError `file: key: what is
+    wrong`."""
+    try:
+        return kind.model_validate({**read_yaml(path), **given})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        problem = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{path}: {key + ': ' if key else ''}{problem}") from None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the command was given."""
+
+    folder: Path
+    seeds: Sequence[int]
+    rows: Sequence[str]  # slugs; none: all
+    jobs: int
+    limit: float  # seconds a run
+    fresh: bool
+    overrides: Sequence[str]  # settings for all rows
+    hours: float | None = None  # after which no run begins
+    most: int | None = None  # runs to begin
+
+    def seed_folder(self, table: AblationTable, seed: int) -> Path:
+        """Return the folder of a seed's task and warm start, which all rows of all tables share that run on
+        this task."""
+        return self.folder / "warm_start" / table.start / f"seed-{seed}"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run as it is to be, in `config.run_dir`; the warm start of a seed, or a row with a seed."""
+
+    table: AblationTable
+    what: str  # warm start, or the row's name
+    seed: int
+    config: Config
+    row: str = ""  # its slug
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}{self.table.start and f' on {self.table.start}'}, seed {self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run_dir
+
+    def job(self) -> Job:
+        """Make the run's folder anew and return the command that fills it."""
+        make_anew(self.folder)
+        write_json(self.folder / MARK, {"inputs": inputs(self.config), "code": code_checksum()})
+        (self.folder / PLAN).write_text(dump_config(self.config), encoding="utf-8")
+        return Job(self.name, ("train", str(self.folder / PLAN)), self.folder / LOG)
+
+    def mark(self) -> dict[str, Any]:
+        """Read what was noted of the run when it started and when it ended."""
+        return read_mark(self.folder)
+
+    def usual_seconds(self) -> float | None:
+        """Return the median of the seconds of finished runs like this one, with any seed; where there is
+        none, of the other rows on its task, or of the warm starts on other tasks; else what its table says.
+        None where nothing is known."""
+        own, pattern = (self.folder.parent, "seed-*") if self.row else (self.folder.parents[1], "seed-*/sft")
+        for runs in (own.glob(pattern), own.parent.glob(f"*/{pattern}")):
+            seconds = [read_mark(run).get("seconds") for run in runs if (run / MARK).is_file()]
+            if known := [s for s in seconds if s is not None]:
+                return statistics.median(known)
+        return self.table.seconds if self.row else self.table.warm_start_seconds
+
+    def seconds(self) -> float | None:
+        """Return the wall time of the finished run, None where there is none.
+
+        Raises ConfigError where the folder was made by somebody else."""
+        if not self.folder.exists() or not any(self.folder.iterdir()):
+            return None
+        if not (self.folder / MARK).is_file():
+            what = "exists and was not made by megarl ablate (choose another --folder)"
+            raise ConfigError(f"{self.folder}: {what}")
+        seconds = self.mark().get("seconds")
+        if seconds is None:
+            return None
+        hf = self.folder / "hf" / "config.json"
+        ended = hf.is_file() if self.config.recipe == "sft" else self.config.steps in self.curve()
+        return seconds if ended else None
+
+    def curve(self) -> dict[int, float]:
+        """Return step -> accuracy on the held-out problems."""
+        scores = (record for record in read_metrics(self.folder).records if record["stage"] == "eval")
+        return {record["step"]: record["eval/avg"] for record in scores if record.get("eval/avg") is not None}
+
+    def changed(self) -> str:
+        """Describe what differs today from when the finished run was made; empty where nothing does."""
+        try:
+            then, now = _settings(load_config(self.folder / PLAN)), _settings(self.config)
+        except ConfigError as error:
+            return str(error)
+        keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+        if not keys and self.mark().get("inputs") != inputs(self.config):
+            return "the model or the data that it starts from"
+        return "; ".join(f"{key} {then.get(key)}, now {now.get(key)}" for key in keys)
+
+
+def read_mark(folder: Path) -> dict[str, Any]:
+    """Return what was noted in a run's folder; nothing where its writer was killed in the middle."""
+    try:
+        return dict(json.loads((folder / MARK).read_text(encoding="utf-8")))
+    except ValueError:  # the run is not finished
+        return {}
+
+
+def warm_start(table: AblationTable, settings: Settings, seed: int) -> Planned:
+    """Plan the supervised training of a seed, which all rows start from."""
+    folder = settings.seed_folder(table, seed)
+    overrides = (
+        *ONE_PROCESS,
+        "checkpoint.export_hf=true",
+        set_key("seed", seed),
+        set_key("data.train", [folder / "task" / "sft.jsonl"]),
+        set_key("model.path", folder / "task" / "model"),
+        set_key("run_dir", folder / "sft"),
+    )
+    config = load_config(table.folder / table.warm_start, overrides)
+    return Planned(table, "warm start", seed, config)
+
+
+def row_run(table: AblationTable, settings: Settings, row: AblationRow, seed: int) -> Planned:
+    """Plan the run of a row with a seed."""
+    folder = settings.seed_folder(table, seed)
+    overrides = (
+        *ONE_PROCESS,
+        *("checkpoint.export_hf=false", "log.samples=0"),
+        *settings.overrides,
+        set_key("seed", seed),
+        set_key("data.train", [folder / "task" / "train.jsonl"]),
+        set_key("data.eval", [folder / "task" / "eval.jsonl"]),
+        set_key("model.path", folder / "sft" / "hf"),
+        set_key("run_dir", settings.folder / table.name / row.slug / f"seed-{seed}"),
+    )
+    return Planned(table, row.name, seed, table.config(row, overrides), row.slug)
+
+
+def task_writer(name: str) -> Callable[..., None]:
+    """Return the function that `module:function` names. Raises ConfigError where there is none."""
+    module, _, attribute = name.partition(":")
+    try:
+        found: Callable[..., None] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"task: {name}: {error} (it must be module:function)") from None
+    return found
+
+
+def make_task(table: AblationTable, settings: Settings, seed: int) -> None:
+    """Write the task's files. Where they exist, write them again to see whether the task is still the one
+    that was run.
+
+    Raises ConfigError where it is not, without --fresh."""
+    task = settings.seed_folder(table, seed) / "task"
+    made = task.with_name("task.new")
+    shutil.rmtree(made, ignore_errors=True)
+    task_writer(table.task)(made, seed, **table.knobs)
+
+    def contents(folder: Path) -> dict[Path, bytes]:
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return {path.relative_to(folder): path.read_bytes() for path in files}
+
+    if task.exists() and contents(task) != contents(made):
+        if not settings.fresh:
+            what = f"another task than {table.task} makes today"
+            raise ConfigError(f"{task}: {what} (give --fresh to start over, or another --folder)")
+        shutil.rmtree(task)
+    if task.exists():
+        shutil.rmtree(made)
+    else:
+        made.rename(task)
+
+
+def make_anew(folder: Path) -> None:
+    """Empty a folder, private to the user. It goes as a whole: a half deleted one would have lost its
+    mark. Raises ConfigError where another command writes there."""
+    with leased(folder, "megarl", remedy="stop it there, wait for it, or choose another folder"):
+        pass
+    old = folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+        shutil.rmtree(old)
+    folder.mkdir(parents=True, mode=0o700)
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """Return everything that the bits of a run's result depend on: runs of equal identity end in the same
+    weights."""
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    models = [line for line in cpu if line.startswith("model name")]
+    return {
+        "settings": _settings(config),  # layout and seed among them
+        "inputs": inputs(config),
+        "code": code_checksum(),
+        "versions": {"python": platform.python_version(), **versions()},
+        "processor": [torch.backends.cpu.get_cpu_capability(), *models[:1]],  # kernels are chosen by it
+    }
+
+
+def inputs(config: Config) -> str:
+    """Return a checksum of what a run starts from: weights, tokenizer and problems."""
+    entries = (*config.data.train, *config.data.eval)
+    files = checksum([*files_of(config.model.path), *(entry.path for entry in entries if entry.path)])
+    generated = {key: entry.model_dump(mode="json") for key, entry in gym_entries(config.data).items()}
+    if not generated:
+        return files
+    return hashlib.sha256(json.dumps([files, generated, version_of("reasoning-gym")]).encode()).hexdigest()
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files in a folder, by name."""
+    return [file for file in sorted(folder.iterdir()) if file.is_file()]
+
+
+def checksum(files: Iterable[Path]) -> str:
+    """Return one checksum for the contents of all these files."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def code_checksum() -> str:
+    """Return a checksum of megarl's own files: a table says whether all its runs were made by the same
+    code."""
+    return checksum(sorted(Path(megarl.__file__).parent.rglob("*.py")))[:10]
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Return the keys that must be equal for two runs to be the same: all but paths, whose contents `inputs`
+    covers."""
+
+    def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        leaves: dict[str, Any] = {}
+        for key, value in tree.items():
+            leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        return leaves
+
+    settings = flat(config.model_dump(mode="json"))
+    return {key: value for key, value in settings.items() if key not in SET_HERE or key == "seed"}
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an object as indented JSON."""
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,290 @@
+"""report.html: one self-contained page without scripts about one run, or about several laid over each other.
+
+The functions here gather what the page shows; templates/report.html.j2 is the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from megarl.config.errors import ConfigError, DataError
+from megarl.config.files import why, write_whole
+from megarl.observe.run_log import Sample, shorten
+from megarl.observe.runs import Run, families, layout_text, load_run
+from megarl.observe.terminal import MISSING, duration, evaluated_sources, number
+from megarl_report.figures import SECTIONS, draw
+from megarl_report.plots import COLOURS, run_colour
+
+MAIN_VERSIONS = ("megarl", "torch", "megatron-core", "transformers", "sglang", "transformer-engine")
+LEVELS = 4  # of colour on either side of 0
+# Columns of the table of data sources: what evaluations and training steps record of each, and its format.
+EVALUATED = {
+    "problems": ".0f",
+    "avg": ".3f",
+    "pass": ".3f",
+    "majority": ".3f",
+    "score": ".3f",
+    "length_mean": ".0f",
+}
+TRAINED = {"responses": ".0f", "accuracy": ".3f", "score": ".3f", "length": ".0f"}
+MORE_STEPS, MORE_CHARACTERS = 6, 1500  # folded steps of the sample browser, characters of a response there
+
+_templates = Environment(
+    loader=PackageLoader("megarl_report"),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=StrictUndefined,
+)
+_templates.globals |= {"COLOURS": COLOURS, "LEVELS": LEVELS}
+# The macros document, section, figure, table and legend of templates/page.html.j2; each returns HTML.
+page: Any = _templates.get_template("page.html.j2").module
+
+
+def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
+    """Write the report of these runs to `out` (in a folder: report.html) and return the file's path.
+
+    Raises DataError if a folder has no metrics or a damaged file, ConfigError if `out` cannot be written."""
+    if not run_dirs:
+        raise DataError("report: no run folder given (name at least one)")
+    html = render([load_run(run_dir) for run_dir in run_dirs])
+    target = out / "report.html" if out.is_dir() else out
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(target, html)
+    except OSError as error:
+        reason = f"cannot be written: {why(error)} (make room, or choose another place for the report)"
+        raise ConfigError(f"{target}: {reason}") from error
+    return target
+
+
+def render(runs: Sequence[Run]) -> str:
+    """Return the page as text."""
+    legend = []
+    for place, family in enumerate(families(runs) if len(runs) > 1 else ()):
+        names = ", ".join(run.name for run in family)
+        text = names if len(family) == 1 else f"{names}: {len(family)} seeds, mean and range"
+        legend.append((run_colour(place), text))
+    drawn = [(title, [(spec, draw(spec, runs)) for spec in specs]) for title, specs in SECTIONS.items()]
+    return _templates.get_template("report.html.j2").render(
+        title=" and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs",
+        named=len(runs) > 1,
+        legend=legend,
+        heads=[head(run) for run in runs],
+        sections=[(title, [(spec, found) for spec, found in figures if found]) for title, figures in drawn],
+        missing=[spec.title for _, figures in drawn for spec, found in figures if not found],
+        browsers=[browser(run) for run in runs],
+        spans=spans,
+        shorten=shorten,
+        alarms=alarms(runs),
+        sources=[sources(run) for run in runs],
+        tables=[
+            compared("Configuration", "keys", runs, [flatten(run.config) for run in runs]),
+            compared("Versions", "packages", runs, [flatten(run.versions) for run in runs]),
+        ],
+    )
+
+
+def headline(run: Run) -> tuple[str, str, str]:
+    """Return (what, from -> to, remark) of evaluation accuracy or, without evaluations, another metric."""
+    for stage, key, what in (
+        ("eval", "eval/avg", "Evaluation accuracy"),
+        ("train", "reward/accuracy", "Training accuracy"),
+        ("value_pretraining", "value/explained_variance", "Explained variance"),
+        ("sft", "policy/nll_loss", "Supervised loss"),
+    ):
+        points = run.points(stage, key)
+        if not points:
+            continue
+        first, last = min(points), max(points)
+        course, remark = f"{points[last]:.3f}", f"at step {last}"
+        if last > first:
+            course, remark = f"{points[first]:.3f} → {course}", f"step {first} to {last}"
+        if stage == "eval":
+            record = run.by_stage["eval"][last]
+            k = record.get("eval/k") or 1
+            remark += f", avg@{k}" if "eval/k" in record else ", avg"
+            if "eval/problems" in record:
+                remark += f" over {record['eval/problems']} problems"
+            for name in ("pass", "majority"):
+                if k > 1 and isinstance(record.get(f"eval/{name}"), int | float):
+                    remark += f"; {name}@{k} {record[f'eval/{name}']:.3f} at the end"
+        return what, course, remark
+    return "Nothing recorded", "", ""
+
+
+def head(run: Run) -> dict[str, Any]:
+    """Return a run's headline and the facts beside it; those without a value are left out."""
+    what, course, remark = headline(run)
+    steps = max((step for stage in ("train", "sft") for step in run.by_stage.get(stage, {})), default=0)
+    planned, parallel = run.setting("steps"), run.setting("parallel")
+    prompts = run.setting("rollout", "prompts")
+    size = None if run.setting("recipe") == "sft" else run.setting("rollout", "group_size")
+    versions = [f"{name} {run.versions[name]}" for name in MAIN_VERSIONS if name in run.versions]
+    facts = {
+        "Recipe": run.setting("recipe"),
+        "Model": run.setting("model", "path"),
+        "Precision": run.setting("model", "dtype"),
+        "Layout": layout_text(parallel) if isinstance(parallel, Mapping) else None,
+        "Device": run.setting("parallel", "device"),
+        "Seed": run.setting("seed"),
+        "Steps": f"{steps} of {planned}" if planned else steps,
+        "Responses a step": f"{prompts} prompts x {size}" if prompts and size else None,
+        "Time in recorded steps": duration(run.seconds) if run.seconds else None,
+        "Main versions": ", ".join(versions),
+    }
+    shown = [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
+    return {"name": run.name, "what": what, "course": course, "remark": remark, "facts": shown}
+
+
+def sources(run: Run) -> dict[str, Any]:
+    """Return a table of what each set with a name and each data source came to, in its first and its last
+    evaluation and over the last tenth of the training steps; without rows where there is one source."""
+    steps = run.by_stage.get("train", {})
+    last = [steps[step] for step in sorted(steps)[-max(1, len(steps) // 10) :]]
+    trained = {key.split("/")[1] for record in last for key in record if key.startswith("source/")}
+    evaluations = run.by_stage.get("eval", {}).values()
+    evaluated = {name for record in evaluations for name in evaluated_sources(record)}
+
+    def course(key: str, form: str) -> str:
+        """Return a number's way from the first evaluation to the last."""
+        points = run.points("eval", key)
+        texts = [number(points[step], form) for step in (min(points), max(points))] if points else [MISSING]
+        return " to ".join(dict.fromkeys(texts))
+
+    def trained_on(name: str, what: str, form: str) -> str:
+        found = [record[key] for record in last if (key := f"source/{name}/{what}") in record]
+        return number(sum(found) / len(found), form) if found else MISSING
+
+    rows = [
+        [
+            name,
+            *(course(f"eval/{name}/{what}", form) for what, form in EVALUATED.items()),
+            *(trained_on(name, what, form) for what, form in TRAINED.items()),
+        ]
+        for name in sorted(evaluated | trained)
+    ]
+    heads = ["source", *EVALUATED, *(f"trained: {what}" for what in TRAINED)]
+    return {
+        "name": run.name,
+        "heads": [head.replace("_", " ") for head in heads],
+        "rows": [(r, False) for r in rows],
+    }
+
+
+def alarms(runs: Sequence[Run]) -> list[tuple[tuple[str, str], bool]]:
+    """Return ((where, what), whether it stands out) of alarms, events and what could not be read."""
+    rows = []
+    for run in runs:
+        found = []
+        for event in run.events:
+            at = datetime.fromtimestamp(event["time"], UTC)
+            found.append((f"{at:%Y-%m-%d %H:%M} UTC", event["event"], True))
+        for record in run.records:
+            where = f"{record['stage'].replace('_', ' ')} step {record['step']}"
+            found += [(where, f"not finite: {text}", True) for text in record.get("alarms", ())]
+            found += [(where, str(text), False) for text in record.get("events", ())]
+        if run.unreadable:
+            skipped = f"{run.unreadable} cut or foreign lines in its .jsonl files were skipped"
+            found.append(("files", skipped, True))
+        name = f"{run.name}: " if len(runs) > 1 else ""
+        rows += [((f"{name}{where}", what), marked) for where, what, marked in found]
+    return rows
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested mappings as dotted keys with their values as text."""
+    flat: dict[str, str] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = "" if value is None else str(value)
+    return flat
+
+
+def compared(title: str, what: str, runs: Sequence[Run], flats: Sequence[dict[str, str]]) -> dict[str, Any]:
+    """Return a table with a column per run; rows in which the runs differ stand out."""
+    rows = []
+    for name in dict.fromkeys(name for flat in flats for name in flat):
+        differs = len({flat.get(name) for flat in flats}) > 1
+        rows.append(([name, *(flat.get(name, "-") for flat in flats)], differs))
+    heads = [what.removesuffix("s"), *(run.name if len(runs) > 1 else "value" for run in runs)]
+    differing = [(cells, False) for cells, differs in rows if differs]
+    return {"title": title, "what": what, "heads": heads, "rows": rows, "differing": differing}
+
+
+def pick_steps(steps: Sequence[int]) -> dict[str, int]:
+    """Return the first, the middle and the last of ascending steps by their names, each step once."""
+    picked: dict[str, int] = {}
+    for name, place in (("Early", 0), ("Middle", len(steps) // 2), ("Late", -1)):
+        if steps and steps[place] not in picked.values():
+            picked[name] = steps[place]
+    return picked
+
+
+def browser(run: Run) -> dict[str, Any]:
+    """Return the samples that the page shows of a run by step and prompt: early, middle, late, and `more`.
+
+    Steps of training are shown, else of any stage; only those with tokens, if any has. scales: what colours
+    a token (advantage, value) -> its size at the strongest colour, which 2 % of the tokens exceed."""
+    by_step: dict[int, dict[str, list[Sample]]] = {}
+    for sample in [s for s in run.samples if s.stage == "train"] or run.samples:
+        by_step.setdefault(sample.step, {}).setdefault(sample.prompt, []).append(sample)
+    samples = {step: [s for group in groups.values() for s in group] for step, groups in by_step.items()}
+    steps = sorted(step for step in samples if any(s.tokens for s in samples[step])) or sorted(samples)
+    picked = pick_steps(steps)
+    scales: dict[str, float] = {}
+    for name in ("advantage", "value"):
+        shown = (_worth(sample, name) for step in picked.values() for sample in samples[step])
+        sizes = sorted(abs(x) for numbers in shown for x in numbers if x is not None)
+        if sizes and sizes[-1] > 0:
+            scales[name] = sizes[int(0.98 * (len(sizes) - 1))] or sizes[-1]
+    rest = [step for step in steps if step not in picked.values()]
+    more = [rest[i * len(rest) // MORE_STEPS] for i in range(MORE_STEPS)] if len(rest) > MORE_STEPS else rest
+    return {
+        "name": run.name,
+        "scales": scales,
+        "picked": {name: (step, by_step[step]) for name, step in picked.items()},
+        "more": {step: by_step[step] for step in more},
+    }
+
+
+def _worth(sample: Sample, name: str) -> Sequence[float | None]:
+    return (sample.advantages if name == "advantage" else sample.values) or ()
+
+
+def spans(sample: Sample, scales: Mapping[str, float] | None) -> list[tuple[str, str, str]]:
+    """Return a response as (CSS classes, title, text), one for neighbouring tokens that are worth the same.
+
+    scales None: the text alone, shortened."""
+    if scales is None:
+        return [("", "", shorten(sample.response, MORE_CHARACTERS))]
+    if not sample.tokens:
+        return [("", "", sample.response)]
+    columns = {name: _worth(sample, name) for name in scales}
+    found = []
+    worths = []
+    for i in range(len(sample.tokens)):
+        known = ((name, column[i]) for name, column in columns.items() if i < len(column))
+        worths.append({name: x for name, x in known if x is not None})
+    for worth, tokens in groupby(zip(worths, sample.tokens, strict=True), key=itemgetter(0)):
+        levels = {name: level(x, scales[name]) for name, x in worth.items()}
+        classes = " ".join(f"{name[0]}{'p' if n > 0 else 'n'}{abs(n)}" for name, n in levels.items() if n)
+        title = ", ".join(f"{name} {x:+.3g}" for name, x in worth.items())
+        text = "".join(token for _, token in tokens)
+        # The end of a line has no width that could be coloured.
+        found.append((classes, title, text.replace("\n", "↵\n") if worth else text))
+    return found
+
+
+def level(number: float, scale: float) -> int:
+    """Return the colour of a number, from -LEVELS to LEVELS."""
+    return max(-LEVELS, min(LEVELS, round(LEVELS * number / scale)))

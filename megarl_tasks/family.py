@@ -1,0 +1,202 @@
+"""A family of tasks with knobs, on which each technique of the papers can show what it is for.
+
+As in delayed.py a chain of additions modulo 10 decides early, and lines that carry the result along put off
+the judgement. The knobs say how hard prompts are, how long responses are, how well the teacher of the warm
+start works, and what bad habits he has. The tasks of a protocol (configs/ablations) are settings of them;
+docs/ablations.md shows an example of each.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, Self
+
+from pydantic import model_validator
+
+from megarl.config.schema import Section, field
+from megarl_tasks.arithmetic import EVAL_ROWS, build_tokenizer, held_out, write_task_files
+from megarl_tasks.delayed import ALPHABET, BRIEF_LINES, COUNTERS, MAX_TERM
+
+POSITIONS = 512
+SIGNS = "=:;~"  # how an addition is written, one sign for each way
+TRIVIAL: Final = "!"  # what a prompt begins with that is always solved
+IMPOSSIBLE: Final = "?"  # or never
+WARM_SHARE = 0.1  # at most, of trivial and of impossible prompts in the warm start: they teach it little
+SFT_ROWS = 300 * 64
+TRAIN_ROWS = 4096
+
+Span = tuple[int, int]
+
+
+class Knobs(Section):
+    """What a task of the family is like. The defaults give delayed.py's."""
+
+    terms: Span = field((4, 4), "fewest and most numbers to be added; one line each but the first", "terms")
+    lines: Span = field((16, 36), "fewest and most lines that carry the result to the answer", "lines")
+    skew: float = field(
+        1.0, "lines are fewest + (most - fewest) u^skew, u uniform; above 1: most short", gt=0
+    )
+    width: int = field(1, "times that a carried line repeats the result", "digits", ge=1)
+    eval_lines: Span | None = field(None, "lines of held-out problems; null: as `lines`", "lines")
+    trivial: float = field(0.0, "share of prompts on which the teacher is always right", ge=0, le=1)
+    impossible: float = field(
+        0.0, "share of prompts with an answer of three digits that nothing leads to", ge=0, le=1
+    )
+    ways: tuple[tuple[float, float], ...] = field(
+        ((1.0, 0.55),),
+        "ways to write an addition, each as share of the teacher's responses and share of wrong additions",
+    )
+    habit: float = field(0.82, "share of the wrong additions that are one too large", ge=0, le=1)
+    bare: float = field(
+        0.0, "share of the teacher's responses that guess, without additions or lines", ge=0, le=1
+    )
+    guess: float = field(0.3, "share of the guesses that are right", ge=0, le=1)
+    ramble: float = field(
+        0.0, "share of responses that repeat one line over and over before they go on", ge=0, le=1
+    )
+    ramble_lines: Span = field((40, 80), "fewest and most repetitions", "lines")
+    brief: float = field(
+        0.7, f"share of the warm start's problems with at most {BRIEF_LINES} lines", ge=0, le=1
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        for name in ("terms", "lines", "eval_lines", "ramble_lines"):
+            if (span := getattr(self, name)) and not 0 <= span[0] <= span[1]:
+                raise ValueError(f"{name}: must be two whole numbers from 0, the larger one last")
+        if self.terms[0] < 2 or self.terms[1] > 6:
+            raise ValueError("terms: must be 2 to 6")
+        if max(self.lines[1], (self.eval_lines or self.lines)[1]) > len(COUNTERS):
+            raise ValueError(f"lines: at most {len(COUNTERS)} have names")
+        if self.trivial + self.impossible > 1:
+            raise ValueError("trivial + impossible: must be at most 1")
+        if not 1 <= len(self.ways) <= len(SIGNS) or any(not 0 <= x <= 1 for way in self.ways for x in way):
+            raise ValueError(f"ways: must be 1 to {len(SIGNS)} pairs of shares")
+        if abs(sum(share for share, _ in self.ways) - 1) > 1e-9:
+            raise ValueError("ways: their shares must sum to 1")
+        if self.ramble and not self.lines[0]:
+            raise ValueError("ramble: there must be a line to repeat (lines from 1)")
+        # One in ten is held out, and twice as many as are drawn keep the drawn shares what they are.
+        for low, high in (self.lines, self.eval_lines or self.lines):
+            problems = 10 * MAX_TERM ** (self.terms[0] - 1) * (high - low + 1)
+            if problems < 20 * EVAL_ROWS:
+                raise ValueError(
+                    f"terms, lines: {problems} different problems (must be {20 * EVAL_ROWS} or more)"
+                )
+        repeated = self.ramble_lines[1] if self.ramble else 0
+        longest = response_tokens(self.terms[1], self.lines[1] + repeated, self.width)
+        if 2 * self.terms[1] + 3 + longest > POSITIONS:
+            raise ValueError(f"lines, width, ramble_lines: prompt and response must fit {POSITIONS} tokens")
+        return self
+
+
+class Problem(NamedTuple):
+    """terms: digits to be added modulo 10. lines: that carry the result. kind: `!` trivial, `?`
+    impossible."""
+
+    terms: tuple[int, ...]
+    lines: int
+    kind: Literal["", "!", "?"] = ""
+
+    @property
+    def prompt(self) -> str:
+        """Return the problem as the model reads it, e.g. `!7+2+4+1=t` and a newline; t is the first line's
+        name, and no name stands there where there are no lines."""
+        return f"{self.kind}{'+'.join(map(str, self.terms))}={COUNTERS[: self.lines][-1:]}\n"
+
+    @property
+    def answer(self) -> str:
+        if self.kind == IMPOSSIBLE:
+            return str(100 + zlib.crc32(self.prompt.encode()) % 900)
+        return str(sum(self.terms) % 10)
+
+
+def response_tokens(terms: int, lines: int, width: int = 1) -> int:
+    """Return the tokens of a response with all its work, end of sequence included."""
+    return 6 * (terms - 1) + (3 + width) * lines + 3
+
+
+def longest_right(knobs: Knobs) -> int:
+    """Return the tokens of the longest right response to a training prompt that does not ramble."""
+    return response_tokens(knobs.terms[1], knobs.lines[1], knobs.width)
+
+
+def draw_problem(
+    rng: random.Random, knobs: Knobs, shares: Sequence[float] | None = None, lines: Span | None = None
+) -> Problem:
+    """Draw a problem. shares: of trivial and of impossible ones, instead of the knobs'; lines: likewise."""
+    trivial, impossible = shares or (knobs.trivial, knobs.impossible)
+    low, high = lines or knobs.lines
+    kind: Literal["", "!", "?"] = ""
+    if (chance := rng.random()) < trivial:
+        kind = TRIVIAL
+    elif chance < trivial + impossible:
+        kind = IMPOSSIBLE
+    count = rng.randint(*knobs.terms)
+    terms = (rng.randint(0, 9), *(rng.randint(1, MAX_TERM) for _ in range(count - 1)))
+    return Problem(terms, low + int((high - low + 1) * rng.random() ** knobs.skew), kind)
+
+
+def taught_problem(rng: random.Random, knobs: Knobs) -> Problem:
+    """Draw a problem for the warm start, where most are brief, and fewer trivial or impossible: the training
+    set's mix is for the rollouts, the warm start needs the work that is to be learned."""
+    shares = (min(knobs.trivial, WARM_SHARE), min(knobs.impossible, WARM_SHARE))
+    problem = draw_problem(rng, knobs, shares)
+    if rng.random() < knobs.brief:
+        problem = problem._replace(lines=min(problem.lines, rng.randint(1, BRIEF_LINES)))
+    return problem
+
+
+def teach(problem: Problem, rng: random.Random, knobs: Knobs) -> str:
+    """Return a response of the teacher, without its end-of-sequence token.
+
+    Additions go wrong independently, and what follows carries the mistake on. On an impossible prompt he
+    works as on any other, in vain."""
+    right = sum(problem.terms) % 10
+    if rng.random() < knobs.bare:
+        return f"Answer: {right if rng.random() < knobs.guess else (right + rng.randint(1, 9)) % 10}"
+    way = rng.choices(range(len(knobs.ways)), [share for share, _ in knobs.ways])[0]
+    error = 0.0 if problem.kind == TRIVIAL else knobs.ways[way][1]
+    total, text = problem.terms[0], ""
+    for term in problem.terms[1:]:
+        result = (total + term) % 10
+        if rng.random() < error:
+            result = (result + (1 if rng.random() < knobs.habit else rng.randint(2, 9))) % 10
+        text += f"{total}+{term}{SIGNS[way]}{result}\n"
+        total = result
+    carried = [f"{name}:{str(total) * knobs.width}\n" for name in reversed(COUNTERS[: problem.lines])]
+    if rng.random() < knobs.ramble:
+        carried[rng.randrange(len(carried))] *= 1 + rng.randint(*knobs.ramble_lines)
+    return f"{text}{''.join(carried)}Answer: {total}"
+
+
+def write_family(folder: Path, seed: int, **knobs: object) -> None:
+    """Write what a task's runs start from into `folder`, the same bytes for the same seed and knobs.
+
+    model/       Hugging Face folder: untrained model of 512 positions, and tokenizer
+    sft.jsonl    19,200 rows prompt, response, answer: 300 steps of 64
+    train.jsonl  4,096 different problems (prompt, answer), none held out
+    eval.jsonl   512 held-out problems, neither trivial nor impossible, the same for every seed
+
+    knobs: fields of `Knobs`. Raises DataError where the folder cannot be written.
+    """
+    given = Knobs.model_validate(knobs)
+
+    def answer(_: Problem, rng: random.Random) -> tuple[Problem, str]:
+        while held_out((problem := taught_problem(rng, given)).prompt):
+            pass
+        return problem, teach(problem, rng, given)
+
+    write_task_files(
+        folder,
+        seed,
+        lambda rng: draw_problem(rng, given),
+        answer,
+        SFT_ROWS,
+        TRAIN_ROWS,
+        build_tokenizer(ALPHABET + SIGNS[2:] + TRIVIAL + IMPOSSIBLE, ("Answer: ",), POSITIONS),
+        draw_eval=lambda rng: draw_problem(rng, given, (0.0, 0.0), given.eval_lines),
+    )

@@ -1,0 +1,300 @@
+"""Problems that reasoning-gym generates (extra `gym`): the rows of an entry `gym` of data.train or data.eval.
+
+They are generated in a process of their own with a fixed hash seed, since the order of sets decides some
+tasks' problems, and Python's and numpy's global generators are seeded before each row, since others draw from
+those."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import IO, Any
+
+from megarl.config.errors import ConfigError, DataError, WaitTimeout
+from megarl.config.schema import DataConfig, GymConfig
+from megarl.rewards.pool import follow_parent, plain_environment
+from megarl.rewards.verdict import Reference
+
+INSTALL = "pip install 'megarl[gym]'"
+VERIFIER = "megarl_tasks.gym_scorer:verify"
+# Row k of an entry is item k of a task that is seeded with the first seed of the entry's block; most tasks
+# draw item k from a generator of seed + k. Blocks are as long as an entry may be, and training, evaluation
+# and the examples of prompts have ranges of blocks that do not meet. (numpy's seeds end at 2 ** 32.)
+BLOCK = 2**18
+TRAINING, HELD_OUT, SHOWN = 0, 2**31, 3 * 2**30
+_LIMIT = 300.0  # seconds for the next row; the slowest task takes some seconds for one
+_BOOT = (
+    "import sys; sys.path.extend(p for p in sys.argv[1:] if p not in sys.path); "
+    "from megarl_tasks.gym import work; work()"
+)
+
+
+@dataclass(frozen=True)
+class GymRow:
+    """A generated problem, or why there is none in its place.
+
+    key      of its entry: `data.train[0].gym`
+    index    of the item in its task
+    prompt   the question, with what the entry puts before it
+    answer   one that is right; "" where none is known
+    entry    what the task's scorer needs, for VERIFIER
+    problem  the reason and its detail"""
+
+    key: str
+    task: str
+    index: int
+    question: str = ""
+    prompt: str | list[dict[str, str]] = ""
+    answer: str = ""
+    entry: str = ""
+    problem: tuple[str, str] | None = None
+
+    @property
+    def reference(self) -> Reference:
+        """Return what responses are judged by."""
+        return reference_to(self.answer, self.entry)
+
+
+def reference_to(answer: str, entry: str) -> Reference:
+    """Return the reference of a generated problem."""
+    return Reference(answer, VERIFIER, entry)
+
+
+def own_verifiers(data: DataConfig) -> tuple[str, ...]:
+    """Return the verifiers that rows of `data` bring with them, for VerifierPool."""
+    return (VERIFIER,) if data.has_gym else ()
+
+
+def gym_entries(data: DataConfig) -> dict[str, GymConfig]:
+    """Return the entries that reasoning-gym generates by their keys: `data.eval[1].gym`."""
+    lists = (("data.train", data.train), ("data.eval", data.eval))
+    return {f"{key}[{i}].gym": one.gym for key, entries in lists for i, one in enumerate(entries) if one.gym}
+
+
+def first_seed(key: str, seed: int) -> int:
+    """Return the seed of an entry's tasks, from its key and its own seed."""
+    return (HELD_OUT if key.startswith("data.eval") else TRAINING) + seed * BLOCK
+
+
+def mixture(weights: Mapping[str, float], size: int) -> Iterator[tuple[str, int]]:
+    """Yield (task, index of the item in the task) of `size` rows: each task's share in every prefix is that
+    of its weight, to within a row or so (smooth weighted round-robin), so that a part of the rows is as mixed
+    as all."""
+    whole, credit, taken = sum(weights.values()), dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 0)
+    for _ in range(size):
+        for task, weight in weights.items():
+            credit[task] += weight / whole
+        task = max(credit, key=lambda one: credit[one])
+        credit[task] -= 1.0
+        yield task, taken[task]
+        taken[task] += 1
+
+
+def first_rows(entries: Mapping[str, GymConfig], rounds: int = 16) -> Iterator[GymRow]:
+    """Yield `rounds` rows of every task of every entry, one of each first. All names and parameters are
+    checked before the first. Raises as `generate`."""
+    few = {}
+    for key, entry in entries.items():
+        tasks = {name: task.model_copy(update={"weight": 1.0}) for name, task in entry.tasks.items()}
+        few[key] = entry.model_copy(update={"tasks": tasks, "size": rounds * len(tasks)})
+    return generate(few)
+
+
+def check_tasks(entries: Mapping[str, GymConfig]) -> None:
+    """Raise ConfigError where reasoning-gym is not installed, or a task or parameter of `entries` does not
+    exist."""
+    for _ in first_rows(entries, rounds=1):
+        return
+
+
+def generate(entries: Mapping[str, GymConfig]) -> Iterator[GymRow]:
+    """Yield the rows of the entries, which are given by their keys, one entry after the other: the same in
+    any process.
+
+    Raises ConfigError where reasoning-gym is not installed, or a task or parameter does not exist, and
+    DataError or WaitTimeout where its process dies or comes to no end with a row."""
+    if not entries:
+        return
+    first = next(iter(entries))
+    if find_spec("reasoning_gym") is None:
+        raise ConfigError(f"{first}: reasoning-gym is not installed ({INSTALL})")
+    request = {
+        key: {
+            "seed": first_seed(key, entry.seed),
+            "size": entry.size,
+            "system": entry.system,
+            "examples": entry.examples,
+            "tasks": {name: [task.weight, task.parameters] for name, task in entry.tasks.items()},
+        }
+        for key, entry in entries.items()
+    }
+    with tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, *(place or os.getcwd() for place in sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            bufsize=0,
+            env=plain_environment(),
+        )
+        try:
+            yield from _rows(_messages(process, request, stderr, first))
+        finally:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
+
+
+def _messages(
+    process: subprocess.Popen[bytes], request: dict[str, Any], stderr: IO[bytes], at: str
+) -> Iterator[dict[str, Any]]:
+    """Send the request and yield what the process answers, up to its last message. at: what it works on."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # it died at its start: its end, below, says how
+    pipe, unread = process.stdout.fileno(), b""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    while True:
+        if not poll.poll(_LIMIT * 1000):
+            raise WaitTimeout(
+                f"{at}: reasoning-gym took over {_LIMIT:g} s for one row (change its parameters)"
+            )
+        part = os.read(pipe, 1 << 20)
+        if not part:
+            code = process.wait()
+            stderr.seek(0)
+            lines = stderr.read().decode(errors="replace").strip().splitlines()
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            raise DataError(
+                f"{at}: reasoning-gym's process died ({how}; {lines[-1] if lines else 'no reason'})"
+            )
+        *lines_read, unread = (unread + part).split(b"\n")
+        for line in lines_read:
+            message = json.loads(line)
+            if "refused" in message:
+                raise ConfigError(message["refused"])
+            if "end" in message:
+                return
+            at = f"{message['key']}.tasks.{message['task']}" if "task" in message else at
+            yield message
+
+
+def _rows(messages: Iterator[dict[str, Any]]) -> Iterator[GymRow]:
+    """Put what the entry shows before each question."""
+    before: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for message in messages:
+        key, task = message["key"], message["task"]
+        if "before" in message:
+            before[key, task] = message["before"]
+            continue
+        row, shown = (
+            GymRow(**{**message, "problem": tuple(message.get("problem") or ()) or None}),
+            before[key, task],
+        )
+        if row.problem is None and any(one["content"] == row.question for one in shown):
+            row = GymRow(key, task, row.index, problem=("is shown as an example", task))
+        elif row.problem is None:
+            asked = [*shown, {"role": "user", "content": row.question}] if shown else row.question
+            row = GymRow(key, task, row.index, row.question, asked, row.answer, row.entry)
+        yield row
+
+
+def work() -> None:
+    """Be the process that generates: read the request, and write what every task has before its questions,
+    its rows and an end, or the first problem, as lines of JSON."""
+    follow_parent()
+    sink = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    request = json.loads(sys.stdin.readline())
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 1)  # some generators print
+
+    def write(**message: Any) -> None:
+        sink.write(json.dumps(message) + "\n")
+        sink.flush()
+
+    try:
+        for message in _generated(request):
+            write(**message)
+    except ConfigError as problem:
+        write(refused=str(problem))
+    else:
+        write(end=True)
+
+
+def _generated(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    import numpy as np
+
+    key = next(iter(request))
+    try:
+        from reasoning_gym.utils import SYSTEM_PROMPTS
+
+        from megarl_tasks.gym_scorer import OPENING, known_answer, make_task, pack_entry
+    except ImportError as error:
+        raise ConfigError(f"{key}: reasoning-gym cannot be imported: {error} ({INSTALL})") from None
+
+    def seeded(seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed)
+
+    def item(task: Any, name: str, parameters: dict[str, Any], seed: int, index: int) -> dict[str, Any]:
+        """Return an item, or the problem that there is with it. Raises nothing of the task's."""
+        seeded(seed + index)
+        try:
+            entry = task[index]
+            answer = known_answer(task, entry)
+            packed = pack_entry(name, parameters, entry, answer)
+            return {"question": str(entry["question"]), "answer": answer, "entry": packed}
+        except Exception as error:  # noqa: BLE001 (a row that a task cannot make is listed, like a file's bad row)
+            text = f"{name} {index}: {type(error).__name__}: {error}".split("\n")[0]
+            return {"problem": ("the task fails to generate it", text)}
+
+    made: dict[tuple[str, str], Any] = {}
+    for key, entry in request.items():
+        counts: dict[str, int] = {}
+        for name, _ in mixture({name: weight for name, (weight, _) in entry["tasks"].items()}, entry["size"]):
+            counts[name] = counts.get(name, 0) + 1
+        system = entry["system"]
+        if system is not None and OPENING not in (system := SYSTEM_PROMPTS.get(system, system)):
+            named = ", ".join(SYSTEM_PROMPTS)
+            raise ConfigError(
+                f"{key}.system: is none of reasoning-gym's ({named}), and a text of your own must ask for "
+                f"{OPENING} tags (got {system[:60]!r})"
+            )
+        for name, (_, parameters) in entry["tasks"].items():
+            try:
+                seeded(entry["seed"])
+                made[key, name] = make_task(name, parameters, entry["seed"], max(counts.get(name, 0), 1))
+                seeded(SHOWN)
+                shown = make_task(name, parameters, SHOWN, max(entry["examples"], 1))
+            except ConfigError as problem:
+                raise ConfigError(f"{key}.tasks.{problem}") from None
+            before = [] if system is None else [{"role": "system", "content": system.strip()}]
+            for index in range(entry["examples"]):
+                example = item(shown, name, parameters, SHOWN, index)
+                if not example.get("answer"):
+                    why = example["problem"][1] if "problem" in example else f"{name} tells no answer"
+                    remedy = "set it to 0, or leave the task out"
+                    raise ConfigError(f"{key}.examples: {why}, so that none can be shown ({remedy})")
+                before.append({"role": "user", "content": example["question"]})
+                said = f"{OPENING}{example['answer']}</answer>"
+                before.append({"role": "assistant", "content": said})
+            yield {"key": key, "task": name, "before": before}
+    for key, entry in request.items():
+        weights = {name: weight for name, (weight, _) in entry["tasks"].items()}
+        for name, index in mixture(weights, entry["size"]):
+            found = item(made[key, name], name, entry["tasks"][name][1], entry["seed"], index)
+            yield {"key": key, "task": name, "index": index, **found}

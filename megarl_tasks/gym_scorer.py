@@ -1,0 +1,231 @@
+"""reasoning-gym's tasks (extra `gym`): made by name and parameters, and their scorers as a verifier of rows
+that carry what a scorer needs. Imported only where reasoning-gym is used: by a verifier's worker, and by the
+process that generates rows (megarl_tasks/gym.py). Both have a fixed hash seed, on which some tasks depend."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from fractions import Fraction
+from functools import lru_cache
+from numbers import Integral, Real
+from typing import Any, cast
+
+from reasoning_gym.dataset import ProceduralDataset
+from reasoning_gym.factory import DATASETS
+
+from megarl.config.errors import ConfigError
+from megarl.rewards.verdict import Verdict
+
+OPENING, CLOSING = "<answer>", "</answer>"
+_SUGGESTED = 3
+# How reasoning-gym's metadata names an answer where the entry itself has none, as many are right.
+_EXAMPLES = ("example_correct_answer", "example_answer", "possible_answer")
+_MIXES = "composite"  # a task that mixes others, as an entry's `tasks` do
+
+
+def make_task(name: str, parameters: Mapping[str, Any], seed: int, size: int) -> ProceduralDataset:
+    """Return a task of reasoning-gym, whose item k is `task[k]`, k < size. Lists become tuples where the
+    task's default is one. Raises ConfigError `name[.parameter]: ...` for what does not exist or is
+    refused."""
+    if name not in DATASETS or name == _MIXES:
+        if name == _MIXES:
+            raise ConfigError(
+                f"{name}: mixes other tasks of reasoning-gym (name those, each with its weight)"
+            )
+        raise ConfigError(f"{name}: reasoning-gym has no such task{_near(name, DATASETS)}")
+    dataset, configuration = DATASETS[name]
+    defaults = defaults_of(configuration)
+    given = {}
+    for key, value in parameters.items():
+        if key not in defaults:
+            raise ConfigError(
+                f"{name}.{key}: the task has no such parameter{_near(key, {**defaults, 'weight': 1})}"
+            )
+        default = defaults[key]
+        for kind, wanted in _KINDS:
+            if isinstance(default, kind) and (
+                not isinstance(value, _ACCEPTED.get(kind, kind))
+                or (isinstance(value, bool) and kind is not bool)
+            ):
+                raise ConfigError(
+                    f"{name}.{key}: must be {wanted}, as the default {default!r} is (got {value!r})"
+                )
+        given[key] = _like(default, value)
+    try:
+        config = configuration(**given, seed=seed, size=size)
+        if hasattr(config, "validate"):
+            config.validate()
+        return cast(ProceduralDataset, dataset(config))
+    except Exception as error:  # assertions, and whatever a task raises of values that it cannot use
+        what = f"{type(error).__name__}: {error}".split("\n")[0]
+        raise ConfigError(f"{name}: reasoning-gym refuses its parameters {given}: {what}") from error
+
+
+def defaults_of(configuration: Any) -> dict[str, Any]:
+    """Return the parameters of a task's configuration with their defaults."""
+    found = {}
+    for one in fields(configuration):
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        if one.name not in ("seed", "size"):  # an entry's own
+            found[one.name] = float(default) if type(default) is int and "float" in str(one.type) else default
+    return found
+
+
+def parameters_of(name: str) -> dict[str, Any]:
+    """Return the parameters of a task with their defaults, as YAML and JSON hold them."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return [plain(one) for one in value]
+        return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+    return {key: plain(value) for key, value in defaults_of(DATASETS[name][1]).items()}
+
+
+def tasks_by_kind() -> dict[str, list[str]]:
+    """Return the names of all tasks by the part of reasoning-gym that they belong to."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(DATASETS):
+        if name != _MIXES:
+            found.setdefault(DATASETS[name][0].__module__.split(".")[1], []).append(name)
+    return dict(sorted(found.items()))
+
+
+_KINDS: tuple[tuple[type, str], ...] = (
+    (bool, "true or false"),
+    (int, "a whole number"),
+    (float, "a number"),
+    (str, "a text"),
+    (tuple, "a list"),
+    (list, "a list"),
+    (dict, "a section"),
+)
+_ACCEPTED: dict[type, Any] = {float: (int, float), tuple: list}
+
+
+def _near(name: str, known: Mapping[str, Any]) -> str:
+    """Return a hint with the names that may have been meant, or all where they are few."""
+    close = difflib.get_close_matches(name, [one for one in known if one != _MIXES], _SUGGESTED, 0.5)
+    if close:
+        return f" (did you mean {' or '.join(close)}?)"
+    return f" (it has {', '.join(known)})" if len(known) < 20 else " (megarl data gym lists them)"
+
+
+def _like(default: Any, value: Any) -> Any:
+    """Return lists, and lists in lists, as tuples where the default has tuples."""
+    if isinstance(value, list) and isinstance(default, tuple | list):
+        made = [_like(default[0] if default else None, one) for one in value]
+        return tuple(made) if isinstance(default, tuple) else made
+    return value
+
+
+def known_answer(task: ProceduralDataset, entry: Mapping[str, Any]) -> str:
+    """Return an answer that the scorer finds right: the entry's, or, where many are, the one that its
+    metadata gives as an example; "" where there is none."""
+    if isinstance(entry["answer"], str):
+        return entry["answer"]
+    found = (entry["metadata"][name] for name in _EXAMPLES if name in entry["metadata"])
+    for answer in (one if isinstance(one, str) else json.dumps(one) for one in found):
+        if task.score_answer(answer, entry) >= 1:
+            return answer
+    return ""
+
+
+def pack_entry(task: str, parameters: Mapping[str, Any], entry: Mapping[str, Any], answer: str) -> str:
+    """Return, as JSON, what `verify` needs of an item. answer: `known_answer`. Raises TypeError for a value
+    that could not be restored the same."""
+    kept = {"task": task, "parameters": dict(parameters), "entry": _packed(dict(entry)), "answer": answer}
+    return json.dumps(kept, ensure_ascii=False)
+
+
+def _packed(value: Any) -> Any:
+    """Return a value as JSON holds it: what JSON has no type for (tuples, sets, fractions, keys that are not
+    texts) as {"$kind": contents}, since some scorers compare tuples, and look keys up."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):  # numpy's texts and enumerations too
+        return str.__str__(value)
+    if isinstance(value, Integral):  # numpy's numbers too
+        return int(value)
+    if isinstance(value, Fraction):
+        return {"$fraction": str(value)}
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, tuple):
+        return {"$tuple": [_packed(one) for one in value]}
+    if isinstance(value, list):
+        return [_packed(one) for one in value]
+    if isinstance(value, set | frozenset):
+        return {"$set": [_packed(one) for one in sorted(value, key=repr)]}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {str.__str__(key): _packed(one) for key, one in value.items()}
+        return {"$dict": [[_packed(key), _packed(one)] for key, one in value.items()]}
+    raise TypeError(f"{type(value).__module__}.{type(value).__name__} cannot be kept as JSON")
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if "$tuple" in value:
+        return tuple(_unpacked(one) for one in value["$tuple"])
+    if "$fraction" in value:
+        return Fraction(value["$fraction"])
+    if "$set" in value:
+        return {_unpacked(one) for one in value["$set"]}
+    if "$dict" in value:
+        return {_unpacked(key): _unpacked(one) for key, one in value["$dict"]}
+    return {key: _unpacked(one) for key, one in value.items()}
+
+
+def unpack_entry(text: str) -> dict[str, Any]:
+    """Return what `pack_entry` was given, the entry as it was generated."""
+    kept = json.loads(text)
+    return {**kept, "entry": _unpacked(kept["entry"])}
+
+
+def extract_answer(response: str) -> str | None:
+    """Return the contents of the last `<answer>...</answer>`, as reasoning_gym.utils.extract_answer does, in
+    time linear in the response; None without one."""
+    found, at = None, 0
+    while (opening := response.find(OPENING, at)) >= 0:
+        closing = response.find(CLOSING, opening + len(OPENING))
+        if closing < 0:
+            break
+        found, at = response[opening + len(OPENING) : closing].strip(), closing + len(CLOSING)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _scorer(task: str, parameters: str) -> Callable[[str, dict[str, Any]], Any]:
+    return make_task(task, json.loads(parameters), seed=0, size=1).score_answer
+
+
+def verify(response: str, entry: str) -> Verdict:
+    """Judge a response by the scorer of its task: right from a score of 1 on. Without `<answer>` tags it is
+    wrong.
+
+    entry: of `pack_entry`. Where the scorer raises, and does so of the answer that is known to be right too,
+    so does this: nobody has judged. Where it raises of this answer alone, the answer has brought it about,
+    and is wrong."""
+    found = extract_answer(response)
+    if found is None:
+        return Verdict(False, score=0.0)
+    kept = unpack_entry(entry)
+    score = _scorer(kept["task"], json.dumps(kept["parameters"]))
+    try:
+        value = float(score(found, kept["entry"]))
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # noqa: BLE001 (recorded with the verdict)
+        float(score(kept["answer"], unpack_entry(entry)["entry"]))  # or the failure is the scorer's
+        text = str(error).split("\n")[0]
+        return Verdict(
+            False, found, f"{kept['task']}: its scorer refuses the answer: {type(error).__name__}: {text}"
+        )
+    return Verdict(value >= 1, found, score=value)

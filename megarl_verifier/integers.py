@@ -1,0 +1,627 @@
+r"""Turns answers into integers, as DAPO's appendix does by example: the answer 11 - 2 sqrt 6 has the form
+k - m sqrt n, so the question is extended by that form and asks for k + m + n, which is 19.
+
+A plain rule can judge an integer. The form makes the integers unique: lowest terms, square-free radicands,
+signs that stand in the form. What is no single number, or may be two, is refused with the reason. Every
+turned answer is put back together and compared with the original by the symbolic verifier, whose parser is
+not the one here."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import sympy
+from sympy import E, Expr, I, Integer, Rational, pi
+
+from megarl.config.errors import DataError
+from megarl.config.schema import DataConfig
+from megarl.data.prompts import WORKED, ReadReport, UnusableRow, answer_of, file_rows, prompt_of, value_at
+from megarl.rewards import VerifierPool
+from megarl_verifier.answer import last_boxed
+from megarl_verifier.relations import formulas
+
+SEVERAL = "several values"
+RELATION = "an equation or inequality"
+LETTERS = "letters in it"
+TEXT = "a text"
+MATRIX = "a matrix or vector"
+UNDEFINED = "undefined or infinite"
+FUNCTION = "a function of numbers"
+ROUNDED = "a decimal that may be rounded"
+LARGE = "an integer of more than 15 digits"
+NOTHING = "no integer in its form"
+AMBIGUOUS = "an ambiguous notation"
+UNREAD = "not read as a number"
+
+_LIMIT = 10**15
+_BITS, _ROOT_BITS = 4096, 100  # of a number on the way to the answer, and under a root
+_DEGREE = 20  # of a root
+_TERMS = 256  # of a sum on the way
+_MAX_LENGTH = 300  # characters; the verifier reads no more either
+_MAX_DEPTH = 16  # brackets
+_PLACES = 6  # decimals with more are taken for rounded
+
+_UNICODE = str.maketrans(
+    {
+        **dict.fromkeys("\u2212\u2013", "-"),
+        "\u00d7": "\\times ",
+        "\u00b7": "\\cdot ",
+        "\u03c0": "\\pi ",
+        "\u00b0": "^\\circ",
+        "\u00b1": "\\pm ",
+        "\u221e": "\\infty ",
+    }
+)
+_ROOT = re.compile(r"(?:\u221a|\\?sqrt)\s?\(([^()]*)\)|\u221a\s?([0-9]+)")
+_PLAIN_NAME = re.compile(r"(?<![A-Za-z\\])(?=(?:sqrt|pi)(?![A-Za-z]))")
+_LAYOUT = re.compile(r"\\(?:left|right|displaystyle|textstyle)(?![A-Za-z])|\\[()\[\]!,]|(?<!\\)\$")
+_SPACE = re.compile(r"\\[;: ]|\\q?quad(?![A-Za-z])|~")
+_GROUPED = re.compile(r"(?<![0-9(\[.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])")
+_INTEGER = re.compile(r"[+-]?\s?[0-9]+(?:\.0*)?")
+_NAME = re.compile(r"[A-Za-z]\s*=\s*")
+_CURRENCY = re.compile("(-?)\\s*((?:\\\\\\$|[\u20ac\u00a3])\\s*)")
+_UNIT = re.compile(
+    r"\s*(?:\\?%|\^\s*(?:\\circ|\{\s*\\circ\s*\})(?:\s*\\(?:text|mathrm)\s*\{[^{}]*\})?"
+    r"|\\(?:text|textrm|mathrm|mbox)\s*\{(?P<text>[^{}]*)\}(?:\s*\^\s*(?:[23]|\{[23]\}))?"
+    r"|(?<=[0-9)}])\s+(?P<words>(?!or |and )(?:[A-Za-z]{3,}|[cmk]m|kg|ft|in|mi)(?:\s[A-Za-z]{2,})*))\s*\Z"
+)
+_NO_UNIT = re.compile(
+    r"\b(?:to|base|mod|if|for|when|where|at|less|more|than|[ap]m)\b|[ap]\.\s?m|clock|[0-9,;:=(]"
+)
+_FUNCTIONS = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|lg|exp|max|min|gcd|lcm|det|[lr](?:floor|ceil)|l?vert"
+_GREEK = r"alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|varphi|omega|ell"
+_REFUSED = [
+    (re.compile(pattern), reason)
+    for pattern, reason in (
+        (r".*\\(?:begin|vec|mathbf|hat|overrightarrow)(?![A-Za-z])", MATRIX),
+        (r"\\(?:text|textbf|mathrm|mbox)\s*\{[^{}]*\}[\s.]*$|[A-Z]?[a-z]+(?: [a-z]+)+$|[A-Z][a-z]+$", TEXT),
+        (r".*(?:\\approx|\.\.\.|\\[lc]?dots|[0-9.]\s*\\(?:overline|bar|dot))", ROUNDED),
+        (r".*(?:[=<>]|\\(?:[lg]eq?|leqslant|geqslant|neq?|equiv|in|to|sim)(?![A-Za-z]))", RELATION),
+        (r".*\\(?:pm|mp|cup|cap|emptyset|varnothing|setminus|mid|\{)(?![A-Za-z])", SEVERAL),
+        (r".*(?:(?<![a-z])(?:or|and)(?![a-z])|[,;]|(?<!\\sqrt)\[)", SEVERAL),
+        (r".*\\infty", UNDEFINED),
+        (rf".*(?:\\(?:{_FUNCTIONS})(?![A-Za-z])|\||!!)", FUNCTION),
+        (r".*(?:[:_]|\\[pb]?mod(?![A-Za-z])|\\(?:text|mathrm|mbox)(?![A-Za-z]))", AMBIGUOUS),
+        (rf".*(?:\\(?:{_GREEK})(?![A-Za-z])|(?<![A-Za-z\\])[A-Za-df-hj-z])", LETTERS),
+    )
+]  # fmt: skip
+_TOKEN = re.compile(r"\s*([0-9]*\.[0-9]+|[0-9]+\.?|\\[A-Za-z]+|[^\sA-Za-z]|[A-Za-z]+)")
+_DECIMAL = re.compile(r"\.([0-9]*[1-9])")
+_THIRDS = re.compile(r"[0-9]*(?:33|67)")  # 16.67; a price is what it is
+_ROUNDING = re.compile(
+    r"\bround|\bestimat|approximat|decimal place|to the nearest|significant", re.IGNORECASE
+)
+_POWER = re.compile(r"\s*([0-9]+)\s*\^\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*")
+_COMMAND = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}|\\[A-Za-z]+")
+_LETTER = re.compile(r"(?<![A-Za-z'\\])[A-Za-z](?![A-Za-z'])")
+_POOL = "nmkpqrstuvwabchjdfgl"  # letters for the form, the preferred ones first
+
+
+class Refused(UnusableRow):
+    """Why an answer cannot be turned into an integer."""
+
+
+@dataclass(frozen=True)
+class IntegerAnswer:
+    r"""What an answer was turned into.
+
+    value   the integer to be found
+    asked   what the question is extended by; empty where the answer is an integer as it stands
+    back    the number that the form has with its integers, LaTeX
+    number  the number in the original answer, without a name before it and its unit; `back` must equal it"""
+
+    value: int
+    asked: str
+    back: str
+    number: str
+
+
+@dataclass(frozen=True)
+class _Number:
+    """An integer of a form, and what it stands for there: coefficient, denominator, whole, argument, base,
+    exponent, or a radicand with the degree of its root."""
+
+    value: int
+    role: str
+    degree: int = 0
+
+
+def integer_answer(question: str, answer: str) -> IntegerAnswer:
+    r"""Return the integer that stands for `answer`, and what the question is to be extended by.
+
+    The value is written in its one form: a sum of terms c sqrt[q](n) pi^k e^l i^j over a common denominator
+    in lowest terms, with radicands free of q-th powers. Such terms are linearly independent over the
+    rationals (for the roots: Besicovitch 1940), so the integers in it are unique; as their sum is asked for,
+    their order does not matter. Raises Refused."""
+    text = answer if len(answer) <= _MAX_LENGTH else ""
+    if not text or max(text.count(bracket) for bracket in "({[") > _MAX_DEPTH:
+        raise Refused(UNREAD)
+    text = (last_boxed(text) or text).translate(_UNICODE)
+    text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
+    text = _PLAIN_NAME.sub(r"\\", _SPACE.sub(" ", _LAYOUT.sub("", text)).replace("{,}", ","))
+    text = _GROUPED.sub(lambda found: found[0].replace(",", ""), " ".join(text.split()))
+    text = text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
+    if _INTEGER.fullmatch(text):
+        value = int(text.partition(".")[0].replace(" ", ""))
+        return IntegerAnswer(value, "", str(value), text)
+
+    body, before, after = _without_name_and_unit(text)
+    reason = next((reason for pattern, reason in _REFUSED if pattern.match(body)), "")
+    if reason:
+        raise Refused(RELATION if "=" in before and reason == LETTERS else reason)  # y = 2x + 1
+    decimals = _DECIMAL.findall(body)
+    thirds = not before and any(map(_THIRDS.fullmatch, decimals))
+    if decimals and (thirds or max(map(len, decimals)) > _PLACES or _ROUNDING.search(question)):
+        raise Refused(ROUNDED)
+    try:
+        sign, pieces = _form(_Parser(body).read())
+    except Refused as refused:
+        # 2^2016 is asked for as a power.
+        if refused.reason != LARGE or not (found := _POWER.fullmatch(body)):
+            raise
+        base, exponent = int(found[1]), int(found[2] or found[3])
+        root, times = sympy.perfect_power(base) or (base, 1)
+        power = _Number(exponent * int(times), "exponent")
+        sign, pieces = "", [_Number(int(root), "base"), "^{", power, "}"]
+    numbers = [piece for piece in pieces if isinstance(piece, _Number)]
+    if not numbers:
+        raise Refused(NOTHING)
+    if any(abs(number.value) >= _LIMIT for number in numbers):
+        raise Refused(LARGE)
+    letters = _letters(f"{question} {before}", len(numbers))
+    named = list(zip(letters, numbers, strict=True))
+    names, values = iter(letters), (str(number.value) for number in numbers)
+    form, back = (
+        sign + "".join(next(given) if isinstance(one, _Number) else one for one in pieces)
+        for given in (names, values)
+    )
+    if numbers[0].role == "whole" and not before + after:
+        asked = "The answer is an integer. Please give it in decimal digits."
+        return IntegerAnswer(numbers[0].value, asked, back, body)
+    asked = (
+        f"The original answer is in the form ${before}{form}{after}$, where {_conditions(named)}. "
+        f"Please find the value of ${' + '.join(letters)}$."
+    )
+    return IntegerAnswer(sum(number.value for number in numbers), asked, back, body)
+
+
+def _without_name_and_unit(text: str) -> tuple[str, str, str]:
+    r"""Return the number without `x =`, a currency sign and the unit, then what stands before it and after it
+    in the form."""
+    before = after = ""
+    if named := _NAME.match(text):
+        before, text = named[0], text[named.end() :]
+    if priced := _CURRENCY.match(text):
+        before, text = before + priced[2], priced[1] + text[priced.end() :]
+    if (unit := _UNIT.search(text)) and unit.start() > 0:
+        words = unit["text"] or unit["words"] or ""
+        if re.search(r"\b(?:or|and)\b", words):
+            raise Refused(SEVERAL)
+        if _NO_UNIT.search(words):
+            raise Refused(AMBIGUOUS)
+        after, text = unit[0].rstrip(), text[: unit.start()]
+        if unit["words"]:
+            after = f"\\text{{ {unit['words']}}}"
+        after = "\\%" if after.strip() == "%" else after
+    return text, before, after
+
+
+class _Parser:
+    r"""Reads LaTeX of one number, exactly. Refuses what is read in two ways: 1/2\pi, 2^10, 2\frac{5}{3}."""
+
+    def __init__(self, text: str) -> None:
+        self.tokens: list[str] = []
+        at = 0
+        while at < len(text) and (found := _TOKEN.match(text, at)):
+            self.tokens.append(found[1])
+            at = found.end()
+        self.at = 0
+
+    def read(self) -> Expr:
+        """Return the value of the whole text."""
+        value = self._sum()
+        if self.at < len(self.tokens):
+            raise Refused(UNREAD, self.tokens[self.at])
+        return value
+
+    def _next(self) -> str:
+        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+
+    def _took(self, *tokens: str) -> str:
+        """Return the next token if it is one of `tokens`, and step over it; else an empty text."""
+        token = self._next()
+        self.at += token in tokens and token != ""
+        return token if token in tokens else ""
+
+    def _must(self, token: str) -> None:
+        if not self._took(token):
+            raise Refused(UNREAD, self._next())
+
+    def _sum(self) -> Expr:
+        value = -self._product() if self._took("+", "-") == "-" else None
+        value = self._product() if value is None else value
+        while sign := self._took("+", "-"):
+            term = self._product()
+            value = value + term if sign == "+" else value - term
+        return value
+
+    def _product(self) -> Expr:
+        value, divided = self._factor(), False
+        while True:
+            if self._took("*", "\\cdot", "\\times"):
+                value, divided = self._times(value, self._factor()), False
+            elif self._took("/", "\\div"):
+                value, divided = self._over(value, self._factor()), True
+            elif (token := self._next()) and (token in "({" or token[0].isalnum() or token[0] in "\\."):
+                digit = token[0].isdigit() or token[0] == "."
+                if divided or (digit and self.tokens[self.at - 1] != "!"):  # 2!5!
+                    raise Refused(AMBIGUOUS)
+                value = self._times(value, self._factor())
+            else:
+                return value
+
+    def _factor(self) -> Expr:
+        if self._took("-"):  # 3 \cdot -2
+            return -self._factor()
+        start = self.at
+        value = self._atom()
+        whole = self.at == start + 1 and isinstance(value, Integer)
+        if whole and self._next() in ("\\frac", "\\dfrac", "\\tfrac"):  # 3\frac{1}{2} is a mixed number
+            self.at += 1
+            above, below = self._argument(), self._argument(last=True)
+            if not (isinstance(above, Integer) and isinstance(below, Integer) and 0 < above < below):
+                raise Refused(AMBIGUOUS)
+            return value + above / below
+        while self._took("!"):
+            if not (isinstance(value, Integer) and 0 <= value <= 200):
+                raise Refused(LARGE if isinstance(value, Integer) and value > 0 else UNREAD)
+            value = sympy.factorial(value)
+        if self._took("^"):
+            value = self._power(value, self._argument(last=True))
+        return value
+
+    def _atom(self) -> Expr:
+        token = self._next()
+        self.at += 1
+        if token[:1].isdigit() or token[:1] == ".":
+            return Rational(token.rstrip("."))
+        if token in ("(", "{"):
+            value = self._sum()
+            self._must(")" if token == "(" else "}")
+            return value
+        if token in ("\\frac", "\\dfrac", "\\tfrac", "\\cfrac"):
+            above = self._argument()
+            return self._over(above, self._argument(last=True))
+        if token in ("\\binom", "\\dbinom", "\\tbinom"):
+            above, below = self._argument(), self._argument(last=True)
+            integers = isinstance(above, Integer) and isinstance(below, Integer)
+            if not integers or not 0 <= below <= above <= 1000:
+                raise Refused(UNREAD, token)
+            return sympy.binomial(above, below)
+        if token == "\\sqrt":
+            degree: Expr = Integer(2)
+            if self._took("["):
+                degree = self._sum()
+                self._must("]")
+            inside = self._argument(last=True)
+            if not (isinstance(degree, Integer) and 2 <= degree <= _DEGREE):
+                raise Refused(UNREAD, token)
+            if degree == 2 and isinstance(inside, Rational) and inside < 0:
+                return I * self._power(-inside, Rational(1, 2))
+            return self._power(inside, 1 / degree)
+        if token == "\\ln":
+            argument = self._factor()
+            if not (isinstance(argument, Integer) and 2 <= argument < _LIMIT):
+                raise Refused(FUNCTION)
+            return sympy.log(argument)  # `expand` writes ln 4 as 2 ln 2
+        constants = {"\\pi": pi, "e": E, "i": I}
+        if token not in constants:
+            raise Refused(LETTERS if token.isalpha() else UNREAD, token)
+        return constants[token]
+
+    def _argument(self, *, last: bool = False) -> Expr:
+        r"""Return a command's argument, in brackets or one character: \frac34. last: no further one follows,
+        so that what is left of a number is ambiguous: 2^10 is 20 in LaTeX."""
+        token = self._next()
+        if token.isdigit() and len(token) > 1:
+            if last:
+                raise Refused(AMBIGUOUS)
+            self.tokens[self.at : self.at + 1] = [token[0], token[1:]]
+        if self._took("-"):  # 2^-3
+            raise Refused(AMBIGUOUS)
+        return self._atom()
+
+    @staticmethod
+    def _times(left: Expr, right: Expr) -> Expr:
+        if len(left.args) * len(right.args) > _TERMS:
+            raise Refused(UNREAD)
+        return sympy.expand(left * right)
+
+    @staticmethod
+    def _over(above: Expr, below: Expr) -> Expr:
+        if below.is_zero:
+            raise Refused(UNDEFINED)
+        return above / below
+
+    @staticmethod
+    def _power(base: Expr, exponent: Expr) -> Expr:
+        if not isinstance(exponent, Rational) or (base.is_zero and exponent <= 0):
+            raise Refused(UNREAD)
+        if base.is_negative and exponent.q > 1:
+            raise Refused(AMBIGUOUS)
+        if isinstance(base, Rational):
+            bits = max(abs(base.p), base.q).bit_length()
+            if abs(exponent) * bits > _BITS or (exponent.q > 1 and bits > _ROOT_BITS):
+                raise Refused(LARGE)
+            return base**exponent
+        nested = any(
+            one.exp.q > 1 and one.base.is_Add for one in base.atoms(sympy.Pow) if one.exp.is_Rational
+        )
+        if len(sympy.Add.make_args(base)) ** abs(exponent) > _TERMS or (nested and exponent.q > 1):
+            raise Refused(UNREAD)
+        return sympy.sqrtdenest(base**exponent)
+
+
+def _form(value: Expr) -> tuple[str, list[str | _Number]]:
+    """Return the sign and the pieces of a value's form."""
+    value = sympy.expand(sympy.radsimp(value))
+    if isinstance(value, Rational) and value.q == 1:
+        if abs(value) >= _LIMIT:
+            raise Refused(LARGE)
+        return "", [_Number(int(value), "whole")]
+    terms = _terms(value)
+    if terms is not None:
+        return _written(terms)
+    # A root of a sum: its square has the one form.
+    terms = _terms(sympy.expand(sympy.radsimp(sympy.expand(value**2)))) if value.is_real else None
+    if terms is None:
+        raise Refused(UNREAD)
+    inner_sign, pieces = _written(terms)
+    return "-" if value.is_negative else "", [f"\\sqrt{{{inner_sign}", *pieces, "}"]
+
+
+@dataclass
+class _Term:
+    """coefficient * radicand^(1/degree) * e^power * i * pi^power * ln argument"""
+
+    coefficient: Rational
+    radicand: int = 1
+    degree: int = 2
+    e: int = 0
+    i: bool = False
+    pi: int = 0
+    ln: int = 0
+
+
+def _terms(value: Expr) -> list[_Term] | None:
+    """Return the terms of an expanded sum, or None where a factor is none of those that a form has."""
+    terms = []
+    for summand in sympy.Add.make_args(value):
+        coefficient, rest = summand.as_coeff_Mul()
+        if not isinstance(coefficient, Rational):
+            return None
+        term, roots = _Term(coefficient), []
+        for factor in sympy.Mul.make_args(rest):
+            base, exponent = factor.as_base_exp()
+            if factor == 1:
+                continue
+            if factor == I:
+                term.i = True
+            elif base in (pi, E) and isinstance(exponent, Integer):
+                setattr(term, "pi" if base == pi else "e", int(exponent))
+            elif isinstance(factor, sympy.log) and isinstance(factor.args[0], Integer) and not term.ln:
+                term.ln = int(factor.args[0])
+            elif isinstance(base, Integer) and isinstance(exponent, Rational) and base > 0 < exponent < 1:
+                roots.append((int(base), exponent))
+            else:
+                return None
+        if roots:
+            term.degree = lcm(*(exponent.q for _, exponent in roots))
+            if term.degree > _DEGREE:
+                return None
+            for base, exponent in roots:
+                term.radicand *= base ** int(exponent * term.degree)
+            if term.radicand >= _LIMIT:
+                raise Refused(LARGE)
+            # sympy takes small prime factors out of a root only.
+            if any(power >= term.degree for power in sympy.factorint(term.radicand).values()):
+                raise Refused(LARGE)
+        terms.append(term)
+    if len({term.ln for term in terms} - {0}) > 1:  # ln 2 + ln 3 is ln 6
+        raise Refused(AMBIGUOUS)
+    return terms
+
+
+def _written(terms: Sequence[_Term]) -> tuple[str, list[str | _Number]]:
+    """Return the sign and the pieces of a sum over its denominator in lowest terms: positive terms first, of
+    each sign the rational one first; without a coefficient where that is 1."""
+    below_e, below_pi = (
+        -min(0, *powers) for powers in zip(*((term.e, term.pi) for term in terms), strict=True)
+    )
+    denominator = lcm(*(int(term.coefficient.q) for term in terms))
+    sign = "-" if all(term.coefficient < 0 for term in terms) and (len(terms) == 1 or denominator > 1) else ""
+
+    def order(term: _Term) -> Any:
+        of_symbols = (term.i, term.ln, term.e, term.pi, term.degree, term.radicand)
+        return (term.coefficient < 0) != bool(sign), of_symbols
+
+    def powers(e: int, pi: int, between: str = "") -> list[str]:
+        written = [
+            f"{base}^{{{power}}}" if power > 1 else base * power for base, power in (("e", e), ("\\pi", pi))
+        ]
+        return [part for part in (written[0], between, written[1]) if part]
+
+    pieces: list[str | _Number] = []
+    for term in sorted(terms, key=order):
+        negative = (term.coefficient < 0) != bool(sign)
+        pieces += ([" - "] if pieces else ["-"]) if negative else [" + "] if pieces else []
+        number = abs(int(term.coefficient * denominator))
+        symbols: list[str | _Number] = []
+        if term.radicand > 1:
+            index = f"[{term.degree}]" if term.degree > 2 else ""
+            symbols += [f"\\sqrt{index}{{", _Number(term.radicand, "radicand", term.degree), "}"]
+        symbols += powers(term.e + below_e, term.pi + below_pi, "i" * term.i)
+        symbols += ["\\ln ", _Number(term.ln, "argument")] if term.ln else []
+        pieces += [_Number(number, "coefficient")] if number != 1 or not symbols else []
+        pieces += symbols
+    if denominator > 1 or below_e or below_pi:
+        # Where a coefficient of 1 is left out, every such fraction is in its lowest terms.
+        implied = sum(isinstance(one, _Number) and one.role == "coefficient" for one in pieces) < len(terms)
+        role = "any denominator" if implied else "denominator"
+        below: list[str | _Number] = [_Number(denominator, role)] if denominator > 1 else []
+        below += powers(below_e, below_pi)
+        pieces = ["\\frac{", *pieces, "}{", *below, "}"]
+    return sign, pieces
+
+
+def _letters(question: str, count: int) -> list[str]:
+    """Return letters for a form that the question does not use, in alphabetical order."""
+    used = set(_COMMAND.sub(" ", " ".join(formulas(question)))) | set(_LETTER.findall(question))
+    free = [letter for letter in _POOL if letter not in used]
+    if len(free) < count:
+        raise Refused(UNREAD, "the question uses every letter")
+    return sorted(free[:count])
+
+
+def _conditions(named: Sequence[tuple[str, _Number]]) -> str:
+    """Return what makes the integers of a form the only ones."""
+
+    def listed(items: Sequence[str]) -> str:
+        return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
+
+    named = [(f"${letter}$", number) for letter, number in named]
+    letters = [letter for letter, _ in named]
+    if named[0][1].role == "whole":
+        return f"{listed(letters)} is an integer"
+    said = []
+    of_fraction = [letter for letter, number in named if number.role in ("coefficient", "denominator")]
+    has_denominator = any(number.role == "denominator" for _, number in named)
+    kind = "positive integers" if len(letters) > 1 else "a positive integer"
+    if has_denominator and len(of_fraction) == len(letters) == 2:
+        kind = f"relatively prime {kind}"
+    elif has_denominator and len(of_fraction) > 1:
+        said.append(f"the greatest common divisor of {listed(of_fraction)} is 1")
+    for degree in sorted({number.degree for _, number in named} - {0}):
+        roots = [letter for letter, number in named if number.degree == degree]
+        power = {2: "square", 3: "cube"}.get(degree, f"{degree}th power")
+        are = "are" if len(roots) > 1 else "is"
+        said.append(f"{listed(roots)} {are} not divisible by the {power} of any prime")
+    for letter, number in named:
+        if number.role == "argument":
+            said.append(f"{letter} is not a perfect power")
+        if number.role == "base":
+            said.append(f"{letter} is as small as possible")
+    are = "are" if len(letters) > 1 else "is"
+    return listed([f"{listed(letters)} {are} {kind}", *said])
+
+
+@dataclass
+class Conversion:
+    """What became of a file's rows.
+
+    kept      rows with integers as answers
+    refused   rows as they were, with why and with their number in the file (`refused`, `refused_row`)
+    turned    how many of `kept` had another answer than an integer
+    report    counts and reasons"""
+
+    kept: list[dict[str, Any]]
+    refused: list[dict[str, Any]]
+    turned: int
+    report: ReadReport
+
+
+def convert(source: Path, data: DataConfig, workers: int = 1) -> Conversion:
+    """Turn the answers of a file into integers.
+
+    A kept row has its columns, the question extended, the integer as text where the answer stood (of a worked
+    solution, in `solution`, `completion` or `messages`, in a new column `answer`, which is read before them),
+    and what stood there as `original_answer`, unless it has that column. Raises DataError for a file that
+    cannot be read or has no row that can be turned."""
+    report = ReadReport(rows={str(source): 0})
+    done = Conversion([], [], 0, report)
+    found: list[tuple[int, dict[str, Any], IntegerAnswer]] = []
+    rows: dict[int, dict[str, Any]] = {}
+
+    def refuse(number: int, problem: UnusableRow) -> None:
+        report.reject(str(source), number, problem)
+        done.refused.append({**rows.get(number, {}), "refused": problem.reason, "refused_row": number})
+
+    for number, row in file_rows(source):
+        report.rows[str(source)] += 1
+        try:
+            if isinstance(row, str):
+                raise UnusableRow(row)
+            rows[number] = row
+            _, prompt = prompt_of(row, data, source)
+            question = prompt if isinstance(prompt, str) else "\n".join(part["content"] for part in prompt)
+            found.append((number, row, integer_answer(question, answer_of(row, data, source)[1])))
+        except UnusableRow as problem:
+            refuse(number, problem)
+
+    turned = [one for _, _, one in found if one.asked]
+    with VerifierPool("math", workers) as pool:
+        verdicts = iter(pool.verify([(f"\\boxed{{{one.back}}}", one.number) for one in turned]))
+    for number, row, one in found:
+        verdict = next(verdicts) if one.asked else None
+        if verdict and not verdict.correct:
+            what = verdict.error or f"{one.back} and {one.number}"
+            refuse(number, Refused("not equal to its form by the symbolic verifier", what))
+            continue
+        done.turned += verdict is not None
+        done.kept.append(_extended(row, data, source, one))
+    done.refused.sort(key=lambda row: row["refused_row"])
+    report.finish([source], len(done.kept))
+    return done
+
+
+def _extended(row: dict[str, Any], data: DataConfig, source: Path, found: IntegerAnswer) -> dict[str, Any]:
+    """Return a copy of the row that asks for the integer."""
+    row = copy.deepcopy(row)
+    column, prompt = prompt_of(row, data, source)
+    if found.asked and isinstance(prompt, str):
+        _put(row, column, f"{prompt.rstrip()} {found.asked}")
+    elif found.asked:
+        messages: list[dict[str, Any]] = value_at(row, column)
+        last = next((one for one in reversed(messages) if one["role"] == "user"), messages[-1])
+        last["content"] = f"{last['content'].rstrip()} {found.asked}"
+    column, answer = answer_of(row, data, source)
+    if column.lower() in WORKED:
+        column = "answer"
+    else:
+        answer = str(value_at(row, column))
+    _put(row, column, str(found.value))
+    row.setdefault("original_answer", answer)
+    return row
+
+
+def _put(row: dict[str, Any], column: str, value: Any) -> None:
+    """Replace what `value_at` returns."""
+    *parts, last = [column] if row.get(column) is not None or "." not in column else column.split(".")
+    for part in parts:
+        row = row[part]
+    row[last] = value
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows as .parquet or .jsonl, whichever `path` names; the file appears when it is whole."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        if path.suffix == ".parquet":
+            names = dict.fromkeys(name for row in rows for name in row)
+            table = pa.table({name: [row.get(name) for row in rows] for name in names})
+            pq.write_table(table, unfinished)
+        else:
+            with open(unfinished, "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        unfinished.replace(path)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be written: {error}") from error

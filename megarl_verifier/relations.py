@@ -1,0 +1,231 @@
+r"""Reads answers with relations in them: `x = 1 \text{ or } 2` gives a name two values, `2x + y = 3` is an
+equation of its own.
+
+Works on text only, in time linear in it; megarl_verifier.symbolic compares what is read.
+docs/verifiers.md has the rules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+_OPERATORS = {
+    **dict.fromkeys(("=", "==", ":=", "\\in"), "="),
+    **{one: one for one in ("\\equiv", "\\cong", "\\sim", "\\parallel", "\\perp", "\u2261")},
+    **dict.fromkeys(("\\approx", "\\simeq", "\u2248"), "~"),
+    **dict.fromkeys(("!=", "\\ne", "\\neq", "\u2260"), "!="),
+    **dict.fromkeys(("<", "\\lt"), "<"),
+    **dict.fromkeys((">", "\\gt"), ">"),
+    **dict.fromkeys(("<=", "\\le", "\\leq", "\\leqslant"), "<="),
+    **dict.fromkeys((">=", "\\ge", "\\geq", "\\geqslant"), ">="),
+}
+_LONGEST_FIRST = sorted(_OPERATORS, key=len, reverse=True)
+_OPERATOR = re.compile("|".join(re.escape(x) + "(?![A-Za-z])" * (x[0] == "\\") for x in _LONGEST_FIRST))
+_DELIMITED = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL)
+_PROSE = re.compile(r".*(?<![A-Za-z\\])(?:is|are|be)(?![A-Za-z])\s{0,8}:?", re.DOTALL)
+_IMPLIES = re.compile(
+    r"\\(?:Rightarrow|Longrightarrow|implies|iff|Leftrightarrow|therefore)(?![A-Za-z])|[\u21d2\u21d4]|=>"
+)
+_LAYOUT = re.compile(
+    r"\\left\s?\\\{\s?(?=\\begin)|\\right\s?\.|\\(?:left|right|displaystyle|textstyle|big|Big)(?![A-Za-z])"
+    r"|\\(?:begin|end)\s?\{(?:cases|align|aligned|gathered)\*?\}"
+    r"|(?<!\\)\\[!,;: ]|~|&(?=\s?[=<>])|(?<=[=<>])&"
+)
+_DOMAIN = re.compile(
+    r"[,;]?\s{0,8}(?:where|for|with)?\s{0,8}[A-Za-z]\s{0,8}\\in\s{0,8}\\mathbb\s?\{?[A-Z]\}?(?:\^[+*])?"
+)
+_AND = re.compile(
+    r"\\text\s?\{[ ,]{0,8}(?:and|or)[ ,]{0,8}\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
+    r"|\\(?:lor|land|vee|wedge|q?quad)(?![A-Za-z])"
+)
+_BUILT = re.compile(
+    r"\\?\{\s?[A-Za-z]\s?(?:\\in\s?\\mathbb\s?\{?[A-Z]\}?\s?)?(?:\||:|\\mid(?![A-Za-z]))(.*?)\\?\}", re.DOTALL
+)
+_COMMA = re.compile(r",")
+_SEPARATOR = re.compile(r",(?!(?<=[0-9],)[0-9]{3}(?![0-9]))|;|\\\\")
+
+_GREEK = (
+    r"\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|kappa|lambda|mu|nu|xi|rho|sigma|tau"
+    r"|(?:var)?phi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega|ell)(?![A-Za-z])"
+)
+_LETTER = rf"(?:{_GREEK}|[A-Za-z])"
+_INDEX = r"(?:\s?(?:_\s?(?:\{[^{}]*\}|[A-Za-z0-9])|'|\^\s?(?:\\prime|\{(?:\\prime)+\}|\*)))*"
+_ITEMS = rf"(?:{_LETTER}|[0-9]+)(?:\s?,\s?(?:{_LETTER}|[0-9]+))*"
+# What a value may be given to: a word, an angle, a segment, f(x), (x, y), a letter; with an index or a prime.
+# The product `xy` is none.
+_NAME = re.compile(
+    r"(?P<word>\\(?:text|mathrm|operatorname)\s?\{[^{}]*\}|[A-Za-z]{4,}(?: [A-Za-z]{2,})*)"
+    r"|\|[A-Z]{2,4}\||\\frac\s?\{[A-Z]{2,4}\}\s?\{[A-Z]{2,4}\}"
+    rf"|{_LETTER}{_INDEX}(?:\s?:\s?{_LETTER}{_INDEX})+"
+    rf"|m?\s?\\(?:angle|triangle)\s?(?:[A-Za-z]{{1,4}}|\{{[A-Za-z]{{1,4}}\}}|{_GREEK})"
+    r"|[A-Z]{2,4}|[A-Z]\^\s?\{-1\}"
+    rf"|(?:[fghFGH](?:\^\s?\{{-1\}})?{_INDEX}|P|E|\\Pr)\s?\([^()]*\)"
+    rf"|(?P<tuple>\(\s?{_LETTER}{_INDEX}(?:\s?,\s?{_LETTER}{_INDEX})+\s?\))"
+    rf"|(?:{_LETTER}|\\(?:vec|hat|bar|overline|overrightarrow|mathbf|mathcal)\s?(?:\{{[^{{}}]*\}}|[A-Za-z]))"
+    rf"{_INDEX}(?:\s?\({_ITEMS}\))?"
+)
+_NOT_IN_NAMES = re.compile(r"[\s{}]|\\(?:text|mathrm|operatorname|mathbf|mathcal)(?![A-Za-z])")
+_NO_SYMBOLS = re.compile(rf"\\(?:text|mathrm|operatorname)\s?\{{[^{{}}]*\}}|(?!{_GREEK})\\[A-Za-z]+")
+_SYMBOL = re.compile(_LETTER)
+
+
+@dataclass(frozen=True)
+class Relation:
+    """`left operator right`. The operator is one of = != < <= > >=, or one that is compared as text, or ''
+    for a text without a relation."""
+
+    left: str
+    operator: str
+    right: str
+
+    @property
+    def solved(self) -> bool:
+        """Return whether the relation bounds one name by a constant."""
+        pair = (self.left, self.right)
+        return any(_name(one.lstrip("- ")) and is_constant(other) for one, other in (pair, pair[::-1]))
+
+
+@dataclass(frozen=True)
+class ParsedAnswer:
+    """An answer with relations in it.
+
+    text       the formula
+    values     the values that names are said to have, in their order
+    relations  the relations that give no name a value
+    words      the names that are words, like Area; another name may stand for such a name"""
+
+    text: str
+    values: dict[str, tuple[str, ...]]
+    relations: tuple[Relation, ...]
+    words: frozenset[str]
+
+    @property
+    def value(self) -> str | None:
+        """The values of the only name."""
+        alone = len(self.values) == 1 and not self.relations
+        return ", ".join(next(iter(self.values.values()))) if alone else None
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The values of all names together, row after row; empty where their numbers differ."""
+        columns = list(self.values.values())
+        return list(zip(*columns, strict=True)) if len({len(column) for column in columns}) == 1 else []
+
+    @property
+    def last(self) -> str | None:
+        """The result where a mere value is asked for: all values, or the right side of the one equation."""
+        if not self.relations:
+            if len(self.rows) > 1 and len(self.values) > 1:
+                return tuples(self.rows)
+            return ", ".join(value for values in self.values.values() for value in values)
+        alone = len(self.relations) == 1 and not self.values and self.relations[0].operator == "="
+        return self.relations[0].right if alone else None
+
+
+def tuples(rows: Iterable[tuple[str, ...]]) -> str:
+    """Return `(1, 2), (3, 4)`."""
+    return ", ".join(f"({', '.join(row)})" for row in rows)
+
+
+@lru_cache(maxsize=1024)
+def read(text: str) -> ParsedAnswer | None:
+    """Parse an answer; None where no relation stands in it outside of brackets."""
+    if not _OPERATOR.search(text):
+        return None
+    found = list(formulas(text))
+    if not any(_OPERATOR.search(formula) for formula in found):
+        found = [_PROSE.sub("", text.replace("$", ""))]
+    text = _IMPLIES.split(", ".join(found))[-1].strip()
+    text = built[1] if (built := _BUILT.fullmatch(text)) else text  # {x | x > 3}
+    text = _AND.sub(",", _LAYOUT.sub("", _DOMAIN.sub("", text.replace("{,}", ","))))
+    values: dict[str, tuple[str, ...]] = {}
+    relations: list[Relation] = []
+    words = set()
+    name = ""
+    related = False
+    for part in split(text, _SEPARATOR):
+        pieces = list(_pieces(part, _OPERATOR))
+        sides = [part[start:end].strip() for start, end, _ in pieces]
+        operators = [_OPERATORS[mark] for _, _, mark in pieces[:-1]]
+        related |= bool(operators)
+        named, rest = _chain(sides, operators) if operators else ([(name, part)] if name else [], [])
+        if not operators and not name:
+            rest = [Relation(part, "", "")]
+        relations += rest
+        for name, value in named:
+            values[name] = (*values.get(name, ()), value)
+            if (match := _NAME.fullmatch(sides[0])) and match["word"]:
+                words.add(name)
+    for key in [key for key in values if key[0] == "("]:  # (x, y) = (1, 2)
+        names = split(key[1:-1], _COMMA)
+        rows = [split(value[1:-1], _COMMA) for value in values[key] if value[0] == "("]
+        if len(rows) == len(values[key]) and all(len(row) == len(names) for row in rows):
+            del values[key]
+            values |= {name: tuple(row[i] for row in rows) for i, name in enumerate(names)}
+    return ParsedAnswer(text, values, tuple(relations), frozenset(words)) if related else None
+
+
+def _chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]], list[Relation]]:
+    """Split `a = b = c` or `1 < x <= 2` into names with their values, and other relations."""
+    if "~" in operators:  # 1/3 = x ~ 0.33
+        at = max(1, operators.index("~"))
+        sides, operators = sides[: at + 1], ["=" if one == "~" else one for one in operators[:at]]
+    relations = [Relation(*one) for one in zip(sides, operators, sides[1:], strict=False)]
+    if set(operators) != {"="}:
+        return [], relations
+    first, last = sides[0], sides[-1]
+    name, named = _name(first), is_constant(last)
+    if named and len(sides) > 2 and all(map(_name, sides[:-1])):  # x = y = 3
+        return [(_name(side), last) for side in sides[:-1]], []
+    # y = 2(x + 1) = 2x + 2 has one value; x = y/2 = z/3 is a line.
+    one_value = len(sides) == 2 or named or all(_symbols(side) == _symbols(last) for side in sides[1:-1])
+    its_own = _symbols(first if first[:1] == "(" else first.partition("(")[0])
+    if name and one_value and not its_own & _symbols(last):
+        return [(name, last)], []
+    if len(sides) == 2 and is_constant(first) and _name(last):
+        return [(_name(last), first)], []
+    if all(map(is_constant, sides)):  # 2 + 2 = 4: a value that nothing is called by
+        return [("=", last)], []
+    if all(map(is_constant, sides[1:])):  # m + n = 3 + 4 = 7
+        return [], [Relation(first, "=", last)]
+    return [], relations
+
+
+def _name(side: str) -> str:
+    return _NOT_IN_NAMES.sub("", side).lower() if _NAME.fullmatch(side) else ""
+
+
+def _symbols(side: str) -> set[str]:
+    return set(_SYMBOL.findall(_NO_SYMBOLS.sub(" ", side)))
+
+
+def is_constant(side: str) -> bool:
+    """Return whether no symbol stands in `side` but e and i."""
+    return bool(side) and _symbols(side) <= {"e", "i"}
+
+
+def formulas(text: str) -> Iterator[str]:
+    """Yield the texts that stand between math delimiters."""
+    return (next(filter(None, match.groups())) for match in _DELIMITED.finditer(text))
+
+
+def split(text: str, separator: re.Pattern[str]) -> list[str]:
+    """Return the parts between separators outside of brackets and environments, without the empty ones."""
+    parts = (text[start:end].strip(" \t\n.,;:*_`") for start, end, _ in _pieces(text, separator))
+    return [part for part in parts if part]
+
+
+def _pieces(text: str, separator: re.Pattern[str]) -> Iterator[tuple[int, int, str]]:
+    """Yield start and end of each piece, and the separator after it."""
+    depth = start = at = 0
+    while at < len(text):
+        if depth <= 0 and (found := separator.match(text, at)):
+            yield start, at, found[0]
+            start = at = found.end()
+            continue
+        depth += text[at] in "([{" or text.startswith("\\begin{", at)
+        depth -= text[at] in ")]}" or text.startswith("\\end{", at)
+        at += 2 if text.startswith("\\\\", at) else 1
+    yield start, len(text), ""
