@@ -3,39 +3,33 @@ whether it still is the same run."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
-import platform
 import re
 import shutil
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch
 from pydantic import Field, ValidationError, model_validator
 
-import megarl
 from megarl.config import Config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import PACKAGE, config_file, read_yaml, set_key
 from megarl.config.schema import Section
 from megarl.observe.runs import read_metrics
-from megarl.parallel.lease import leased
-from megarl.parallel.machine import version_of
-from megarl.schedule.preflight import versions
+from megarl.parallel.lease import make_anew
+from megarl.schedule.identity import PATHS, code_checksum, inputs, settings_of
 from megarl_experiments.jobs import Job
-from megarl_tasks.gym import gym_entries
 
 SUFFIX = ".table.yaml"
 AnySection = TypeVar("AnySection", bound=Section)
 MARK = "ablation.json"  # in every folder made here; in a run's folder with `seconds` once it has ended well
 PLAN = "planned.yaml"
 LOG = "log.txt"
-SET_HERE = ("seed", "run_dir", "model.path", "data.train", "data.eval")  # keys that differ between runs
+SET_HERE = ("seed", *PATHS)  # keys that differ between runs
 ONE_PROCESS = (
     *("parallel.tp=1", "parallel.pp=1", "parallel.dp=1"),
     *("log.report=false", "log.terminal=plain", "checkpoint.every=0"),
@@ -211,7 +205,7 @@ class Planned:
     def changed(self) -> str:
         """Describe what differs today from when the finished run was made; empty where nothing does."""
         try:
-            then, now = _settings(load_config(self.folder / PLAN)), _settings(self.config)
+            then, now = settings_of(load_config(self.folder / PLAN)), settings_of(self.config)
         except ConfigError as error:
             return str(error)
         keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
@@ -292,76 +286,6 @@ def make_task(table: AblationTable, settings: Settings, seed: int) -> None:
         shutil.rmtree(made)
     else:
         made.rename(task)
-
-
-def make_anew(folder: Path) -> None:
-    """Empty a folder, private to the user. It goes as a whole: a half deleted one would have lost its
-    mark. Raises ConfigError where another command writes there."""
-    with leased(folder, "megarl", remedy="stop it there, wait for it, or choose another folder"):
-        pass
-    old = folder.with_name(f"{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-        shutil.rmtree(old)
-    folder.mkdir(parents=True, mode=0o700)
-
-
-def identity(config: Config) -> dict[str, Any]:
-    """Return everything that the bits of a run's result depend on: runs of equal identity end in the same
-    weights."""
-    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    models = [line for line in cpu if line.startswith("model name")]
-    return {
-        "settings": _settings(config),  # layout and seed among them
-        "inputs": inputs(config),
-        "code": code_checksum(),
-        "versions": {"python": platform.python_version(), **versions()},
-        "processor": [torch.backends.cpu.get_cpu_capability(), *models[:1]],  # kernels are chosen by it
-    }
-
-
-def inputs(config: Config) -> str:
-    """Return a checksum of what a run starts from: weights, tokenizer and problems."""
-    entries = (*config.data.train, *config.data.eval)
-    files = checksum([*files_of(config.model.path), *(entry.path for entry in entries if entry.path)])
-    generated = {key: entry.model_dump(mode="json") for key, entry in gym_entries(config.data).items()}
-    if not generated:
-        return files
-    return hashlib.sha256(json.dumps([files, generated, version_of("reasoning-gym")]).encode()).hexdigest()
-
-
-def files_of(folder: Path) -> list[Path]:
-    """Return the files in a folder, by name."""
-    return [file for file in sorted(folder.iterdir()) if file.is_file()]
-
-
-def checksum(files: Iterable[Path]) -> str:
-    """Return one checksum for the contents of all these files."""
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
-
-
-def code_checksum() -> str:
-    """Return a checksum of megarl's own files: a table says whether all its runs were made by the same
-    code."""
-    return checksum(sorted(Path(megarl.__file__).parent.rglob("*.py")))[:10]
-
-
-def _settings(config: Config) -> dict[str, Any]:
-    """Return the keys that must be equal for two runs to be the same: all but paths, whose contents `inputs`
-    covers."""
-
-    def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        leaves: dict[str, Any] = {}
-        for key, value in tree.items():
-            leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        return leaves
-
-    settings = flat(config.model_dump(mode="json"))
-    return {key: value for key, value in settings.items() if key not in SET_HERE or key == "seed"}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

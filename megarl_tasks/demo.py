@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
+from megarl.cli.doctor import Ability, Machine
 from megarl.cli.train import train
 from megarl.config import check_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import config_file, set_key
 from megarl.config.schema import Config
-from megarl.parallel.lease import leased
+from megarl.parallel.lease import leased, make_anew
 from megarl.parallel.machine import GIB, cores, matrix_rates
 from megarl_tasks.pretrained import EVAL_ROWS, SMOLLM2, fetch, write_task
 
@@ -220,10 +221,23 @@ def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str) -> Sizes:
     return Sizes(rates, dtype, ranks, threads, prompts, steps, around + steps * step)
 
 
+def abilities(machine: Machine) -> Iterator[Ability]:
+    """Yield for `megarl doctor` whether a machine can train the pretrained model, and in which sizes."""
+    if machine.rates is None:
+        return
+    name = "a pretrained model on CPUs"
+    if machine.memory >= PRETRAINED_MEMORY:
+        sizes = choose_sizes(machine.rates, machine.cores, "vapo")
+        yield Ability(name, True, f"make demo MODEL=smollm2: {sizes}")
+    else:
+        there, needed = f"{machine.memory / GIB:.0f} GiB", f"{PRETRAINED_MEMORY / GIB:.0f}"
+        yield Ability(name, False, f"{there} of memory, {needed} are needed")
+
+
 def _warm_start(file: Path, overrides: Sequence[str]) -> int:
     """Train supervised, or use an earlier result for which everything that its bits depend on was the
     same."""
-    from megarl_experiments.tables import checksum, files_of, identity
+    from megarl.schedule.identity import checksum, files_of, identity
 
     config = load_config(file, overrides)
     mark, hf = config.run_dir / MARK_WARM_START, config.run_dir / "hf"
@@ -246,8 +260,6 @@ def _warm_start(file: Path, overrides: Sequence[str]) -> int:
 
 
 def _make_anew(folder: Path, mark: str) -> None:
-    from megarl_experiments.tables import make_anew
-
     try:
         make_anew(folder)
         (folder / mark).touch()

@@ -19,9 +19,8 @@ from importlib.util import find_spec
 from typing import IO, Any
 
 from megarl.config.errors import ConfigError, DataError, WaitTimeout
-from megarl.config.schema import DataConfig, GymConfig
+from megarl.config.schema import GymConfig
 from megarl.rewards.pool import follow_parent, plain_environment
-from megarl.rewards.verdict import Reference
 
 INSTALL = "pip install 'megarl[gym]'"
 VERIFIER = "megarl_tasks.gym_scorer:verify"
@@ -57,27 +56,6 @@ class GymRow:
     entry: str = ""
     problem: tuple[str, str] | None = None
 
-    @property
-    def reference(self) -> Reference:
-        """Return what responses are judged by."""
-        return reference_to(self.answer, self.entry)
-
-
-def reference_to(answer: str, entry: str) -> Reference:
-    """Return the reference of a generated problem."""
-    return Reference(answer, VERIFIER, entry)
-
-
-def own_verifiers(data: DataConfig) -> tuple[str, ...]:
-    """Return the verifiers that rows of `data` bring with them, for VerifierPool."""
-    return (VERIFIER,) if data.has_gym else ()
-
-
-def gym_entries(data: DataConfig) -> dict[str, GymConfig]:
-    """Return the entries that reasoning-gym generates by their keys: `data.eval[1].gym`."""
-    lists = (("data.train", data.train), ("data.eval", data.eval))
-    return {f"{key}[{i}].gym": one.gym for key, entries in lists for i, one in enumerate(entries) if one.gym}
-
 
 def first_seed(key: str, seed: int) -> int:
     """Return the seed of an entry's tasks, from its key and its own seed."""
@@ -106,13 +84,6 @@ def first_rows(entries: Mapping[str, GymConfig], rounds: int = 16) -> Iterator[G
         tasks = {name: task.model_copy(update={"weight": 1.0}) for name, task in entry.tasks.items()}
         few[key] = entry.model_copy(update={"tasks": tasks, "size": rounds * len(tasks)})
     return generate(few)
-
-
-def check_tasks(entries: Mapping[str, GymConfig]) -> None:
-    """Raise ConfigError where reasoning-gym is not installed, or a task or parameter of `entries` does not
-    exist."""
-    for _ in first_rows(entries, rounds=1):
-        return
 
 
 def generate(entries: Mapping[str, GymConfig]) -> Iterator[GymRow]:

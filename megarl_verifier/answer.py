@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-
-from megarl.rewards.verdict import Verdict
+from typing import NamedTuple
 
 # An answer longer than this is no final answer; the limit also bounds what every expression below can cost.
 MAX_ANSWER = 1000
@@ -55,6 +54,14 @@ _PAIR = re.compile(r"(?<=[0-9]),(?:\s|~|\\[,;: ]|\\q?quad)+|(?<=[0-9]),(?![0-9]{
 _SPACE_NOT_IN_NUMBER = re.compile(r"(?<![0-9\s])\s+|\s+(?![0-9\s])")
 _BRACKETED = re.compile(r"\([^()]*\)")
 _SEVERAL = re.compile(r",(?![0-9]{3})|;|\band\b|\bor\b")
+
+
+class Judgement(NamedTuple):
+    """Whether a response answers its problem, and its final answer, normalised, so that equal answers can be
+    counted; None where it gives none."""
+
+    correct: bool
+    extracted: str | None = None
 
 
 def find_answer(response: str) -> str | None:
@@ -178,11 +185,11 @@ def _canonical_number(text: str) -> str:
     return text
 
 
-def verify_dapo(response: str, answer: str) -> Verdict:
+def verify_dapo(response: str, answer: str) -> Judgement:
     """Judge whether the last `Answer:` line of `response` equals `answer` (DAPO eq. 7). Without such a line
     it is wrong, with extracted None."""
     found = find_answer(response)
     if found is None:
-        return Verdict(False)
+        return Judgement(False)
     extracted = normalise(found)
-    return Verdict(extracted != "" and extracted == normalise(answer), extracted or None)
+    return Judgement(extracted != "" and extracted == normalise(answer), extracted or None)

@@ -21,8 +21,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from sympy import Basic, Derivative, Expr, Float, Mul, Number, Pow, Rational, Symbol
 from sympy.core.function import AppliedUndef
 
-from megarl.rewards.verdict import Verdict
-from megarl_verifier.answer import MAX_ANSWER, all_boxed, find_answer, last_boxed, normalise
+from megarl_verifier.answer import MAX_ANSWER, Judgement, all_boxed, find_answer, last_boxed, normalise
 from megarl_verifier.relations import ParsedAnswer, Relation, formulas, read, split, tuples
 
 # math-verify warns once per process that its own limits are off; that is on purpose (they need SIGALRM, which
@@ -64,7 +63,7 @@ _POINTS = 5
 _DIGITS = 40
 
 
-def verify_math(response: str, answer: str) -> Verdict:
+def verify_math(response: str, answer: str) -> Judgement:
     r"""Judge whether the final answer of `response` is mathematically equal to `answer`.
 
     The final answer is the last `Answer:` line, or the boxes in it, else the last `\boxed{}`, else what
@@ -81,7 +80,7 @@ def verify_math(response: str, answer: str) -> Verdict:
         correct = False
         if value is not None and _is_plausible(value):
             correct = _verify(_parse_formula(value), candidates, "%" in tail)
-        return Verdict(correct, _canonical(candidates))
+        return Judgement(correct, _canonical(candidates))
     found = _plain(found)
     mine = read(found) if _is_plausible(found) else None
     if gold is not None and mine is not None:
@@ -93,7 +92,7 @@ def verify_math(response: str, answer: str) -> Verdict:
     else:
         correct = _equal(answer, (mine.last if mine else None) or found)
     value = (mine.value if gold else mine.last) if mine else None
-    return Verdict(correct or _form(answer) == _form(found) != "", _vote(value or found))
+    return Judgement(correct or _form(answer) == _form(found) != "", _vote(value or found))
 
 
 def _without_exclamation(line: str, answer: str) -> str:

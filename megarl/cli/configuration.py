@@ -41,7 +41,7 @@ def show(path: Path, overrides: Sequence[str]) -> int:
 def check(path: Path, overrides: Sequence[str]) -> int:
     """Check keys, types and contradictions, and the tasks of reasoning-gym; the model's folder and the data
     files too, where the folder is on this machine."""
-    from megarl_tasks.gym import check_tasks, gym_entries
+    from megarl.data.generated import check_tasks, gym_entries
 
     config = load_config(path, overrides)
     check_config(config, str(path))

@@ -1,17 +1,14 @@
-"""Data sets before a run: `megarl data show` prints what the model will read, `megarl data gym` what
-reasoning-gym has, `megarl data integers` turns answers into integers."""
+"""Data sets before a run: `megarl data show` prints what the model will read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
 from megarl.config import check_config, load_config
-from megarl.config.errors import ConfigError, DataError
-from megarl.config.load import dump_yaml
-from megarl.config.schema import DataConfig, DataEntry
+from megarl.config.errors import ConfigError
+from megarl.config.schema import DataEntry
 from megarl.data.prompts import (
     ProblemSet,
     Prompt,
@@ -21,7 +18,6 @@ from megarl.data.prompts import (
     read_problem_sets,
     read_prompts,
 )
-from megarl_tasks.gym import INSTALL
 
 
 def show(path: Path, overrides: Sequence[str], rows: int, held_out: bool, drawn: bool) -> int:
@@ -74,54 +70,3 @@ def show(path: Path, overrides: Sequence[str], rows: int, held_out: bool, drawn:
 
 def _reference(problem: Prompt) -> str:
     return f"reference answer: {problem.answer or '(none is known; reasoning-gym scores answers)'}"
-
-
-def gym(tasks: Sequence[str]) -> int:
-    """Print the names of reasoning-gym's tasks, or of some the parameters and the first problem."""
-    if find_spec("reasoning_gym") is None:
-        raise ConfigError(f"reasoning-gym is not installed ({INSTALL})")
-    from megarl_tasks.gym_scorer import known_answer, make_task, parameters_of, tasks_by_kind
-
-    if not tasks:
-        for kind, names in tasks_by_kind().items():
-            print(f"{kind}: {', '.join(names)}")
-    for name in tasks:
-        task = make_task(name, {}, seed=0, size=1)
-        entry = task[0]
-        print(f"{name}\n{dump_yaml(parameters_of(name)) or '    (no parameters)'}")
-        print(
-            f"--- a problem\n{entry['question']}\n--- {known_answer(task, entry) or '(no answer is told)'}\n"
-        )
-    return 0
-
-
-def integers(
-    source: Path, out: Path, refused: Path | None, prompt_key: str, answer_key: str, workers: int
-) -> int:
-    """Write the rows of a file whose answers are integers or can be turned into one, and the others beside
-    them."""
-    if not source.is_file():
-        raise DataError(f"{source}: no such file")
-    refused = refused or out.with_name(f"{out.stem}.refused{out.suffix}")
-    for path in (out, refused):
-        if path.suffix != source.suffix:
-            raise DataError(f"{path}: must end in {source.suffix}, as {source} does")
-        if path.exists():
-            raise DataError(f"{path}: is there already (delete it, or name another file)")
-        if not path.parent.is_dir():
-            raise DataError(f"{path}: its folder does not exist (make it first)")
-    if out == refused:
-        raise DataError(f"{out}: cannot take the refused rows as well (name two files)")
-    if workers < 1:
-        raise ConfigError(f"--workers: must be >= 1 (got {workers})")
-    from megarl_verifier.integers import convert, write_rows  # sympy, which takes a second to import
-
-    done = convert(source, DataConfig(prompt_key=prompt_key, answer_key=answer_key), workers)
-    write_rows(out, done.kept)
-    if done.refused:
-        write_rows(refused, done.refused)
-    print("\n".join(done.report.lines()))
-    print(f"{out}: {len(done.kept):,} rows, {done.turned:,} of them turned into integers")
-    if done.refused:
-        print(f"{refused}: {len(done.refused):,} rows as they were, with the reason")
-    return 0

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import psutil
 
 from megarl import __version__
+from megarl.config.plugins import REINSTALL, plugin, plugins
 from megarl.parallel.machine import (
     GIB,
     INSTALL,
@@ -27,7 +28,6 @@ from megarl.parallel.machine import (
     matrix_rates,
     misfit,
 )
-from megarl_tasks.demo import PRETRAINED_MEMORY, choose_sizes
 
 FP8_FROM = (8, 9)  # compute capability: Ada and Hopper have FP8 matrix units
 
@@ -87,6 +87,8 @@ def doctor() -> int:
             print(f"       {ability.command}")
     for flaw in machine.flaws:
         print(f"look {flaw}")
+    if "demo" not in plugins("megarl.commands"):
+        print(f"look this installation of megarl is older than its files ({REINSTALL})")
     return 0 if found[0].ready else 1
 
 
@@ -138,12 +140,8 @@ def abilities(machine: Machine) -> Iterator[Ability]:
     else:
         yield Ability(name, True, "make demo")
 
-    if machine.rates is not None:
-        sizes = choose_sizes(machine.rates, machine.cores, "vapo")
-        name, note = "a pretrained model on CPUs", f"make demo MODEL=smollm2: {sizes}"
-        if machine.memory < PRETRAINED_MEMORY:
-            note = f"{machine.memory / GIB:.0f} GiB of memory, {PRETRAINED_MEMORY / GIB:.0f} are needed"
-        yield Ability(name, machine.memory >= PRETRAINED_MEMORY, note)
+    for one in plugins("megarl.abilities"):
+        yield from plugin("megarl.abilities", one)(machine)
 
     gpu = _gpu(machine)
     yield gpu

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from megarl import __version__
 from megarl.cli.ranks import exit_code, quiet_libraries
+from megarl.config.plugins import plugin
 from megarl.config.schema import DataConfig
 
 DEFAULT = "(default: %(default)s)"
@@ -79,13 +80,13 @@ def build_parser() -> Parser:
     def add(into: Any, name: str, function: str, text: str, *, check_packages: bool = False) -> Parser:
         """Add a command.
 
-        function         module:function, of megarl or whole, imported when it is called, with the
-                         arguments by name; returns the exit code
+        function         module:function in megarl, or the words of a command that a package beside it
+                         brings (config/plugins.py); imported when it is called, with the arguments by name;
+                         returns the exit code
         check_packages   whether it imports Megatron: a package that does not fit is one line then, not an
                          error in an import"""
         command: Parser = into.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        path = function if "megarl_" in function else f"megarl.{function}"
-        command.set_defaults(function=path, check_packages=check_packages)
+        command.set_defaults(function=function, check_packages=check_packages)
         return command
 
     text = "train by supervised warm start, GRPO, DAPO, PPO or VAPO: the config's recipe"
@@ -145,10 +146,10 @@ def build_parser() -> Parser:
     show.flag("--drawn", "those that the run draws first, not the first of the files")
     show.config()
     text = "list the tasks that reasoning-gym generates, or parameters and a problem of some"
-    gym = add(data, "gym", "cli.data:gym", text)
+    gym = add(data, "gym", "data-gym", text)
     gym.add_argument("tasks", nargs="*", metavar="TASK", help="a task's name; none: all names")
     text = r"turn answers into integers: for 11 - 2\sqrt{6} the question asks for k + m + n of k - m\sqrt{n}"
-    integers = add(data, "integers", "cli.data:integers", text)
+    integers = add(data, "integers", "data-integers", text)
     integers.path("source", "DATA", "file with LaTeX answers, .jsonl or .parquet")
     integers.path("out", "OUT", "file to write, of the same kind: every row has an integer as its answer")
     text = "file for the rows that cannot be turned, each with the reason; default: OUT's name with .refused"
@@ -217,7 +218,7 @@ def build_parser() -> Parser:
     nodes.number("--bandwidth", "GB/s", f"least speed into a node from another one {DEFAULT}", default=0.0)
 
     text = "write report.html of one run, or of several laid over each other"
-    report = add(commands, "report", "cli.main:report", text)
+    report = add(commands, "report", "report", text)
     report.path("runs", "RUN", "run folders", nargs="+")
     report.path("--out", "FILE", "file to write; default: report.html in the first run's folder")
 
@@ -231,7 +232,7 @@ def build_parser() -> Parser:
 
     below = "everything is written below it"
     text = "make a tiny model and a task, warm-start it, then train it by reinforcement: minutes on a CPU"
-    demo = add(commands, "demo", "megarl_tasks.demo:demo", text, check_packages=True)
+    demo = add(commands, "demo", "demo", text, check_packages=True)
     recipes = ("vapo", "dapo", "sao", "vc_ppo", "rloo", "dr_grpo")
     demo.add_argument("--recipe", choices=recipes, default="vapo", help="default: %(default)s")
     demo.number("--seed", None, f"of model, task and training {DEFAULT}", default=0)
@@ -247,7 +248,7 @@ def build_parser() -> Parser:
     demo.overrides("parallel.tp=1; they are for the reinforcement run")
 
     text = "run a paper's ablation table at demo scale: each row with several seeds"
-    ablate = add(commands, "ablate", "megarl_experiments.command:ablate", text, check_packages=True)
+    ablate = add(commands, "ablate", "ablate", text, check_packages=True)
     text = "vapo, dapo, vapo.protocol, or the path of a .table.yaml or .protocol.yaml file"
     ablate.add_argument("name", metavar="TABLE", help=text)
     ablate.path("--base", "CONFIG", "what the rows are put over; default: the table's")
@@ -282,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet_libraries()
     if os.getcwd() not in sys.path:  # of a user's own verifier, however megarl was started
         sys.path.append(os.getcwd())
-    module, _, function = given.pop("function").partition(":")
+    function = given.pop("function")
     check_packages = given.pop("check_packages")
 
     def call() -> int:
@@ -291,17 +292,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             machine.check_packages()
             machine.check_launcher()
-        return getattr(import_module(module), function)(**given)
+        if ":" not in function:
+            return plugin("megarl.commands", function)(**given)
+        module, _, name = function.partition(":")
+        return getattr(import_module(f"megarl.{module}"), name)(**given)
 
     return exit_code(call)
-
-
-def report(runs: Sequence[Path], out: Path | None) -> int:
-    """Write report.html and print where it is."""
-    from megarl_report.report import write_report
-
-    print(write_report(runs, out or runs[0]))
-    return 0
 
 
 def watch(run: Path, once: bool) -> int:

@@ -39,8 +39,8 @@ from megarl.parallel.machine import (
     import_problem,
 )
 from megarl.plan.memory import plan_of
+from megarl.schedule.identity import code_checksum
 from megarl.weights.cost import planning_config
-from megarl_experiments.tables import code_checksum
 
 MESSAGE = 64 * 2**20  # bytes of one message in the measurement
 CONTROL = 2**20  # of one where the question is only whether it arrives

@@ -178,10 +178,10 @@ def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: 
     from megarl.parallel.runtime import launched_rank
 
     if code == 0 and launched_rank() == 0 and config.log.report:
-        from megarl_report.report import write_report
+        from megarl.config.plugins import plugin
 
         try:
-            print(f"report: {write_report([config.run_dir], config.run_dir)}")
+            print(f"report: {plugin('megarl.reports', 'html')([config.run_dir], config.run_dir)}")
         except ConfigError as error:  # it cannot be written: the run is done all the same
             print(f"megarl: {error}", file=sys.stderr, flush=True)
     return code

@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config.errors import CheckpointError, ConfigError, DataError
+from megarl.config.plugins import plugin
 from megarl.config.schema import DataConfig, DataEntry, EvaluationConfig
+from megarl.data.generated import GeneratedRow, first_rows, generate, gym_entries, reference_to
 from megarl.rewards.verdict import Reference
-from megarl_tasks.gym import GymRow, first_rows, generate, gym_entries, reference_to
-from megarl_verifier.answer import last_boxed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -226,7 +226,7 @@ class _Row:
 
 
 # What rows are read from, by the name that a report has for it: a file, or rows that were generated.
-_Sources = Mapping[str, Path | Iterable[GymRow]]
+_Sources = Mapping[str, Path | Iterable[GeneratedRow]]
 
 
 def _files(paths: Iterable[Path]) -> _Sources:
@@ -235,12 +235,12 @@ def _files(paths: Iterable[Path]) -> _Sources:
 
 def _sources(entries: Sequence[DataEntry | Path], keys: Sequence[str]) -> _Sources:
     """Return what the entries with these keys (`data.eval[1]`) are read from. Raises as
-    megarl_tasks.gym.generate."""
+    megarl.data.generated.generate."""
     found = list(zip(keys, map(DataEntry.model_validate, entries), strict=True))
-    generated: dict[str, list[GymRow]] = {f"{key}.gym": [] for key, entry in found if entry.gym}
+    generated: dict[str, list[GeneratedRow]] = {f"{key}.gym": [] for key, entry in found if entry.gym}
     for row in generate({f"{key}.gym": entry.gym for key, entry in found if entry.gym}):
         generated[row.key].append(row)
-    sources: dict[str, Path | Iterable[GymRow]] = {}
+    sources: dict[str, Path | Iterable[GeneratedRow]] = {}
     for key, entry in found:
         sources |= _files([entry.path]) if entry.path else {f"{key}.gym": generated[f"{key}.gym"]}
     return sources
@@ -259,7 +259,7 @@ def read_prompts(
     Rows without prompt or answer, of a wrong type, malformed or too long are left out and listed in the
     report, and of what is generated the questions that are in `held_out`. Raises DataError for a missing or
     malformed file and for one without a usable row, ConfigError for a template that the tokenizer does not
-    have, and as megarl_tasks.gym.generate."""
+    have, and as megarl.data.generated.generate."""
     keys = [f"{key}[{i}]" for i in range(len(entries))]
     questions = frozenset[str]().union(*(one.questions for one in held_out))
     _check_template(data, tokenizer)
@@ -374,11 +374,11 @@ def validate_files(
         for path in paths:
             answer = first(_files([path]), target_key)
             found = found or [answer]
-    generated: dict[str, list[GymRow]] = {}
+    generated: dict[str, list[GeneratedRow]] = {}
     for row in first_rows(gym_entries(data), rounds=1):
         generated.setdefault(row.key, []).append(row)
     for key, rows in generated.items():
-        found += [row.reference for row in rows if row.entry]
+        found += [reference_to(row.answer, row.entry) for row in rows if row.entry]
         try:
             first({key: rows})
         except DataError:  # all too long, perhaps: later ones may not be
@@ -429,18 +429,18 @@ def _usable_rows(
     for name, source in sources.items():
         usable = False
         report.rows[name] = 0
-        rows: Iterable[tuple[int, dict[str, Any] | str | GymRow]]
+        rows: Iterable[tuple[int, dict[str, Any] | str | GeneratedRow]]
         rows = file_rows(source, columns) if isinstance(source, Path) else enumerate(source, 1)
         for number, content in rows:
             report.rows[name] += 1
             try:
                 if isinstance(content, str):
                     raise UnusableRow(content)
-                if isinstance(content, GymRow):
-                    row = _generated_row(content, number, held_out)
-                else:
+                if isinstance(content, dict):
                     assert isinstance(source, Path)
                     row = _file_row(content, number, source, data, response_key)
+                else:
+                    row = _generated_row(content, number, held_out)
             except (UnusableRow, UnicodeEncodeError) as error:
                 # JSON can spell half a surrogate pair, which no tokenizer takes.
                 problem = error if isinstance(error, UnusableRow) else UnusableRow("text is not Unicode")
@@ -462,7 +462,7 @@ def _file_row(
     return _Row(str(path), number, _uid(prompt, target), prompt, target, source, extra)
 
 
-def _generated_row(row: GymRow, number: int, held_out: frozenset[str]) -> _Row:
+def _generated_row(row: GeneratedRow, number: int, held_out: frozenset[str]) -> _Row:
     if row.problem is not None:
         raise UnusableRow(*row.problem)
     if row.question in held_out:
@@ -622,7 +622,7 @@ def final_answer(solution: str) -> str | None:
     else all of it where it is one formula or one word (TRL's `$\frac{1}{2}$` and `True`); None where it says
     none."""
     text = solution.strip()
-    if (boxed := last_boxed(text)) is not None:
+    if (boxed := plugin("megarl.answers", "boxed")(text)) is not None:
         return boxed
     if "####" in text:
         return text.rpartition("####")[2].replace(",", "")

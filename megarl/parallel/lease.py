@@ -19,6 +19,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -212,6 +213,19 @@ def leased(
         yield lease
     finally:
         lease.release()
+
+
+def make_anew(folder: Path) -> None:
+    """Empty a folder, private to the user. It goes as a whole: a half deleted one would have lost its
+    mark. Raises ConfigError where another command writes there."""
+    with leased(folder, "megarl", remedy="stop it there, wait for it, or choose another folder"):
+        pass
+    old = folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+        shutil.rmtree(old)
+    folder.mkdir(parents=True, mode=0o700)
 
 
 def renew_held() -> None:

@@ -29,7 +29,16 @@ from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from megarl.config.errors import ConfigError, WaitTimeout
-from megarl.rewards.verdict import Judged, Reference, Term, Verdict, Verifier, get_term, get_verifier
+from megarl.rewards.verdict import (
+    Judged,
+    Reference,
+    Term,
+    Verdict,
+    Verifier,
+    get_term,
+    get_verifier,
+    verifier_path,
+)
 
 if TYPE_CHECKING:  # a worker needs no pydantic
     from megarl.config.schema import RewardTerm
@@ -90,7 +99,7 @@ class VerifierPool:
             raise ValueError(f"workers >= 1, timeout > 0 and memory_mib >= 64 expected (got {given})")
         self.timeout = timeout
         self._settings = {
-            "verifier": verifier_name,
+            "verifier": verifier_path(verifier_name),  # its worker need not look for it
             "terms": {name: (term.function, term.arguments) for name, term in terms.items()},
             "timeout": timeout,
             "memory_mib": memory_mib,
@@ -327,8 +336,12 @@ def judge(
             result = get_verifier(reference.verifier)(response, reference.entry)
         if isinstance(result, bool):
             verdict = Verdict(result)
+        elif isinstance(result, tuple):
+            if len(result) != 2:
+                raise _UnusableError(f"verifier returned a tuple of {len(result)}, not (right, answer)")
+            verdict = Verdict(bool(result[0]), result[1])
         elif not isinstance(result, Verdict):
-            score = _finite(result, "verifier returned", "not bool, number or Verdict")
+            score = _finite(result, "verifier returned", "not bool, number, (right, answer) or Verdict")
             verdict = Verdict(score >= 1, score=score)
         else:
             verdict = Verdict(

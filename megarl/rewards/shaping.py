@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 import re
 
+from megarl.config.plugins import plugin
 from megarl.rewards.verdict import Judged
-from megarl_verifier.answer import find_answer, last_boxed
 
 THINK_ANSWER = r"\A\s*<think>.*?</think>\s*<answer>.*?</answer>\s*\Z"
 
@@ -52,4 +52,5 @@ def matches(response: Judged, pattern: str = THINK_ANSWER) -> float:
 def boxed_or_answer_line(response: Judged) -> float:
     """Return 1 where the response gives its answer where verifiers look for it, in a line `Answer: ...` or in
     `\\boxed{...}`, right or wrong; else 0."""
-    return float(find_answer(response.text) is not None or last_boxed(response.text) is not None)
+    found = (plugin("megarl.answers", place)(response.text) for place in ("line", "boxed"))
+    return float(any(answer is not None for answer in found))

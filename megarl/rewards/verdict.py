@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError
+from megarl.config.plugins import REINSTALL, plugins
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ class Reference(NamedTuple):
 
 
 # (response, reference answer) -> judgement. A plain bool will do; a number is a score, and right from 1 on; a
-# Verdict can carry the extracted answer, and a score of which it says itself whether it is right.
-Verifier = Callable[[str, str], bool | float | Verdict]
+# pair is (right, extracted answer), of who knows nothing of megarl; a Verdict can carry both, and a score of
+# which it says itself whether it is right.
+Verifier = Callable[[str, str], bool | float | tuple[bool, str | None] | Verdict]
 
 
 @dataclass(frozen=True)
@@ -75,21 +77,24 @@ class Judged:
 
 Term = Callable[[Judged], float]  # with its arguments already bound
 
-_BUILT_IN = {"dapo": "megarl_verifier.answer:verify_dapo", "math": "megarl_verifier.symbolic:verify_math"}
+
+def verifier_path(name: str) -> str:
+    """Return `module:function` of the verifier that `reward.verifier` names: `dapo`, `math`, another one that
+    a package brings, or the user's own, which is named so. Raises ConfigError for an unknown name."""
+    if all(name.partition(":")):
+        return name
+    known = plugins("megarl.verifiers")
+    if name not in known:
+        remedy = f"use {', '.join(known)} or package.module:function" if known else REINSTALL
+        raise ConfigError(f"reward.verifier: unknown verifier {name!r} ({remedy})")
+    return known[name].value
 
 
 def get_verifier(name: str) -> Verifier:
-    """Return the function that `reward.verifier` names, `dapo`, `math` or `module:function` of the user:
-    `f(response, reference answer) -> bool | float | Verdict`.
+    """Return the function that `reward.verifier` names (see `verifier_path`).
 
-    Raises ConfigError if it cannot be imported or is not callable."""
-    path = _BUILT_IN.get(name, name)
-    if not all(path.partition(":")):
-        raise ConfigError(
-            f"reward.verifier: unknown verifier {name!r} "
-            f"(use {', '.join(_BUILT_IN)} or package.module:function)"
-        )
-    return _function("reward.verifier", path)
+    Raises ConfigError if it is unknown, cannot be imported or is not callable."""
+    return _function("reward.verifier", verifier_path(name))
 
 
 def get_term(name: str, path: str, arguments: Mapping[str, Any]) -> Term:

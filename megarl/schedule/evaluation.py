@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megarl.config.errors import CheckpointError
 from megarl.config.schema import Config, OverlongConfig
+from megarl.data.generated import own_verifiers
 from megarl.data.prompts import read_problem_sets
 from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.comm import from_rank_0
@@ -21,7 +22,6 @@ from megarl.training.checkpoint import FOLDER, MANIFEST, find_checkpoint, open_c
 from megarl.training.sharded import load_model
 from megarl.weights.families import read_config
 from megarl.weights.megatron import open_model
-from megarl_tasks.gym import own_verifiers
 
 
 def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None]:

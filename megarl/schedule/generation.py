@@ -9,6 +9,7 @@ from typing import Any, assert_never
 
 from megarl.config.schema import Config
 from megarl.data.experience import StepBatch
+from megarl.data.generated import own_verifiers
 from megarl.data.prompts import PromptSampler, read_problem_sets, read_prompts
 from megarl.model.builder import DTYPES
 from megarl.observe.run_log import Sample
@@ -24,7 +25,6 @@ from megarl.rollout.weight_sync import Failures
 from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
 from megarl.training.checkpoint import PRETRAINING
 from megarl.weights.families import read_config
-from megarl_tasks.gym import own_verifiers
 
 
 @dataclass

@@ -18,6 +18,7 @@ from megarl.config.check import check_config, evaluation_problems
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import essential, read_json, write_whole
 from megarl.config.schema import Config, RewardConfig
+from megarl.data.generated import own_verifiers
 from megarl.data.prompts import validate_files
 from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here, without_tokenizer_threads
@@ -41,7 +42,6 @@ from megarl.weights.hf import ModelFolder
 from megarl.weights.layout import check_frozen, check_layout, check_recomputed
 from megarl.weights.megatron import open_model
 from megarl.weights.plan import engine_targets
-from megarl_tasks.gym import own_verifiers
 
 # JSON files of a tokenizer, and one for engines, which an export contains too.
 TOKENIZER_FILES = (

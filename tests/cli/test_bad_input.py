@@ -98,7 +98,7 @@ class TestKeys:
         "reward.verifier=tests.cli.verifiers:a_text": (
             "reward.verifier: tests.cli.verifiers:a_text fails on a made-up response that gives the "
             "reference answer '0': "
-            "verifier returned str, not bool, number or Verdict (it is called with "
+            "verifier returned str, not bool, number, (right, answer) or Verdict (it is called with "
         ),
         "reward.terms.x.function=no_such_module:f": (
             "reward.terms.x.function: no_such_module cannot be imported: ModuleNotFoundError"

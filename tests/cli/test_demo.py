@@ -11,7 +11,7 @@ import pytest
 from megarl.config import load_config
 from megarl.config.load import PACKAGE
 from megarl.parallel.lease import leased
-from megarl_experiments import tables
+from megarl.schedule.identity import identity
 from megarl_tasks.demo import MARK, MARK_RUN
 from tests.cli.processes import megarl
 from tests.cli.scene import Scene
@@ -91,7 +91,7 @@ def test_recipes_and_seeds_lie_side_by_side(tmp_path: Path) -> None:
 class TestIdentity:
     @pytest.fixture
     def configured(self, scene: Scene) -> Any:
-        return lambda *overrides: tables.identity(load_config(scene.config, overrides))
+        return lambda *overrides: identity(load_config(scene.config, overrides))
 
     @pytest.mark.parametrize(
         "override", ["seed=1", "parallel.tp=1", "steps=2", "actor.lr=2e-6", "parallel.threads=2"]
@@ -115,7 +115,7 @@ class TestIdentity:
         self, configured: Any, part: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         before = configured()
-        monkeypatch.setattr(f"megarl_experiments.tables.{part}", lambda: {"megarl": "0"})
+        monkeypatch.setattr(f"megarl.schedule.identity.{part}", lambda: {"megarl": "0"})
         assert configured() != before
 
 

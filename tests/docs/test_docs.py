@@ -62,14 +62,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target.split("#")[0]).exists(), target
     for name in re.findall(r"\bconfigs/\w+\.yaml", text):
         assert name in OURS or (ROOT / name).is_file(), name
-    for name in re.findall(r"\bbenchmarks/\w+\.py|\btests/[\w/]+\.py|\bmegarl/[\w/]+\.py", text):
+    for name in re.findall(r"\bbenchmarks/\w+\.py|\btests/[\w/]+\.py|\bmegarl\w*/[\w/]+\.py", text):
         assert (ROOT / name).is_file(), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_functions_and_tests_exist(page: Path) -> None:
     text = page.read_text()
-    for module, name in re.findall(r"`(megarl(?:\.\w+)+):(\w+)`", text):
+    for module, name in re.findall(r"`(megarl\w*(?:\.\w+)+):(\w+)`", text):
         assert hasattr(importlib.import_module(module), name), f"{module}:{name}"
     for file, name in re.findall(r"\b([\w/]+\.py)::(\w+)", text):
         assert re.search(
@@ -314,7 +314,7 @@ def own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_generated_problems_on_the_page(tmp_path: Path) -> None:
     """The entries of the page hold; tasks and parameters are checked where reasoning-gym is installed."""
-    from megarl_tasks.gym import check_tasks, gym_entries
+    from megarl.data.generated import check_tasks, gym_entries
 
     (block,) = (block for block in blocks(OWN_TASK, "yaml") if "- gym:" in block)
     rest = "recipe: dapo\nrun_dir: x\nsteps: 1\nmodel: {path: m}\n"

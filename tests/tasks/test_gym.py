@@ -16,9 +16,10 @@ import megarl_tasks.gym as gym
 from megarl.config import load_config
 from megarl.config.errors import ConfigError, DataError, WaitTimeout
 from megarl.config.schema import DataConfig, EvaluationConfig, GymConfig
+from megarl.data.generated import check_tasks
 from megarl.data.prompts import read_problem_sets, read_prompts, validate_files
 from megarl.rewards.verdict import Reference
-from megarl_tasks.gym import BLOCK, HELD_OUT, SHOWN, check_tasks, first_seed, generate, mixture
+from megarl_tasks.gym import BLOCK, HELD_OUT, SHOWN, first_seed, generate, mixture
 from tests.data.test_reader import CHAT, byte_tokenizer
 
 needs_gym = pytest.mark.skipif(

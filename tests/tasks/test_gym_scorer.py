@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.schema import GymConfig
+from megarl.data.generated import reference_to
 from megarl.rewards import VerifierPool
 from megarl_tasks.gym import VERIFIER, GymRow, generate
 
@@ -31,9 +32,10 @@ def rows() -> dict[str, GymRow]:
 def test_scores_in_the_pool(rows: dict[str, GymRow]) -> None:
     """Beside answers for reward.verifier, in workers that have the scorers from their start on."""
     items = [
-        (f"<answer>0</answer> <answer> {row.answer}\n</answer>.", row.reference) for row in rows.values()
+        (f"<answer>0</answer> <answer> {row.answer}\n</answer>.", reference_to(row.answer, row.entry))
+        for row in rows.values()
     ]
-    jumbled = rows["letter_jumble"].reference
+    jumbled = reference_to(rows["letter_jumble"].answer, rows["letter_jumble"].entry)
     half = f"{rows['letter_jumble'].answer.split()[0]} and no more"
     with VerifierPool("dapo", own=[VERIFIER]) as pool:
         verdicts = pool.verify(
@@ -56,8 +58,8 @@ def test_a_scorer_that_raises(rows: dict[str, GymRow]) -> None:
     with VerifierPool("dapo", own=[VERIFIER]) as pool:
         refused, failed = pool.verify(
             [
-                ("<answer>two</answer>", row.reference),
-                (f"<answer>{row.answer}</answer>", row.reference._replace(entry=json.dumps(broken))),
+                ("<answer>two</answer>", reference_to(row.answer, row.entry)),
+                (f"<answer>{row.answer}</answer>", reference_to(row.answer, json.dumps(broken))),
             ]
         )
     assert not refused.correct and refused.judged and refused.extracted == "two"

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from megarl.config.errors import DataError
 from megarl.config.schema import DataConfig
 from megarl.data.prompts import prompt_uid, read_prompts
-from megarl_verifier.integers import IntegerAnswer, Refused, convert, integer_answer, write_rows
+from megarl_tasks.integer_files import convert, write_rows
+from megarl_verifier.integers import IntegerAnswer, Refused, integer_answer
 from tests.data.test_reader import NO_ANSWER, byte_tokenizer, jsonl
 
 ROWS = yaml.safe_load((Path(__file__).parent / "integer_answers.yaml").read_text())

@@ -1,0 +1,77 @@
+"""What the bits of a run's result depend on: settings, what it starts from, code, versions and processor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config import Config
+from megarl.config.load import PACKAGE
+from megarl.data.generated import gym_entries
+from megarl.parallel.machine import version_of
+from megarl.schedule.preflight import versions
+
+PATHS = ("run_dir", "model.path", "data.train", "data.eval")  # settings of which the contents count
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """Return everything that the bits of a run's result depend on: runs of equal identity end in the same
+    weights."""
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    models = [line for line in cpu if line.startswith("model name")]
+    return {
+        "settings": settings_of(config),  # layout and seed among them
+        "inputs": inputs(config),
+        "code": code_checksum(),
+        "versions": {"python": platform.python_version(), **versions()},
+        "processor": [torch.backends.cpu.get_cpu_capability(), *models[:1]],  # kernels are chosen by it
+    }
+
+
+def inputs(config: Config) -> str:
+    """Return a checksum of what a run starts from: weights, tokenizer and problems."""
+    entries = (*config.data.train, *config.data.eval)
+    files = checksum([*files_of(config.model.path), *(entry.path for entry in entries if entry.path)])
+    generated = {key: entry.model_dump(mode="json") for key, entry in gym_entries(config.data).items()}
+    if not generated:
+        return files
+    return hashlib.sha256(json.dumps([files, generated, version_of("reasoning-gym")]).encode()).hexdigest()
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files in a folder, by name."""
+    return [file for file in sorted(folder.iterdir()) if file.is_file()]
+
+
+def checksum(files: Iterable[Path]) -> str:
+    """Return one checksum for the contents of all these files."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def code_checksum() -> str:
+    """Return a checksum of the files of megarl and of what lies beside it: a table says whether all its runs
+    were made by the same code, a preflight whether all nodes have it."""
+    return checksum(sorted(PACKAGE.parent.glob("megarl*/**/*.py")))[:10]
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Return the keys that must be equal for two runs to be the same: all but paths, whose contents `inputs`
+    covers."""
+
+    def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        leaves: dict[str, Any] = {}
+        for key, value in tree.items():
+            leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        return leaves
+
+    settings = flat(config.model_dump(mode="json"))
+    return {key: value for key, value in settings.items() if key not in PATHS}

@@ -1,0 +1,125 @@
+"""Files whose answers are turned into integers (`megarl data integers`), each checked by the symbolic
+verifier."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.config.errors import DataError
+from megarl.config.schema import DataConfig
+from megarl.data.prompts import WORKED, ReadReport, UnusableRow, answer_of, file_rows, prompt_of, value_at
+from megarl.rewards import VerifierPool
+from megarl_verifier.integers import IntegerAnswer, Refused, integer_answer
+
+
+@dataclass
+class Conversion:
+    """What became of a file's rows.
+
+    kept      rows with integers as answers
+    refused   rows as they were, with why and with their number in the file (`refused`, `refused_row`)
+    turned    how many of `kept` had another answer than an integer
+    report    counts and reasons"""
+
+    kept: list[dict[str, Any]]
+    refused: list[dict[str, Any]]
+    turned: int
+    report: ReadReport
+
+
+def convert(source: Path, data: DataConfig, workers: int = 1) -> Conversion:
+    """Turn the answers of a file into integers.
+
+    A kept row has its columns, the question extended, the integer as text where the answer stood (of a worked
+    solution, in `solution`, `completion` or `messages`, in a new column `answer`, which is read before them),
+    and what stood there as `original_answer`, unless it has that column. Raises DataError for a file that
+    cannot be read or has no row that can be turned."""
+    report = ReadReport(rows={str(source): 0})
+    done = Conversion([], [], 0, report)
+    found: list[tuple[int, dict[str, Any], IntegerAnswer]] = []
+    rows: dict[int, dict[str, Any]] = {}
+
+    def refuse(number: int, problem: UnusableRow) -> None:
+        report.reject(str(source), number, problem)
+        done.refused.append({**rows.get(number, {}), "refused": problem.reason, "refused_row": number})
+
+    for number, row in file_rows(source):
+        report.rows[str(source)] += 1
+        try:
+            if isinstance(row, str):
+                raise UnusableRow(row)
+            rows[number] = row
+            _, prompt = prompt_of(row, data, source)
+            question = prompt if isinstance(prompt, str) else "\n".join(part["content"] for part in prompt)
+            found.append((number, row, integer_answer(question, answer_of(row, data, source)[1])))
+        except UnusableRow as problem:
+            refuse(number, problem)
+        except Refused as problem:
+            refuse(number, UnusableRow(problem.reason, problem.detail))
+
+    turned = [one for _, _, one in found if one.asked]
+    with VerifierPool("math", workers) as pool:
+        verdicts = iter(pool.verify([(f"\\boxed{{{one.back}}}", one.number) for one in turned]))
+    for number, row, one in found:
+        verdict = next(verdicts) if one.asked else None
+        if verdict and not verdict.correct:
+            what = verdict.error or f"{one.back} and {one.number}"
+            refuse(number, UnusableRow("not equal to its form by the symbolic verifier", what))
+            continue
+        done.turned += verdict is not None
+        done.kept.append(_extended(row, data, source, one))
+    done.refused.sort(key=lambda row: row["refused_row"])
+    report.finish([source], len(done.kept))
+    return done
+
+
+def _extended(row: dict[str, Any], data: DataConfig, source: Path, found: IntegerAnswer) -> dict[str, Any]:
+    """Return a copy of the row that asks for the integer."""
+    row = copy.deepcopy(row)
+    column, prompt = prompt_of(row, data, source)
+    if found.asked and isinstance(prompt, str):
+        _put(row, column, f"{prompt.rstrip()} {found.asked}")
+    elif found.asked:
+        messages: list[dict[str, Any]] = value_at(row, column)
+        last = next((one for one in reversed(messages) if one["role"] == "user"), messages[-1])
+        last["content"] = f"{last['content'].rstrip()} {found.asked}"
+    column, answer = answer_of(row, data, source)
+    if column.lower() in WORKED:
+        column = "answer"
+    else:
+        answer = str(value_at(row, column))
+    _put(row, column, str(found.value))
+    row.setdefault("original_answer", answer)
+    return row
+
+
+def _put(row: dict[str, Any], column: str, value: Any) -> None:
+    """Replace what `value_at` returns."""
+    *parts, last = [column] if row.get(column) is not None or "." not in column else column.split(".")
+    for part in parts:
+        row = row[part]
+    row[last] = value
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows as .parquet or .jsonl, whichever `path` names; the file appears when it is whole."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        if path.suffix == ".parquet":
+            names = dict.fromkeys(name for row in rows for name in row)
+            table = pa.table({name: [row.get(name) for row in rows] for name in names})
+            pq.write_table(table, unfinished)
+        else:
+            with open(unfinished, "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        unfinished.replace(path)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be written: {error}") from error
