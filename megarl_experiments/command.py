@@ -26,9 +26,9 @@ from megarl_experiments.jobs import run_jobs
 from megarl_experiments.protocol import (
     FRESH,
     Arm,
-    Outcome,
     Power,
     Protocol,
+    RowOutcome,
     is_protocol,
     judge,
     load_protocol,
@@ -41,8 +41,8 @@ from megarl_experiments.tables import (
     MARK,
     SET_HERE,
     AblationTable,
+    Options,
     Planned,
-    Settings,
     code_checksum,
     load_table,
     make_task,
@@ -54,7 +54,7 @@ from megarl_experiments.tables import (
 
 
 @dataclass
-class Piece:
+class Allowance:
     """What one command may still begin of what is missing."""
 
     most: float  # runs
@@ -62,7 +62,7 @@ class Piece:
     over: bool = False
 
     @classmethod
-    def of(cls, settings: Settings) -> Piece:
+    def of(cls, settings: Options) -> Allowance:
         hours = math.inf if settings.hours is None else settings.hours
         return cls(math.inf if settings.most is None else settings.most, time.monotonic() + 3600 * hours)
 
@@ -89,13 +89,13 @@ def _kept(folder: Path) -> Iterator[None]:
 
 def ablate(name: str, base: Path | None, into: Path | None, seeds: Sequence[int] | None, **given: Any) -> int:
     """Run what is missing of a table or protocol and write it; return 0, 75 where --hours or --most left
-    runs, or the exit code of a failed run. given: the other fields of `Settings`."""
+    runs, or the exit code of a failed run. given: the other fields of `Options`."""
     settings_after_rows = [row for row in given["rows"] if "=" in row]  # `--rows a b steps=30`
     given["rows"] = [row for row in given["rows"] if "=" not in row]
     given["overrides"] = [*given["overrides"], *settings_after_rows]
     if is_protocol(name):
         return _ablate_protocol(load_protocol(name), base, into, seeds, given)
-    settings = Settings(seeds=range(5) if seeds is None else seeds, **given)
+    settings = Options(seeds=range(5) if seeds is None else seeds, **given)
     table = load_table(name, base and config_file(base))
     _check_settings(settings, [row.slug for row in table.rows])
     if into is not None:
@@ -105,7 +105,7 @@ def ablate(name: str, base: Path | None, into: Path | None, seeds: Sequence[int]
     planned = [row_run(table, settings, row, seed) for seed in settings.seeds for row in table.rows]
     for run in planned:  # a mistake in the overrides is found now, not after the warm starts
         check_config(run.config, f"{table.folder / table.base}, row {run.row}")
-    out, piece = settings.folder / table.name, Piece.of(settings)
+    out, piece = settings.folder / table.name, Allowance.of(settings)
     with _kept(settings.folder):
         print(f"{table.title}: {len(table.rows)} rows x {len(settings.seeds)} seeds in {out}", flush=True)
         started = time.monotonic()
@@ -148,7 +148,7 @@ def _ablate_protocol(
     """Run what is missing of a protocol's fresh seeds and judge its rows; or, with seeds below FRESH, try
     settings and log them."""
     tuning = seeds is not None
-    settings = Settings(seeds=protocol.fresh_seeds if seeds is None else seeds, **given)
+    settings = Options(seeds=protocol.fresh_seeds if seeds is None else seeds, **given)
     tables = protocol.tables()
     known = {row.name: row for row in next(iter(tables.values())).rows}  # for slugs and points
     _check_settings(settings, [known[row.row].slug for row in protocol.rows])
@@ -183,12 +183,12 @@ def _ablate_protocol(
         _tell_costs([one for one in powers if one.row in chosen], own, warm.values(), settings.fresh)
         if settings.most == 0:
             return 0
-        started, piece = time.monotonic(), Piece.of(settings)
+        started, piece = time.monotonic(), Allowance.of(settings)
         codes, ready = _warm_up(warm, own.values(), settings, piece)
         finished = {key: run for key, run in planned.items() if key not in own and _usable(run)}
         key_of = {run.folder: key for key, run in own.items()}
 
-        def judged() -> tuple[dict[Arm, Curve], list[Outcome]]:
+        def judged() -> tuple[dict[Arm, Curve], list[RowOutcome]]:
             curves: dict[Arm, Curve] = {key: run.curve() for key, run in finished.items()}
             return curves, judge(protocol, curves, {name: row.paper for name, row in known.items()})
 
@@ -250,14 +250,14 @@ def _tell_costs(
     print("  (by earlier runs in this folder; where there are none, by the protocol's file)", flush=True)
 
 
-def _warm_starts(planned: Iterable[Planned], settings: Settings) -> dict[Path, Planned]:
+def _warm_starts(planned: Iterable[Planned], settings: Options) -> dict[Path, Planned]:
     """Return model path -> the warm start that makes it, for all that the runs begin from."""
     first = {run.config.model.path: run for run in planned}
     return {path: warm_start(run.table, settings, run.seed) for path, run in first.items()}
 
 
 def _warm_up(
-    warm: Mapping[Path, Planned], planned: Iterable[Planned], settings: Settings, piece: Piece
+    warm: Mapping[Path, Planned], planned: Iterable[Planned], settings: Options, piece: Allowance
 ) -> tuple[list[int], list[Planned]]:
     """Make the tasks and complete the warm starts of these runs; return the exit codes of those that failed,
     and the runs that can begin."""
@@ -276,7 +276,7 @@ def _usable(run: Planned) -> bool:
     return run.seconds() is not None and run.config.model.path.is_dir() and not run.changed()
 
 
-def _check_settings(settings: Settings, slugs: Sequence[str]) -> None:
+def _check_settings(settings: Options, slugs: Sequence[str]) -> None:
     """Refuse seeds, rows, limits and overrides that make no sense."""
     if unknown := set(settings.rows) - {*slugs}:
         raise ConfigError(f"--rows: {min(unknown)}: no such row (one of {', '.join(slugs)})")
@@ -293,7 +293,7 @@ def _check_settings(settings: Settings, slugs: Sequence[str]) -> None:
 
 
 def _complete(
-    planned: Sequence[Planned], settings: Settings, piece: Piece, finish: Callable[[Planned], None]
+    planned: Sequence[Planned], settings: Options, piece: Allowance, finish: Callable[[Planned], None]
 ) -> list[int]:
     """Run what is not finished and fits into the piece, call `finish` with each run that is; return the exit
     codes of those that failed."""
@@ -333,7 +333,7 @@ def _complete(
     return codes
 
 
-def _result(table: AblationTable, settings: Settings, finished: Sequence[Planned]) -> Result:
+def _result(table: AblationTable, settings: Options, finished: Sequence[Planned]) -> Result:
     rows = []
     for row in table.rows:
         own = sorted((run for run in finished if run.row == row.slug), key=lambda run: run.seed)

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megarl_experiments.curves import GREY, band, draw_row
-from megarl_experiments.protocol import FRESH, POWER, VERDICTS, Arm, Outcome, Power, Protocol, read_tried
+from megarl_experiments.protocol import FRESH, POWER, VERDICTS, Arm, Power, Protocol, RowOutcome, read_tried
 from megarl_experiments.result import LEVEL, Curve, RowResult
 from megarl_experiments.tables import write_json
 from megarl_report.plots import COLOURS, FONT, INK, MUTED, NICE, figure, finish, svg
@@ -26,7 +26,7 @@ LAST, CURVE = "the mean of the last {} evaluations", "the mean of all evaluation
 
 def write(
     protocol: Protocol,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RowOutcome],
     curves: Mapping[Arm, Curve],
     powers: Sequence[Power],
     said: str,
@@ -49,7 +49,7 @@ def write(
 
 def markdown(
     protocol: Protocol,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RowOutcome],
     powers: Sequence[Power],
     tried: Sequence[Mapping[str, Any]],
     said: str,
@@ -98,7 +98,7 @@ def markdown(
     return "\n\n".join(parts) + "\n"
 
 
-def cells(protocol: Protocol, outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
+def cells(protocol: Protocol, outcomes: Sequence[RowOutcome]) -> tuple[list[str], list[list[str]]]:
     """Return heads and rows of the table of verdicts, as text."""
     other = "all evaluations" if protocol.statistic == "last" else "the last evaluations"
     heads = ["row", "task", "paper: points, claim", "difference", "p, Holm", "bound", "p of equivalence"]
@@ -119,7 +119,7 @@ def cells(protocol: Protocol, outcomes: Sequence[Outcome]) -> tuple[list[str], l
     return heads, rows
 
 
-def rules(protocol: Protocol, outcomes: Sequence[Outcome]) -> list[str]:
+def rules(protocol: Protocol, outcomes: Sequence[RowOutcome]) -> list[str]:
     """Return how the rows are judged, one sentence each."""
     counts = {verdict: sum(one.verdict == verdict for one in outcomes) for verdict in VERDICTS}
     decided = sum(count for verdict, count in counts.items() if verdict != "undecided")
@@ -141,7 +141,7 @@ def rules(protocol: Protocol, outcomes: Sequence[Outcome]) -> list[str]:
     ]
 
 
-def terminal(outcomes: Sequence[Outcome], width: int = 41) -> str:
+def terminal(outcomes: Sequence[RowOutcome], width: int = 41) -> str:
     """Return the forest plot as text: o the difference, = its interval, | no difference, ( ) the bound."""
     scale = _reach(outcomes)
 
@@ -164,7 +164,7 @@ def terminal(outcomes: Sequence[Outcome], width: int = 41) -> str:
     return "\n".join([*lines, f"{'':{wide}} {-scale:<+{width // 2}.3f}{scale:>+{width - width // 2}.3f}"])
 
 
-def draw(outcomes: Sequence[Outcome]) -> Figure:
+def draw(outcomes: Sequence[RowOutcome]) -> Figure:
     """Draw the rows under each other: the difference with its interval, shaded the bound, beside it the
     paper's points, and above it the verdict as a word of its colour."""
     heads = 34  # points a row
@@ -196,7 +196,7 @@ def draw(outcomes: Sequence[Outcome]) -> Figure:
 
 
 def write_page(
-    protocol: Protocol, outcomes: Sequence[Outcome], curves: Mapping[Arm, Curve], said: str, path: Path
+    protocol: Protocol, outcomes: Sequence[RowOutcome], curves: Mapping[Arm, Curve], said: str, path: Path
 ) -> None:
     """Write one self-contained HTML file: forest plot, table, how it is judged, and each row's curves (blue)
     over those of its neighbour (grey)."""
@@ -222,7 +222,7 @@ def write_page(
     path.write_text(page.document(protocol.title, body), encoding="utf-8")
 
 
-def _reach(outcomes: Sequence[Outcome]) -> float:
+def _reach(outcomes: Sequence[RowOutcome]) -> float:
     """Return how far the axis goes to both sides."""
     ends = [(one.low, one.high, one.mean, one.row.bound) for one in outcomes]
     return 1.1 * max(abs(end) for row in ends for end in row if end is not None)

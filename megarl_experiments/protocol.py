@@ -190,7 +190,7 @@ def load_protocol(name: str) -> Protocol:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RowOutcome:
     """A row as measured. Before all its seeds are there it has no p and no verdict: who looks earlier must
     not be able to stop when the numbers please."""
 
@@ -237,10 +237,10 @@ class Outcome:
         return f"{self.verdict} (but within the bound)" if small else self.verdict
 
 
-def measure(row: ProtocolRow, seeds: range, differences: Mapping[int, float], level: float) -> Outcome:
+def measure(row: ProtocolRow, seeds: range, differences: Mapping[int, float], level: float) -> RowOutcome:
     """Return a row with interval and tests, not yet corrected. seeds: that must be there for a p; level: of
     the smallest difference that they find."""
-    one, values, n = Outcome(row, seeds, differences), [*differences.values()], len(differences)
+    one, values, n = RowOutcome(row, seeds, differences), [*differences.values()], len(differences)
     if not values:
         return one
     one = replace(one, mean=(mean := statistics.fmean(values)))
@@ -261,7 +261,7 @@ def measure(row: ProtocolRow, seeds: range, differences: Mapping[int, float], le
     )
 
 
-def corrected(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def corrected(outcomes: Sequence[RowOutcome]) -> list[RowOutcome]:
     """Apply Holm's correction. A row whose seeds are not all there counts as p = 1: what holds before the
     others are there still holds then."""
     ps = paired.holm([1.0 if one.p is None else one.p for one in outcomes])
@@ -270,7 +270,7 @@ def corrected(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def judge(
     protocol: Protocol, curves: Mapping[Arm, Curve], papers: Mapping[str, float | None]
-) -> list[Outcome]:
+) -> list[RowOutcome]:
     """Return a protocol's rows, judged by the finished runs. papers: points of the table's rows."""
     outcomes = []
     for row in protocol.rows:
@@ -325,7 +325,9 @@ def power_of(protocol: Protocol, tried: Sequence[Mapping[str, Any]]) -> list[Pow
     return found
 
 
-def note_tried(protocol: Protocol, outcomes: Sequence[Outcome], overrides: Sequence[str], code: str) -> None:
+def note_tried(
+    protocol: Protocol, outcomes: Sequence[RowOutcome], overrides: Sequence[str], code: str
+) -> None:
     """Append the differences of tuning seeds to the protocol's log, one line for each row, unless it has them
     already. overrides: of the command line; code: checksum of megarl's files."""
     known, lines = read_tried(protocol.tried), []

@@ -122,7 +122,7 @@ def read_section(kind: type[AnySection], path: Path, given: dict[str, Any]) -> A
 
 
 @dataclass(frozen=True)
-class Settings:
+class Options:
     """How the command was given."""
 
     folder: Path
@@ -222,7 +222,7 @@ def read_mark(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def warm_start(table: AblationTable, settings: Settings, seed: int) -> Planned:
+def warm_start(table: AblationTable, settings: Options, seed: int) -> Planned:
     """Plan the supervised training of a seed, which all rows start from."""
     folder = settings.seed_folder(table, seed)
     overrides = (
@@ -237,7 +237,7 @@ def warm_start(table: AblationTable, settings: Settings, seed: int) -> Planned:
     return Planned(table, "warm start", seed, config)
 
 
-def row_run(table: AblationTable, settings: Settings, row: AblationRow, seed: int) -> Planned:
+def row_run(table: AblationTable, settings: Options, row: AblationRow, seed: int) -> Planned:
     """Plan the run of a row with a seed."""
     folder = settings.seed_folder(table, seed)
     overrides = (
@@ -263,7 +263,7 @@ def task_writer(name: str) -> Callable[..., None]:
     return found
 
 
-def make_task(table: AblationTable, settings: Settings, seed: int) -> None:
+def make_task(table: AblationTable, settings: Options, seed: int) -> None:
     """Write the task's files. Where they exist, write them again to see whether the task is still the one
     that was run.
 

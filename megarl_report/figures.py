@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -11,10 +12,10 @@ from typing import Any, NamedTuple
 import yaml
 
 from megarl.observe.run_log import Record
-from megarl.observe.runs import Points, Run, families, kept_share, mean_course
+from megarl.observe.runs import Points, RecordedRun, kept_share
 from megarl.observe.timeline import WAIT
 from megarl_report import plots
-from megarl_report.plots import COLOURS, Drawing, Limits, Line, Piece, Stairs, run_colour
+from megarl_report.plots import COLOURS, Drawing, Interval, Limits, Line, Stairs, run_colour
 
 COLOUR = dict(zip(("blue", "orange", "green", "purple", "gold", "pink"), COLOURS, strict=False))
 BLUE, ORANGE, GREEN = COLOURS[:3]
@@ -24,7 +25,28 @@ PHASES = (
     *("rollout", "old_logprobs", "values", "advantages"),
     *("critic_update", "actor_update", "weight_transfer", "rewards"),
 )
-Runs = Sequence[Run]
+Runs = Sequence[RecordedRun]
+
+
+def families(runs: Sequence[RecordedRun]) -> list[list[RecordedRun]]:
+    """Group the runs whose configurations differ in nothing but seed and folder, in their order."""
+    found: dict[str, list[RecordedRun]] = {}
+    for number, run in enumerate(runs):
+        rest = {key: value for key, value in run.config.items() if key not in ("seed", "run_dir")}
+        # A run without a configuration is like no other.
+        key = json.dumps(rest, sort_keys=True, default=str) if rest else str(number)
+        found.setdefault(key, []).append(run)
+    return list(found.values())
+
+
+def mean_course(courses: Sequence[Points]) -> tuple[Points, dict[int, tuple[float, float]]]:
+    """Return step -> mean, and step -> (least, most), where all courses have a value; one has no range."""
+    if len(courses) < 2:
+        return (courses[0] if courses else {}), {}
+    steps = sorted(set(courses[0]).intersection(*courses[1:]))
+    values = {step: [course[step] for course in courses] for step in steps}
+    means = {step: sum(v) / len(v) for step, v in values.items()}
+    return means, {step: (min(v), max(v)) for step, v in values.items()}
 
 
 @dataclass(frozen=True)
@@ -54,7 +76,7 @@ def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
 
     Runs that differ in their seed only are drawn as one: their mean within the band of all of them."""
 
-    def points(run: Run, key: str) -> Points:
+    def points(run: RecordedRun, key: str) -> Points:
         # With one sample a problem, pass and majority are the average again.
         repeated = max(run.points("eval", "eval/k").values(), default=1) <= 1
         return {} if repeated and key in ("eval/pass", "eval/majority") else run.points(spec.stage, key)
@@ -92,7 +114,7 @@ def draw_groups(runs: Runs) -> Drawing | None:
     """Draw the shares of the sampled groups: kept, all wrong, all right; of several runs kept and all right
     as lines."""
 
-    def shares(run: Run, name: str) -> Points:
+    def shares(run: RecordedRun, name: str) -> Points:
         steps = run.by_stage.get("train", {}).items()
         return {step: found[name] for step, record in steps if (found := kept_share(record))}
 
@@ -192,7 +214,7 @@ def draw_timeline(runs: Runs) -> Drawing | None:
     panels, shown = [], dict.fromkeys(names, 0.0)
     for step, titles in sorted(named.items()):
         begin, end = spans[step]
-        rows: dict[str, list[Piece]] = {}
+        rows: dict[str, list[Interval]] = {}
         for rank, phases in run.timeline.items():
             row = rows[f"rank {rank}"] = []
             for phase in phases:
@@ -200,7 +222,7 @@ def draw_timeline(runs: Runs) -> Drawing | None:
                     continue
                 at, until = max(phase["begin"], begin), min(phase["end"], end)
                 waited = max(0.0, phase["waited"] - (phase["end"] - until))
-                row.append(Piece(at - begin, until - begin, waited, colours[phase["phase"]]))
+                row.append(Interval(at - begin, until - begin, waited, colours[phase["phase"]]))
                 shown[phase["phase"]] += until - at
         panels.append((f"step {step}, {', '.join(titles)}: {plots.value_text(end - begin)} s", rows))
     least = 0.01 * sum(shown.values())
@@ -245,7 +267,7 @@ Table = dict[str, list[float]]  # row -> one sum per bin
 DISTRIBUTED = ("train", "value_pretraining")  # the stages that have them
 
 
-class Part(NamedTuple):
+class Third(NamedTuple):
     """The sums of some steps in a row."""
 
     first: int
@@ -261,14 +283,14 @@ def add_tables(tables: Sequence[Mapping[str, Any]]) -> Table:
     return {row: [sum(found) for found in columns] for row, columns in bins.items()}
 
 
-def thirds(records: Sequence[Record], name: str, stage: str) -> list[Part]:
+def thirds(records: Sequence[Record], name: str, stage: str) -> list[Third]:
     """Return the sums of table `name` over the first and last third of a stage's steps, over all if < 3."""
     of_stage = (record for record in records if record["stage"] == stage)
     tables = {record["step"]: record[name] for record in of_stage if isinstance(record.get(name), dict)}
     order = sorted(tables)
     size = -(-len(order) // 3)
     chosen = [order[:size], order[-size:]] if len(order) > 2 else [order] if order else []
-    return [Part(steps[0], steps[-1], add_tables([tables[step] for step in steps])) for steps in chosen]
+    return [Third(steps[0], steps[-1], add_tables([tables[step] for step in steps])) for steps in chosen]
 
 
 def parts(runs: Runs, name: str) -> list[tuple[str, str, Table]]:

@@ -64,7 +64,7 @@ class Stairs:
     filled: bool = False
 
 
-class Piece(NamedTuple):
+class Interval(NamedTuple):
     """A phase in a timeline: seconds from the panel's beginning; of them the last `waited` are drawn pale."""
 
     begin: float
@@ -280,7 +280,7 @@ def draw_bars(rows: Mapping[str, Sequence[tuple[float, str]]], unit: str) -> str
     return svg(fig)
 
 
-def draw_timeline(panels: Sequence[tuple[str, Mapping[str, Sequence[Piece]]]]) -> str:
+def draw_timeline(panels: Sequence[tuple[str, Mapping[str, Sequence[Interval]]]]) -> str:
     """Draw panels under each other on one scale of seconds, (heading, row -> its phases) each."""
     row = 13 if max(len(rows) for _, rows in panels) <= 4 else 9
     head, gap = 15, 5

@@ -17,9 +17,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.files import why, write_whole
 from megarl.observe.run_log import Sample, shorten
-from megarl.observe.runs import Run, families, layout_text, load_run
+from megarl.observe.runs import RecordedRun, layout_text, load_run
 from megarl.observe.terminal import MISSING, duration, evaluated_sources, number
-from megarl_report.figures import SECTIONS, draw
+from megarl_report.figures import SECTIONS, draw, families
 from megarl_report.plots import COLOURS, run_colour
 
 MAIN_VERSIONS = ("megarl", "torch", "megatron-core", "transformers", "sglang", "transformer-engine")
@@ -65,7 +65,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     return target
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[RecordedRun]) -> str:
     """Return the page as text."""
     legend = []
     for place, family in enumerate(families(runs) if len(runs) > 1 else ()):
@@ -92,7 +92,7 @@ def render(runs: Sequence[Run]) -> str:
     )
 
 
-def headline(run: Run) -> tuple[str, str, str]:
+def headline(run: RecordedRun) -> tuple[str, str, str]:
     """Return (what, from -> to, remark) of evaluation accuracy or, without evaluations, another metric."""
     for stage, key, what in (
         ("eval", "eval/avg", "Evaluation accuracy"),
@@ -120,7 +120,7 @@ def headline(run: Run) -> tuple[str, str, str]:
     return "Nothing recorded", "", ""
 
 
-def head(run: Run) -> dict[str, Any]:
+def head(run: RecordedRun) -> dict[str, Any]:
     """Return a run's headline and the facts beside it; those without a value are left out."""
     what, course, remark = headline(run)
     steps = max((step for stage in ("train", "sft") for step in run.by_stage.get(stage, {})), default=0)
@@ -144,7 +144,7 @@ def head(run: Run) -> dict[str, Any]:
     return {"name": run.name, "what": what, "course": course, "remark": remark, "facts": shown}
 
 
-def sources(run: Run) -> dict[str, Any]:
+def sources(run: RecordedRun) -> dict[str, Any]:
     """Return a table of what each set with a name and each data source came to, in its first and its last
     evaluation and over the last tenth of the training steps; without rows where there is one source."""
     steps = run.by_stage.get("train", {})
@@ -179,7 +179,7 @@ def sources(run: Run) -> dict[str, Any]:
     }
 
 
-def alarms(runs: Sequence[Run]) -> list[tuple[tuple[str, str], bool]]:
+def alarms(runs: Sequence[RecordedRun]) -> list[tuple[tuple[str, str], bool]]:
     """Return ((where, what), whether it stands out) of alarms, events and what could not be read."""
     rows = []
     for run in runs:
@@ -210,7 +210,9 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def compared(title: str, what: str, runs: Sequence[Run], flats: Sequence[dict[str, str]]) -> dict[str, Any]:
+def compared(
+    title: str, what: str, runs: Sequence[RecordedRun], flats: Sequence[dict[str, str]]
+) -> dict[str, Any]:
     """Return a table with a column per run; rows in which the runs differ stand out."""
     rows = []
     for name in dict.fromkeys(name for flat in flats for name in flat):
@@ -230,7 +232,7 @@ def pick_steps(steps: Sequence[int]) -> dict[str, int]:
     return picked
 
 
-def browser(run: Run) -> dict[str, Any]:
+def browser(run: RecordedRun) -> dict[str, Any]:
     """Return the samples that the page shows of a run by step and prompt: early, middle, late, and `more`.
 
     Steps of training are shown, else of any stage; only those with tokens, if any has. scales: what colours

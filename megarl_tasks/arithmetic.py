@@ -66,7 +66,7 @@ class HasPrompt(Protocol):
 P = TypeVar("P", bound=HasPrompt)
 
 
-class Problem(NamedTuple):
+class Sum(NamedTuple):
     """Numbers to be added."""
 
     terms: tuple[int, ...]
@@ -81,12 +81,12 @@ class Problem(NamedTuple):
         return str(sum(self.terms))
 
 
-def draw_problem(rng: random.Random) -> Problem:
+def draw_problem(rng: random.Random) -> Sum:
     """Draw 3 to 7 numbers in 1..5."""
-    return Problem(tuple(rng.randint(1, MAX_TERM) for _ in range(rng.randint(MIN_TERMS, MAX_TERMS))))
+    return Sum(tuple(rng.randint(1, MAX_TERM) for _ in range(rng.randint(MIN_TERMS, MAX_TERMS))))
 
 
-def chain(problem: Problem, rng: random.Random, error: float = ERROR) -> tuple[str, int]:
+def chain(problem: Sum, rng: random.Random, error: float = ERROR) -> tuple[str, int]:
     """Return one addition a line, and the sum arrived at.
 
     Each addition is off by up to 3 with probability `error`, and the lines after it carry the mistake on.
@@ -103,7 +103,7 @@ def chain(problem: Problem, rng: random.Random, error: float = ERROR) -> tuple[s
     return "".join(lines), total
 
 
-def teach(problem: Problem, rng: random.Random) -> str:
+def teach(problem: Sum, rng: random.Random) -> str:
     """Return a response of the teacher, without its end-of-sequence token.
 
     25 % are a bare answer, 60 % one chain, 15 % a chain, `Wait` and the chain again, maybe more than once."""
@@ -150,7 +150,7 @@ def write_demo(folder: Path, seed: int, layers: int = 2, experts: int = 0) -> No
     Raises DataError where the folder cannot be written.
     """
 
-    def answer(problem: Problem, rng: random.Random) -> tuple[Problem, str]:
+    def answer(problem: Sum, rng: random.Random) -> tuple[Sum, str]:
         return problem, teach(problem, rng)
 
     tokenizer = build_tokenizer()

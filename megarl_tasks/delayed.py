@@ -33,7 +33,7 @@ TRAIN_ROWS = 4096
 ALPHABET = "0123456789+=\n :" + COUNTERS
 
 
-class Problem(NamedTuple):
+class DelayedSum(NamedTuple):
     """terms: digits to be added modulo 10. lines: length of the countdown."""
 
     terms: tuple[int, ...]
@@ -50,13 +50,13 @@ class Problem(NamedTuple):
         return str(sum(self.terms) % 10)
 
 
-def draw_problem(rng: random.Random) -> Problem:
+def draw_problem(rng: random.Random) -> DelayedSum:
     """Draw a digit and three numbers in 1..4: few facts of addition, which a small model learns well."""
     terms = (rng.randint(0, 9), *(rng.randint(1, MAX_TERM) for _ in range(TERMS - 1)))
-    return Problem(terms, rng.randint(SHORTEST, LONGEST))
+    return DelayedSum(terms, rng.randint(SHORTEST, LONGEST))
 
 
-def teach(problem: Problem, rng: random.Random, habit: float = HABIT, slip: float = SLIP) -> str:
+def teach(problem: DelayedSum, rng: random.Random, habit: float = HABIT, slip: float = SLIP) -> str:
     """Return a response of the teacher, without its end-of-sequence token.
 
     Each addition goes wrong independently of the others; the lines after it carry the mistake on."""
@@ -84,9 +84,9 @@ def write_task(folder: Path, seed: int) -> None:
     Raises DataError where the folder cannot be written.
     """
 
-    def answer(problem: Problem, rng: random.Random) -> tuple[Problem, str]:
+    def answer(problem: DelayedSum, rng: random.Random) -> tuple[DelayedSum, str]:
         if rng.random() < BRIEF:
-            problem = Problem(problem.terms, rng.randint(1, BRIEF_LINES))
+            problem = DelayedSum(problem.terms, rng.randint(1, BRIEF_LINES))
         return problem, teach(problem, rng)
 
     tokenizer = build_tokenizer(ALPHABET, ("Answer: ",))

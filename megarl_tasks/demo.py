@@ -171,7 +171,7 @@ def _make_pretrained(folder: Path, place: Path, seed: int) -> int:
     return 0
 
 
-class Sizes(NamedTuple):
+class RunSizes(NamedTuple):
     """What a run on the pretrained model is cut to. rates: GFLOP/s of a core; seconds: estimated, of the
     training."""
 
@@ -200,7 +200,7 @@ class Sizes(NamedTuple):
         return f"{rates}: {size}, about {self.seconds / 60:.0f} minutes ({change})"
 
 
-def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str) -> Sizes:
+def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str) -> RunSizes:
     """Choose precision, responses and steps by what a core multiplies: QUICK seconds of training where that
     is enough for LEAST steps, else as many as LONG has room for, at last with half of the responses."""
     dtype = max(rates, key=lambda one: rates[one] * REACHED[one])
@@ -218,7 +218,7 @@ def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str) -> Sizes:
         if steps >= LEAST // 2:
             break
     steps = max(2, min(MOST, steps))
-    return Sizes(rates, dtype, ranks, threads, prompts, steps, around + steps * step)
+    return RunSizes(rates, dtype, ranks, threads, prompts, steps, around + steps * step)
 
 
 def abilities(machine: Machine) -> Iterator[Ability]:

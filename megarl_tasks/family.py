@@ -93,7 +93,7 @@ class Knobs(Section):
         return self
 
 
-class Problem(NamedTuple):
+class FamilyProblem(NamedTuple):
     """terms: digits to be added modulo 10. lines: that carry the result. kind: `!` trivial, `?`
     impossible."""
 
@@ -126,7 +126,7 @@ def longest_right(knobs: Knobs) -> int:
 
 def draw_problem(
     rng: random.Random, knobs: Knobs, shares: Sequence[float] | None = None, lines: Span | None = None
-) -> Problem:
+) -> FamilyProblem:
     """Draw a problem. shares: of trivial and of impossible ones, instead of the knobs'; lines: likewise."""
     trivial, impossible = shares or (knobs.trivial, knobs.impossible)
     low, high = lines or knobs.lines
@@ -137,10 +137,10 @@ def draw_problem(
         kind = IMPOSSIBLE
     count = rng.randint(*knobs.terms)
     terms = (rng.randint(0, 9), *(rng.randint(1, MAX_TERM) for _ in range(count - 1)))
-    return Problem(terms, low + int((high - low + 1) * rng.random() ** knobs.skew), kind)
+    return FamilyProblem(terms, low + int((high - low + 1) * rng.random() ** knobs.skew), kind)
 
 
-def taught_problem(rng: random.Random, knobs: Knobs) -> Problem:
+def taught_problem(rng: random.Random, knobs: Knobs) -> FamilyProblem:
     """Draw a problem for the warm start, where most are brief, and fewer trivial or impossible: the training
     set's mix is for the rollouts, the warm start needs the work that is to be learned."""
     shares = (min(knobs.trivial, WARM_SHARE), min(knobs.impossible, WARM_SHARE))
@@ -150,7 +150,7 @@ def taught_problem(rng: random.Random, knobs: Knobs) -> Problem:
     return problem
 
 
-def teach(problem: Problem, rng: random.Random, knobs: Knobs) -> str:
+def teach(problem: FamilyProblem, rng: random.Random, knobs: Knobs) -> str:
     """Return a response of the teacher, without its end-of-sequence token.
 
     Additions go wrong independently, and what follows carries the mistake on. On an impossible prompt he
@@ -185,7 +185,7 @@ def write_family(folder: Path, seed: int, **knobs: object) -> None:
     """
     given = Knobs.model_validate(knobs)
 
-    def answer(_: Problem, rng: random.Random) -> tuple[Problem, str]:
+    def answer(_: FamilyProblem, rng: random.Random) -> tuple[FamilyProblem, str]:
         while held_out((problem := taught_problem(rng, given)).prompt):
             pass
         return problem, teach(problem, rng, given)

@@ -21,7 +21,7 @@ from megarl_verifier.integers import IntegerAnswer, Refused, integer_answer
 
 
 @dataclass
-class Conversion:
+class TurnedFile:
     """What became of a file's rows.
 
     kept      rows with integers as answers
@@ -35,7 +35,7 @@ class Conversion:
     report: ReadReport
 
 
-def convert(source: Path, data: DataConfig, workers: int = 1) -> Conversion:
+def convert(source: Path, data: DataConfig, workers: int = 1) -> TurnedFile:
     """Turn the answers of a file into integers.
 
     A kept row has its columns, the question extended, the integer as text where the answer stood (of a worked
@@ -43,7 +43,7 @@ def convert(source: Path, data: DataConfig, workers: int = 1) -> Conversion:
     and what stood there as `original_answer`, unless it has that column. Raises DataError for a file that
     cannot be read or has no row that can be turned."""
     report = ReadReport(rows={str(source): 0})
-    done = Conversion([], [], 0, report)
+    done = TurnedFile([], [], 0, report)
     found: list[tuple[int, dict[str, Any], IntegerAnswer]] = []
     rows: dict[int, dict[str, Any]] = {}
 

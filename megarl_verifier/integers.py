@@ -158,7 +158,7 @@ def integer_answer(question: str, answer: str) -> IntegerAnswer:
     if decimals and (thirds or max(map(len, decimals)) > _PLACES or _ROUNDING.search(question)):
         raise Refused(ROUNDED)
     try:
-        sign, pieces = _form(_Parser(body).read())
+        sign, pieces = _form(_AnswerParser(body).read())
     except Refused as refused:
         # 2^2016 is asked for as a power.
         if refused.reason != LARGE or not (found := _POWER.fullmatch(body)):
@@ -210,7 +210,7 @@ def _without_name_and_unit(text: str) -> tuple[str, str, str]:
     return text, before, after
 
 
-class _Parser:
+class _AnswerParser:
     r"""Reads LaTeX of one number, exactly. Refuses what is read in two ways: 1/2\pi, 2^10, 2\frac{5}{3}."""
 
     def __init__(self, text: str) -> None:

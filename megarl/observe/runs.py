@@ -50,7 +50,7 @@ def read_metrics(run_dir: Path) -> JsonLines:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """What a run's folder holds; all but the records of metrics.jsonl may be empty.
 
     unreadable: lines that could not be read; events: {"time": seconds since 1970, "event": text}; timeline:
@@ -103,7 +103,7 @@ class Run:
         return node
 
 
-def load_run(run_dir: Path) -> Run:
+def load_run(run_dir: Path) -> RecordedRun:
     """Read a run's folder. Raises DataError if metrics.jsonl is missing or another file is damaged."""
 
     def read(name: str, valid: Callable[[Record], bool]) -> JsonLines:
@@ -126,7 +126,7 @@ def load_run(run_dir: Path) -> Run:
         with path.open(encoding="utf-8", errors="replace") as file:
             line = f"hang, {file.readline().strip()} ({path.name})"
         hangs.append({"time": path.stat().st_mtime, "event": line})
-    return Run(
+    return RecordedRun(
         name=run_dir.resolve().name,
         records=metrics.records,
         samples=[Sample(**{k: v for k, v in record.items() if k in known}) for record in samples.records],
@@ -178,27 +178,6 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"{path}: holds no mapping (restore it, or remove it to leave it out)")
     return content
-
-
-def families(runs: Sequence[Run]) -> list[list[Run]]:
-    """Group the runs whose configurations differ in nothing but seed and folder, in their order."""
-    found: dict[str, list[Run]] = {}
-    for number, run in enumerate(runs):
-        rest = {key: value for key, value in run.config.items() if key not in ("seed", "run_dir")}
-        # A run without a configuration is like no other.
-        key = json.dumps(rest, sort_keys=True, default=str) if rest else str(number)
-        found.setdefault(key, []).append(run)
-    return list(found.values())
-
-
-def mean_course(courses: Sequence[Points]) -> tuple[Points, dict[int, tuple[float, float]]]:
-    """Return step -> mean, and step -> (least, most), where all courses have a value; one has no range."""
-    if len(courses) < 2:
-        return (courses[0] if courses else {}), {}
-    steps = sorted(set(courses[0]).intersection(*courses[1:]))
-    values = {step: [course[step] for course in courses] for step in steps}
-    means = {step: sum(v) / len(v) for step, v in values.items()}
-    return means, {step: (min(v), max(v)) for step, v in values.items()}
 
 
 def kept_share(record: Mapping[str, Any]) -> dict[str, float] | None:

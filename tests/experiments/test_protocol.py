@@ -24,9 +24,9 @@ from megarl_experiments.forest import cells, markdown, terminal, write
 from megarl_experiments.jobs import Ended, Job
 from megarl_experiments.protocol import (
     VERDICTS,
-    Outcome,
     Protocol,
     ProtocolRow,
+    RowOutcome,
     corrected,
     judge,
     load_protocol,
@@ -80,7 +80,7 @@ def synthetic(seeds: Iterable[int]) -> dict[tuple[str, str, int], dict[int, floa
     return curves
 
 
-def judged(drawn: Iterable[list[float]], level: float = 0.05, wanted: int | None = None) -> list[Outcome]:
+def judged(drawn: Iterable[list[float]], level: float = 0.05, wanted: int | None = None) -> list[RowOutcome]:
     found = []
     for values in drawn:
         seeds = range(wanted or len(values))
@@ -210,7 +210,7 @@ class TestTuning:
         assert read_tried(plan.tried) == [] and plan.tried == tmp_path / "vapo.tried.jsonl"
 
         def note(differences: dict[int, float], *overrides: str) -> None:
-            note_tried(plan, [Outcome(ROW, range(100, 120), differences)], overrides, "c0de")
+            note_tried(plan, [RowOutcome(ROW, range(100, 120), differences)], overrides, "c0de")
 
         note({}, "steps=9")  # nothing is known of it yet
         note({0: 0.5}, "steps=9")

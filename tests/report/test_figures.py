@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.observe.run_log import Record
-from megarl.observe.runs import Run, load_run
+from megarl.observe.runs import RecordedRun, load_run
 from megarl_report.figures import (
     SECTIONS,
     add_tables,
@@ -63,12 +63,12 @@ def colours(drawing: Drawing | None) -> set[str]:
 def test_parts_of_the_reward_have_a_curve_each() -> None:
     parts_of = {"reward/term_a_b": 0.25, "reward/term_c": 0.75, "reward/mean": 1.0}
     records: list[Record] = [{"step": n, "stage": "train", **parts_of} for n in range(1, 15)]
-    drawn = draw_rewards([Run("x", records)])
+    drawn = draw_rewards([RecordedRun("x", records)])
     assert drawn is not None and len(colours(drawn)) == 2
     assert ">a b 0.25<" in drawn.svg and ">c 0.75<" in drawn.svg and ">mean" not in drawn.svg
-    graded = draw_rewards([Run("x", [record | {"reward/score": 0.5} for record in records])])
+    graded = draw_rewards([RecordedRun("x", [record | {"reward/score": 0.5} for record in records])])
     assert graded is not None and len(colours(graded)) == 3 and ">verifier's score 0.5<" in graded.svg
-    assert draw_rewards([Run("x", [{"step": 1, "stage": "train", "reward/mean": 1.0}])]) is None
+    assert draw_rewards([RecordedRun("x", [{"step": 1, "stage": "train", "reward/mean": 1.0}])]) is None
 
 
 def test_one_run_shows_early_beside_late(runs: dict[str, Path]) -> None:
@@ -114,5 +114,5 @@ def test_figures_without_their_data_are_left_out() -> None:
         "Entropy by position",
     )
     for count, drawn in ((1, []), (2, list(names[:2]))):
-        run = Run("run", records[:count])
+        run = RecordedRun("run", records[:count])
         assert [name for name in names if draw(specs[name], [run])] == drawn

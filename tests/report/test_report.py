@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError, DataError
 from megarl.observe.run_log import RunLog, Sample
-from megarl.observe.runs import Run, families, kept_share, load_run, mean_course
-from megarl_report.figures import SECTIONS
+from megarl.observe.runs import RecordedRun, kept_share, load_run
+from megarl_report.figures import SECTIONS, families, mean_course
 from megarl_report.plots import MAX_POINTS, Line, draw_lines, moving_average, spread, thin, value_text
 from megarl_report.report import LEVELS, flatten, headline, level, pick_steps, render, sources, write_report
 
@@ -403,7 +403,7 @@ class Tokens(HTMLParser):
 
 def browser(samples: list[Sample]) -> str:
     """The page of a run that has nothing but samples, without its style sheet."""
-    return render([Run("run", [], samples)]).split("</style>")[1]
+    return render([RecordedRun("run", [], samples)]).split("</style>")[1]
 
 
 def sample(step: int = 1, **fields: object) -> Sample:

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.config.errors import DataError
 from megarl_tasks import arithmetic
-from megarl_tasks.arithmetic import Problem
+from megarl_tasks.arithmetic import Sum
 
-problems = st.lists(st.integers(1, 5), min_size=3, max_size=7).map(lambda terms: Problem(tuple(terms)))
+problems = st.lists(st.integers(1, 5), min_size=3, max_size=7).map(lambda terms: Sum(tuple(terms)))
 seeds = st.integers(0, 2**32)
 TOKENIZER = arithmetic.build_tokenizer()
 
@@ -86,7 +86,7 @@ def test_answers_are_the_sums(demo: Path) -> None:
 
 
 @given(problems, seeds)
-def test_right_chain_verifies(problem: Problem, seed: int) -> None:
+def test_right_chain_verifies(problem: Sum, seed: int) -> None:
     work, total = arithmetic.chain(problem, random.Random(seed), error=0.0)
     match = arithmetic.ANSWER.search(f"{work}Answer: {total}")
     assert match is not None and match[1] == problem.answer == str(sum(problem.terms))
@@ -94,7 +94,7 @@ def test_right_chain_verifies(problem: Problem, seed: int) -> None:
 
 
 @given(problems, seeds)
-def test_mistakes_carry_on(problem: Problem, seed: int) -> None:
+def test_mistakes_carry_on(problem: Sum, seed: int) -> None:
     """With every addition wrong each line starts from the wrong result of the line before, and stays in the
     tokenizer's alphabet."""
     work, total = arithmetic.chain(problem, random.Random(seed), error=1.0)
@@ -122,7 +122,7 @@ def test_mistakes_rarely_cancel(demo: Path) -> None:
 
 
 @given(problems, seeds)
-def test_tokenizer_round_trip_of_the_task(problem: Problem, seed: int) -> None:
+def test_tokenizer_round_trip_of_the_task(problem: Sum, seed: int) -> None:
     text = problem.prompt + arithmetic.teach(problem, random.Random(seed))
     ids = TOKENIZER(text).input_ids
     assert TOKENIZER.decode(ids) == text

@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 
 from megarl.config.errors import DataError
 from megarl_tasks import delayed
-from megarl_tasks.delayed import Problem
+from megarl_tasks.delayed import DelayedSum
 
 problems = st.builds(
-    Problem,
+    DelayedSum,
     st.tuples(st.integers(0, 9), *[st.integers(1, 4)] * 3),
     st.integers(delayed.SHORTEST, delayed.LONGEST),
 )
@@ -56,7 +56,7 @@ def test_teacher_is_rarely_right_and_often_off_by_its_habit(task: Path) -> None:
 
 
 @given(problems, seeds)
-def test_right_response(problem: Problem, seed: int) -> None:
+def test_right_response(problem: DelayedSum, seed: int) -> None:
     response = delayed.teach(problem, random.Random(seed), habit=0.0, slip=0.0)
     assert len(additions(response)) == 3
     assert all((a + b) % 10 == c for a, b, c in additions(response))
@@ -67,7 +67,7 @@ def test_right_response(problem: Problem, seed: int) -> None:
 
 
 @given(problems, seeds)
-def test_decision_and_reward_are_far_apart(problem: Problem, seed: int) -> None:
+def test_decision_and_reward_are_far_apart(problem: DelayedSum, seed: int) -> None:
     """At least 60 tokens lie between the last addition and the answer: 0.95^60 is under 5 %."""
     response = delayed.teach(problem, random.Random(seed))
     ids = TOKENIZER(response).input_ids
@@ -78,7 +78,7 @@ def test_decision_and_reward_are_far_apart(problem: Problem, seed: int) -> None:
 
 
 @given(problems, seeds)
-def test_mistakes_carry_on(problem: Problem, seed: int) -> None:
+def test_mistakes_carry_on(problem: DelayedSum, seed: int) -> None:
     response = delayed.teach(problem, random.Random(seed), habit=0.5, slip=0.5)
     at = problem.terms[0]
     for (left, term, result), given_term in zip(additions(response), problem.terms[1:], strict=True):

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from megarl_tasks import family
 from megarl_tasks.arithmetic import build_tokenizer, held_out
-from megarl_tasks.family import SIGNS, Knobs, Problem
+from megarl_tasks.family import SIGNS, FamilyProblem, Knobs
 from megarl_verifier.answer import verify_dapo
 
 DRAWS = 3000
@@ -33,13 +33,13 @@ KNOBS = [
 knobs_and_seed = st.tuples(st.sampled_from(KNOBS), st.integers(0, 2**32))
 
 
-def texts(knobs: Knobs, draws: int = DRAWS) -> list[tuple[Problem, str]]:
+def texts(knobs: Knobs, draws: int = DRAWS) -> list[tuple[FamilyProblem, str]]:
     rng = random.Random(7)
     problems = [family.draw_problem(rng, knobs) for _ in range(draws)]
     return [(problem, family.teach(problem, rng, knobs)) for problem in problems]
 
 
-def right(problem: Problem, response: str) -> bool:
+def right(problem: FamilyProblem, response: str) -> bool:
     return verify_dapo(response, problem.answer).correct
 
 
