@@ -243,13 +243,12 @@ def measure(row: ProtocolRow, seeds: range, differences: Mapping[int, float], le
     one, values, n = RowOutcome(row, seeds, differences), [*differences.values()], len(differences)
     if not values:
         return one
-    one = replace(one, mean=(mean := statistics.fmean(values)))
+    one = replace(one, mean=statistics.fmean(values))
     if n < 2:
         return one
     deviation = statistics.stdev(values)
-    error = deviation / math.sqrt(n)
-    half = paired.t_quantile(1 - LEVEL, n - 1) * error
-    one = replace(one, low=mean - half, high=mean + half)
+    low, high, _ = paired.paired_t(values, LEVEL)
+    one = replace(one, low=low, high=high)
     if {*differences} != {*seeds}:
         return one
     found = paired.smallest_found(n, level, POWER) * deviation if deviation else math.inf
@@ -257,7 +256,7 @@ def measure(row: ProtocolRow, seeds: range, differences: Mapping[int, float], le
         one,
         found=found if math.isfinite(found) else None,
         p=paired.sign_flip_p(values),
-        equivalence=paired.equivalence_p(mean, error, n - 1, row.bound),
+        equivalence=paired.equivalence_p(values, row.bound),
     )
 
 

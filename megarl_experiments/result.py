@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megarl_experiments.paired import holm, t_quantile, t_within
+from megarl_experiments.paired import holm, paired_t
 
 LEVEL = 0.05  # of the tests; intervals are of 1 - LEVEL
 AGAINST = {"full": "the full system", "previous": "the row above"}  # kind of comparison -> in words
@@ -179,9 +179,8 @@ def compare(scores: Mapping[int, float], others: Mapping[int, float], against: s
     error = statistics.stdev(differences) / math.sqrt(n) if n > 1 else None
     if not error:
         return Comparison(against, n, mean, error)
-    half = t_quantile(1 - LEVEL, n - 1) * error
-    p = 1 - t_within(abs(mean) / error, n - 1)
-    return Comparison(against, n, mean, error, mean - half, mean + half, p=p)
+    low, high, p = paired_t(differences, LEVEL)
+    return Comparison(against, n, mean, error, low, high, p=p)
 
 
 def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:

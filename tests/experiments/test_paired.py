@@ -11,22 +11,28 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from megarl_experiments.paired import (
     equivalence_p,
     equivalence_power,
     holm,
     least_seeds,
+    paired_t,
     power,
     seeds_needed,
     sign_flip_p,
     smallest_found,
-    t_quantile,
-    t_within,
 )
 
 
-class TestStudent:
+def sample(mean: float, error: float, n: int) -> list[float]:
+    """Return n numbers with this mean and this standard error of the mean."""
+    noise = np.arange(n) - (n - 1) / 2
+    return [float(x) for x in mean + noise * error * math.sqrt(n) / noise.std(ddof=1)]
+
+
+class TestPairedT:
     # Two-sided critical values as every statistics book prints them: (degrees of freedom, share, t).
     TABLE = [
         (1, 0.95, 12.706), (2, 0.95, 4.303), (3, 0.95, 3.182), (4, 0.95, 2.776), (5, 0.95, 2.571),
@@ -36,9 +42,12 @@ class TestStudent:
 
     @pytest.mark.parametrize(("df", "share", "t"), TABLE)
     def test_tabulated_quantiles(self, df: int, share: float, t: float) -> None:
-        assert t_quantile(share, df) == pytest.approx(t, abs=6e-4)
+        """The interval reaches t standard errors to both sides, and touches 0 where p is 1 - share."""
+        low, high, p = paired_t(sample(t, 1.0, df + 1), 1 - share)
+        assert (low, high) == (pytest.approx(0.0, abs=6e-4), pytest.approx(2 * t, abs=6e-4))
+        assert p == pytest.approx(1 - share, abs=2e-4)
 
-    @given(st.integers(1, 60), st.floats(0, 30))
+    @given(st.integers(1, 60), st.floats(0.01, 30))
     def test_against_the_integral_of_the_density(self, df: int, t: float) -> None:
         constant = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
 
@@ -47,7 +56,11 @@ class TestStudent:
 
         n = 2000  # Simpson's rule on [0, t], doubled
         inner = sum((4 if i % 2 else 2) * density(i * t / n) for i in range(1, n))
-        assert t_within(t, df) == pytest.approx(2 * (density(0) + inner + density(t)) * t / n / 3, abs=1e-9)
+        within = 2 * (density(0) + inner + density(t)) * t / n / 3
+        assert paired_t(sample(t, 1.0, df + 1), 0.05)[2] == pytest.approx(1 - within, abs=1e-9)
+
+    def test_differences_that_are_all_the_same(self) -> None:
+        assert paired_t([0.1] * 5, 0.05) == (0.1, 0.1, 0.0) and paired_t([0.0] * 5, 0.05) == (0.0, 0.0, 1.0)
 
 
 class TestHolm:
@@ -91,13 +104,14 @@ class TestSignFlip:
 class TestEquivalence:
     def test_by_the_printed_quantile(self) -> None:
         """The 90 % interval that just touches the bound has p = 0.05: t(4) = 2.132."""
-        assert equivalence_p(0.01, 0.01, 4, 0.01 + 0.02132) == pytest.approx(0.05, abs=1e-4)
-        assert equivalence_p(-0.01, 0.01, 4, 0.01 + 0.02132) == pytest.approx(0.05, abs=1e-4)
-        assert equivalence_p(0.05, 0.01, 4, 0.05) == 0.5
-        assert equivalence_p(0.05 + 0.02132, 0.01, 4, 0.05) == pytest.approx(0.95, abs=1e-4)
+        touching = sample(0.01, 0.01, 5)
+        assert equivalence_p(touching, 0.01 + 0.02132) == pytest.approx(0.05, abs=1e-4)
+        assert equivalence_p([-d for d in touching], 0.01 + 0.02132) == pytest.approx(0.05, abs=1e-4)
+        assert equivalence_p(sample(0.05, 0.01, 5), 0.05) == pytest.approx(0.5)
+        assert equivalence_p(sample(0.05 + 0.02132, 0.01, 5), 0.05) == pytest.approx(0.95, abs=1e-4)
 
     def test_runs_that_are_all_the_same(self) -> None:
-        assert equivalence_p(0.0, 0.0, 4, 0.01) == 0.0 and equivalence_p(0.02, 0.0, 4, 0.01) == 1.0
+        assert equivalence_p([0.0] * 5, 0.01) == 0.0 and equivalence_p([0.02] * 5, 0.01) == 1.0
 
 
 class TestPower:
@@ -115,9 +129,9 @@ class TestPower:
         n, alpha, rng = 20, 0.05 / 9, np.random.default_rng(7)
         noise = rng.normal(size=(20_000, n))
         errors = noise.std(axis=1, ddof=1) / math.sqrt(n)
-        found = (noise.mean(axis=1) + 0.9) / errors > t_quantile(1 - alpha, n - 1)
+        found = (noise.mean(axis=1) + 0.9) / errors > stats.t.isf(alpha / 2, n - 1)
         assert power(n, 0.9, alpha) == pytest.approx(found.mean(), abs=0.015)
-        inside = np.abs(noise.mean(axis=1)) + t_quantile(1 - 2 * alpha, n - 1) * errors < 0.9
+        inside = np.abs(noise.mean(axis=1)) + stats.t.isf(alpha, n - 1) * errors < 0.9
         assert equivalence_power(n, 0.9, alpha) == pytest.approx(inside.mean(), abs=0.015)
 
     def test_the_permutation_test_has_about_that_power(self) -> None:
@@ -132,3 +146,8 @@ class TestPower:
         assert smallest_found(5, 0.05, 0.8) == math.inf
         assert seeds_needed(lambda n: power(n, 1e-3, 0.05), 0.8) is None
         assert equivalence_power(1, 1.0, 0.05) == 0.0
+
+    def test_many_seeds_show_equivalence_for_sure(self) -> None:
+        """Where the measured deviation hardly varies, the integral over it has a narrow peak."""
+        assert equivalence_power(2000, 10.0, 0.025) == pytest.approx(1.0, abs=1e-6)
+        assert equivalence_power(2000, 0.01, 0.025) == 0.0
