@@ -264,7 +264,7 @@ def test_manifests(tmp_path: Path, content: bytes) -> None:
 )
 def test_verifiers(name: str, response: str, answer: str, form: str) -> None:
     """A verdict, whatever is judged; that none takes long or much memory is the pool's business
-    (tests/rewards)."""
+    (tests/rewards, tests/verifier)."""
     response = form.replace("{}", response.replace("{", "").replace("}", ""))
     verdict = judge(get_verifier(name), {}, response, answer)
     assert isinstance(verdict, Verdict) and isinstance(verdict.correct, bool)

@@ -36,8 +36,7 @@ from megarl.observe.terminal import (
     sparkline,
     watch,
 )
-
-from .synthetic_run import train_record
+from tests.report.synthetic_run import train_record
 
 FACTS = RunFacts("demo", "vapo", "qwen3-tiny", "TP 2 x PP 1 x DP 1", "cpu", 20, 4)
 

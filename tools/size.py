@@ -1,0 +1,117 @@
+"""Print how large megarl and each package beside it are: files, lines, and lines of code, which are not
+blank, comment or docstring. With --step also how many files of megarl one VAPO step crosses: those of which a
+function is called in the second step of the tiny demo, on one rank.
+
+    python tools/size.py --step
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tempfile
+import threading
+import tokenize
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = "megarl"
+STEP = ("steps=2", "value_pretraining.steps=1", "rollout.prompts=8", "rollout.max_response_tokens=40")
+ONE_RANK = ("parallel.tp=1", "parallel.pp=1", "parallel.dp=1", "checkpoint.every=0", "log.report=false")
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def code_lines(source: str) -> int:
+    """Return the number of lines with code on them: any token but comments and docstrings."""
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and ast.get_docstring(node)
+            ):
+                docstrings.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def sizes(package: Path) -> tuple[int, int, int]:
+    """Return files, lines and lines of code of a package."""
+    sources = [file.read_text(encoding="utf-8") for file in sorted(package.rglob("*.py"))]
+    return len(sources), sum(text.count("\n") for text in sources), sum(map(code_lines, sources))
+
+
+def files_of_a_step(folder: Path) -> list[str]:
+    """Train the tiny demo for two steps in `folder`; return megarl's files that the second one crosses."""
+    from megarl.cli.train import train
+    from megarl.config.load import set_key
+    from megarl.schedule.trainer import Trainer
+    from megarl_tasks.arithmetic import write_demo
+
+    own, found, inside = f"{ROOT / CORE}/", set[str](), threading.Event()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if (
+            event == "call"
+            and inside.is_set()
+            and code.co_name != "<module>"
+            and code.co_filename.startswith(own)
+        ):
+            found.add(code.co_filename)
+
+    def step(self: Trainer, step: Any, phases: Any) -> None:
+        if (step.stage, step.number) != ("train", 2):
+            return whole(self, step, phases)
+        inside.set()
+        sys.setprofile(note)
+        try:
+            return whole(self, step, phases)
+        finally:
+            sys.setprofile(None)
+            inside.clear()
+
+    whole, Trainer.step = Trainer.step, step  # type: ignore[method-assign]
+    threading.setprofile(note)  # of threads that begin from here on
+    write_demo(folder, seed=0)
+    paths = {"data.train": [folder / "train.jsonl"], "data.eval": [folder / "eval.jsonl"]}
+    paths |= {"model.path": folder / "model", "run_dir": folder / "run"}
+    with redirect_stdout(io.StringIO()):
+        train(
+            ROOT / "configs/demo_vapo.yaml",
+            [*STEP, *ONE_RANK, *(set_key(key, path) for key, path in paths.items())],
+        )
+    return sorted(str(Path(file).relative_to(own)) for file in found)
+
+
+def main() -> None:
+    """Print the table, and the files of a step where asked for."""
+    print(f"{'':20} files  lines   code")
+    for package in (ROOT / CORE, *sorted(ROOT.glob(f"{CORE}_*/"))):
+        files, lines, code = sizes(package)
+        print(f"{package.name:20} {files:5} {lines:6} {code:6}")
+    if "--step" in sys.argv[1:]:
+        sys.path.insert(0, str(ROOT))
+        with tempfile.TemporaryDirectory() as folder:
+            crossed = files_of_a_step(Path(folder))
+        print(f"a VAPO step crosses {len(crossed)} files of {CORE}: {', '.join(crossed)}")
+
+
+if __name__ == "__main__":
+    main()
