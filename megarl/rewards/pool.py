@@ -51,11 +51,8 @@ _FAILED_STARTS = 3
 _KEPT_ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR")
 # Verdicts must not depend on the process that gives them, and the order of a Python set does.
 _OWN_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-# megarl and the user's module are found where this process finds them, whatever put them on its path.
-_BOOT = (
-    "import sys; sys.path.extend(p for p in sys.argv[1:] if p not in sys.path); "
-    "from megarl.rewards.pool import work; work()"
-)
+# megarl, what lies beside it and the user's module are found where this process finds them, in its order.
+_BOOT = "import sys; sys.path[:] = sys.argv[1:]; from megarl.rewards.pool import work; work()"
 _MAX_TEXT = 1000  # characters of an extracted answer or an error that travel back
 _GRACE = 2.0  # seconds after the limit of an item at which a worker whose parent has died ends by itself
 _PARENT_CHECK = 5.0  # seconds

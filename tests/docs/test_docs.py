@@ -20,6 +20,7 @@ from megarl.cli.main import main
 from megarl.config import Config, check_config, load_config
 from megarl.config.load import parse_yaml
 from megarl.config.phases import PRESETS
+from megarl.config.plugins import plugin
 from megarl.config.schema import RewardConfig, fields
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +107,7 @@ def test_every_equation_has_a_function_and_a_test() -> None:
         ("VAPO", n) for n in range(1, 11)
     ]
     for *equation, functions, tests in rows:
-        assert re.fullmatch(r"\s*(`megarl(?:\.\w+)+:\w+`(, )?)+\s*", functions), equation
+        assert re.fullmatch(r"\s*(`megarl\w*(?:\.\w+)+:\w+`(, )?)+\s*", functions), equation
         assert re.fullmatch(r"\s*(`[\w/]+\.py::test_\w+`(, )?)+\s*", tests), equation
     known = {(paper, number) for paper, number, *_ in rows}
     for key, field in KNOBS.items():
@@ -191,6 +192,17 @@ def test_other_commands_are_understood(arguments: list[str], monkeypatch: pytest
 
     taken: list[dict[str, object]] = []
 
+    def taking(command: Callable[..., int]) -> Callable[..., int]:
+        """Return a command that takes the same arguments and does nothing."""
+        signature = inspect.signature(command)
+
+        def take(**given: object) -> int:
+            signature.bind(**given)
+            taken.append(given)
+            return 0
+
+        return take
+
     class Commands:
         """A module of commands, which take their arguments and do nothing."""
 
@@ -198,16 +210,10 @@ def test_other_commands_are_understood(arguments: list[str], monkeypatch: pytest
             self.module = importlib.import_module(name)
 
         def __getattr__(self, function: str) -> Callable[..., int]:
-            signature = inspect.signature(getattr(self.module, function))
-
-            def take(**given: object) -> int:
-                signature.bind(**given)
-                taken.append(given)
-                return 0
-
-            return take
+            return taking(getattr(self.module, function))
 
     monkeypatch.setattr(cli, "import_module", Commands)
+    monkeypatch.setattr(cli, "plugin", lambda group, name: taking(plugin(group, name)))
     assert main(arguments) == 0
     config = taken[0].get("path")
     if config is not None and str(config) not in OURS:
