@@ -1,6 +1,7 @@
 """Print how large megarl and each package beside it are: files, lines, and lines of code, which are not
 blank, comment or docstring. With --step also how many files of megarl one VAPO step crosses: those of which a
-function is called in the second step of the tiny demo, on one rank.
+function is called in the second step of the tiny demo, on one rank. All threads count: a lease that is
+renewed in this second adds its file.
 
     python tools/size.py --step
 """
