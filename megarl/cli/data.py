@@ -7,26 +7,45 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING, Annotated
 
+from typer import Argument, Option, Typer
+
+from megarl.cli.arguments import ConfigFile, Overrides
 from megarl.config import check_config, load_config
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.load import dump_yaml
 from megarl.config.schema import DataConfig, DataEntry
-from megarl.data.gym import INSTALL
-from megarl.data.prompts import (
-    ProblemSet,
-    Prompt,
-    PromptSampler,
-    ReadReport,
-    read_pairs,
-    read_problem_sets,
-    read_prompts,
-)
+
+if TYPE_CHECKING:
+    from megarl.data.prompts import Prompt
+
+DEFAULTS = DataConfig()
+
+app = Typer(help="Show what the model reads, or turn answers into integers.")
 
 
-def show(path: Path, overrides: Sequence[str], rows: int, held_out: bool, drawn: bool) -> int:
-    """Print prompts of data.train as the model reads them (`held_out`: of data.eval), the first of the
-    files or, with `drawn`, of the run, and why rows are left out."""
+@app.command()
+def show(
+    path: ConfigFile,
+    overrides: Overrides,
+    *,
+    rows: Annotated[int, Option(metavar="N", help="prompts that are printed")] = 3,
+    held_out: Annotated[bool, Option("--eval", help="of data.eval, not of data.train")] = False,
+    drawn: Annotated[
+        bool, Option("--drawn", help="those that the run draws first, not the first of the files")
+    ] = False,
+) -> int:
+    """Print the first prompts as the model reads them, and which rows are left out and why."""
+    from megarl.data.prompts import (
+        ProblemSet,
+        PromptSampler,
+        ReadReport,
+        read_pairs,
+        read_problem_sets,
+        read_prompts,
+    )
+
     config = load_config(path, overrides)
     check_config(config, str(path))
     if rows < 0:
@@ -76,8 +95,18 @@ def _reference(problem: Prompt) -> str:
     return f"reference answer: {problem.answer or '(none is known; reasoning-gym scores answers)'}"
 
 
-def gym(tasks: Sequence[str]) -> int:
-    """Print the names of reasoning-gym's tasks, or of some the parameters and the first problem."""
+@app.command()
+def gym(
+    tasks: Annotated[
+        list[str],
+        Argument(
+            default_factory=list, show_default=False, metavar="TASK", help="a task's name; none: all names"
+        ),
+    ],
+) -> int:
+    """List the tasks that reasoning-gym generates, or parameters and a problem of some."""
+    from megarl.data.gym import INSTALL
+
     if find_spec("reasoning_gym") is None:
         raise ConfigError(f"reasoning-gym is not installed ({INSTALL})")
     from megarl.rewards.gym import known_answer, make_task, parameters_of, tasks_by_kind
@@ -95,11 +124,35 @@ def gym(tasks: Sequence[str]) -> int:
     return 0
 
 
+@app.command()
 def integers(
-    source: Path, out: Path, refused: Path | None, prompt_key: str, answer_key: str, workers: int
+    source: Annotated[Path, Argument(metavar="DATA", help="file with LaTeX answers, .jsonl or .parquet")],
+    out: Annotated[
+        Path,
+        Argument(
+            metavar="OUT", help="file to write, of the same kind: every row has an integer as its answer"
+        ),
+    ],
+    *,
+    refused: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="file for the rows that cannot be turned, each with the reason; default: OUT's name with "
+            ".refused",
+        ),
+    ] = None,
+    prompt_key: Annotated[
+        str, Option(metavar="NAME", help="as data.prompt_key; else question, problem or messages")
+    ] = DEFAULTS.prompt_key,
+    answer_key: Annotated[
+        str, Option(metavar="NAME", help="as data.answer_key; else answer, or what solution ends in")
+    ] = DEFAULTS.answer_key,
+    workers: Annotated[int, Option(metavar="N", help="processes that verify")] = 2,
 ) -> int:
-    """Write the rows of a file whose answers are integers or can be turned into one, and the others beside
-    them."""
+    r"""Turn answers into integers: for 11 - 2\sqrt{6} the question asks for k + m + n of k - m\sqrt{n}.
+
+    Writes the rows whose answers are integers or could be turned into one, and the others beside them."""
     if not source.is_file():
         raise DataError(f"{source}: no such file")
     refused = refused or out.with_name(f"{out.stem}.refused{out.suffix}")
