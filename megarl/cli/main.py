@@ -2,7 +2,8 @@
 
 A command is a function with annotated parameters beside the code that it calls, and its docstring is its help
 (https://typer.tiangolo.com); several with a first word in common are a `typer.Typer`. `COMMANDS` says where
-they are. Other packages add theirs by entry points: `NAME = "package.module:function"` in `megarl.commands`.
+they are. Other packages add theirs by entry points of the group `megarl.commands`: `NAME =
+"package.module:function"`, where `data-NAME` is `megarl data NAME`.
 
 Exit codes: 0 done, 2 something the user can mend (one line on standard error), 1 a defect (a traceback), 75
 told to leave and saved (the same command continues), 124 a rank hung (a report says where), 130 interrupted,
@@ -53,22 +54,23 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         several = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
         given: list[str] = []
-        option = ""
-        for at, word in enumerate(args):
-            if word.startswith("-") or not option:
-                option = word if word in several else ""
-                followed = at + 1 < len(args) and not args[at + 1].startswith("-")
-                given += [] if option and followed else [word]
-            else:
+        option = ""  # for several values, of which the next words are
+        for word, following in zip(args, [*args[1:], "-"], strict=False):
+            if option and not word.startswith("-"):
                 given += [option, word]
+                continue
+            option = word if word in several else ""
+            if not option or following.startswith("-"):  # without a value: an error
+                given.append(word)
         return super().parse_args(ctx, given)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         records: dict[str, list[Any]] = {"argument": [], "option": []}
         for param in self.get_params(ctx):
             if record := param.get_help_record(ctx):
-                is_option = param.param_type_name == "option"
-                records[param.param_type_name].append(record if is_option else (param.metavar, record[1]))
+                # An argument without the type that Typer writes behind its name.
+                first = record[0] if param.param_type_name == "option" else param.display_name_raw
+                records[param.param_type_name].append((first, record[1]))
         for kind, rows in records.items():
             if rows:
                 with formatter.section(f"{kind.title()}s"):
@@ -76,32 +78,49 @@ class Command(TyperCommand):
 
 
 class Words(TyperGroup):
-    """Commands with a first word in common."""
+    """Commands with a first word in common, and those that other packages add to them. Such a one is imported
+    when it is called: what help says of it, and what a shell offers, is read in its source."""
+
+    word = ""
+
+    def places(self) -> dict[str, str]:
+        """Return the commands that are imported when they are called -> module:object."""
+        return _added(self.word)
 
     def summaries(self) -> dict[str, str]:
         """Return the first paragraph of each command's help."""
-        return {name: _paragraph(command.help) for name, command in self.commands.items()}
+        there = {name: _paragraph(command.help) for name, command in self.commands.items()}
+        return {**{name: summary(place) for name, place in self.places().items()}, **there}
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.places() | self.commands)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in self.commands:
+            return self.commands[cmd_name]
+        if place := self.places().get(cmd_name):
+            return load(cmd_name, place)
+        self.commands = {name: self.commands.get(name) for name in self.list_commands(ctx)}  # for suggestions
+        return None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(self.summaries().items()))
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        words = {name: text for name, text in self.summaries().items() if name.startswith(incomplete)}
+        return [CompletionItem(name, help=text) for name, text in words.items()]
+
 
 class Commands(Words):
-    """All commands by name. One is imported when it is called: what `megarl --help` says of it, and what a
-    shell offers, is read in its source."""
+    """All commands by their first words."""
 
-    def summaries(self) -> dict[str, str]:
-        return {name: summary(place) for name, place in places().items()}
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(places())
+    def places(self) -> dict[str, str]:
+        return COMMANDS | {name: place for name, place in _added().items() if name not in COMMANDS}
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if place := COMMANDS.get(cmd_name) or places().get(cmd_name):
-            return load(cmd_name, place)
-        self.commands = dict.fromkeys(places())  # of which the error names those that are alike
-        return None
+        place = COMMANDS.get(cmd_name)  # without a look at what is installed
+        return load(cmd_name, place) if place else super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
         from megarl.cli.ranks import exit_code, quiet_libraries
@@ -111,30 +130,40 @@ class Commands(Words):
             sys.path.append(os.getcwd())
         return exit_code(partial(super().invoke, ctx))
 
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        words = {name: text for name, text in self.summaries().items() if name.startswith(incomplete)}
-        return [CompletionItem(name, help=text) for name, text in words.items()]
-
 
 def load(name: str, place: str) -> Any:
-    """Import a command, or several with a first word in common."""
-    loaded = EntryPoint(name, place, GROUP).load()
+    """Import a command, or several with a first word in common. Raises ConfigError where another package's
+    cannot be imported."""
+    try:
+        loaded = EntryPoint(name, place, GROUP).load()
+    except ImportError as error:
+        if place in COMMANDS.values():
+            raise
+        from megarl.config.errors import ConfigError
+
+        raise ConfigError(
+            f"{name}: {place} cannot be imported: {error} (install its package again)"
+        ) from None
     app = loaded if isinstance(loaded, Typer) else Typer(add_completion=False)
     if app is not loaded:
         app.command(name)(loaded)
     app.rich_markup_mode, app.info.cls = None, Words
     for command in app.registered_commands:
         command.cls = Command
-    return get_group(app) if app is loaded else get_command(app)
+    if app is not loaded:
+        return get_command(app)
+    group: Any = get_group(app)
+    group.word = name
+    return group
 
 
 @cache
-def places() -> dict[str, str]:
-    """Return command -> module:object, of megarl and of the packages that add to it."""
-    return {
-        **COMMANDS,
-        **{one.name: one.value for one in entry_points(group=GROUP) if one.name not in COMMANDS},
-    }
+def _added(word: str = "") -> dict[str, str]:
+    """Return what other packages add: command -> module:object. word: to those that begin with it."""
+    points = {tuple(one.name.split("-", 1)): one.value for one in entry_points(group=GROUP)}
+    if word:
+        return {words[1]: place for words, place in points.items() if len(words) == 2 and words[0] == word}
+    return {"-".join(words): place for words, place in points.items() if words[0] not in COMMANDS}
 
 
 def summary(place: str) -> str:

@@ -703,7 +703,7 @@ class TestCommandLine:
             "/no/such/run/metrics.jsonl: cannot be read: No such file or directory (is this the folder of "
             "a run?)"
         ),
-        "watch x y": "megarl watch: got unexpected extra argument (y) (see megarl watch --help)",
+        "watch x y": "megarl watch: got unexpected extra argument(s) (y) (see megarl watch --help)",
         "demo --recipe ppo": "megarl demo: invalid value for '--recipe': 'ppo' is not one of 'vapo', 'dapo',",
         "demo --seed x": "megarl demo: invalid value for '--seed': must be a whole number (got 'x')",
         "ablate vapo --seeds 0 x": "megarl ablate: invalid value for '--seeds': must be a whole number",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.configuration import documented
-from megarl.cli.main import COMMANDS, main, places
+from megarl.cli.main import COMMANDS, _added, main
 from megarl.config import Config, load_config
 from megarl.config.load import parse_yaml
 from megarl.config.schema import fields
@@ -54,7 +54,7 @@ class TestHelp:
 
     def test_no_command_is_imported_for_the_list_of_them(self) -> None:
         code = (
-            "import sys; from megarl.cli.main import COMMANDS, main, places; assert main(['--help']) == 0\n"
+            "import sys; from megarl.cli.main import COMMANDS, _added, main; assert main(['--help']) == 0\n"
             "heavy = {'torch', 'pydantic', 'rich', *(place.split(':')[0] for place in COMMANDS.values())}\n"
             "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
         )
@@ -91,16 +91,14 @@ def lay(name: str = "it") -> int:
         info = tmp_path / "bakery-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bakery\nVersion: 1.0\n")
-        points = (
-            "bake = bakery_of_a_test:bake",
-            "table = bakery_of_a_test:app",
-            "train = bakery_of_a_test:bake",
-        )
+        names = {"bake": "bake", "table": "app", "train": "bake", "data-bake": "bake", "hot-pot": "bake"}
+        points = [f"{name} = bakery_of_a_test:{function}" for name, function in names.items()]
+        points.append("stale = bakery_of_yesterday:bake")
         (info / "entry_points.txt").write_text("\n".join(["[megarl.commands]", *points]))
         monkeypatch.syspath_prepend(tmp_path)
-        places.cache_clear()
+        _added.cache_clear()
         yield
-        places.cache_clear()
+        _added.cache_clear()
         sys.modules.pop("bakery_of_a_test", None)
 
     def test_they_are_listed_without_being_imported(
@@ -120,6 +118,20 @@ def lay(name: str = "it") -> int:
         assert capsys.readouterr().out == "laid x\n"
         assert "more words than" in printed(capsys, "table", "--help")
         assert "completion" not in printed(capsys, "table", "--help")
+
+    def test_they_may_have_two_words(self, bakery: None, capsys: pytest.CaptureFixture[str]) -> None:
+        text = printed(capsys, "data", "--help")
+        assert re.search(r"\n  bake +Bake some cakes\.\n", text) and "\n  show " in text
+        assert "bakery_of_a_test" not in sys.modules and "data-bake" not in printed(capsys, "--help")
+        assert main(["data", "bake", "--cakes", "1"]) == 7
+        assert main(["hot-pot", "--cakes", "1"]) == 7  # there is no command `hot` to which it could belong
+
+    def test_one_that_is_gone(self, bakery: None, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["stale"]) == 2
+        assert capsys.readouterr().err == (
+            "megarl: stale: bakery_of_yesterday:bake cannot be imported: No module named "
+            "'bakery_of_yesterday' (install its package again)\n"
+        )
 
 
 @pytest.mark.parametrize(
