@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, NamedTuple
@@ -241,7 +241,7 @@ def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str) -> Sizes:
     return Sizes(rates, dtype, ranks, threads, prompts, steps, around + steps * step)
 
 
-def _warm_start(file: Path, overrides: Sequence[str]) -> int:
+def _warm_start(file: Path, overrides: list[str]) -> int:
     """Train supervised, or use an earlier result for which everything that its bits depend on was the
     same."""
     from megarl.ablation.runs import checksum, files_of, identity

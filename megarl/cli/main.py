@@ -66,6 +66,7 @@ class Command(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         records: dict[str, list[Any]] = {"argument": [], "option": []}
+        param: Any
         for param in self.get_params(ctx):
             if record := param.get_help_record(ctx):
                 # An argument without the type that Typer writes behind its name.
@@ -93,14 +94,15 @@ class Words(TyperGroup):
         return {**{name: summary(place) for name, place in self.places().items()}, **there}
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(self.places() | self.commands)
+        return list({**self.places(), **self.commands})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         if place := self.places().get(cmd_name):
             return load(cmd_name, place)
-        self.commands = {name: self.commands.get(name) for name in self.list_commands(ctx)}  # for suggestions
+        known: Any = dict.fromkeys(self.list_commands(ctx))
+        self.commands = known  # of which the error names those that are alike
         return None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

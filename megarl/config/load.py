@@ -293,9 +293,9 @@ def _suggestion(key: str) -> str:
 class _Constructor(SafeConstructor):
     """Reads as the text that it is what YAML calls a date, `=`, and numbers such as 1_000 and 0o17."""
 
-    def construct_yaml_int(self, node: ScalarNode) -> int | str:
+    def number_or_text(self, node: ScalarNode) -> int | str:
         text = str(self.construct_scalar(node))
-        return text if re.match("[-+]?0[bo]|.*_", text) else super().construct_yaml_int(node)
+        return text if re.match("[-+]?0[bo]|.*_", text) else self.construct_yaml_int(node)
 
 
 class _Representer(SafeRepresenter):
@@ -315,7 +315,7 @@ class _Representer(SafeRepresenter):
 _YAML_1_1 = VersionedResolver(version=(1, 1))
 for _tag in ("timestamp", "value"):
     _Constructor.add_constructor(f"tag:yaml.org,2002:{_tag}", _Constructor.construct_yaml_str)
-_Constructor.add_constructor("tag:yaml.org,2002:int", _Constructor.construct_yaml_int)
+_Constructor.add_constructor("tag:yaml.org,2002:int", _Constructor.number_or_text)
 _Representer.add_representer(str, _Representer.represent_str)
 _Representer.add_representer(float, _Representer.represent_float)
 
@@ -352,7 +352,8 @@ _parsed = lru_cache(maxsize=64)(_parse)
 
 def dump_yaml(content: Any) -> str:
     """Write `content` as YAML, keys in their order, that `parse_yaml` reads back to the same."""
-    yaml, stream = YAML(typ="safe", pure=True), StringIO()
+    yaml: Any = YAML(typ="safe", pure=True)
+    stream = StringIO()
     yaml.Representer = _Representer
     yaml.default_flow_style = yaml.allow_unicode = yaml.sort_base_mapping_type_on_output = False
     yaml.width = 140

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from socketserver import TCPServer
+from typing import Any
 
 from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import GaugeMetricFamily
@@ -32,7 +33,7 @@ class Exporter(Collector):
         self._records: dict[str, dict[str, float]] = {}
         registry = CollectorRegistry()
         registry.register(self)
-        handler = _Handler.factory(registry)
+        handler: Any = _Handler.factory(registry)
         handler.timeout = PATIENCE
         try:
             self._server = _Server((host, port), handler)
