@@ -40,7 +40,7 @@ def preflight(
 
     The first one checks the configuration too. The exit code is 2 where something is in the way."""
     from megarl.parallel.machine import GIB, SGLANG_IMPORT, broken_transformer_engine, import_problem
-    from megarl.parallel.nodes import NodeNeeds, NodePlace, check_nodes
+    from megarl.parallel.node_checks import NodeNeeds, NodePlace, check_nodes
     from megarl.parallel.runtime import choose_device
     from megarl.schedule.preflight import preflight as check_run
 

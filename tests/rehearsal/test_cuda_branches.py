@@ -19,9 +19,9 @@ from megarl.cli.nodes import node_versions
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, ParallelConfig
 from megarl.model import builder
-from megarl.parallel import machine, nodes, offload
+from megarl.parallel import machine, node_checks, offload
 from megarl.parallel import runtime as parallel
-from megarl.parallel.nodes import NodeNeeds
+from megarl.parallel.node_checks import NodeNeeds
 from megarl.rollout.sglang import SGLangEngine
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.schedule import preflight
@@ -288,20 +288,20 @@ class TestLayers:
 
 
 class TestPreflight:
-    """schedule/preflight.py, parallel/nodes.py, cli/nodes.py"""
+    """schedule/preflight.py, parallel/node_checks.py, cli/nodes.py"""
 
     def test_gpus_of_a_node(self, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         ones = torch.ones
         monkeypatch.setattr(torch, "ones", lambda *a, device=None, **k: ones(*a, **k))
-        assert nodes._device_problems(NodeNeeds(Path("x"), devices=8)) == []
+        assert node_checks._device_problems(NodeNeeds(Path("x"), devices=8)) == []
         monkeypatch.setattr(
             torch.cuda, "mem_get_info", lambda device=None: (FREE // 2 if device == 5 else FREE, TOTAL)
         )
         busy = "GPU 5: 39.1 of 79.2 GiB are free: another process is on it"
-        assert nodes._device_problems(NodeNeeds(Path("x"), devices=8)) == [busy]
+        assert node_checks._device_problems(NodeNeeds(Path("x"), devices=8)) == [busy]
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-        monkeypatch.setattr(nodes, "driver_version", lambda: "550.54.14")
-        assert nodes._device_problems(NodeNeeds(Path("x"), devices=8)) == [
+        monkeypatch.setattr(node_checks, "driver_version", lambda: "550.54.14")
+        assert node_checks._device_problems(NodeNeeds(Path("x"), devices=8)) == [
             "0 GPUs, 8 were asked for (driver 550.54.14 is too old for CUDA 13.0, of which torch is: "
             "580.65.06 or newer)"
         ]
@@ -310,8 +310,8 @@ class TestPreflight:
         self, calls: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(dist, "barrier", lambda: calls.append(("barrier",)))
-        nodes._seconds(lambda: calls.append(("work",)), CUDA)
-        assert [name for name, *_ in calls] == ["barrier", "work", "synchronize"] * (nodes.ROUNDS + 1)
+        node_checks._seconds(lambda: calls.append(("work",)), CUDA)
+        assert [name for name, *_ in calls] == ["barrier", "work", "synchronize"] * (node_checks.ROUNDS + 1)
 
     def test_versions_that_nodes_compare(self, calls: list[Any]) -> None:
         found = node_versions(True)
