@@ -30,7 +30,7 @@ from step import megarl
 from megarl.data.experience import read_experience
 from megarl.observe.runs import read_jsonl
 from megarl.observe.timeline import is_phase, timeline_ranks
-from megarl.plan.simulate import Costs, Work, recorded, simulate
+from megarl.plan.simulate import Costs, Split, Work, recorded, simulate
 from megarl.plan.times import Lengths
 
 FOLDER = BENCH / "simulate"
@@ -173,7 +173,7 @@ def calibrate(steps: Sequence[tuple[Measured, int]]) -> Callable[[int], Costs]:
 
 def predict(costs: Costs, work: Work, trainers: int, engines: int, ahead: int) -> tuple[float, float]:
     """Step time and idle share: medians over some simulations."""
-    courses = [simulate(work, costs, engines, 1, trainers, ahead, seed=seed) for seed in range(SEEDS)]
+    courses = [simulate(work, costs, Split(engines, trainers, ahead), seed=seed) for seed in range(SEEDS)]
     return statistics.median(c.step for c in courses), statistics.median(c.idle for c in courses)
 
 

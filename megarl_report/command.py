@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from megarl_report.report import write_report
+from typer import Argument, Option
 
 
-def report(runs: Sequence[Path], out: Path | None) -> int:
-    """Write report.html and print where it is."""
+def report(
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="run folders")],
+    *,
+    out: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="file to write; default: report.html in the first run's folder"),
+    ] = None,
+) -> int:
+    """Write report.html of one run, or of several laid over each other."""
+    from megarl_report.report import write_report
+
     print(write_report(runs, out or runs[0]))
     return 0

@@ -9,8 +9,7 @@ from importlib.resources import files
 from itertools import cycle
 from typing import Any, NamedTuple
 
-import yaml
-
+from megarl.config.load import parse_yaml
 from megarl.observe.run_log import Record
 from megarl.observe.runs import Points, RecordedRun, kept_share
 from megarl.observe.timeline import WAIT
@@ -400,5 +399,6 @@ DRAW = {
     "value_error": draw_value_error,
     "mismatch": draw_mismatch,
 }
-_LISTED = yaml.safe_load(files("megarl_report").joinpath("figures.yaml").read_text(encoding="utf-8"))
+_TEXT = files("megarl_report").joinpath("figures.yaml").read_text(encoding="utf-8")
+_LISTED = parse_yaml(_TEXT, "figures.yaml")
 SECTIONS = {section: [Spec(**entry) for entry in entries] for section, entries in _LISTED.items()}

@@ -3,18 +3,29 @@ of a file into integers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
 
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.load import dump_yaml
 from megarl.config.schema import DataConfig
 from megarl_tasks.gym import INSTALL
 
+DEFAULTS = DataConfig()
 
-def gym(tasks: Sequence[str]) -> int:
-    """Print the names of reasoning-gym's tasks, or of some the parameters and the first problem."""
+
+def gym(
+    tasks: Annotated[
+        list[str],
+        Argument(
+            default_factory=list, show_default=False, metavar="TASK", help="a task's name; none: all names"
+        ),
+    ],
+) -> int:
+    """List the tasks that reasoning-gym generates, or parameters and a problem of some."""
     if find_spec("reasoning_gym") is None:
         raise ConfigError(f"reasoning-gym is not installed ({INSTALL})")
     from megarl_tasks.gym_scorer import known_answer, make_task, parameters_of, tasks_by_kind
@@ -33,10 +44,33 @@ def gym(tasks: Sequence[str]) -> int:
 
 
 def integers(
-    source: Path, out: Path, refused: Path | None, prompt_key: str, answer_key: str, workers: int
+    source: Annotated[Path, Argument(metavar="DATA", help="file with LaTeX answers, .jsonl or .parquet")],
+    out: Annotated[
+        Path,
+        Argument(
+            metavar="OUT", help="file to write, of the same kind: every row has an integer as its answer"
+        ),
+    ],
+    *,
+    refused: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="file for the rows that cannot be turned, each with the reason; default: OUT's name with "
+            ".refused",
+        ),
+    ] = None,
+    prompt_key: Annotated[
+        str, Option(metavar="NAME", help="as data.prompt_key; else question, problem or messages")
+    ] = DEFAULTS.prompt_key,
+    answer_key: Annotated[
+        str, Option(metavar="NAME", help="as data.answer_key; else answer, or what solution ends in")
+    ] = DEFAULTS.answer_key,
+    workers: Annotated[int, Option(metavar="N", help="processes that verify")] = 2,
 ) -> int:
-    """Write the rows of a file whose answers are integers or can be turned into one, and the others beside
-    them."""
+    r"""Turn answers into integers: for 11 - 2\sqrt{6} the question asks for k + m + n of k - m\sqrt{n}.
+
+    Writes the rows whose answers are integers or could be turned into one, and the others beside them."""
     if not source.is_file():
         raise DataError(f"{source}: no such file")
     refused = refused or out.with_name(f"{out.stem}.refused{out.suffix}")

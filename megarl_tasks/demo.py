@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+from typer import Option
+
+from megarl.cli.arguments import key_values
 from megarl.cli.doctor import Ability, Machine
+from megarl.cli.ranks import checks_packages
 from megarl.cli.train import train
 from megarl.config import check_config, load_config
 from megarl.config.errors import ConfigError
@@ -43,23 +47,40 @@ MARK_WARM_START = ".megarl-demo-warm-start"  # after a warm start: what it was m
 MARK_RUN = ".megarl-demo-run"  # in a run's folder, which the next run of its recipe may delete
 
 
+@checks_packages
 def demo(
-    recipe: str,
-    seed: int,
-    folder: Path | None,
-    overrides: Sequence[str],
+    overrides: Annotated[list[str], key_values("parallel.tp=1; they are for the reinforcement run")],
     *,
-    model: Model = "tiny",
-    layers: int = 2,
-    experts: int = 0,
-    data_only: bool = False,
+    recipe: Annotated[Literal["vapo", "dapo", "sao", "vc_ppo", "rloo", "dr_grpo"], Option()] = "vapo",
+    seed: Annotated[int, Option(metavar="SEED", help="of model, task and training")] = 0,
+    model: Annotated[
+        Model,
+        Option(
+            help="tiny: made here, a hundred thousand parameters; smollm2: SmolLM2-135M-Instruct, fetched "
+            "(93 MB)"
+        ),
+    ] = "tiny",
+    folder: Annotated[
+        Path | None,
+        Option(
+            metavar="FOLDER",
+            help="everything is written below it, for other seeds than 0 in its seed-N; default: runs/demo, "
+            "or runs/ and the model",
+        ),
+    ] = None,
+    layers: Annotated[
+        int, Option(metavar="N", help="of the tiny model; pipeline stages must divide them")
+    ] = 2,
+    experts: Annotated[
+        int, Option(metavar="N", help="of each layer, of which a token goes to two; 0: a dense model")
+    ] = 0,
+    data_only: Annotated[
+        bool, Option("--data-only", help="write the data and the untrained model, and train nothing")
+    ] = False,
 ) -> int:
-    """Train a model by reinforcement in `folder` (seed 0) or its seed-N, and print what it has learned.
+    """Make a tiny model and a task, warm-start it, then train it by reinforcement: minutes on a CPU.
 
-    model      tiny: made here, and warm-started on a teacher first; smollm2: a pretrained one, fetched
-    folder     None: runs/demo or runs/smollm2
-    layers, experts   of the tiny model; with experts its folder is experts-N below
-    data_only  write the data and the untrained model alone"""
+    Or fetch a pretrained model, and train that."""
     if layers < 1:
         raise ConfigError(f"--layers: must be at least 1 (got {layers})")
     if experts and experts < 2:
@@ -234,7 +255,7 @@ def abilities(machine: Machine) -> Iterator[Ability]:
         yield Ability(name, False, f"{there} of memory, {needed} are needed")
 
 
-def _warm_start(file: Path, overrides: Sequence[str]) -> int:
+def _warm_start(file: Path, overrides: list[str]) -> int:
     """Train supervised, or use an earlier result for which everything that its bits depend on was the
     same."""
     from megarl.schedule.identity import checksum, files_of, identity

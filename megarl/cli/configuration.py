@@ -1,20 +1,19 @@
-"""What a configuration holds and what a run of it needs, on any machine: `megarl config show|check|docs`,
-`megarl plan` and `megarl weights plan`."""
+"""What a configuration holds and what a run of it needs, on any machine: `megarl config show|check|docs` and
+`megarl plan`."""
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from typer import Option, Typer
 
+from megarl.cli.arguments import ConfigFile, Overrides, PublicModel
 from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_yaml
@@ -29,18 +28,22 @@ KINDS = {
     Path: "path",
     type(None): "null",
 }
-GB = 1e9
+
+app = Typer(help="Print, validate or explain a configuration.")
 
 
-def show(path: Path, overrides: Sequence[str]) -> int:
-    """Print the resolved configuration as YAML."""
+@app.command()
+def show(path: ConfigFile, overrides: Overrides) -> int:
+    """Print the configuration with bases, preset, defaults and overrides resolved."""
     print(dump_config(load_config(path, overrides)), end="")
     return 0
 
 
-def check(path: Path, overrides: Sequence[str]) -> int:
-    """Check keys, types and contradictions, and the tasks of reasoning-gym; the model's folder and the data
-    files too, where the folder is on this machine."""
+@app.command()
+def check(path: ConfigFile, overrides: Overrides) -> int:
+    """Find contradictions, and what does not fit the model's folder and the data.
+
+    Those two are looked at where the model's folder is on this machine."""
     from megarl.data.generated import check_tasks, gym_entries
 
     config = load_config(path, overrides)
@@ -57,8 +60,9 @@ def check(path: Path, overrides: Sequence[str]) -> int:
     return 0
 
 
+@app.command()
 def docs() -> int:
-    """Print every field: key, meaning; kind, unit, default, what recipes set it to, source."""
+    """List every key with its meaning, unit, default and the source of the default."""
 
     def yaml(value: Any) -> str:
         if isinstance(value, list | tuple):
@@ -117,22 +121,55 @@ def _kinds(annotation: Any) -> list[str]:
 
 
 def plan(
-    path: Path,
-    overrides: Sequence[str],
-    model: str | None,
-    mean_length: float | None,
-    everything: bool,
-    best: bool,
-    simulate: bool = False,
-    length_deviation: float | None = None,
-    lengths: Path | None = None,
-    kept: float | None = None,
-    balance: Any = "queue",
+    path: ConfigFile,
+    overrides: Overrides,
+    *,
+    model: PublicModel = None,
+    mean_length: Annotated[
+        float | None,
+        Option(metavar="TOKENS", help="mean length of responses; default: a third of the longest"),
+    ] = None,
+    length_deviation: Annotated[
+        float | None,
+        Option(
+            metavar="TOKENS",
+            help="standard deviation of response lengths; default: as of a log-normal's with sigma 0.6",
+        ),
+    ] = None,
+    everything: Annotated[bool, Option("--all", help="list every layout")] = False,
+    best: Annotated[
+        bool,
+        Option("--best", help="print only the overrides of the quickest layout, as a command and as YAML"),
+    ] = False,
+    simulate: Annotated[
+        bool,
+        Option(
+            "--simulate",
+            help="simulate a steady step with drawn lengths: who waits for whom, and the best split of ranks",
+        ),
+    ] = False,
+    lengths: Annotated[
+        Path | None,
+        Option(
+            metavar="RUN",
+            help="of --simulate: lengths of this run's last steps, from its rollouts or metrics.jsonl",
+        ),
+    ] = None,
+    kept: Annotated[
+        float | None,
+        Option(
+            metavar="SHARE", help="of --simulate: of the groups, what dynamic sampling keeps; default: 0.5"
+        ),
+    ] = None,
+    balance: Annotated[
+        Literal["stretches", "queue", "longest"],
+        Option(help="of --simulate: how requests are spread over engines"),
+    ] = "queue",
 ) -> int:
-    """Print memory, times and layouts, or the overrides of the best layout alone, or a simulated step. Return
-    2 where the
-    configuration does not fit, after the line with which `megarl train` would stop. Where a run would be on
-    this machine's CPU, print what it needs of that."""
+    """Print memory of GPUs, nodes and disk, time of a step, layouts that fit.
+
+    Where a run would be on this machine's CPU, what it needs of that. The exit code is 2 where the
+    configuration does not fit, after the line with which `megarl train` would stop."""
     from megarl.parallel.machine import driver_version, memory_here
     from megarl.plan import text
     from megarl.plan.memory import plan_of
@@ -157,8 +194,7 @@ def plan(
     if config.parallel.device == "cpu" or (here and model is None and config.model.path.is_dir()):
         if simulate:
             raise ConfigError(f"{path}: --simulate: its times are those of GPUs (add parallel.device=cuda)")
-        portable = config.model.model_copy(update={"layers": "portable"})
-        made, memory = plan_of(config.model_copy(update={"model": portable}), described), memory_here()
+        made, memory = plan_of(config, described, cpu=True), memory_here()
         print("\n".join(text.on_cpu(made, where, memory)))
         problem, near = made.problem_on_cpu(memory), made.warning_on_cpu(memory)
         if problem or near:
@@ -190,79 +226,3 @@ def plan(
     if problem:
         print(f"\nmegarl: {path}: {problem}", file=sys.stderr)
     return 2 if problem else 0
-
-
-def plan_weights(path: Path, overrides: Sequence[str], model: str | None, verify: bool, ranks: bool) -> int:
-    """Print what a weight transfer costs each rank, beside gathering whole tensors everywhere. Raises
-    PlanError if the proof (`verify`) fails."""
-    from megarl.parallel.layout import Layout
-    from megarl.weights.cost import RankCost, direct_cost, gather_cost, planning_config
-    from megarl.weights.layout import hf_shapes
-    from megarl.weights.plan import engine_plan
-
-    config = load_config(path, overrides)
-    where, hf_config = planning_config(config.model.path, model)
-    sizes, dtype = config.parallel, config.model.dtype
-    itemsize = {"bf16": 2, "fp32": 4}[dtype]
-    try:
-        layout = Layout(sizes.tp, sizes.pp, sizes.dp or 1, sizes.ep, sizes.cp, sizes.vpp)
-    except ValueError as error:
-        raise ConfigError(f"{path}: parallel: {error}") from None
-    started = time.perf_counter()
-    made = engine_plan(config, hf_config, layout)
-    seconds = time.perf_counter() - started
-    shapes = hf_shapes(hf_config)
-    bucket = config.rollout.transfer_bucket * 2**20
-    direct = direct_cost(made, itemsize, bucket, config.cluster)
-    gather = gather_cost(made, shapes, itemsize, bucket, config.cluster)
-
-    parameters = sum(map(prod, shapes.values()))
-    size = f"{parameters / 1e9:.2f} B parameters, {parameters * itemsize / GB:.2f} GB in {dtype}"
-    apart = config.parallel.rollout_ranks
-    nodes = -(-(layout.world + apart) // config.cluster.gpus_per_node)
-    experts = f", ep {layout.ep}" if layout.ep > 1 else ""
-    tp, engine = config.rollout.engine_tp, config.rollout.engine
-    engine_dtype = dtype if config.rollout.weights_dtype == "model" else "fp8 in blocks"
-    context = f", cp {layout.cp}" if layout.cp > 1 else ""
-    actor = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}{context}{experts}"
-    print(f"model    {where}: {size}")
-    print(f"actor    {actor}: {layout.world} GPUs on {nodes} nodes")
-    print(f"engines  {(apart or layout.world) // tp} of tp {tp} ({engine}), weights in {engine_dtype}")
-    print(f"plan     {len(made.copies):,} copies, made in {seconds:.1f} s\n")
-
-    rows: tuple[tuple[str, Callable[[RankCost], float], int], ...] = (  # title, figure, its decimals
-        ("sent, same node, GB", lambda cost: cost.node_sent / GB, 3),
-        ("sent, between nodes, GB", lambda cost: cost.network_sent / GB, 3),
-        ("received, same node, GB", lambda cost: cost.node_received / GB, 3),
-        ("received, between nodes, GB", lambda cost: cost.network_received / GB, 3),
-        ("kept, same GPU, GB", lambda cost: cost.local / GB, 3),
-        ("rounds (buckets)", lambda cost: cost.rounds, 0),
-        ("staging memory, GB", lambda cost: cost.staging / GB, 3),
-        ("estimate, s", lambda cost: cost.seconds, 3),
-    )
-    print(f"{'per GPU':28s}{'the plan: min':>14s}{'mean':>10s}{'max':>10s}", end="")
-    print(f"{'full gather: min':>20s}{'mean':>10s}{'max':>10s}")
-    for title, of, decimals in rows:
-        line = f"{title:28s}"
-        for costs, width in ((direct, 14), (gather, 20)):
-            values = [of(cost) for cost in costs.values()]
-            line += f"{min(values):{width}.{decimals}f}{fmean(values):10.{decimals}f}"
-            line += f"{max(values):10.{decimals}f}"
-        print(line)
-    received, gathered = (max(cost.received for cost in costs.values()) for costs in (direct, gather))
-    slowest, slowest_gather = (max(cost.seconds for cost in costs.values()) for costs in (direct, gather))
-    if received and slowest:
-        fewer = f"{gathered / received:.1f} times fewer bytes into a GPU"
-        print(f"\nthe plan: {fewer}; the slowest GPU is done {slowest_gather / slowest:.1f} times sooner")
-    if ranks:
-        print(f"\n{'rank':>6s}" + "".join(f"{title:>29s}" for title, _, _ in rows))
-        for rank, cost in direct.items():
-            print(f"{rank:6d}" + "".join(f"{of(cost):29.{decimals}f}" for _, of, decimals in rows))
-    if verify:
-        started = time.perf_counter()
-        made.verify()
-        elements = sum(prod(shard.shape) for shards in made.targets.values() for shard in shards.values())
-        seconds = time.perf_counter() - started
-        proof = "target elements is written exactly once, from the place that it belongs to"
-        print(f"\nproved in {seconds:.1f} s: each of {elements:,} {proof}")
-    return 0

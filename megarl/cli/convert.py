@@ -9,25 +9,46 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
-import torch.distributed as dist
-from rich import progress
-from rich.console import Console
+from typer import Argument, Option, Typer
 
 from megarl.config.errors import ConfigError, MegarlError
-from megarl.parallel.machine import check_launcher
-from megarl.parallel.runtime import is_launched, launched_rank, launched_world
-from megarl.weights.files import readable
-from megarl.weights.gguf import gguf_to_hf
-from megarl.weights.megatron import Advance, Conversion, conversion_layout, hf_to_megatron, megatron_to_hf
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+if TYPE_CHECKING:
+    import torch
+
+    from megarl.weights.megatron import Advance, Conversion
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+Out = Annotated[Path, Argument(metavar="OUT", help="folder to make; it appears when it is whole and on disk")]
+Verify = Annotated[bool, Option("--verify", help="read the result back from the disk and compare every bit")]
+MaxShard = Annotated[float, Option(metavar="GB", help="of one *.safetensors file")]
+CUT = "-parallel size that the files are cut for; any other can load them too"
 LIMIT = datetime.timedelta(hours=6)  # of a wait for the slowest process
 
+app = Typer(
+    help="Convert a model's folder to Megatron's format and back, or from GGUF.", rich_markup_mode=None
+)
 
-def to_megatron(source: Path, out: Path, tp: int, pp: int, ep: int, critic: bool, verify: bool) -> int:
-    """Write a Hugging Face folder as a distributed checkpoint."""
+
+@app.command()
+def to_megatron(
+    source: Annotated[Path, Argument(metavar="HF_DIR", help="folder with config.json and *.safetensors")],
+    out: Out,
+    *,
+    tp: Annotated[int, Option(metavar="N", help=f"tensor{CUT}")] = 1,
+    pp: Annotated[int, Option(metavar="N", help=f"pipeline{CUT}")] = 1,
+    ep: Annotated[int, Option(metavar="N", help=f"expert{CUT}")] = 1,
+    critic: Annotated[
+        bool,
+        Option("--critic", help="with a classifier's value head, or one of zeros, for the output layer"),
+    ] = False,
+    verify: Verify = False,
+) -> int:
+    """Write a Hugging Face folder as a Megatron distributed checkpoint."""
+    from megarl.weights.megatron import conversion_layout, hf_to_megatron
+
     if min(tp, pp, ep) < 1:
         raise ConfigError(f"--tp, --pp and --ep must be at least 1 (got {tp}, {pp}, {ep})")
     layout = conversion_layout(tp, pp, ep)
@@ -35,16 +56,30 @@ def to_megatron(source: Path, out: Path, tp: int, pp: int, ep: int, critic: bool
     return _convert(job, out, verify)
 
 
+@app.command()
 def to_hf(
-    checkpoint: Path, out: Path, source: Path | None, dtype: str | None, max_shard_gb: float, verify: bool
+    checkpoint: Annotated[
+        Path, Argument(metavar="CKPT", help="folder with .metadata and *.distcp, of a run or converted")
+    ],
+    out: Out,
+    *,
+    source: Annotated[
+        Path | None,
+        Option(metavar="HF_DIR", help="folder with config.json and tokenizer; default: CKPT"),
+    ] = None,
+    dtype: Annotated[Dtype | None, Option(help="of every tensor; default: as they are")] = None,
+    max_shard_gb: MaxShard = 4.0,
+    verify: Verify = False,
 ) -> int:
-    """Write a distributed checkpoint as a Hugging Face folder."""
+    """Write a Megatron distributed checkpoint as a Hugging Face folder."""
+    from megarl.weights.megatron import megatron_to_hf
+
     job = partial(
         megatron_to_hf,
         checkpoint,
         out,
         source=source,
-        dtype=DTYPES[dtype] if dtype else None,
+        dtype=_torch_dtype(dtype) if dtype else None,
         max_shard_bytes=int(max_shard_gb * 1e9),
         verify=verify,
         watch=_progress,
@@ -52,13 +87,26 @@ def to_hf(
     return _convert(job, out, verify)
 
 
-def from_gguf(source: Path, out: Path, dtype: str, max_shard_gb: float, verify: bool) -> int:
-    """Write the model of a GGUF file as a Hugging Face folder."""
+@app.command()
+def from_gguf(
+    source: Annotated[
+        Path,
+        Argument(metavar="FILE.gguf", help="file of a Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE model"),
+    ],
+    out: Out,
+    *,
+    dtype: Annotated[Dtype, Option(help="of every tensor")] = "bf16",
+    max_shard_gb: MaxShard = 4.0,
+    verify: Verify = False,
+) -> int:
+    """Write a GGUF file (llama.cpp's format) as a Hugging Face folder, dequantised."""
+    from megarl.weights.gguf import gguf_to_hf
+
     job = partial(
         gguf_to_hf,
         source,
         out,
-        dtype=DTYPES[dtype],
+        dtype=_torch_dtype(dtype),
         max_shard_bytes=int(max_shard_gb * 1e9),
         verify=verify,
         watch=_progress,
@@ -66,8 +114,20 @@ def from_gguf(source: Path, out: Path, dtype: str, max_shard_gb: float, verify: 
     return _convert(job, out, verify)
 
 
+def _torch_dtype(name: Dtype) -> torch.dtype:
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+
+
 def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
     """Run a conversion in this process, or as one of those that torchrun started; the first one prints."""
+    import torch.distributed as dist
+
+    from megarl.parallel.machine import check_launcher
+    from megarl.parallel.runtime import is_launched, launched_rank
+    from megarl.weights.files import readable
+
     check_launcher()
     if is_launched():
         dist.init_process_group("gloo", timeout=LIMIT)
@@ -94,6 +154,11 @@ def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
 def _progress(what: str, size: int) -> Iterator[Advance]:
     """Show a bar with GB/s and the time left on the first process's terminal, of its own share of the
     work."""
+    from rich import progress
+    from rich.console import Console
+
+    from megarl.parallel.runtime import launched_rank, launched_world
+
     if launched_rank() != 0:
         yield lambda _: None
         return

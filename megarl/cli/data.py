@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING, Annotated
 
+from typer import Option, Typer
+
+from megarl.cli.arguments import ConfigFile, Overrides
 from megarl.config import check_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DataEntry
-from megarl.data.prompts import (
-    ProblemSet,
-    Prompt,
-    PromptSampler,
-    ReadReport,
-    read_pairs,
-    read_problem_sets,
-    read_prompts,
-)
+
+if TYPE_CHECKING:
+    from megarl.data.prompts import Prompt
+
+app = Typer(help="Show what the model reads, or turn answers into integers.")
 
 
-def show(path: Path, overrides: Sequence[str], rows: int, held_out: bool, drawn: bool) -> int:
-    """Print prompts of data.train as the model reads them (`held_out`: of data.eval), the first of the
-    files or, with `drawn`, of the run, and why rows are left out."""
+@app.command()
+def show(
+    path: ConfigFile,
+    overrides: Overrides,
+    *,
+    rows: Annotated[int, Option(metavar="N", help="prompts that are printed")] = 3,
+    held_out: Annotated[bool, Option("--eval", help="of data.eval, not of data.train")] = False,
+    drawn: Annotated[
+        bool, Option("--drawn", help="those that the run draws first, not the first of the files")
+    ] = False,
+) -> int:
+    """Print the first prompts as the model reads them, and which rows are left out and why."""
+    from megarl.data.prompts import (
+        ProblemSet,
+        PromptSampler,
+        ReadReport,
+        read_pairs,
+        read_problem_sets,
+        read_prompts,
+    )
+
     config = load_config(path, overrides)
     check_config(config, str(path))
     if rows < 0:

@@ -70,7 +70,9 @@ class Ability(NamedTuple):
 
 
 def doctor() -> int:
-    """Print what there is; return 0 where at least the demo runs."""
+    """Say what is installed, what this machine can run, and how to get what is missing.
+
+    The exit code is 0 where at least the demo runs."""
     machine = look()
     python = ".".join(map(str, machine.python))
     hardware = f"{machine.cores} cores, {machine.memory / GIB:.0f} GiB of memory"

@@ -4,18 +4,19 @@ with confidence intervals."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Option
 
-from megarl.cli.ranks import passes_on_rank_0, run_rank, start_ranks, starts_ranks
+from megarl.cli.arguments import ConfigFile, Overrides
+from megarl.cli.ranks import checks_packages, passes_on_rank_0, run_rank, start_ranks, starts_ranks
 from megarl.config import load_config
 from megarl.config.check import real
 from megarl.config.errors import ConfigError, StorageError
@@ -31,10 +32,26 @@ if TYPE_CHECKING:
 SHOWN = 20  # problems in the terminal, the hardest; problems.jsonl has all
 
 
-def evaluate(path: Path, overrides: Sequence[str], checkpoint: Path | None, out: Path | None) -> int:
-    """Answer every problem of every set, on as many ranks as the layout has, and write answers.jsonl,
-    problems.jsonl, data.json and scores.json to `out`. Return the exit code. checkpoint: see
-    `find_policy`."""
+@checks_packages
+def evaluate(
+    path: ConfigFile,
+    overrides: Overrides,
+    *,
+    checkpoint: Annotated[
+        Path | None,
+        Option(
+            metavar="FOLDER",
+            help="Hugging Face folder, checkpoint or run (its newest one); default: model.path",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        Option(metavar="FOLDER", help="where answers and scores are written; default: run_dir/eval"),
+    ] = None,
+) -> int:
+    """Answer the problems of data.eval; avg@k, pass@k and majority@k.
+
+    On as many ranks as the layout has. Writes answers.jsonl, problems.jsonl, data.json and scores.json."""
     config = load_config(path, overrides)
     # Every rank has an engine here, and none draws ahead.
     shared = config.parallel.model_copy(update={"rollout_ranks": 0})

@@ -10,11 +10,11 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from megarl.config.errors import Interrupted, MegarlError
 from megarl.config.files import unforeseen
@@ -24,6 +24,24 @@ if TYPE_CHECKING:
     from megarl.parallel.lease import Lease
     from megarl.parallel.runtime import Runtime
     from megarl.parallel.signals import StopRequest
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def checks_packages(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """Check the packages, and what launched this process, before a command that imports Megatron: one that
+    does not fit is one line then, not an error in an import."""
+
+    @wraps(command)
+    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+        from megarl.parallel import machine
+
+        machine.check_packages()
+        machine.check_launcher()
+        return command(*args, **kwargs)
+
+    return checked
 
 
 def quiet_libraries() -> None:

@@ -9,14 +9,17 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from megarl.cli.ranks import passes_on_rank_0, run_rank, start_ranks, starts_ranks
+from typer import Argument, Option
+
+from megarl.cli.arguments import ConfigFile, Overrides, Wait, key_values
+from megarl.cli.ranks import checks_packages, passes_on_rank_0, run_rank, start_ranks, starts_ranks
 from megarl.config import dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.files import essential, write_whole
@@ -37,23 +40,26 @@ REPLAY_ENGINE = (
 )
 
 
+@checks_packages
 def train(
-    path: Path,
-    overrides: Sequence[str] = (),
+    path: ConfigFile,
+    overrides: Overrides,
     *,
-    fresh: bool = False,
-    wait: float = 0.0,
-    follow: int | None = None,
-    profile: int | None = None,
+    fresh: Annotated[
+        bool, Option("--fresh", help="refuse a run_dir that holds a run, instead of continuing it")
+    ] = False,
+    wait: Wait = 0.0,
+    profile: Annotated[
+        int | None,
+        Option(metavar="N", help="trace N steps for Perfetto, into run_dir/profile (log.profile)"),
+    ] = None,
+    # Of `ablate`: the process with which this one is to end.
+    follow: Annotated[int | None, Option(hidden=True)] = None,
 ) -> int:
-    """Train as the configuration says and return the exit code. Where the layout has several ranks they are
-    started, and again after one was killed or hung, as often as `parallel.restarts` says; under torchrun this
-    process is one.
+    """Train by supervised warm start, GRPO, DAPO, PPO or VAPO: the config's recipe.
 
-    fresh    refuse a run_dir that holds a run
-    wait     seconds for another command that writes into run_dir to leave
-    follow   the process id of a parent whose end is to be this process's end
-    profile  steps to trace: log.profile"""
+    Where the layout has several ranks they are started, and again after one was killed or hung, as often as
+    parallel.restarts says; under torchrun this process is one."""
     if follow is not None:
         follow_launcher(follow)
     if profile is not None:
@@ -187,10 +193,25 @@ def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: 
     return code
 
 
-def replay(run: Path, step: int, tolerance: float | None, overrides: Sequence[str], wait: float = 0.0) -> int:
-    """Do a step of a run again, from its checkpoint and recorded rollout, and compare every number. Return 0
-    where all are equal, 1 where one differs. With another layout, e.g. parallel.tp=1 in `overrides`, numbers
-    are equal within `tolerance`. wait: seconds for another command that writes into the run's folder."""
+@checks_packages
+def replay(
+    run: Annotated[
+        Path,
+        Argument(
+            metavar="RUN", help="folder of a run that kept checkpoints, and rollouts (checkpoint.rollouts)"
+        ),
+    ],
+    overrides: Annotated[list[str], key_values("parallel.tp=1 parallel.dp=1")],
+    *,
+    step: Annotated[int, Option(metavar="K", help="rollout step; its checkpoint is the one of step K - 1")],
+    tolerance: Annotated[
+        float | None, Option(metavar="X", help="for another layout; default: 1e-3 in fp32, 5e-2 in bf16")
+    ] = None,
+    wait: Wait = 0.0,
+) -> int:
+    """Do one step of a run again from what is on disk, and compare every recorded number.
+
+    The exit code is 1 where one differs. With another layout numbers are equal within the tolerance."""
     file = run / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{run}: no config.yaml there (give the folder of a run)")

@@ -12,14 +12,20 @@ import json
 import re
 import reprlib
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import yaml
 from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.representer import SafeRepresenter
+from ruamel.yaml.resolver import VersionedResolver
 
 from megarl.config.errors import ConfigError
 from megarl.config.phases import AHEAD_PRESET, PRESETS
@@ -49,26 +55,48 @@ HELD = (  # sections that a list or names of the user's lead to
 RENAMED = {"watchdog.limits.divide": "watchdog.limits.distribute"}  # in 0.2; the old name goes in 0.3
 
 
+class Layer(NamedTuple):
+    """Settings of one file, or of one override. nodes: of a file's YAML, which know their lines."""
+
+    name: str
+    settings: Settings
+    nodes: Node | None = None
+
+    def where(self, key: str) -> str:
+        """Return `file: line n` for a dotted key that this layer sets, as far as the file writes it out."""
+        node, line = self.nodes, 0
+        for part in re.findall(r"[^.\[\]]+|\[\d+\]", key):
+            if isinstance(node, SequenceNode) and part.startswith("["):
+                node = node.value[int(part[1:-1])]
+                line = node.start_mark.line + 1
+                continue
+            pairs = node.value if isinstance(node, MappingNode) else []
+            # The last: what a merge key brings stands before.
+            found = [(name.start_mark.line + 1, value) for name, value in pairs if name.value == part]
+            if not found:
+                break
+            line, node = found[-1]
+        return f"{self.name}: line {line}" if line else self.name
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | None = None) -> Config:
-    """Read, merge and validate. Raises ConfigError with one line that names the file (or the override) and
-    the key.
+    """Read, merge and validate. Raises ConfigError with one line that names the file and its line (or the
+    command line) and the key.
 
     base: stands in for the file at the root of the chain of bases, the one that names no base itself; the
     files above it override `base` and the bases of `base`."""
-    origins: dict[str, str] = {}  # dotted key -> the file or command line that set it
+    origins: dict[str, Layer] = {}  # dotted key -> what set it
     settings: Settings = {}
-    for name, layer in _files(config_file(path), base):
-        _merge(settings, layer, origins, name)
-    for text in overrides:
-        _merge(settings, _parse_override(text), origins, COMMAND_LINE)
+    for layer in (*_files(config_file(path), base), *map(_parse_override, overrides)):
+        _merge(settings, layer, origins)
     recipe = settings.get("recipe")
     merged: Settings = {}
     if isinstance(recipe, str):
-        _merge(merged, PRESETS.get(recipe, {}), {}, "")
+        _merge(merged, Layer("", PRESETS.get(recipe, {})), {})
     preset = {**merged.get("algorithm", {}), **_section(settings, "algorithm")}
     if _section(settings, "schedule").get("ahead") and preset.get("old_logprobs") != "engine":
-        _merge(merged, AHEAD_PRESET, {}, "")
-    _merge(merged, settings, {}, "")
+        _merge(merged, Layer("", AHEAD_PRESET), {})
+    _merge(merged, Layer("", settings), {})
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
@@ -101,6 +129,10 @@ def dump_config(config: Config) -> str:
 def read_yaml(path: Path, whose: str = "") -> Settings:
     """Read the mapping that a file holds. Raises ConfigError where there is none; `whose` says there who
     named the file."""
+    return _read(path, whose).settings
+
+
+def _read(path: Path, whose: str) -> Layer:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -110,32 +142,32 @@ def read_yaml(path: Path, whose: str = "") -> Settings:
         raise ConfigError(f"{path}: not a UTF-8 text: {byte}{whose}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}{whose}") from None
-    content = deepcopy(_parsed(text, str(path)))
+    content, nodes = _parsed(text, str(path))
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold `key: value` lines{whose}")
-    return content
+    return Layer(str(path), deepcopy(content), nodes)
 
 
-def _files(path: Path, root: Path | None, named_by: tuple[Path, ...] = ()) -> list[tuple[str, Settings]]:
+def _files(path: Path, root: Path | None, named_by: tuple[Path, ...] = ()) -> list[Layer]:
     """Read the file and its bases, parents first. root: read in place of a file without a base; named_by: the
     files on the way here."""
     if any(path.resolve() == earlier.resolve() for earlier in named_by):
         circle = " -> ".join(str(earlier) for earlier in (*named_by, path))
         raise ConfigError(f"{path}: base: the files name each other in a circle ({circle})")
-    layer = read_yaml(path, f" (base of {named_by[-1]})" if named_by else "")
-    bases = layer.pop("base", [])
+    layer = _read(path, f" (base of {named_by[-1]})" if named_by else "")
+    bases = layer.settings.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(b, str) and b and "\0" not in b for b in bases):
         raise ConfigError(f"{path}: base: must be a file name or a list of file names")
     if root is not None and not bases:
         return _files(root, None)
-    layers: list[tuple[str, Settings]] = []
+    layers: list[Layer] = []
     for base in bases:
         layers += _files(config_file(base, path.parent), root, (*named_by, path))
-    return [*layers, (str(path), layer)]
+    return [*layers, layer]
 
 
-def _parse_override(text: str) -> Settings:
+def _parse_override(text: str) -> Layer:
     key, equals, value = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
@@ -144,29 +176,33 @@ def _parse_override(text: str) -> Settings:
     setting: Any = parse_yaml(value, f"{COMMAND_LINE}: {key}") if value.strip() else None
     for part in reversed(parts):
         setting = {part: setting}
-    return setting
+    return Layer(COMMAND_LINE, setting)
 
 
-def _merge(
-    into: Settings, layer: Settings, origins: dict[str, str], name: str, sections: tuple[str, ...] = ()
-) -> None:
+def _merge(into: Settings, layer: Layer, origins: dict[str, Layer]) -> None:
     """Put `layer` over `into`, section by section; `origins` learns which layer a key was last set by."""
-    if len(sections) > MAX_DEPTH:
-        raise ConfigError(f"{name}: {sections[0]}: sections within sections, more than {MAX_DEPTH} deep")
-    for key, value in layer.items():
-        dotted = ".".join((*sections, str(key)))
-        if not isinstance(key, str):
-            raise ConfigError(f"{name}: {dotted}: a key must be a text, not {key!r}")
-        if dotted in RENAMED:
-            print(f"megarl: {name}: {dotted} is now {RENAMED[dotted]}", file=sys.stderr, flush=True)
-            *_, key = (dotted := RENAMED[dotted]).split(".")
-        origins[dotted] = name
-        if isinstance(value, dict):
-            below = into.get(key)
-            into[key] = below if isinstance(below, dict) else {}
-            _merge(into[key], value, origins, name, (*sections, key))
-        else:
-            into[key] = value
+
+    def merge(into: Settings, settings: Settings, sections: tuple[str, ...]) -> None:
+        if len(sections) > MAX_DEPTH:
+            what = f"sections within sections, more than {MAX_DEPTH} deep"
+            raise ConfigError(f"{layer.where(sections[0])}: {sections[0]}: {what}")
+        for key, value in settings.items():
+            dotted = ".".join((*sections, str(key)))
+            if not isinstance(key, str):
+                raise ConfigError(f"{layer.where(dotted)}: {dotted}: a key must be a text, not {key!r}")
+            if dotted in RENAMED:
+                said = f"{layer.where(dotted)}: {dotted} is now {RENAMED[dotted]}"
+                print(f"megarl: {said}", file=sys.stderr, flush=True)
+                *_, key = (dotted := RENAMED[dotted]).split(".")
+            origins[dotted] = layer
+            if isinstance(value, dict):
+                below = into.get(key)
+                into[key] = below if isinstance(below, dict) else {}
+                merge(into[key], value, (*sections, key))
+            else:
+                into[key] = value
+
+    merge(into, layer.settings, ())
 
 
 PLAINER = {  # kinds of pydantic's errors -> what to say instead
@@ -182,7 +218,7 @@ PLAINER = {  # kinds of pydantic's errors -> what to say instead
 }
 
 
-def _explain(error: ValidationError, origins: Mapping[str, str], path: str) -> str:
+def _explain(error: ValidationError, origins: Mapping[str, Layer], path: str) -> str:
     """Return the first problem as `where: key: what is wrong (got value)`, and how many other keys have one.
 
     path: the file that lacks what nobody set."""
@@ -192,7 +228,7 @@ def _explain(error: ValidationError, origins: Mapping[str, str], path: str) -> s
     parts = key.split(".")
     sections = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]  # the key itself first
     sections = [re.sub(r"\[\d+\]$", "", name) for name in sections]  # a list is set as a whole
-    where = next((origins[name] for name in sections if name in origins), path)
+    where = next((origins[name].where(key) for name in sections if name in origins), path)
     if first["type"] == "extra_forbidden":
         what = f"unknown key{_suggestion(key)}"
     elif first["type"] == "missing" and first["loc"][-1] == parts[-1]:
@@ -251,70 +287,75 @@ def _suggestion(key: str) -> str:
     return f" (known here: {', '.join(beside)})"
 
 
-# YAML as people expect it: the scalars of YAML 1.2's core schema, no key given twice. PyYAML follows YAML
-# 1.1, where 1e-6 is a text, `no` is false, 010 is 8, 1:30 is 90 and 2024-01-01 is a date.
-
-_FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
-_RESOLVERS = (  # kind, pattern, first characters
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    ("float", _FLOAT, list("-+.0123456789")),
-    ("merge", r"<<", ["<"]),
-)
+# YAML 1.2, by ruamel.yaml: no key given twice; 1e-6 is a number, `no` and 1:30 are texts, 010 is 10.
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a key given twice is an error instead of a silent override."""
+class _Constructor(SafeConstructor):
+    """Reads as the text that it is what YAML calls a date, `=`, and numbers such as 1_000 and 0o17."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        merge = "tag:yaml.org,2002:merge"
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
-        twice = next((k for i, k in enumerate(keys) if k in keys[:i]), None)
-        if twice is not None:
-            what = f"key {twice!r} is given twice"
-            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
-        return super().construct_mapping(node, deep)
+    def number_or_text(self, node: ScalarNode) -> int | str:
+        text = str(self.construct_scalar(node))
+        return text if re.match("[-+]?0[bo]|.*_", text) else self.construct_yaml_int(node)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes what either YAML would take for something else than a text, so that every reader reads the
-    same."""
+class _Representer(SafeRepresenter):
+    """Writes what PyYAML, which follows YAML 1.1, reads to the same: other programs read a run's config."""
+
+    def represent_str(self, data: str) -> ScalarNode:
+        plain = _YAML_1_1.resolve(ScalarNode, data, (True, False)) == _YAML_1_1.DEFAULT_SCALAR_TAG
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if plain else "'")
+
+    def represent_float(self, data: float) -> ScalarNode:
+        node = super().represent_float(data)
+        if "." not in node.value:  # 1e-06 is a text there
+            node.value = node.value.replace("e", ".0e")
+        return node
 
 
-def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
-    text = str(loader.construct_scalar(node))
-    return int(text, 16) if text.startswith("0x") else int(text)
-
-
-_Loader.yaml_implicit_resolvers = {}  # none of YAML 1.1's
-for _tag, _pattern, _first in _RESOLVERS:
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
-_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+_YAML_1_1 = VersionedResolver(version=(1, 1))
+for _tag in ("timestamp", "value"):
+    _Constructor.add_constructor(f"tag:yaml.org,2002:{_tag}", _Constructor.construct_yaml_str)
+_Constructor.add_constructor("tag:yaml.org,2002:int", _Constructor.number_or_text)
+_Representer.add_representer(str, _Representer.represent_str)
+_Representer.add_representer(float, _Representer.represent_float)
 
 
 def parse_yaml(text: str, where: str) -> Any:
     """Parse the one document in `text`. Raises ConfigError `where: line n: not valid YAML: ...` for invalid
     text."""
+    return _parse(text, where)[0]
+
+
+def _parse(text: str, where: str) -> tuple[Any, Node | None]:
+    """Return what a document holds, and its nodes, which know their lines."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Constructor = _Constructor
     try:
-        return yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
+        node = yaml.compose(text)
+        return (None if node is None else yaml.constructor.construct_document(node)), node
     except RecursionError:
         raise ConfigError(f"{where}: not valid YAML: nested too deep") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f"line {mark.line + 1}: " if mark else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    except MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        problem = str(error.problem).partition(" with value ")[0]  # of a key that is given twice
         raise ConfigError(f"{where}: {line}not valid YAML: {problem}") from None
-    except (ValueError, TypeError, LookupError, AttributeError) as error:  # `!!bool x`, `!!timestamp x`
+    except YAMLError as error:
+        raise ConfigError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # `!!bool x`, `!!int ''`
         problem = f"a value does not fit its tag ({type(error).__name__}: {error})"
         raise ConfigError(f"{where}: not valid YAML: {problem}") from None
 
 
 # A file is parsed once for many configurations over it; whoever changes the result takes a copy.
-_parsed = lru_cache(maxsize=64)(parse_yaml)
+_parsed = lru_cache(maxsize=64)(_parse)
 
 
 def dump_yaml(content: Any) -> str:
     """Write `content` as YAML, keys in their order, that `parse_yaml` reads back to the same."""
-    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=140)
+    yaml: Any = YAML(typ="safe", pure=True)
+    stream = StringIO()
+    yaml.Representer = _Representer
+    yaml.default_flow_style = yaml.allow_unicode = yaml.sort_base_mapping_type_on_output = False
+    yaml.width = 140
+    yaml.dump(content, stream)
+    return stream.getvalue()

@@ -9,9 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
-from megarl.config.errors import DataError
+from megarl.config.errors import ConfigError, DataError
+from megarl.config.load import parse_yaml
 from megarl.observe import run_log
 from megarl.observe.run_log import Record, Sample, is_step, parse
 from megarl.observe.timeline import FOLDER, NAME, chosen_ranks, is_phase, timeline_ranks
@@ -172,8 +171,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         return {}
     try:
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+        content = json.loads(text) if path.suffix == ".json" else parse_yaml(text, str(path))
+    except (ValueError, ConfigError) as error:
         raise DataError(f"{path}: cannot be parsed (restore it, or remove it to leave it out)") from error
     if not isinstance(content, dict):
         raise DataError(f"{path}: holds no mapping (restore it, or remove it to leave it out)")

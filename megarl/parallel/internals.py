@@ -13,7 +13,7 @@ from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
+from megarl.config.load import parse_yaml
 
 
 class Internal(NamedTuple):
@@ -43,7 +43,7 @@ def read_table() -> dict[str, Package]:
     """Return internals.yaml, by the package's name."""
     text = files("megarl.parallel").joinpath("internals.yaml").read_text(encoding="utf-8")
     table = {}
-    for name, package in yaml.safe_load(text).items():
+    for name, package in parse_yaml(text, "internals.yaml").items():
         entries = []
         for module, listed in package["modules"].items():
             for entry in listed:

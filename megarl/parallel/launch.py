@@ -2,6 +2,10 @@
 it.)
 
 A rank that fails writes its error to a file; the launcher, which outlives all ranks, prints one line.
+
+Not by torch's elastic agent, which was tried (2.13): it forks with its store's threads, ends ranks without
+what they have started (engines), passes a signal on without time to save, and names the rank that it finds
+dead first instead of the cause.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from megarl.plan.sizes import (
     Activations,
     Device,
     Held,
+    Passes,
     Shape,
     activations,
     device_of,
@@ -240,20 +241,19 @@ class Plan:
 
     def activations(self, model: str) -> Activations:
         config, tp = self.config, self.layout.tp
-        return activations(
-            self.shape(model),
-            tp,
+        passes = Passes(
+            tp=tp,
             cp=self.layout.cp,
             recompute=config.model.recompute,
             chunk=config.update.logprob_chunk,
             layers=self.layers,
             sequence_parallel=tp > 1 and config.parallel.sequence_parallel is not False,
-            critic=model in SCALAR,
             recomputed=(config.model.recompute_layers or 0) * self.layout.vpp or None,
             modules=config.model.recompute_modules,
             router="fp32" if config.model.router_dtype == "fp32" else config.model.dtype,
             fp8=config.model.fp8.format != "none" and self.layers == "te",
         )
+        return activations(self.shape(model), passes, critic=model in SCALAR)
 
     def work(self, phase: Phase, stage: int, tokens: float) -> dict[str, float]:
         """Return the bytes that a phase allocates besides its tensor groups. tokens: of a micro-batch."""
@@ -588,12 +588,24 @@ def plan_of(
     actor: Mapping[str, Any],
     critic: Mapping[str, Any] | None = None,
     *,
+    world: int | None = None,
+    cpu: bool = False,
     memory: float | None = None,
 ) -> Plan:
     """Return the plan of a configuration whose models have these config.json; a reward model has its own, or
     is as large as the actor where it is not on this machine.
-    memory: bytes of a GPU that is there. Raises ConfigError where the model or the ranks cannot be divided as
-    `parallel` says."""
+
+    world   ranks of the job, which decide parallel.dp
+    cpu     the ranks are on CPUs, with portable layers
+    memory  bytes of a GPU that is there
+
+    Raises ConfigError where the model or the ranks cannot be divided as `parallel` says."""
+    if world is not None:
+        sizes = config.parallel
+        dp = (world - sizes.rollout_ranks) // (sizes.tp * sizes.pp * sizes.cp)
+        config = config.model_copy(update={"parallel": sizes.model_copy(update={"dp": dp})})
+    if cpu:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"layers": "portable"})})
     parallel, dtype, scorer = config.parallel, config.model.dtype, config.reward.model.path
     reward = read_config(scorer) if scorer and (scorer / "config.json").is_file() else actor
     for described in (actor, critic or actor, reward):
@@ -608,28 +620,3 @@ def plan_of(
     except ValueError as error:
         raise ConfigError(f"parallel: {error}") from None
     return plan
-
-
-def check_fits(
-    config: Config,
-    where: str,
-    actor: Mapping[str, Any],
-    critic: Mapping[str, Any] | None,
-    world: int,
-    memory: float,
-    *,
-    cpu: bool = False,
-    free: float | None = None,
-) -> str | None:
-    """Raise ConfigError where this run does not fit on `world` GPUs of `memory` bytes each; with cpu: surely
-    not on a machine of `memory` bytes. Return a warning where it comes near to it, or to what is `free`."""
-    parallel = config.parallel
-    dp = (world - parallel.rollout_ranks) // (parallel.tp * parallel.pp * parallel.cp)
-    config = config.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
-    if cpu:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"layers": "portable"})})
-    plan = plan_of(config, actor, critic, memory=None if cpu else memory)
-    problem = plan.problem_on_cpu(memory) if cpu else plan.problem()
-    if problem:
-        raise ConfigError(f"{where}: {problem}")
-    return plan.warning_on_cpu(memory, free) if cpu else None

@@ -303,18 +303,31 @@ class Course:
         return waited / sum(self.ranks.values())
 
 
-def simulate(
-    work: Work, costs: Costs, engines: int, engine_tp: int, trainers: int, ahead: int, seed: int = 0
-) -> Course:
-    """Run BATCHES steps of `engines` engines of engine_tp ranks each. trainers: ranks that only train; 0:
-    those of the engines do, in turn.
+class Split(NamedTuple):
+    """How a job uses its ranks: so many engines of engine_tp each, and trainers, ranks that only train; 0:
+    those of the engines do, in turn. ahead: schedule.ahead."""
+
+    engines: int
+    trainers: int = 0
+    ahead: int = 0
+    engine_tp: int = 1
+
+    @staticmethod
+    def of(plan: Plan, ahead: int) -> Split:
+        """Return the split of a plan, whose layout is the trainers'."""
+        trainers, apart = plan.layout.world, plan.config.parallel.rollout_ranks
+        return Split((apart or trainers) // plan.engine_tp, trainers if apart else 0, ahead, plan.engine_tp)
+
+
+def simulate(work: Work, costs: Costs, split: Split, seed: int = 0) -> Course:
+    """Run BATCHES steps of a job that uses its ranks in this way.
 
     With ahead = a, the batch of step k is drawn with the weights after step k - 1 - a, the first ones with
     the initial weights. Version v is transferred when the trainers have it and the engines have ended batch
     v + a; with a = 2 the trainers look before each phase, and wait before the next change of their
     weights."""
-    course = Course()
-    names = [f"engine {number}" for number in range(engines)]
+    course, trainers, ahead = Course(), split.trainers, split.ahead
+    names = [f"engine {number}" for number in range(split.engines)]
     drawn: list[Rollout] = []
     ends: list[float] = []  # of each batch
     trainer_now = engine_now = 0.0
@@ -324,7 +337,7 @@ def simulate(
         nonlocal engine_now
         number = len(ends)
         if number < BATCHES:  # those drawn beyond are not trained on
-            drawn.append(simulate_rollout(work, costs, engines, random.Random(f"{seed} {number}")))
+            drawn.append(simulate_rollout(work, costs, split.engines, random.Random(f"{seed} {number}")))
         batch, step = drawn[number % BATCHES], number + 1
         for name, busy in zip(names, batch.busy, strict=True):
             at = engine_now
@@ -355,7 +368,7 @@ def simulate(
     if trainers:
         course.ranks["trainers"] = trainers
         course.rows["trainers"] = []
-    course.ranks |= dict.fromkeys(names, engine_tp)
+    course.ranks |= dict.fromkeys(names, split.engine_tp)
     for _ in range(1 + ahead if trainers else 0):
         rollout()
     behind = 0  # the version that is still to be transferred
@@ -504,9 +517,8 @@ def compare(plan: Plan, work: Work, lengths: Lengths) -> list[Tried]:
     for made, ahead in wanted:
         if any((one.plan.layout, one.ahead) == (made.layout, ahead) for one in tried):
             continue
-        trainers, apart, tp = made.layout.world, made.config.parallel.rollout_ranks, made.engine_tp
-        costs, engines = costs_of(made, lengths), (apart or trainers) // tp
-        tried.append(Tried(made, ahead, simulate(work, costs, engines, tp, trainers if apart else 0, ahead)))
+        course = simulate(work, costs_of(made, lengths), Split.of(made, ahead))
+        tried.append(Tried(made, ahead, course))
     return tried
 
 

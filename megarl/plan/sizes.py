@@ -264,26 +264,32 @@ def passed_on(layout: Layout, begun: float, last: bool) -> float:
     return begun * layout.vpp - last + 2 * layout.pp if layout.vpp > 1 else 0.0
 
 
-def activations(
-    shape: Shape,
-    tp: int,
-    *,
-    cp: int = 1,
-    recompute: Recompute,
-    chunk: int,
-    layers: str,
-    sequence_parallel: bool,
-    critic: bool,
-    recomputed: int | None = None,
-    modules: Sequence[str] = ("attention",),
-    router: str = "fp32",
-    fp8: bool = False,
-) -> Activations:
-    """Count the activations of a model, for each token of a context-parallel rank's share. chunk: vocabulary
-    entries whose logits exist at once; recomputed: layers of a rank with model.recompute_layers; modules:
-    model.recompute_modules; router: in what a mixture's router computes."""
-    sizes, b = shape.sizes, shape.itemsize
-    h, heads = sizes.hidden / (tp if sequence_parallel else 1), sizes.heads / tp
+@dataclass(frozen=True)
+class Passes:
+    """How a rank goes forward and back through a model.
+
+    chunk       vocabulary entries whose logits exist at once
+    recomputed  layers of a rank with model.recompute_layers
+    modules     model.recompute_modules
+    router      in what a mixture's router computes"""
+
+    tp: int
+    chunk: int
+    layers: str
+    recompute: Recompute
+    sequence_parallel: bool
+    cp: int = 1
+    recomputed: int | None = None
+    modules: Sequence[str] = ("attention",)
+    router: str = "fp32"
+    fp8: bool = False
+
+
+def activations(shape: Shape, passes: Passes, *, critic: bool) -> Activations:
+    """Count the activations of a model, for each token of a context-parallel rank's share."""
+    sizes, b, tp, cp = shape.sizes, shape.itemsize, passes.tp, passes.cp
+    layers, recompute, modules, fp8 = passes.layers, passes.recompute, passes.modules, passes.fp8
+    h, heads = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.heads / tp
     q, kv = sizes.q / tp, 2 * sizes.kv / tp
     # Feed-forward columns of a token on a rank, and those of its copies that go to its experts. These are on
     # other ranks, but as many tokens come from there (expert parallelism does not change it; an uneven router
@@ -314,7 +320,7 @@ def activations(
         norms += output_norms
     mlp += b * copies  # what the experts take, in their order
     if sizes.experts:  # a router's scores in the order of the experts, and whom they go to
-        mlp += sizes.experts * (BYTES[router] + 1) / tp
+        mlp += sizes.experts * (BYTES[passes.router] + 1) / tp
     one_layer = norms + attention + mlp
     # Besides what is kept: q and k as they come, and the residual's sums.
     moved = one_layer - b * copies + (0.0 if layers == "portable" else b * (q + kv / 2) + 2 * h)
@@ -353,10 +359,10 @@ def activations(
         # their gradient backward.
         whole = sizes.hidden  # the head gathers what sequence parallelism has divided
         shard = padded_vocab(sizes.vocab, tp) // tp
-        chunk, several = min(chunk, shard), shard > chunk
+        chunk, several = min(passes.chunk, shard), shard > passes.chunk
         forward = chunk * (3 if several else 2) * SINGLE
         backward = whole * SINGLE + chunk * (2 if several else 1) * SINGLE
-        gathered = whole * b if sequence_parallel and tp > 1 else 0.0
+        gathered = whole * b if passes.sequence_parallel and tp > 1 else 0.0
         head = final_norm + whole * b - h * b + gathered + max(forward, backward)
         fixed = float(shard * sizes.hidden * b)
     # Around the experts: copies as sent, as received and in their order, the experts' outputs one by one and
@@ -365,7 +371,7 @@ def activations(
     if layers == "portable":
         passing = b * (h + q + kv + 5 * max(f, copies))
     else:  # fused: gate and up and their product, beside the input that sequence parallelism gathers
-        gathered = sizes.hidden if sequence_parallel else 0
+        gathered = sizes.hidden if passes.sequence_parallel else 0
         passing = b * (h + q + kv + max(3 * f, 5 * copies) + gathered)
     if cp > 1:
         # Attention, backward, when the layer's MLP has been through: in portable layers keys and values of
@@ -376,7 +382,7 @@ def activations(
     if recompute != "selective":
         selected = 0.0
     return Activations(
-        layer, one_layer, work, b * h, head, fixed, passing, moved, recompute, recomputed, selected
+        layer, one_layer, work, b * h, head, fixed, passing, moved, recompute, passes.recomputed, selected
     )
 
 

@@ -31,7 +31,7 @@ from megarl.parallel.machine import (
     version_of,
 )
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
-from megarl.plan.memory import check_fits
+from megarl.plan.memory import Plan, plan_of
 from megarl.rewards import VerifierPool
 from megarl.rewards.pool import Item
 from megarl.rewards.verdict import Reference, get_term, get_verifier
@@ -110,14 +110,13 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         get_verifier(config.reward.verifier)
         for name, term in config.reward.terms.items():
             get_term(name, term.function, term.arguments)
+    described, near = (folder.config, critic.config if critic else None), None
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-        check_fits(config, where, folder.config, critic.config if critic else None, world, memory)
-    near = None
-    if device.type == "cpu" and alone:
-        described = (folder.config, critic.config if critic else None)
+        check_fits(plan_of(config, *described, world=world, memory=memory), where)
+    elif alone:
         free = psutil.virtual_memory().available
-        near = check_fits(config, where, *described, world, memory_here(), cpu=True, free=free)
+        near = check_fits(plan_of(config, *described, world=world, cpu=True), where, memory_here(), free)
     response_key = config.supervised.response_key if config.recipe == "sft" else None
     with without_tokenizer_threads():
         references = validate_files(config.data, response_key, tokenizer)
@@ -127,6 +126,15 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     if device.type == "cuda" and config.rollout.engine == "sglang":
         return [line for line in (allocator_problem(),) if line]
     return [near] if near else []
+
+
+def check_fits(plan: Plan, where: str, memory: float | None = None, free: float | None = None) -> str | None:
+    """Raise ConfigError where a run does not fit on its GPUs, or surely not on the CPU of a machine with
+    `memory` bytes. Return a warning where it comes near to them, or to those that are `free`."""
+    problem = plan.problem() if memory is None else plan.problem_on_cpu(memory)
+    if problem:
+        raise ConfigError(f"{where}: {problem}")
+    return None if memory is None else plan.warning_on_cpu(memory, free)
 
 
 def preflight_evaluation(

@@ -58,10 +58,7 @@ class Scene:
         """The one line on standard error, for a command that must end with code 2 and print nothing else."""
         assert self.capsys is not None
         self.capsys.readouterr()
-        try:
-            code = main(arguments)
-        except SystemExit as exit_:  # argparse's way out
-            code = exit_.code
+        code = main(arguments)
         out, err = self.capsys.readouterr()
         assert (code, out) == (2, ""), err
         assert err.startswith("megarl") and err.endswith("\n") and err.count("\n") == 1, err

@@ -682,25 +682,33 @@ class TestEvaluation:
 
 class TestCommandLine:
     CASES = {
-        "": "the following arguments are required: COMMAND (see megarl --help)",
-        "trian x.yaml": "argument COMMAND: invalid choice: 'trian'",
-        "train": "megarl train: the following arguments are required: config (see megarl train --help)",
+        "": "missing command (see megarl --help)",
+        "trian x.yaml": "no such command 'trian'. Did you mean 'train'? (see megarl --help)",
+        "train": "megarl train: missing argument 'config' (see megarl train --help)",
         "train x.yaml --actor.lr=3": (
-            "unknown argument --actor.lr=3; an override has no dashes: actor.lr=3 (see megarl --help)"
+            "megarl train: no such option: --actor.lr; an override has no dashes: actor.lr=... (see megarl "
+            "train --help)"
         ),
-        "train x.yaml --frobnicate": "unknown argument --frobnicate (see megarl --help)",
+        "train x.yaml --frobnicate": "megarl train: no such option: --frobnicate (see megarl train --help)",
+        "train x.yaml --profil 2": "megarl train: no such option: --profil (Possible options: --profile)",
+        "train x.yaml --profile": "option '--profile' requires an argument (see megarl --help)",
+        "replay x": "megarl replay: missing option '--step' (see megarl replay --help)",
         "train /no/such.yaml": "/no/such.yaml: no such file",
-        "config": "megarl config: the following arguments are required: WHAT",
-        "config show": "megarl config show: the following arguments are required: config",
+        "config": "megarl config: missing command (see megarl config --help)",
+        "config shwo x.yaml": "megarl config: no such command 'shwo'. Did you mean 'show'?",
+        "config show": "megarl config show: missing argument 'config' (see megarl config show --help)",
         "config check /no/such.yaml": "/no/such.yaml: no such file",
-        "report": "megarl report: the following arguments are required: RUN",
+        "report": "megarl report: missing argument 'RUN' (see megarl report --help)",
         "report /no/such/run": (
             "/no/such/run/metrics.jsonl: cannot be read: No such file or directory (is this the folder of "
             "a run?)"
         ),
-        "report /tmp --out x y": "unknown argument y (see megarl --help)",
-        "demo --recipe ppo": "megarl demo: argument --recipe: invalid choice: 'ppo'",
-        "demo --seed x": "megarl demo: argument --seed: invalid int value: 'x'",
+        "watch x y": "megarl watch: got unexpected extra argument(s) (y) (see megarl watch --help)",
+        "demo --recipe ppo": "megarl demo: invalid value for '--recipe': 'ppo' is not one of 'vapo', 'dapo',",
+        "demo --seed x": "megarl demo: invalid value for '--seed': must be a whole number (got 'x')",
+        "ablate vapo --seeds 0 x": "megarl ablate: invalid value for '--seeds': must be a whole number",
+        "ablate vapo --seeds --fresh": "megarl ablate: invalid value for '--seeds': must be a whole number",
+        "ablate vapo --rows": "option '--rows' requires an argument (see megarl --help)",
         "demo --folder /proc/megarl": "/proc/megarl",
         "demo --folder /usr": "/usr: exists and was not made by megarl demo",
         "demo --folder {here}": "{here}: not a folder (choose another --folder)",

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from megarl.cli.preflight import Findings, NodeNeeds, NodePlace, check_nodes, networks, planned_needs
+from megarl.cli.nodes import planned_needs
+from megarl.parallel.node_checks import Findings, NodeNeeds, NodePlace, check_nodes, networks
 from tests.ranks import FORK
 
 SAME = {"torch": "2.13.0"}
@@ -96,16 +97,16 @@ def over_two_networks(
 ) -> Findings:
     """`node` as on GPUs, where NCCL is stood for by gloo: the second network is the one for control
     messages."""
-    from megarl.cli import preflight
+    from megarl.parallel import node_checks
 
-    original, preflight.networks = (
-        preflight.networks,
-        lambda needs: [("gloo", 2**22, 1e-3), ("gloo", preflight.CONTROL, None)],
+    original, node_checks.networks = (
+        node_checks.networks,
+        lambda needs: [("gloo", 2**22, 1e-3), ("gloo", node_checks.CONTROL, None)],
     )
     try:
         return node(place, needs, versions, clock_off)
     finally:
-        preflight.networks = original
+        node_checks.networks = original
 
 
 def test_jobs_on_gpus_are_measured_on_both_networks(job: Run, tmp_path: Path) -> None:

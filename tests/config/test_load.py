@@ -353,9 +353,9 @@ class TestRefusals:
     FILES = {
         "": "x.yaml: must hold `key: value` lines",
         "- a\n": "x.yaml: must hold `key: value` lines",
-        "steps: 1\nseed: 2\nsteps: 3\n": "x.yaml: line 1: not valid YAML: key 'steps' is given twice",
+        "steps: 1\nseed: 2\nsteps: 3\n": 'x.yaml: line 3: not valid YAML: found duplicate key "steps"',
         "model: {path: a}\nrollout:\n  prompts: 1\n  prompts: 2\n": (
-            "x.yaml: line 3: not valid YAML: key 'prompts' is given twice"
+            'x.yaml: line 4: not valid YAML: found duplicate key "prompts"'
         ),
         "steps: [1\nseed: 2\n": "x.yaml: line 2: not valid YAML: expected ',' or ']', but got ':'",
         "\tsteps: 1\n": "x.yaml: line 1: not valid YAML: found character '\\t' that cannot start any token",
@@ -367,9 +367,22 @@ class TestRefusals:
         "base: ['']\n": "x.yaml: base: must be a file name or a list of file names",
         "recipe: dapo\nrun_dir: x\nsteps: 1\n": "x.yaml: model: must be given",
         "recipe: dapo\nrun_dir: x\nsteps: 1\nmodel: {dtype: fp32}\n": "x.yaml: model.path: must be given",
+        MINIMUM + "rollout: &a {prompts: *a}\n": (
+            "x.yaml: line 5: rollout: sections within sections, more than 8 deep"
+        ),
+        MINIMUM + "rollout: {stop: &a [*a]}\n": "x.yaml: line 5: rollout.stop: must be a text",
+        MINIMUM + "rollout:\n  prompts: 1\n  groupsize: 2\n": (
+            "x.yaml: line 7: rollout.groupsize: unknown key (did you mean rollout.group_size?)"
+        ),
+        MINIMUM + "data:\n  eval:\n    - a\n    - path: b\n      evry: 2\n": (
+            "x.yaml: line 9: data.eval[1].evry: unknown key (did you mean data.eval[1].every?)"
+        ),
         MINIMUM
-        + "rollout: &a {prompts: *a}\n": "x.yaml: rollout: sections within sections, more than 8 deep",
-        MINIMUM + "rollout: {stop: &a [*a]}\n": "x.yaml: rollout.stop: must be a text",
+        + "actor: &a\n  lr: x\ncritic: {<<: *a}\n": "x.yaml: line 6: actor.lr: must be a number (got 'x')",
+        MINIMUM + "actor: &a\n  momentum: 1\n  lr: 1\ncritic:\n  <<: *a\n  lr: x\n": (
+            "x.yaml: line 6: actor.momentum: unknown key"
+        ),
+        MINIMUM + "rollout:\n  3: 4\n": "x.yaml: line 6: rollout.3: a key must be a text, not 3",
     }
 
     @pytest.mark.parametrize("content", FILES)
@@ -380,7 +393,7 @@ class TestRefusals:
     def test_the_file_that_set_the_value_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "base.yaml").write_text(MINIMUM + "rollout: {prompts: -1}\n")
         (tmp_path / "x.yaml").write_text("base: base.yaml\nsteps: 2\nrollout: {group_size: 4}\n")
-        assert refusal(tmp_path / "x.yaml").startswith(f"{tmp_path}/base.yaml: rollout.prompts: ")
+        assert refusal(tmp_path / "x.yaml").startswith(f"{tmp_path}/base.yaml: line 5: rollout.prompts: ")
         assert refusal(tmp_path / "x.yaml", "rollout.prompts=0").startswith("command line: rollout.prompts: ")
 
     def test_further_problems_are_counted(self, minimum: Path) -> None:

@@ -12,18 +12,20 @@ from urllib.request import urlopen
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 
 from megarl.config.errors import ConfigError
 from megarl.observe.prometheus import Exporter
 from megarl.observe.run_log import RunLog
 
-# The grammar of the text format for a sample with one label, and of its comment for a type.
+# The grammar of the text format for a sample with one label, and of its comments for help and a type.
 SAMPLE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)\{stage="([a-z_]+)"\} (\S+)')
+HELP = re.compile(r"# HELP ([a-zA-Z_:][a-zA-Z0-9_:]*) of metrics\.jsonl")
 TYPE = re.compile(r"# TYPE ([a-zA-Z_:][a-zA-Z0-9_:]*) gauge")
 
 
 def scrape(port: int) -> dict[tuple[str, str], float]:
-    """The samples by name and stage. Every line must be one of the grammar's, a type before its samples."""
+    """The samples by name and stage. Every line must be one of the grammar's, help and type first."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         return parse(answer.read().decode())
@@ -31,10 +33,14 @@ def scrape(port: int) -> dict[tuple[str, str], float]:
 
 def parse(text: str) -> dict[tuple[str, str], float]:
     found: dict[tuple[str, str], float] = {}
+    helped: list[str] = []
     typed: list[str] = []
     for line in text.splitlines():
-        if match := TYPE.fullmatch(line):
-            assert match[1] not in typed
+        if match := HELP.fullmatch(line):
+            assert match[1] not in helped
+            helped.append(match[1])
+        elif match := TYPE.fullmatch(line):
+            assert match[1] not in typed and match[1] == helped[-1]
             typed.append(match[1])
         else:
             sample = SAMPLE.fullmatch(line)
@@ -72,7 +78,7 @@ def test_any_name_and_number_is_within_the_grammar(numbers: dict[str, float]) ->
     exporter = Exporter.__new__(Exporter)  # without a port
     exporter._records = {}
     exporter.update("train", numbers)
-    found = parse(exporter._page.decode())
+    found = parse(generate_latest(exporter).decode())
     assert set(numbers.values()) >= {v for (name, _), v in found.items() if name != "megarl_recorded_seconds"}
 
 

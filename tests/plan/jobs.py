@@ -14,7 +14,7 @@ from megarl.model.builder import build_actor, build_critic
 from megarl.parallel.comm import barrier
 from megarl.parallel.runtime import Runtime
 from megarl.plan.memory import Plan, plan_of
-from megarl.plan.sizes import Shape, activations, in_flight, passed_on
+from megarl.plan.sizes import Passes, Shape, activations, in_flight, passed_on
 from megarl.training.batch import make_micro_batches
 from megarl.training.model import TrainableModel
 from tests.checkpoints import save_model
@@ -178,18 +178,17 @@ def measure(
     layout = runtime.layout
     tokens = PACK * LENGTH // layout.cp
     sequence_parallel = layout.tp > 1 and keys.get("sequence_parallel") is not False
-    predicted = activations(
-        Shape(hf.to_dict(), dtype),
-        layout.tp,
+    passes = Passes(
+        tp=layout.tp,
         cp=layout.cp,
         recompute=keys.get("recompute", "none"),
         chunk=keys.get("chunk", 256),
         layers="portable",
         sequence_parallel=sequence_parallel,
-        critic=critic,
         recomputed=keys.get("recompute_layers"),
         modules=keys.get("recompute_modules", ("attention",)),
     )
+    predicted = activations(Shape(hf.to_dict(), dtype), passes, critic=critic)
     kept = min(micro_batches, in_flight(layout, runtime.pp_rank))
     layers, last = hf.num_hidden_layers // layout.pp, runtime.is_last_stage
     outputs = passed_on(layout, kept, last)

@@ -16,7 +16,8 @@ from megarl.cli.main import main
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.parallel.machine import memory_here
-from megarl.plan.memory import Plan, check_fits, plan_of
+from megarl.plan.memory import Plan, plan_of
+from megarl.schedule.preflight import check_fits
 from megarl.weights.cost import KNOWN_MODELS, planning_config
 from megarl.weights.families import read_config
 from tests.plan.test_memory import GIB, ROOT
@@ -80,7 +81,7 @@ def test_a_run_that_the_kernel_ended_is_refused() -> None:
     assert warning and re.search(r"may need up to [\d.]+ GiB .* the kernel ends what takes too much", warning)
     assert half_b().problem_on_cpu(100e9) is None and half_b().warning_on_cpu(100e9) is None
     with pytest.raises(ConfigError, match=r"^x.yaml: 2 ranks on this machine's CPU need"):
-        check_fits(plan.config, "x.yaml", HALF_B, None, 2, memory, cpu=True)
+        check_fits(plan_of(plan.config, HALF_B, world=2, cpu=True), "x.yaml", memory)
     assert half_b().warning_on_cpu(100e9, free=90e9) is None
     busy = half_b().warning_on_cpu(100e9, free=9 * GIB)
     assert busy and re.search(

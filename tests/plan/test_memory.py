@@ -13,8 +13,9 @@ import pytest
 
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
-from megarl.plan.memory import Plan, check_fits, plan_of
+from megarl.plan.memory import Plan, plan_of
 from megarl.plan.times import default_lengths, estimate
+from megarl.schedule.preflight import check_fits
 from megarl.weights.cost import KNOWN_MODELS
 from tests.plan.jobs import construction, group_sizes, hf_of, largest_bucket, plan_for
 from tests.ranks import RankPool
@@ -354,7 +355,8 @@ def test_what_does_not_fit_is_said_with_what_to_change(overrides: list[str], wor
         change = f"update.tokens_per_micro_batch={advice[1]}" if advice[1] else advice[2]
         assert plan_32b(*overrides, change).problem() is None
     with pytest.raises(ConfigError) as error:  # train stops with the same words
-        check_fits(plan.config, "x.yaml", plan.actor.config, None, plan.layout.world, plan.device.memory)
+        world, memory = plan.layout.world, plan.device.memory
+        check_fits(plan_of(plan.config, plan.actor.config, world=world, memory=memory), "x.yaml")
     assert str(error.value) == f"x.yaml: {problem}"
 
 

@@ -22,6 +22,7 @@ from megarl.plan.search import with_keys
 from megarl.plan.simulate import (
     BATCHES,
     Costs,
+    Split,
     Work,
     best_split,
     compare,
@@ -118,13 +119,13 @@ def test_steps_as_they_are_worked_out_by_hand(rollout: float, train: float) -> N
     cost = Costs(
         lambda count, tokens: 0.01, 0.0, 1, lambda tokens: {"old": before, "actor_update": update}, 0.5
     )
-    in_turn = simulate(work, cost, 1, 1, 0, 0)
+    in_turn = simulate(work, cost, Split(1))
     assert in_turn.step == pytest.approx(rollout + train + 0.5) and in_turn.idle == pytest.approx(0)
-    apart = simulate(work, cost, 1, 1, 1, 0)
+    apart = simulate(work, cost, Split(1, trainers=1))
     assert apart.step == pytest.approx(rollout + train + 0.5)
     assert apart.idle == pytest.approx((rollout + train) / 2 / (rollout + train + 0.5))
     for ahead in (1, 2):
-        beside = simulate(work, cost, 1, 1, 1, ahead)
+        beside = simulate(work, cost, Split(1, 1, ahead))
         assert beside.step == pytest.approx(max(rollout, train) + 0.5)
         shorter = "trainers" if train < rollout else "engine 0"
         waited = beside.waits(shorter)
@@ -137,7 +138,7 @@ def test_what_is_drawn_waits_for_its_weights() -> None:
     comes before it; a batch is trained on after it was drawn."""
     for ahead in (0, 1, 2):
         work = Work(3, 2, 0.0, log_normal(Lengths(60, 900, 0, 1.2)))
-        course = simulate(work, costs(old=0.3, actor_update=0.9), 2, 1, 1, ahead, seed=ahead)
+        course = simulate(work, costs(old=0.3, actor_update=0.9), Split(2, 1, ahead), seed=ahead)
         transfers = {s.step: s for s in course.rows["trainers"] if s.phase == "weight_transfer"}
         first = {s.step: s.begin for s in course.rows["trainers"][::-1] if s.phase == "old"}
         update = {s.step: s for s in course.rows["trainers"] if s.phase == "actor_update"}
@@ -192,7 +193,7 @@ def test_the_best_split_is_one_that_the_layout_allows(plan: Plan) -> None:
     for dp in range(1, 8):
         made = with_keys(small, parallel__dp=dp, parallel__rollout_ranks=16 - 2 * dp)
         if made.problem() is None:
-            tried[dp] = simulate(work, costs_of(made, lengths), 16 - 2 * dp, 1, 2 * dp, 1).step
+            tried[dp] = simulate(work, costs_of(made, lengths), Split(16 - 2 * dp, 2 * dp, 1)).step
     assert tried[found.layout.dp] <= 1.1 * min(tried.values())
 
 
@@ -213,7 +214,7 @@ def test_one_step_ahead_as_published() -> None:
     one = Plan(config, shape, shape, device_of(config.cluster))
     lengths = Lengths(row["length"], config.rollout.max_response_tokens, source["prompt"])
     work, apart = work_of(config, lengths, "queue"), with_keys(one, parallel__rollout_ranks=32)
-    beside = simulate(work, costs_of(apart, lengths), 8, 4, 32, 1)
+    beside = simulate(work, costs_of(apart, lengths), Split(8, 32, 1, engine_tp=4))
     assert 200 / 1.5 < beside.step < 200 * 1.5, beside.step
 
 

@@ -15,13 +15,13 @@ import torch
 import torch._inductor.config as inductor
 import torch.distributed as dist
 
-from megarl.cli import preflight as node_preflight
-from megarl.cli.preflight import NodeNeeds
+from megarl.cli.nodes import node_versions
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, ParallelConfig
 from megarl.model import builder
-from megarl.parallel import machine, offload
+from megarl.parallel import machine, node_checks, offload
 from megarl.parallel import runtime as parallel
+from megarl.parallel.node_checks import NodeNeeds
 from megarl.rollout.sglang import SGLangEngine
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.schedule import preflight
@@ -288,20 +288,20 @@ class TestLayers:
 
 
 class TestPreflight:
-    """schedule/preflight.py, cli/preflight.py"""
+    """schedule/preflight.py, parallel/node_checks.py, cli/nodes.py"""
 
     def test_gpus_of_a_node(self, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         ones = torch.ones
         monkeypatch.setattr(torch, "ones", lambda *a, device=None, **k: ones(*a, **k))
-        assert node_preflight._device_problems(NodeNeeds(Path("x"), devices=8)) == []
+        assert node_checks._device_problems(NodeNeeds(Path("x"), devices=8)) == []
         monkeypatch.setattr(
             torch.cuda, "mem_get_info", lambda device=None: (FREE // 2 if device == 5 else FREE, TOTAL)
         )
         busy = "GPU 5: 39.1 of 79.2 GiB are free: another process is on it"
-        assert node_preflight._device_problems(NodeNeeds(Path("x"), devices=8)) == [busy]
+        assert node_checks._device_problems(NodeNeeds(Path("x"), devices=8)) == [busy]
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-        monkeypatch.setattr(node_preflight, "driver_version", lambda: "550.54.14")
-        assert node_preflight._device_problems(NodeNeeds(Path("x"), devices=8)) == [
+        monkeypatch.setattr(node_checks, "driver_version", lambda: "550.54.14")
+        assert node_checks._device_problems(NodeNeeds(Path("x"), devices=8)) == [
             "0 GPUs, 8 were asked for (driver 550.54.14 is too old for CUDA 13.0, of which torch is: "
             "580.65.06 or newer)"
         ]
@@ -310,13 +310,11 @@ class TestPreflight:
         self, calls: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(dist, "barrier", lambda: calls.append(("barrier",)))
-        node_preflight._seconds(lambda: calls.append(("work",)), CUDA)
-        assert [name for name, *_ in calls] == ["barrier", "work", "synchronize"] * (
-            node_preflight.ROUNDS + 1
-        )
+        node_checks._seconds(lambda: calls.append(("work",)), CUDA)
+        assert [name for name, *_ in calls] == ["barrier", "work", "synchronize"] * (node_checks.ROUNDS + 1)
 
     def test_versions_that_nodes_compare(self, calls: list[Any]) -> None:
-        found = node_preflight.node_versions(True)
+        found = node_versions(True)
         assert found["nccl"] == "2.30.7" and found["GPU"] == "NVIDIA H100 80GB HBM3"
 
     def test_a_large_run_on_one_node_is_refused_before_its_ranks(self, calls: list[Any]) -> None:

@@ -287,8 +287,13 @@ def test_a_user_is_told_that_the_engine_runs_without_them(
         "check_tokenizer",
         "_check_positions",
         "_check_engine_layout",
+        "plan_of",
+        "check_fits",
+        "validate_files",
+        "check_pretraining_rollouts",
+        "claim_run_dir",
     )
-    for name in (*checks, "check_fits", "validate_files", "check_pretraining_rollouts", "claim_run_dir"):
+    for name in checks:
         monkeypatch.setattr(preflight, name, MagicMock())
     train.check_run(config, "config.yaml")
     assert capsys.readouterr().err == ""

@@ -1,5 +1,4 @@
-"""`megarl preflight`: find out in seconds whether the nodes of a job can work together, before its ranks
-start.
+"""The nodes of a job before its ranks start: whether each is fit, and whether they can work together.
 
 One process runs on every node: it checks the node, and then messages between all nodes. The first node keeps
 a store in which each one writes its facts and how far it got, so that a node that is silent, slow or
@@ -10,16 +9,13 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import platform
 import shutil
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -28,19 +24,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megarl.config import Config, load_config
-from megarl.parallel.machine import (
-    GIB,
-    SGLANG_IMPORT,
-    broken_transformer_engine,
-    driver_problem,
-    driver_version,
-    hostname_problem,
-    import_problem,
-)
-from megarl.plan.memory import plan_of
-from megarl.schedule.identity import code_checksum
-from megarl.weights.cost import planning_config
+from megarl.parallel.machine import GIB, driver_problem, driver_version, hostname_problem
 
 MESSAGE = 64 * 2**20  # bytes of one message in the measurement
 CONTROL = 2**20  # of one where the question is only whether it arrives
@@ -79,72 +63,6 @@ class Findings(NamedTuple):
 
     problems: list[str]  # lines that each name a node and stop the job
     notes: list[str]  # lines that are good to know
-
-
-def preflight(
-    path: Path,
-    overrides: Sequence[str],
-    node: int,
-    nodes: int,
-    ranks: int,
-    host: str,
-    port: int,
-    limit: float,
-    host_memory: float,
-    disk: float,
-    bandwidth: float,
-) -> int:
-    """Check the configuration on the first node and the nodes on all of them. Return 2 where something is in
-    the way. ranks: of a node; host_memory, disk: GiB, 0: on GPUs what `megarl plan` says; bandwidth: GB/s."""
-    from megarl.parallel.runtime import choose_device
-    from megarl.schedule.preflight import preflight as check_run
-
-    config = load_config(path, overrides)
-    place = NodePlace(node, nodes, host, port, limit)
-    notes = check_run(config, str(path), world=nodes * ranks) if node == 0 else []
-    cuda = choose_device(config.parallel.device).type == "cuda"
-    # The plan's processes are those of GPU jobs.
-    host_bytes, disk_bytes = planned_needs(config, nodes * ranks) if cuda else (0.0, 0.0)
-    needs = NodeNeeds(
-        folder=config.run_dir,
-        devices=ranks if cuda else 0,
-        host_bytes=host_memory * GIB or host_bytes,
-        disk_bytes=disk * GIB or disk_bytes,
-        bandwidth=bandwidth,
-    )
-    # Packages that are there and cannot be imported: the ranks would find them when they have all started.
-    sglang = config.rollout.engine == "sglang" and find_spec("sglang")
-    broken = (import_problem("sglang", SGLANG_IMPORT) if sglang else None, broken_transformer_engine())
-    findings = check_nodes(place, needs, node_versions(cuda), problems=[line for line in broken if line])
-    if node == 0 or any(line.startswith(f"{place.name}: ") for line in findings.problems):
-        for line in findings.problems:
-            print(f"preflight: {line}", file=sys.stderr, flush=True)
-    if node == 0 and not findings.problems:
-        for line in (*notes, *findings.notes, "all nodes are fit"):
-            print(f"preflight: {line}", flush=True)
-    return 2 if findings.problems else 0
-
-
-def planned_needs(config: Config, world: int) -> tuple[float, float]:
-    """Return the bytes of a node's memory and of the disk that a run of `world` ranks needs: as `megarl plan`
-    says, and one checkpoint more than are kept, because the oldest goes when the newest is complete."""
-    dp = world // (config.parallel.tp * config.parallel.pp * config.parallel.cp)
-    parallel = config.parallel.model_copy(update={"dp": dp})
-    made = plan_of(config.model_copy(update={"parallel": parallel}), planning_config(config.model.path)[1])
-    checkpoints = config.checkpoint.keep + 1 if config.checkpoint.every else 0
-    return sum(made.host().values()), made.checkpoint() * checkpoints
-
-
-def node_versions(cuda: bool) -> dict[str, str]:
-    """Return what must be the same on all nodes: packages, Python, and megarl's own files."""
-    from megarl.schedule.preflight import versions
-
-    code = code_checksum()
-    found = {**versions(), "python": platform.python_version(), "megarl's files": code}
-    if cuda:
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["GPU"] = torch.cuda.get_device_name(0)
-    return found
 
 
 def check_nodes(

@@ -1,0 +1,96 @@
+"""`megarl preflight`: find out in seconds whether the nodes of a job can work together, before its ranks
+start. One process of it runs on every node."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.util import find_spec
+from typing import Annotated
+
+from typer import Option
+
+from megarl.cli.arguments import ConfigFile, Overrides
+from megarl.cli.ranks import checks_packages
+from megarl.config import Config, load_config
+
+PLANNED = "0: on GPUs what `megarl plan` says"
+
+
+@checks_packages
+def preflight(
+    path: ConfigFile,
+    overrides: Overrides,
+    *,
+    node: Annotated[int, Option(metavar="N", help="which node this is, from 0")] = 0,
+    nodes: Annotated[int, Option(metavar="N", help="nodes of the job")] = 1,
+    ranks: Annotated[int, Option(metavar="N", help="ranks, and so GPUs, of a node")] = 1,
+    host: Annotated[str, Option(metavar="NAME", help="name or address of the first node")] = "127.0.0.1",
+    port: Annotated[int, Option(metavar="N", help="free port there")] = 29400,
+    limit: Annotated[float, Option(metavar="SECONDS", help="longest wait for any node")] = 60.0,
+    host_memory: Annotated[
+        float, Option(metavar="GiB", help=f"memory that must be free on a node; {PLANNED}")
+    ] = 0.0,
+    disk: Annotated[float, Option(metavar="GiB", help=f"room that run_dir must have; {PLANNED}")] = 0.0,
+    bandwidth: Annotated[
+        float, Option(metavar="GB/s", help="least speed into a node from another one")
+    ] = 0.0,
+) -> int:
+    """Check the nodes of a job before its ranks start: run on each of them, as slurm/ does.
+
+    The first one checks the configuration too. The exit code is 2 where something is in the way."""
+    from megarl.parallel.machine import GIB, SGLANG_IMPORT, broken_transformer_engine, import_problem
+    from megarl.parallel.node_checks import NodeNeeds, NodePlace, check_nodes
+    from megarl.parallel.runtime import choose_device
+    from megarl.schedule.preflight import preflight as check_run
+
+    config = load_config(path, overrides)
+    place = NodePlace(node, nodes, host, port, limit)
+    notes = check_run(config, str(path), world=nodes * ranks) if node == 0 else []
+    cuda = choose_device(config.parallel.device).type == "cuda"
+    # The plan's processes are those of GPU jobs.
+    host_bytes, disk_bytes = planned_needs(config, nodes * ranks) if cuda else (0.0, 0.0)
+    needs = NodeNeeds(
+        folder=config.run_dir,
+        devices=ranks if cuda else 0,
+        host_bytes=host_memory * GIB or host_bytes,
+        disk_bytes=disk * GIB or disk_bytes,
+        bandwidth=bandwidth,
+    )
+    # Packages that are there and cannot be imported: the ranks would find them when they have all started.
+    sglang = config.rollout.engine == "sglang" and find_spec("sglang")
+    broken = (import_problem("sglang", SGLANG_IMPORT) if sglang else None, broken_transformer_engine())
+    findings = check_nodes(place, needs, node_versions(cuda), problems=[line for line in broken if line])
+    if node == 0 or any(line.startswith(f"{place.name}: ") for line in findings.problems):
+        for line in findings.problems:
+            print(f"preflight: {line}", file=sys.stderr, flush=True)
+    if node == 0 and not findings.problems:
+        for line in (*notes, *findings.notes, "all nodes are fit"):
+            print(f"preflight: {line}", flush=True)
+    return 2 if findings.problems else 0
+
+
+def planned_needs(config: Config, world: int) -> tuple[float, float]:
+    """Return the bytes of a node's memory and of the disk that a run of `world` ranks needs: as `megarl plan`
+    says, and one checkpoint more than are kept, because the oldest goes when the newest is complete."""
+    from megarl.plan.memory import plan_of
+    from megarl.weights.cost import planning_config
+
+    made = plan_of(config, planning_config(config.model.path)[1], world=world)
+    checkpoints = config.checkpoint.keep + 1 if config.checkpoint.every else 0
+    return sum(made.host().values()), made.checkpoint() * checkpoints
+
+
+def node_versions(cuda: bool) -> dict[str, str]:
+    """Return what must be the same on all nodes: packages, Python, and megarl's own files."""
+    import torch
+
+    from megarl.schedule.identity import code_checksum
+    from megarl.schedule.preflight import versions
+
+    code = code_checksum()
+    found = {**versions(), "python": platform.python_version(), "megarl's files": code}
+    if cuda:
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["GPU"] = torch.cuda.get_device_name(0)
+    return found

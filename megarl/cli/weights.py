@@ -1,0 +1,106 @@
+"""`megarl weights plan`: what a weight transfer costs, from the configuration alone, on any machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import prod
+from statistics import fmean
+from typing import Annotated
+
+from typer import Option, Typer
+
+from megarl.cli.arguments import ConfigFile, Overrides, PublicModel
+from megarl.config import load_config
+from megarl.config.errors import ConfigError
+
+GB = 1e9
+
+app = Typer(help="Plan the transfer of weights into the engines.")
+
+
+@app.command("plan")
+def plan_weights(
+    path: ConfigFile,
+    overrides: Overrides,
+    *,
+    verify: Annotated[
+        bool, Option("--verify", help="prove that each byte is written exactly once, from the right place")
+    ] = False,
+    ranks: Annotated[bool, Option("--ranks", help="print every rank's figures as well")] = False,
+    model: PublicModel = None,
+) -> int:
+    """Say what a run's weight transfer costs in bytes, memory and seconds, from its configuration alone.
+
+    Beside it stands what it would cost to gather whole tensors everywhere."""
+    from megarl.parallel.layout import Layout
+    from megarl.weights.cost import RankCost, direct_cost, gather_cost, planning_config
+    from megarl.weights.layout import hf_shapes
+    from megarl.weights.plan import engine_plan
+
+    config = load_config(path, overrides)
+    where, hf_config = planning_config(config.model.path, model)
+    sizes, dtype = config.parallel, config.model.dtype
+    itemsize = {"bf16": 2, "fp32": 4}[dtype]
+    try:
+        layout = Layout(sizes.tp, sizes.pp, sizes.dp or 1, sizes.ep, sizes.cp, sizes.vpp)
+    except ValueError as error:
+        raise ConfigError(f"{path}: parallel: {error}") from None
+    started = time.perf_counter()
+    made = engine_plan(config, hf_config, layout)
+    seconds = time.perf_counter() - started
+    shapes = hf_shapes(hf_config)
+    bucket = config.rollout.transfer_bucket * 2**20
+    direct = direct_cost(made, itemsize, bucket, config.cluster)
+    gather = gather_cost(made, shapes, itemsize, bucket, config.cluster)
+
+    parameters = sum(map(prod, shapes.values()))
+    size = f"{parameters / 1e9:.2f} B parameters, {parameters * itemsize / GB:.2f} GB in {dtype}"
+    apart = config.parallel.rollout_ranks
+    nodes = -(-(layout.world + apart) // config.cluster.gpus_per_node)
+    experts = f", ep {layout.ep}" if layout.ep > 1 else ""
+    tp, engine = config.rollout.engine_tp, config.rollout.engine
+    engine_dtype = dtype if config.rollout.weights_dtype == "model" else "fp8 in blocks"
+    context = f", cp {layout.cp}" if layout.cp > 1 else ""
+    actor = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}{context}{experts}"
+    print(f"model    {where}: {size}")
+    print(f"actor    {actor}: {layout.world} GPUs on {nodes} nodes")
+    print(f"engines  {(apart or layout.world) // tp} of tp {tp} ({engine}), weights in {engine_dtype}")
+    print(f"plan     {len(made.copies):,} copies, made in {seconds:.1f} s\n")
+
+    rows: tuple[tuple[str, Callable[[RankCost], float], int], ...] = (  # title, figure, its decimals
+        ("sent, same node, GB", lambda cost: cost.node_sent / GB, 3),
+        ("sent, between nodes, GB", lambda cost: cost.network_sent / GB, 3),
+        ("received, same node, GB", lambda cost: cost.node_received / GB, 3),
+        ("received, between nodes, GB", lambda cost: cost.network_received / GB, 3),
+        ("kept, same GPU, GB", lambda cost: cost.local / GB, 3),
+        ("rounds (buckets)", lambda cost: cost.rounds, 0),
+        ("staging memory, GB", lambda cost: cost.staging / GB, 3),
+        ("estimate, s", lambda cost: cost.seconds, 3),
+    )
+    print(f"{'per GPU':28s}{'the plan: min':>14s}{'mean':>10s}{'max':>10s}", end="")
+    print(f"{'full gather: min':>20s}{'mean':>10s}{'max':>10s}")
+    for title, of, decimals in rows:
+        line = f"{title:28s}"
+        for costs, width in ((direct, 14), (gather, 20)):
+            values = [of(cost) for cost in costs.values()]
+            line += f"{min(values):{width}.{decimals}f}{fmean(values):10.{decimals}f}"
+            line += f"{max(values):10.{decimals}f}"
+        print(line)
+    received, gathered = (max(cost.received for cost in costs.values()) for costs in (direct, gather))
+    slowest, slowest_gather = (max(cost.seconds for cost in costs.values()) for costs in (direct, gather))
+    if received and slowest:
+        fewer = f"{gathered / received:.1f} times fewer bytes into a GPU"
+        print(f"\nthe plan: {fewer}; the slowest GPU is done {slowest_gather / slowest:.1f} times sooner")
+    if ranks:
+        print(f"\n{'rank':>6s}" + "".join(f"{title:>29s}" for title, _, _ in rows))
+        for rank, cost in direct.items():
+            print(f"{rank:6d}" + "".join(f"{of(cost):29.{decimals}f}" for _, of, decimals in rows))
+    if verify:
+        started = time.perf_counter()
+        made.verify()
+        elements = sum(prod(shard.shape) for shards in made.targets.values() for shard in shards.values())
+        seconds = time.perf_counter() - started
+        proof = "target elements is written exactly once, from the place that it belongs to"
+        print(f"\nproved in {seconds:.1f} s: each of {elements:,} {proof}")
+    return 0
