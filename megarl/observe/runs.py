@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from megarl.config.errors import DataError
+from megarl.config.schema import SUPERVISED, TRAIN
 from megarl.observe import run_log
 from megarl.observe.run_log import Record, Sample, is_step, parse
 from megarl.observe.timeline import FOLDER, NAME, chosen_ranks, is_phase, timeline_ranks
@@ -79,7 +80,7 @@ class Run:
     def main_stage(self) -> str:
         """Name the stage whose times and memory are shown: training, else what there is before it."""
         return next(
-            (stage for stage in ("train", "sft", "value_pretraining") if stage in self.by_stage), "train"
+            (stage for stage in (TRAIN, SUPERVISED, "value_pretraining") if stage in self.by_stage), "train"
         )
 
     @property

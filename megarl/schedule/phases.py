@@ -35,10 +35,8 @@ from megarl.training.losses import actor_loss, critic_loss, supervised_loss
 
 def rollout(run: Run, step: Step) -> None:
     """Sample groups of responses, and verify them."""
-    found = run.generation.rollout(step.stage, step.number)
-    step.batch, step.verifier_errors, step.samples = found.batch, found.errors, found.samples
-    step.metrics |= found.metrics
-    step.events += found.events + run.weight_sync.take_events()
+    step.take(run.source.rollout(step.stage, step.number))
+    step.events += run.weight_sync.take_events()
 
 
 def distribute(run: Run, step: Step) -> None:
@@ -47,9 +45,8 @@ def distribute(run: Run, step: Step) -> None:
     config = run.config
     models = [run.critic] if step.stage == PRETRAINING else [run.actor, run.critic]
     networks = [model.model for model in models if model is not None]
-    mini_batch = config.supervised.batch if step.stage == "sft" else config.update.mini_batch
     seed = shuffle_seed(config.seed, step.index)
-    step.local = local = batch.distribute(step.batch, config, mini_batch, seed, networks, run.runtime)
+    step.local = local = batch.distribute(step.batch, config, config.mini_batch, seed, networks, run.runtime)
     if config.update.share_prompts:
         packed = sum(int(one.packed.real_tokens.sum()) for one in local.micro_batches)
         counts = torch.tensor([packed, local.experience.num_tokens])
@@ -169,11 +166,8 @@ def weight_transfer(run: Run, step: Step) -> None:
 
 
 def read_pairs(run: Run, step: Step) -> None:
-    """Take the next prompt/response pairs of a supervised warm start; every response counts as right."""
-    chosen = [run.pairs[i] for i in run.pair_sampler.take(run.config.supervised.batch)]
-    step.batch = Experience.build([prompt for prompt, _ in chosen], [response for _, response in chosen])
-    step.batch["correct"] = torch.ones(len(chosen), dtype=torch.bool)
-    step.batch["truncated"] = torch.zeros(len(chosen), dtype=torch.bool)
+    """Take the next prompt/response pairs of a supervised warm start."""
+    step.take(run.source.rollout(step.stage, step.number))
 
 
 def supervised_update(run: Run, step: Step) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megarl.config.errors import Interrupted
@@ -12,8 +12,6 @@ from megarl.parallel.signals import StopRequest
 from megarl.schedule.run import Run
 from megarl.training.checkpoint import PRETRAINING
 from megarl.training.saving import CheckpointWriter
-
-State = Callable[[], Callable[[], Mapping[str, Any]]]
 
 
 class PreemptionHandler:
@@ -28,12 +26,12 @@ class PreemptionHandler:
         self.longest_step = 0.0  # seconds
         self._spent = 0.0
         self._last_saved: tuple[str, int] | None = None
-        self._last_step: tuple[str, int, State] | None = None
+        self._last_step: tuple[str, int, Mapping[str, Any]] | None = None
         self._since = time.monotonic()
 
     def start(self, stage: str, step: int) -> None:
         """Begin after `step`, of which there is a checkpoint, or at the beginning of the run."""
-        self._last_saved, self._last_step = (stage, step), (stage, step, lambda: dict)
+        self._last_saved, self._last_step = (stage, step), (stage, step, {})
         self._since = time.monotonic()
 
     def take_seconds(self) -> float:
@@ -41,13 +39,13 @@ class PreemptionHandler:
         spent, self._spent = self._spent, 0.0
         return spent
 
-    def after_step(self, stage: str, step: int, state: State, *, due: bool, last: bool) -> None:
+    def after_step(self, stage: str, step: int, state: Mapping[str, Any], *, due: bool, last: bool) -> None:
         """Save the step where that is `due`, and leave where the run was told to; nothing is put off after
         the `last` step.
 
-        state: brings to rank 0 what a checkpoint of the step needs besides the models, and returns what gives
-        it there; called by all ranks together, at any later time, where the step is saved. Raises
-        Interrupted on every rank where the run leaves, CheckpointError as CheckpointWriter."""
+        state: what a checkpoint of the step needs besides the models, as CheckpointWriter.save takes it. It
+        is kept until the next step has ended, as the run may be told to leave before that. Raises Interrupted
+        on every rank where the run leaves, CheckpointError as CheckpointWriter."""
         self.longest_step = max(self.longest_step, time.monotonic() - self._since)
         self._since = time.monotonic()
         self._last_step = stage, step, state
@@ -85,6 +83,6 @@ class PreemptionHandler:
         started = time.perf_counter()
         stage, step, state = self._last_step
         parts = ("critic",) if stage == PRETRAINING else tuple(self.run.models)
-        self.writer.save(stage, step, parts, state(), now=now)
+        self.writer.save(stage, step, parts, state, now=now)
         self._last_saved = stage, step
         self._spent += time.perf_counter() - started

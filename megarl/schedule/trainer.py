@@ -12,14 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megarl.config.errors import ConfigError, DeviceMemoryError, MegarlError, NumericalError, StorageError
-from megarl.config.files import write_whole
 from megarl.config.phases import (
     PARITY,
     WEIGHT_TRANSFER,
@@ -33,10 +29,10 @@ from megarl.observe.prometheus import Exporter
 from megarl.observe.run_log import RunLog
 from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.observe.timeline import Timeline
-from megarl.parallel.comm import any_rank, barrier, from_rank_0, gather_objects
+from megarl.parallel.comm import barrier, from_rank_0, gather_objects
 from megarl.parallel.runtime import set_generator_states
 from megarl.parallel.signals import StopRequest
-from megarl.schedule.guards import Guards
+from megarl.schedule.guards import Guards, keep_failed_batch
 from megarl.schedule.phases import FUNCTIONS, enforced, throughput
 from megarl.schedule.preemption import PreemptionHandler
 from megarl.schedule.preflight import versions
@@ -58,7 +54,7 @@ class Trainer:
         self.run, self.config, self.runtime, self.watchdog = run, run.config, run.runtime, watchdog
         config, layout, log = self.config, self.runtime.layout, self.config.log
         self.folder, self.is_rank_0 = config.run_dir, self.runtime.rank == 0
-        self.stage = "sft" if config.recipe == "sft" else "train"
+        self.stage = config.main_stage
         self.phases = training_phases(config)
         check_phases(self.phases)
         check_phases(pretraining_phases(config))
@@ -84,18 +80,16 @@ class Trainer:
         self._enter("choose a checkpoint")
         self.checkpoint, self.skipped_checkpoints = choose_checkpoint(self.runtime, self.folder)
         self.writer = CheckpointWriter(
-            self.runtime, config, run.models, versions(), run.onload_for_checkpoint, run.elsewhere
+            self.runtime, config, run.models, versions(), run.onload_for_checkpoint, run.source
         )
         self.preemption = PreemptionHandler(run, self.writer, stop or StopRequest(()))
         if watchdog is not None:
-            if config.recipe != "sft":
-                watchdog.depths |= run.generation.depths
+            watchdog.depths |= run.source.depths
             watchdog.depths["bytes of a checkpoint"] = lambda: self.writer.pending
         append = self.checkpoint is not None
         if not append:
             self.timeline.clear()
-            if run.elsewhere is not None:
-                run.elsewhere.continue_after(0, self.stage)
+            run.source.continue_after(0, self.stage)
         self.log: RunLog | None = None  # of rank 0
 
         def open_log() -> None:
@@ -115,22 +109,20 @@ class Trainer:
                     for line in report.lines():
                         self.view.event(f"{name} {line}")
                 done = self.resume()
-                if config.recipe != "sft":
+                if config.has_engine:
                     run.onload("weight_transfer", {"actor.weights", "engine.weights"})
                     run.publish(done)
                     if self.checkpoint is None:
                         self.evaluate(0)
                     if self.checkpoint is None or self.checkpoint.pretraining:
                         self.pretrain_values()
-                if run.elsewhere is not None:
-                    run.elsewhere.begin(done, self.checkpoint.path if done and self.checkpoint else None)
+                run.source.begin(done, self.checkpoint.path if done and self.checkpoint else None)
                 for number in range(done + 1, config.steps + 1):
                     last = number == config.steps
                     with self.profiler.step(self.stage, number):
                         self.step(Step(self.stage, number), self.phases)
                     self.evaluate(number)
-                    if run.elsewhere is not None:
-                        run.elsewhere.draw_next(number, self.writer.step)
+                    run.source.draw_next(number, self.writer.step)
                     self.save(self.stage, number, last=last)
                 self._enter("checkpoint")
                 self.writer.finish()
@@ -159,15 +151,14 @@ class Trainer:
         step, stage, done = checkpoint.step, checkpoint.stage, checkpoint.done
         self._enter("resume", stage, step)
         state = load_checkpoint(checkpoint, self.run.models, self.run.onload_for_checkpoint)
-        self.run.load_state_dict(state["samplers"])
+        self.run.source.load_state_dict(state["samplers"])
         self.guards.load_state_dict(state["guards"])
         self.pretraining_progress = state["value_pretraining"]
         if len(state["generators"]) == self.runtime.world:
             set_generator_states(state["generators"][self.runtime.rank])
         self.preemption.start(stage, step)
         self.timeline.truncate_after(step, stage)
-        if self.run.elsewhere is not None:
-            self.run.elsewhere.continue_after(step, stage)
+        self.run.source.continue_after(step, stage)
         self._on_rank_0(lambda: self.log and self.log.truncate_after(step, stage))
         self._event(f"continues from {checkpoint.path}")
         if checkpoint.manifest["versions"] != versions():
@@ -218,7 +209,7 @@ class Trainer:
             metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
         step.events += self.guards.judged(metrics, step.verifier_errors)
         samples = list(step.samples.values())
-        shows = self.config.log.samples and step.stage != "sft"
+        shows = self.config.log.samples and self.config.has_engine
         if shows and has_tokens(step.number, self.facts.total(step.stage)):
             samples = with_tokens(step.samples, step.local, run.tokenizer, self.runtime)
         # Of each memory figure the largest of all ranks: the device that is the first to be full. Of the
@@ -254,7 +245,7 @@ class Trainer:
             self.preemption.check(weights_changed=weights_changed)
             weights_changed |= phase.updates_weights
             try:
-                if self.run.elsewhere is not None and self.run.elsewhere.pending is not None:
+                if self.run.source.pending is not None:
                     with self._timed(step, "weight_transfer"):
                         step.metrics |= self.run.meet(wait="actor.gradients" in phase.on_gpu)
                 with offload.explained(phase.name):
@@ -267,7 +258,7 @@ class Trainer:
                     with self._timed(step, phase.name), measured, enforced(phase, step):
                         FUNCTIONS[phase.name](self.run, step)
             except NumericalError as error:
-                raise self._with_batch_on_disk(step, phase.name, error) from None
+                raise keep_failed_batch(self.run, step, phase.name, error) from None
             except DeviceMemoryError as error:
                 raise DeviceMemoryError(f"step {step.number}, {error}") from error
 
@@ -275,14 +266,14 @@ class Trainer:
         """Answer the held-out problems that are due after a step with the engine, and record the scores."""
         config = self.config
         due = any(config.evaluates(number, entry.every) for entry in config.data.eval)
-        if config.recipe == "sft" or not due:
+        if not config.has_engine or not due:
             return
         self._enter("evaluation")
         started = time.perf_counter()
         self.run.meet(wait=True)
         self.run.onload("evaluation", {"engine.weights", "engine.kv_cache"})
-        stats, answers = self.run.generation.evaluate(number)
-        self.timeline.waited(self.run.generation.take_waited())
+        stats, answers = self.run.source.evaluate(number)
+        self.timeline.waited(self.run.source.take_waited())
         self.timeline.leave()
         spent = time.perf_counter() - started
         self._record("eval", number, {**stats, "time/evaluation": spent}, answers)
@@ -291,16 +282,11 @@ class Trainer:
         """Begin a checkpoint after a step where one is due; leave where the run was told to end."""
         self._enter("checkpoint")
         every = self.config.checkpoint.every
-        samplers, guards, pretraining = (
-            self.run.snapshot(),
-            self.guards.state_dict(),
-            dict(self.pretraining_progress),
-        )
-
-        def state() -> Callable[[], dict[str, Any]]:
-            brought = samplers()
-            return lambda: {"samplers": brought(), "guards": guards, "value_pretraining": pretraining}
-
+        state = {
+            "samplers": self.run.source.snapshot(),
+            "guards": self.guards.state_dict(),
+            "value_pretraining": self.pretraining_progress,
+        }
         due = bool(every) and (number % every == 0 or last)
         self.preemption.after_step(stage, number, state, due=due, last=last and stage == self.stage)
 
@@ -332,8 +318,7 @@ class Trainer:
         started = time.perf_counter()
         with self.profiler.phase(name):
             yield
-        if self.config.recipe != "sft":
-            self.timeline.waited(self.run.generation.take_waited())
+        self.timeline.waited(self.run.source.take_waited())
         self.timeline.leave()
         step.metrics[f"time/{name}"] = step.metrics.get(f"time/{name}", 0.0) + time.perf_counter() - started
 
@@ -371,20 +356,3 @@ class Trainer:
             failure = error
         if (failure := from_rank_0(self.runtime, failure)) is not None:
             raise failure
-
-    def _with_batch_on_disk(self, step: Step, phase: str, error: NumericalError) -> NumericalError:
-        """Write the batch to disk, one file a rank, and return the error with where it is."""
-        folder, experience = self.folder / "failed", step.local.experience
-        parts = {name: getattr(experience, name) for name in ("tokens", "cu_seqlens", "response_mask")}
-        path = folder / f"{step.stage}-{step.number:06d}-rank{self.runtime.rank}.pt"
-        content, missing = BytesIO(), True
-        torch.save({**parts, **experience.columns}, content)  # which to a file hides a disk's errors
-        with self.run.dispensable.file(path):
-            folder.mkdir(exist_ok=True)
-            write_whole(path, content.getvalue())
-            missing = False
-        # All ranks wait here: the launcher ends the other ranks when one ends, also while they write.
-        place = "could not be written to" if any_rank(self.runtime, missing) else "is in"
-        located = NumericalError(f"step {step.number}, phase {phase}: {error}; the batch {place} {folder}")
-        located.fatal = error.fatal
-        return located

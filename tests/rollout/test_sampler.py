@@ -31,7 +31,7 @@ from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import Verdict
 from megarl.rollout import sampler
 from megarl.rollout.batch import Group, RolloutBatch
-from megarl.rollout.sampler import RolloutSampler, RolloutWorker
+from megarl.rollout.sampler import RolloutSampler, RolloutWorker, join_snapshots
 from megarl.rollout.sampling import Completion, SamplingParams, response_seed
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.training.batch import loss_weights
@@ -219,7 +219,7 @@ def test_the_longest_begin_first(world, monkeypatch):
 
     def two_epochs(sampler_: RolloutSampler) -> list[RolloutBatch]:
         first = sampler_.collect(0)
-        state = json.loads(json.dumps(sampler_.snapshot()()()))
+        state = json.loads(json.dumps(join_snapshots([sampler_.snapshot()])))
         sampler_.lengths = {}
         sampler_.load_state_dict(state)
         return [first, sampler_.collect(1)]
@@ -390,7 +390,7 @@ def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world):
         batches = []
         for step in range(5):
             batches.append(sampler.collect(step))
-            state = json.loads(json.dumps(sampler.snapshot()()()))
+            state = json.loads(json.dumps(join_snapshots([sampler.snapshot()])))
             sampler.surplus = []
             sampler.load_state_dict(state)
         return batches
