@@ -3,6 +3,7 @@ work is split."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -401,6 +402,27 @@ def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world):
     assert any(b.stats["rollout/surplus"] for b in straight[:-1])
     for a, b in zip(resumed, straight, strict=True):
         assert torch.equal(experience_of(a)["engine_logprobs"], experience_of(b)["engine_logprobs"])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_snapshot_stays_as_it_was_while_the_next_step_is_drawn(world, ranks):
+    """A run that is told to leave in a step saves the step before."""
+    settings_ = config(rollout={"dynamic_sampling": {"enabled": True, "max_batches": 3}})
+
+    def taken(sampler: RolloutSampler) -> list[tuple[dict[str, Any], Any]]:
+        shares = []
+        for step in range(3):
+            sampler.collect(step)
+            shares.append((sampler.snapshot(), copy.deepcopy(sampler.snapshot())))
+        return shares
+
+    by_rank = run_ranks(world, settings_, ranks, steps=0, act=taken)
+    surplus = []
+    for of_ranks in zip(*by_rank, strict=True):
+        later, at_once = (join_snapshots(shares) for shares in zip(*of_ranks, strict=True))
+        assert json.dumps(later) == json.dumps(at_once)
+        surplus += later["surplus"]
+    assert surplus
 
 
 def test_a_prompt_drawn_twice_in_a_step_gets_other_responses(world):
