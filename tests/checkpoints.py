@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import CheckpointError
-from megarl.config.schema import Config
 from megarl.parallel.comm import barrier, gather_objects
-from megarl.parallel.runtime import Runtime
+from megarl.schedule.run import Run
 from megarl.training.checkpoint import FOLDER, folder_name
 from megarl.training.model import TrainableModel
 from megarl.training.saving import CheckpointWriter, HostCopier, cannot_be_written
@@ -34,16 +33,9 @@ def save_model(model: TrainableModel, folder: Path) -> int:
     return size
 
 
-def save_checkpoint(
-    runtime: Runtime,
-    config: Config,
-    step: int,
-    models: Mapping[str, TrainableModel],
-    state: Mapping[str, Any],
-    versions: Mapping[str, str],
-) -> Path:
+def save_checkpoint(run: Run, step: int, state: Mapping[str, Any], versions: Mapping[str, str]) -> Path:
     """Write one checkpoint of the main stage and wait for it; every rank calls this. Raises as
     CheckpointWriter."""
-    writer = CheckpointWriter(runtime, config, models, versions, prepare=lambda name: None)
-    writer.save("train", step, tuple(models), lambda: state, now=True)
-    return config.run_dir / FOLDER / folder_name("train", step)
+    writer = CheckpointWriter(run.runtime, run.config, run.models, versions, lambda name: None, run.source)
+    writer.save("train", step, tuple(run.models), state, now=True)
+    return run.config.run_dir / FOLDER / folder_name("train", step)

@@ -187,7 +187,7 @@ def plan(
         if value is not None and not 0 < value <= (most or value):
             above = f" and at most {most:g}" if most else ""
             raise ConfigError(f"{option}: must be above 0{above} (got {value:g})")
-    if simulate and config.recipe == "sft":
+    if simulate and not config.has_engine:
         raise ConfigError(f"{path}: recipe: sft draws no responses (--simulate is for the others)")
     where, described = planning_config(config.model.path, model)
     here = config.parallel.device == "auto" and config.model.layers != "te" and driver_version() is None

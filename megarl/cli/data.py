@@ -56,7 +56,7 @@ def show(
     tokenizer = check_tokenizer(config, open_model(config.model.path))
     report = ReadReport()
     shown: list[tuple[tuple[int, ...], str, str]]  # tokens of the prompt, what is said of it, what follows it
-    if config.recipe == "sft" and not held_out:
+    if not config.has_engine and not held_out:
         pairs = read_pairs(entries, config.data, config.supervised.response_key, tokenizer, report)
         shown = [
             (prompt, f", response of {len(response):,}", text)

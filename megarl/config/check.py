@@ -55,7 +55,7 @@ def _problems(c: Config) -> Iterator[str]:
     if not c.data.train:
         yield "data.train: must name at least one file"
     for i, entry in enumerate(c.data.train):
-        if entry.gym and c.recipe == "sft":
+        if entry.gym and not c.has_engine:
             what = "recipe sft learns from given responses, and gym has none"
             yield f"data.train[{i}].gym: {what} (name a file)"
     for name, optimizer in (("actor", c.actor), ("critic", c.critic)):
@@ -143,7 +143,7 @@ def _problems(c: Config) -> Iterator[str]:
     if c.guard.parity == "none" and c.guard.parity_layers:
         what = "has no effect with guard.parity none, with which nothing is compared"
         yield f"guard.parity_layers: {what} (set one of the two otherwise)"
-    if c.recipe != "sft":
+    if c.has_engine:
         yield from _algorithm_problems(c)
         yield from _rollout_problems(c)
         return

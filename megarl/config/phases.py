@@ -219,7 +219,7 @@ def pretraining_phases(config: Config) -> tuple[Phase, ...]:
 
 def training_phases(config: Config) -> tuple[Phase, ...]:
     """Return the phases of one step of the run's main stage, in order."""
-    if config.recipe == "sft":
+    if not config.has_engine:
         return (READ_PAIRS, DISTRIBUTE, SUPERVISED_UPDATE)
     a = config.algorithm
     before: list[Phase] = [ROLLOUT, _distribution(config)]

@@ -894,6 +894,14 @@ class SupervisedConfig(Section):
     batch: int = field(64, "pairs per optimizer step", "pairs", ge=1)
 
 
+TRAIN, SUPERVISED = "train", "sft"  # stages: reinforcement learning; and the recipe that learns from pairs
+
+
+def main_stage(recipe: str) -> str:
+    """Return the stage of a run's steps in its records, but for those of value pretraining."""
+    return SUPERVISED if recipe == SUPERVISED else TRAIN
+
+
 class Config(Section):
     """A run."""
 
@@ -925,14 +933,24 @@ class Config(Section):
     log: LogConfig = section(LogConfig)
 
     @property
+    def main_stage(self) -> str:
+        """Return the stage of this run's steps in its records, but for those of value pretraining."""
+        return main_stage(self.recipe)
+
+    @property
+    def has_engine(self) -> bool:
+        """Return whether an engine draws this run's responses; else they are given."""
+        return self.main_stage == TRAIN
+
+    @property
     def has_critic(self) -> bool:
         """Return whether this run trains a value model."""
-        return self.recipe != "sft" and self.algorithm.advantage == "gae"
+        return self.has_engine and self.algorithm.advantage == "gae"
 
     @property
     def has_reward_model(self) -> bool:
         """Return whether a reward model scores this run's responses."""
-        return self.recipe != "sft" and self.reward.model.path is not None
+        return self.has_engine and self.reward.model.path is not None
 
     def evaluates(self, step: int, every: int | None = None) -> bool:
         """Return whether a set of data.eval with this `every` is evaluated after a step. Before the first and
@@ -942,11 +960,18 @@ class Config(Section):
 
     def has_group(self, group: TensorGroup) -> bool:
         """Return whether this run has such tensors on its devices."""
-        present = {"actor": True, "critic": self.has_critic, "engine": self.recipe != "sft"}
+        present = {"actor": True, "critic": self.has_critic, "engine": self.has_engine}
         present |= {"reference": self.algorithm.has_reference, "reward": self.has_reward_model}
         return present[group.partition(".")[0]]
 
     @property
     def responses(self) -> int:
         """Return the responses per step that are trained on."""
+        if not self.has_engine:
+            return self.supervised.batch
         return self.rollout.prompts * self.rollout.group_size
+
+    @property
+    def mini_batch(self) -> int:
+        """Return the responses of one optimizer step of the actor."""
+        return self.update.mini_batch if self.has_engine else self.supervised.batch

@@ -22,11 +22,17 @@ from typing import Any, Self, cast
 
 from megarl.config.errors import ConfigError, StorageError
 from megarl.config.files import Dispensable, append_whole, essential, why, write_whole
+from megarl.config.schema import SUPERVISED, TRAIN
 from megarl.observe.prometheus import Exporter
 
 METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 DISTRIBUTIONS_FILE, EVENTS_FILE, ANSWERS_FILE = "distributions.jsonl", "events.jsonl", "evaluations.jsonl"
-STAGES = ("sft", "value_pretraining", "train", "eval")  # in the order of a run; "eval" is between its steps
+STAGES = (
+    SUPERVISED,
+    "value_pretraining",
+    TRAIN,
+    "eval",
+)  # in the order of a run; "eval" is between its steps
 DIGITS = 9  # significant digits of a recorded number
 SAMPLE_CHARACTERS = 20_000  # of a prompt or a response
 

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from megarl.config.errors import DataError
 from megarl.config.files import read_json
+from megarl.config.schema import SUPERVISED, TRAIN, main_stage
 from megarl.observe.run_log import METRICS_FILE, Record, is_step, parse
 from megarl.observe.runs import kept_share, layout_text, read_mapping
 
@@ -73,7 +74,7 @@ COLUMNS = (
 )
 # What a plain line leaves out in a stage: quantities that say nothing there, or too little for its width.
 _DETAILS = {"nll", "cut", "r/w", "refl", "prob", "all"}
-PLAIN_LEAVES_OUT = {"train": {*_DETAILS, "vloss"}, "value_pretraining": _DETAILS, "sft": set[str]()}
+PLAIN_LEAVES_OUT = {"train": {*_DETAILS, "vloss"}, "value_pretraining": _DETAILS, SUPERVISED: set[str]()}
 SPARKS = {
     "accuracy": ("reward/accuracy", ".3f"),
     "length": ("response/length_mean", "tokens"),
@@ -405,8 +406,9 @@ def watch(
         raise DataError(f"{run_dir}: no config.yaml (is this the folder of a run?)")
     settings = read_mapping(run_dir / "config.yaml")
     facts = read_facts(run_dir, settings)
-    last = {("sft" if facts.recipe == "sft" else "train", facts.steps)}  # recorded once the run is done
-    if facts.recipe != "sft" and settings.get("data", {}).get("eval"):
+    stage = main_stage(facts.recipe)
+    last = {(stage, facts.steps)}  # recorded once the run is done
+    if stage == TRAIN and settings.get("data", {}).get("eval"):
         last.add(("eval", facts.steps))
     follower = Follower(run_dir / METRICS_FILE)
     anew, records = follower.look()

@@ -41,6 +41,12 @@ def gather_on_0(ranks: Ranks, value: Any) -> list[Any] | None:
     return None if blobs is None else [pickle.loads(blob) for blob in blobs]
 
 
+def shares_on_0(ranks: Ranks, share: Any) -> list[Any] | None:
+    """Return every rank's `share`, by rank, on rank 0; None on the others. Rank 0's own is not copied."""
+    shares = gather_on_0(ranks, share if ranks.rank else None)
+    return None if shares is None else [share, *shares[1:]]
+
+
 def from_rank_0(ranks: Ranks, value: Any) -> Any:
     """Return rank 0's `value` on every rank."""
     return pickle.loads(_spread(ranks.cpu_group, pickle.dumps(value) if ranks.rank == 0 else None))

@@ -398,7 +398,7 @@ class Plan:
             "checkpoint staging": self.checkpoint() / self.nodes if config.checkpoint.every else 0.0,
             "gathered optimizer": self.gathered_optimizer() * per_node if config.checkpoint.every else 0.0,
             "processes": HOST_PROCESS * per_node,
-            "verifiers": config.reward.workers * 0.3 * GIB * per_node if config.recipe != "sft" else 0.0,
+            "verifiers": config.reward.workers * 0.3 * GIB * per_node if config.has_engine else 0.0,
         }
 
     @cached_property
@@ -421,8 +421,7 @@ class Plan:
         """Return the tokens of a rank's largest micro-batch in a run on CPUs, whose mini-batches are often
         smaller than the budget."""
         config = self.config
-        mini_batch = max(config.update.mini_batch, config.critic.mini_batch or 0)
-        together = config.supervised.batch if config.recipe == "sft" else mini_batch
+        together = max(config.mini_batch, config.critic.mini_batch or 0)
         sequences = -(-together // self.layout.dp)
         tokens = sequences * self.longest
         if config.update.share_prompts:
@@ -470,7 +469,7 @@ class Plan:
         parts = [*self.on_cpu.items(), *([("a checkpoint", saved)] if saved else [])]
         listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
         remedy = "use a smaller model, or a machine with more memory"
-        if self.engine_tp == 1 and self.layout.world > 1 and self.config.recipe != "sft":
+        if self.engine_tp == 1 and self.layout.world > 1 and self.config.has_engine:
             remedy = f"start fewer ranks, each of which has a whole engine, {remedy}"
         if held <= memory:
             remedy = f"set checkpoint.every=0, or {remedy}"
@@ -508,8 +507,7 @@ class Plan:
 
     def step_tokens(self, length: float) -> float:
         """Return the tokens of a step's batch whose sequences have this length."""
-        config = self.config
-        return (config.supervised.batch if config.recipe == "sft" else config.responses) * length
+        return self.config.responses * length
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -543,7 +541,7 @@ class Plan:
                     f"phase {need.phase} needs {need.total / GIB:.1f} GiB of the {memory / GIB:.1f} of each "
                     f"{self.device.name} (stage {need.stage}: {listed}); {self._advice(need)}"
                 )
-        if self.config.recipe != "sft" and self.cache_tokens < self.longest:
+        if self.config.has_engine and self.cache_tokens < self.longest:
             return (
                 f"the KV cache of an engine holds {self.cache_tokens:,.0f} tokens, one sequence has up to "
                 f"{self.longest:,} (raise rollout.engine_tp or rollout.engine_memory "

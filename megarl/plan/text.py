@@ -44,7 +44,7 @@ def lines(plan: Plan, where: str, lengths: Lengths, made: Estimate) -> Iterator[
     yield f"model    {where}: {size}, recompute {config.model.recompute}, {plan.layers} layers"
     gpus = f"{layout.world} x {device.name} ({device.memory / GIB:.1f} GiB)"
     yield f"layout   {name_of(layout)}: {gpus} on {plan.nodes} nodes"
-    if config.recipe != "sft":
+    if config.has_engine:
         ranks = config.parallel.rollout_ranks or layout.world
         engines = f"{ranks // plan.engine_tp} of tp {plan.engine_tp} ({config.rollout.engine})"
         yield f"engines  {engines}, KV cache of each {plan.cache_tokens:,.0f} tokens"
@@ -69,7 +69,7 @@ def lines(plan: Plan, where: str, lengths: Lengths, made: Estimate) -> Iterator[
     found = plan.activations("actor")
     head = (found.head * plan.pack + found.head_fixed) / GIB
     yield f"log-prob head at work on a micro-batch  {head:.1f} GiB, at another time than the layers"
-    if config.recipe != "sft":
+    if config.has_engine:
         full = f"{plan.cache_tokens / plan.longest:,.0f} of full length"
         mean = f"{plan.cache_tokens / (config.data.max_prompt_tokens + lengths.mean):,.0f} of mean length"
         yield f"responses decoded at once by an engine  {full}, {mean}"

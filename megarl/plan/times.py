@@ -92,22 +92,21 @@ def estimate(plan: Plan, lengths: Lengths) -> Estimate:
     whole = [length + lengths.prompt for length in quantiles]
     tokens = plan.step_tokens(fmean(whole))
     parts: dict[str, float] = {}
-    if config.recipe != "sft":
+    if config.has_engine:
         parts["rollout"] = rollout_seconds(plan, lengths)
     for phase in plan.phases:
         if phase.model is None:
             continue
         model, epochs = plan.shape(phase.model), 1
-        responses = config.responses if config.recipe != "sft" else config.supervised.batch
         updates = 1
         if phase.updates_weights:
             settings, size = (
                 (config.critic, config.critic.mini_batch or config.update.mini_batch)
                 if phase.model == "critic"
-                else (config.update, config.update.mini_batch)
+                else (config.update, config.mini_batch)
             )
-            epochs = settings.epochs if config.recipe != "sft" else 1
-            updates = 1 if config.recipe == "sft" else max(1, responses // size)
+            epochs = settings.epochs if config.has_engine else 1
+            updates = max(1, config.responses // size)
         # Each optimizer step begins and ends a pipeline of its own, and waits for the replica whose longest
         # sequence is more than an even share.
         share = tokens / updates / layout.dp
@@ -127,7 +126,7 @@ def estimate(plan: Plan, lengths: Lengths) -> Estimate:
             held = max(plan.trained_of(phase.model, layout, stage).all for stage in plan.stages)
             exchanged = held * (plan.gradient_size + model.itemsize) * (replicas - 1) / replicas
             parts[phase.name] += epochs * updates * exchanged / (link * 1e9 * LINKS)
-    if config.recipe != "sft":
+    if config.has_engine:
         # Every GPU gets its engine's shard: from its own node where that holds all of the model.
         within = layout.tp * layout.pp <= cluster.gpus_per_node
         link = cluster.node_speed if within else cluster.network_speed

@@ -194,36 +194,32 @@ class RolloutSampler:
         groups = iter(self.worker.with_bodies(self.worker.generate(requests, params)))
         return EvaluationResult([(one, list(islice(groups, len(one.problems)))) for one in sets])
 
-    def snapshot(self) -> Callable[[], Callable[[], dict[str, Any]]]:
-        """Return a function that brings what the next step needs, besides the weights and the prompts' order,
-        to rank 0, as it stands now; all ranks call it together, if at all, at any later time. It returns one
-        that gives this there, in any thread; lists and dicts only. Groups and requests never change once they
-        are made."""
-        surplus, returned, lengths = list(self.surplus), list(self.returned), dict(self.lengths)
-
-        def bring() -> Callable[[], dict[str, Any]]:
-            groups, requests = self.worker.with_bodies(surplus), self.worker.with_partials(returned)
-            return lambda: state(groups, requests) if self.worker.engines.rank == 0 else {}
-
-        def state(groups: Sequence[Group], requests: Sequence[GroupRequest]) -> dict[str, Any]:
-            rows = []
-            for request in requests:
-                begun = [p and pickle.loads(p.pickled or b"") for p in request.partial]
-                rows.append(
-                    {
-                        "prompt": prompt_state(request.prompt),
-                        "seeds": list(request.seeds),
-                        "begun": [c and vars(c) | {"routing": routing_state(c.routing)} for c in begun],
-                    }
-                )
-            whole = [group.state_dict() for group in groups]
-            return {"surplus": whole, "returned": rows, "lengths": list(lengths.items())}
-
-        return bring
+    def snapshot(self) -> dict[str, Any]:
+        """Return this rank's share of what the next step needs besides the weights and the prompts' order, of
+        which `join_snapshots` makes a whole: rank 0 knows what there is, each leader has its own bodies and
+        partial responses. References only: groups and requests never change once they are made."""
+        share: dict[str, Any] = {
+            "bodies": {
+                (g, i): response.body
+                for g, group in enumerate(self.surplus)
+                for i, response in enumerate(group.responses)
+                if response.body is not None
+            },
+            "begun": {
+                (q, i): partial.pickled
+                for q, request in enumerate(self.returned)
+                for i, partial in enumerate(request.partial)
+                if partial is not None and partial.pickled is not None
+            },
+        }
+        if self.worker.engines.rank == 0:
+            share |= {"surplus": list(self.surplus), "returned": list(self.returned)}
+            share["lengths"] = dict(self.lengths)
+        return share
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what a `snapshot` gave. What lay on a leader then is shared out evenly, whatever the
-        number of leaders is now."""
+        """Continue from what `join_snapshots` gave. What lay on a leader then is shared out evenly, whatever
+        the number of leaders is now."""
         self.surplus, self.returned = [], []
         self.lengths = dict(state.get("lengths", ()))
         if self.worker.leaders is None:
@@ -240,6 +236,24 @@ class RolloutSampler:
                 partial.append(Partial(owner, len(whole), whole if here else None) if c else None)
             prompt = prompt_from_state(request["prompt"])
             self.returned.append(GroupRequest(prompt, request["seeds"], partial))
+
+
+def join_snapshots(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the snapshots that all ranks' samplers took after the same step as one: lists, dicts, numbers
+    and texts. On rank 0, in any thread."""
+    bodies = {place: body for share in shares for place, body in share["bodies"].items()}
+    begun = {place: pickle.loads(data) for share in shares for place, data in share["begun"].items()}
+    surplus = [
+        replace(group, responses=[replace(r, body=bodies[g, i]) for i, r in enumerate(group.responses)])
+        for g, group in enumerate(shares[0]["surplus"])
+    ]
+    returned = []
+    for q, request in enumerate(shares[0]["returned"]):
+        partial = [begun.get((q, i)) for i in range(len(request.partial))]
+        rows = [c and vars(c) | {"routing": routing_state(c.routing)} for c in partial]
+        returned.append({"prompt": prompt_state(request.prompt), "seeds": list(request.seeds), "begun": rows})
+    whole = [group.state_dict() for group in surplus]
+    return {"surplus": whole, "returned": returned, "lengths": list(shares[0]["lengths"].items())}
 
 
 class GroupCollector:
@@ -797,22 +811,4 @@ class RolloutWorker:
         return [
             replace(group, responses=[replace(r, body=bodies[g, i]) for i, r in enumerate(group.responses)])
             for g, group in enumerate(groups)
-        ]
-
-    def with_partials(self, requests: Sequence[GroupRequest]) -> list[GroupRequest]:
-        """Return the requests with all partial responses on rank 0; on the others as they are. All ranks call
-        this alike."""
-        here = {
-            (q, i): p
-            for q, request in enumerate(requests)
-            for i, p in enumerate(request.partial)
-            if p is not None and p.pickled is not None
-        }
-        everyone = gather_on_0(self.leaders, here) if self.leaders is not None else None
-        if everyone is None:
-            return list(requests)
-        whole = {place: partial for theirs in everyone for place, partial in theirs.items()}
-        return [
-            replace(request, partial=[whole.get((q, i)) for i in range(len(request.partial))])
-            for q, request in enumerate(requests)
         ]

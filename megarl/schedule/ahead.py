@@ -16,7 +16,7 @@ import math
 import pickle
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from megarl.observe.timeline import Timeline
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Ranks, Runtime
 from megarl.rollout.weight_sync import WeightSync
-from megarl.schedule.generation import Generation, Rollout
+from megarl.schedule.generation import Generation
 from megarl.schedule.profiler import Profiler
 from megarl.schedule.rollouts import (
     FOLDER,
@@ -42,6 +42,7 @@ from megarl.schedule.rollouts import (
     rollouts_folder,
     stored,
 )
+from megarl.schedule.source import BatchSource, Rollout
 from megarl.schedule.watchdog import Watchdog
 from megarl.training.checkpoint import BATCHES, PRETRAINING
 
@@ -87,7 +88,7 @@ class Words:
         return word, aside
 
 
-class Elsewhere:
+class Elsewhere(BatchSource):
     """The generation of responses as the trainers see it, who have no engines: it stands where a run without
     `parallel.rollout_ranks` has a `Generation`. Every trainer has one and calls it alike.
 
@@ -222,21 +223,19 @@ class Elsewhere:
         waited, self._waited = self._waited, 0.0
         return waited
 
-    def snapshot(self) -> Callable[[], Callable[[], dict[str, Any]]]:
-        """Return what returns a function that gives where the samplers stand after the last rollout that is
-        in flight, as the batch says that was drawn last; called in a thread."""
+    def snapshot(self) -> dict[str, Any]:
+        """Return the batch that says where the samplers stand: that of the last rollout that is in flight."""
         stage, number = self._last
         last = number if stage == PRETRAINING else min(number + self.ahead, self.steps)
-        path = self._path(stage, last)
+        return {"batch": self._path(stage, last)}
 
-        def state() -> dict[str, Any]:
-            kept = read_manifest(visible(path, self.config.watchdog.limit))["state"]
-            return dict(kept["samplers"])
-
-        return lambda: state
+    def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return what that batch says, once it is there; on rank 0, in a thread."""
+        manifest = visible(shares[0]["batch"], self.config.watchdog.limit)
+        return dict(read_manifest(manifest)["state"]["samplers"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what a `snapshot` gave."""
+        """Continue from what `join` gave."""
         self._order("load", state)
 
     def continue_after(self, step: int, stage: str) -> None:

@@ -1,45 +1,30 @@
-"""What draws responses on a rank with an engine, and a step's rollout as it comes out of it."""
+"""What draws responses on a rank with an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any, assert_never
 
 from megarl.config.schema import Config
-from megarl.data.experience import StepBatch
 from megarl.data.generated import own_verifiers
 from megarl.data.prompts import PromptSampler, read_problem_sets, read_prompts
 from megarl.model.builder import DTYPES
 from megarl.observe.run_log import Sample
-from megarl.parallel.comm import barrier
+from megarl.parallel.comm import barrier, shares_on_0
 from megarl.parallel.offload import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engine import RolloutEngine
-from megarl.rollout.sampler import RolloutSampler, RolloutWorker
+from megarl.rollout.sampler import RolloutSampler, RolloutWorker, join_snapshots
 from megarl.rollout.sglang import SGLangEngine
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.weight_sync import Failures
 from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
+from megarl.schedule.source import BatchSource, Rollout
 from megarl.training.checkpoint import PRETRAINING
 from megarl.weights.families import read_config
-
-
-@dataclass
-class Rollout:
-    """The rollout of one step.
-
-    errors   of verifiers, and how often each occurred
-    samples  on rank 0, responses to be shown to people, by their row of the batch
-    events   lines to be shown"""
-
-    batch: StepBatch
-    metrics: dict[str, float]
-    errors: dict[str, int]
-    samples: dict[int, Sample]
-    events: list[str]
 
 
 def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
@@ -66,7 +51,7 @@ def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
     engine.start()
 
 
-class Generation:
+class Generation(BatchSource):
     """Draws a step's responses with the engines' present weights, and evaluates. Every rank with an engine
     has one and calls it alike.
 
@@ -127,7 +112,8 @@ class Generation:
         time."""
         if stage != PRETRAINING:
             found = self.sampler.collect(number)
-            rollout = Rollout(found.to_step_batch(), {**found.stats}, found.errors, {}, [])
+            batch = found.to_step_batch()
+            rollout = Rollout(batch, {**found.stats}, found.errors, {}, [])
         else:
             stored, events = self.pretraining_rollouts.read(number)
             if stored is not None:
@@ -138,18 +124,21 @@ class Generation:
                 return Rollout(batch, {"rollout/reused": 1.0, **state["stats"]}, {}, samples, events)
             found = self.sampler.collect(-number)  # seeds of its own
             metrics = {"rollout/reused": 0.0, **found.stats}
-            rollout = Rollout(found.to_step_batch(), metrics, found.errors, {}, events)
+            batch = found.to_step_batch()
+            rollout = Rollout(batch, metrics, found.errors, {}, events)
         self._waited += found.seconds["gather"]
         rollout.samples = self.sampler.samples(found, self.config.log.samples)
         rollout.metrics |= {f"inside/{part}": seconds for part, seconds in found.seconds.items()}
         apart = self.runtime.rollout_ranks > 0  # trainers read the batch, and a checkpoint keeps it
         if stage == PRETRAINING or apart:
             samples_ = {str(row): asdict(sample) for row, sample in rollout.samples.items()}
-            kept = {"stats": found.stats, "samplers": self.snapshot()()(), "samples": samples_}
+            shares = shares_on_0(self.runtime.engines, self.snapshot())
+            samplers = self.join(shares) if shares else {}
+            kept = {"stats": found.stats, "samplers": samplers, "samples": samples_}
             store = self.pretraining_rollouts if stage == PRETRAINING else self.rollouts
-            store.write(number, rollout.batch, {**kept, "errors": found.errors})
+            store.write(number, batch, {**kept, "errors": found.errors})
         elif self.config.checkpoint.rollouts:
-            self.rollouts.write(number, rollout.batch, {"stats": found.stats})
+            self.rollouts.write(number, batch, {"stats": found.stats})
         return rollout
 
     def evaluate(self, step: int) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
@@ -165,20 +154,18 @@ class Generation:
         waited, self._waited = self._waited, 0.0
         return waited
 
-    def snapshot(self) -> Callable[[], Callable[[], dict[str, Any]]]:
-        """Return a function that brings where the samplers stand now, which the next draw needs besides the
-        weights, to rank 0; all ranks call it together, if at all, at any later time. It returns one that
-        gives this there, in any thread: JSON."""
-        prompts, rollout = self.prompt_sampler.state(), self.sampler.snapshot()
+    def snapshot(self) -> dict[str, Any]:
+        """Return this rank's share of where the samplers stand now, which the next draw needs besides the
+        weights; `join` makes a whole of all ranks' shares. Cheap: references to what never changes."""
+        return {"prompts": self.prompt_sampler.state(), "rollout": self.sampler.snapshot()}
 
-        def bring() -> Callable[[], dict[str, Any]]:
-            brought = rollout()
-            return lambda: {"prompts": prompts, "rollout": brought()}
-
-        return bring
+    def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return all ranks' snapshots as one, on rank 0, in any thread: JSON."""
+        rollout = join_snapshots([share["rollout"] for share in shares])
+        return {"prompts": shares[0]["prompts"], "rollout": rollout}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what a `snapshot` gave. Raises CheckpointError where the data files have changed."""
+        """Continue from what `join` gave. Raises CheckpointError where the data files have changed."""
         self.prompt_sampler.load_state(state["prompts"])
         self.sampler.load_state_dict(state["rollout"])
 

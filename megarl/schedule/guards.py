@@ -4,13 +4,17 @@ about metrics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from io import BytesIO
 from typing import Any
 
-from megarl.config.errors import ConfigError, NumericalError
-from megarl.config.schema import GuardConfig
+import torch
 
-State = Callable[[], Mapping[str, Any]]
+from megarl.config.errors import ConfigError, NumericalError
+from megarl.config.files import write_whole
+from megarl.config.schema import GuardConfig
+from megarl.parallel.comm import any_rank
+from megarl.schedule.run import Run, Step
 
 
 class Guards:
@@ -101,3 +105,22 @@ class Guards:
                 lines.append(f"alarm: {key} {above}: updates leave the trust region")
         self.length = self.length if length is None else length
         return lines
+
+
+def keep_failed_batch(run: Run, step: Step, phase: str, error: NumericalError) -> NumericalError:
+    """Write the batch of a phase that failed to run_dir/failed, one file a rank, and return the error with
+    where it is."""
+    folder, experience = run.config.run_dir / "failed", step.local.experience
+    parts = {name: getattr(experience, name) for name in ("tokens", "cu_seqlens", "response_mask")}
+    path = folder / f"{step.stage}-{step.number:06d}-rank{run.runtime.rank}.pt"
+    content, missing = BytesIO(), True
+    torch.save({**parts, **experience.columns}, content)  # which to a file hides a disk's errors
+    with run.dispensable.file(path):
+        folder.mkdir(exist_ok=True)
+        write_whole(path, content.getvalue())
+        missing = False
+    # All ranks wait here: the launcher ends the other ranks when one ends, also while they write.
+    place = "could not be written to" if any_rank(run.runtime, missing) else "is in"
+    located = NumericalError(f"step {step.number}, phase {phase}: {error}; the batch {place} {folder}")
+    located.fatal = error.fatal
+    return located

@@ -124,8 +124,7 @@ class Difference:
 def _layers(run: Run, step: Step, version: int) -> str:
     """Compare hidden states, write run_dir/parity.txt, and return what was found; every rank calls this."""
     runtime, config = run.runtime, run.config
-    engine = None if run.elsewhere is not None else run.generation.engine  # type: ignore[union-attr]
-    own = engine if isinstance(engine, TransformersEngine) else None
+    own = run.engine if isinstance(run.engine, TransformersEngine) else None
     try:
         run.onload("weight_transfer", {"actor.weights", "engine.weights"} if own else {"actor.weights"})
         if own and not run.weight_sync.complete:  # it was away while the trainer had the device

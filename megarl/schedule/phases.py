@@ -1,17 +1,17 @@
 """The code of each phase: the function of the name under which config/phases.py declares it, called as
-phase(run, step); and `enforced`, which holds it to what it declares.
+phase(run, step); and `run_phase`, which holds it to what it declares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megarl.config.phases import PHASES, Phase
+from megarl.config.phases import PARITY, PHASES, Phase
 from megarl.data.experience import Experience, StepBatch
 from megarl.model.routing import start_counting
 from megarl.parallel.comm import sum_over_replicas
@@ -35,10 +35,8 @@ from megarl.training.losses import actor_loss, critic_loss, supervised_loss
 
 def rollout(run: Run, step: Step) -> None:
     """Sample groups of responses, and verify them."""
-    found = run.generation.rollout(step.stage, step.number)
-    step.batch, step.verifier_errors, step.samples = found.batch, found.errors, found.samples
-    step.metrics |= found.metrics
-    step.events += found.events + run.weight_sync.take_events()
+    step.take(run.source.rollout(step.stage, step.number))
+    step.events += run.weight_sync.take_events()
 
 
 def distribute(run: Run, step: Step) -> None:
@@ -47,9 +45,8 @@ def distribute(run: Run, step: Step) -> None:
     config = run.config
     models = [run.critic] if step.stage == PRETRAINING else [run.actor, run.critic]
     networks = [model.model for model in models if model is not None]
-    mini_batch = config.supervised.batch if step.stage == "sft" else config.update.mini_batch
     seed = shuffle_seed(config.seed, step.index)
-    step.local = local = batch.distribute(step.batch, config, mini_batch, seed, networks, run.runtime)
+    step.local = local = batch.distribute(step.batch, config, config.mini_batch, seed, networks, run.runtime)
     if config.update.share_prompts:
         packed = sum(int(one.packed.real_tokens.sum()) for one in local.micro_batches)
         counts = torch.tensor([packed, local.experience.num_tokens])
@@ -169,11 +166,8 @@ def weight_transfer(run: Run, step: Step) -> None:
 
 
 def read_pairs(run: Run, step: Step) -> None:
-    """Take the next prompt/response pairs of a supervised warm start; every response counts as right."""
-    chosen = [run.pairs[i] for i in run.pair_sampler.take(run.config.supervised.batch)]
-    step.batch = Experience.build([prompt for prompt, _ in chosen], [response for _, response in chosen])
-    step.batch["correct"] = torch.ones(len(chosen), dtype=torch.bool)
-    step.batch["truncated"] = torch.zeros(len(chosen), dtype=torch.bool)
+    """Take the next prompt/response pairs of a supervised warm start."""
+    step.take(run.source.rollout(step.stage, step.number))
 
 
 def supervised_update(run: Run, step: Step) -> None:
@@ -186,17 +180,12 @@ def supervised_update(run: Run, step: Step) -> None:
 FUNCTIONS: dict[str, Callable[[Run, Step], None]] = {name: globals()[name] for name in PHASES}
 
 
-def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return tokens per second of the whole job: generated, and put through forward and update."""
-    rates = {}
-    if metrics.get("time/rollout") and "rollout/tokens" in metrics and not metrics.get("rollout/reused"):
-        seconds = metrics.get("inside/rollout", metrics["time/rollout"])  # of ranks that only generate
-        if seconds:  # else it was drawn before the run continued
-            rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / seconds
-    seconds = sum(metrics.get(f"time/{phase.name}", 0.0) for phase in PHASES.values() if phase.model)
-    if seconds and "train/tokens" in metrics:
-        rates["throughput/train_tokens"] = metrics["train/tokens"] / seconds
-    return rates
+def run_phase(phase: Phase, run: Run, step: Step) -> None:
+    """Run a phase, held to what it declares, and measure the memory that it takes."""
+    # PARITY's is not recorded: a run that was interrupted has one more of these, and else the same record.
+    record = nullcontext() if phase.name == PARITY.name else run.offload.measured(phase.name, step.metrics)
+    with record, enforced(phase, step):
+        FUNCTIONS[phase.name](run, step)
 
 
 class DeclaredColumns(dict[str, Tensor]):

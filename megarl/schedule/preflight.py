@@ -104,7 +104,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     check_frozen(folder.config, config.actor, "actor")
     if config.has_critic:
         check_frozen((critic or folder).config, config.critic, "critic")
-    if config.recipe != "sft":
+    if config.has_engine:
         _check_positions(config, where, folder)
         _check_engine_layout(config, folder.config, device, world)
         get_verifier(config.reward.verifier)
@@ -117,10 +117,10 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     elif alone:
         free = psutil.virtual_memory().available
         near = check_fits(plan_of(config, *described, world=world, cpu=True), where, memory_here(), free)
-    response_key = config.supervised.response_key if config.recipe == "sft" else None
+    response_key = config.supervised.response_key if not config.has_engine else None
     with without_tokenizer_threads():
         references = validate_files(config.data, response_key, tokenizer)
-    if config.recipe != "sft":
+    if config.has_engine:
         check_verifier(config.reward, references, own_verifiers(config.data))
     check_pretraining_rollouts(config)
     if device.type == "cuda" and config.rollout.engine == "sglang":

@@ -70,7 +70,6 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
     Raises CheckpointError or DataError where its checkpoint, its rollout or its record is missing or
     damaged."""
     recorded = recorded_numbers(config, number)
-    stage = main_stage(config)
     run = Run(config, runtime)
     try:
         checkpoint = before(config, number)
@@ -79,7 +78,7 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
             if damaged := damage_of(checkpoint, runtime):
                 raise CheckpointError(damaged[0])
             state = load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)
-            run.load_state_dict(state["samplers"])
+            run.source.load_state_dict(state["samplers"])
             layout = asdict(runtime.layout)
             wrote = {"cp": 1, "vpp": 1, **checkpoint.manifest["layout"]}  # older checkpoints have neither
             if wrote != layout:
@@ -91,11 +90,11 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
         exact = not remarks
         if run.critic is not None and number == 1:
             run.critic.start_schedule(config.steps)
-        step = Step(stage, number)
-        if stage == "train":
-            run.onload("weight_transfer", {"actor.weights", "engine.weights"})
+        step, phases = Step(config.main_stage, number), training_phases(config)
+        if WEIGHT_TRANSFER in phases:
+            run.onload(WEIGHT_TRANSFER.name, WEIGHT_TRANSFER.on_gpu)
             run.weight_sync.sync(number - 1)
-        for phase in training_phases(config):
+        for phase in phases:
             if phase.name == ROLLOUT.name:
                 step.batch, state = read_rollout(rollouts_folder(config), number, runtime)
                 step.metrics |= state["stats"]
@@ -109,22 +108,17 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
         numbers = {name: (recorded[name], found[name]) for name in sorted(recorded.keys() & found.keys())}
         own = None
         with suppress(CheckpointError):  # the checkpoint that was written after the step may be gone
-            own = open_checkpoint(config.run_dir / FOLDER / folder_name(stage, number))
+            own = open_checkpoint(config.run_dir / FOLDER / folder_name(config.main_stage, number))
         weights = None if own is None else _differ(run, own, runtime)
         return Outcome(exact, tolerance or TOLERANCE[config.model.dtype], numbers, weights, tuple(remarks))
     finally:
         run.close()
 
 
-def main_stage(config: Config) -> str:
-    """Return the stage whose steps can be replayed."""
-    return "sft" if config.recipe == "sft" else "train"
-
-
 def recorded_numbers(config: Config, number: int) -> dict[str, float]:
     """Return what metrics.jsonl holds of the step. Raises DataError where it holds nothing."""
     for record in read_metrics(config.run_dir).records:
-        if record["stage"] == main_stage(config) and record["step"] == number:
+        if record["stage"] == config.main_stage and record["step"] == number:
             if record.get("guard/skipped"):
                 skipped = f"step {number} was skipped, as a number was not finite"
                 raise DataError(f"{config.run_dir}: {skipped} (its batch is in failed/)")
@@ -133,7 +127,7 @@ def recorded_numbers(config: Config, number: int) -> dict[str, float]:
                 for name, value in record.items()
                 if isinstance(value, int | float) and name != "step" and not name.startswith(LEFT_OUT)
             }
-    missing = f"no step {number} of stage {main_stage(config)}"
+    missing = f"no step {number} of stage {config.main_stage}"
     raise DataError(f"{config.run_dir}/metrics.jsonl: {missing} (choose another --step)")
 
 
@@ -141,7 +135,7 @@ def before(config: Config, number: int) -> Checkpoint | None:
     """Return the checkpoint from which the step began, None where that was the models' folders. Raises
     CheckpointError where it is gone."""
     if number > 1:
-        return open_checkpoint(config.run_dir / FOLDER / folder_name(main_stage(config), number - 1))
+        return open_checkpoint(config.run_dir / FOLDER / folder_name(config.main_stage, number - 1))
     if not (config.has_critic and config.value_pretraining.steps):
         return None
     later = list((config.run_dir / FOLDER).glob("step-*"))
@@ -179,7 +173,7 @@ def check_replay(config: Config, number: int) -> None:
         raise ConfigError(f"--step: must be >= 1 (got {number})")
     recorded_numbers(config, number)
     before(config, number)
-    if main_stage(config) == "train":
+    if ROLLOUT in training_phases(config):
         files_of(stored(rollouts_folder(config), number))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from megarl.config.files import Dispensable
 from megarl.config.phases import never_offloaded
 from megarl.config.schema import Config
 from megarl.data.experience import Experience, StepBatch
-from megarl.data.prompts import PromptSampler, ReadReport, read_pairs
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
 from megarl.observe.run_log import Sample
 from megarl.observe.timeline import Timeline
@@ -28,6 +27,7 @@ from megarl.schedule.ahead import Elsewhere, serve_orders
 from megarl.schedule.generation import Generation, make_engine
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.profiler import Profiler
+from megarl.schedule.source import BatchSource, Rollout, SupervisedPairs
 from megarl.schedule.watchdog import Watchdog
 from megarl.training.advantages import Tables
 from megarl.training.batch import LocalBatch
@@ -98,7 +98,11 @@ def make_weight_sync(
 
 
 class Run:
-    """What lives for the whole run on one rank: models with their optimizers, data, engine, verifiers."""
+    """What lives for the whole run on a rank that trains: models with their optimizers, the source of the
+    batches, and what brings weights to the engines.
+
+    engine       of this rank; None where there is none, or on ranks of its own
+    weight_sync  to the engines; only where there are any"""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         self.config, self.runtime, self.dispensable = config, runtime, Dispensable()
@@ -116,26 +120,26 @@ class Run:
         self.reward_model: InferenceModel | None = (
             self._settled("reward") if config.has_reward_model else None
         )
-        if config.recipe == "sft":
-            report = ReadReport()
-            self.data_reports = {"train": report}
-            key = config.supervised.response_key
-            self.pairs = read_pairs(config.data.train, config.data, key, self.tokenizer, report)
-            self.pair_sampler = PromptSampler(len(self.pairs), config.seed, config.data.shuffle)
-            return
-        self.generation: Generation | Elsewhere
+        self.engine: RolloutEngine | None = None  # of this rank
+        self.source = self._source()
+        self.data_reports = self.source.reports
+
+    def _source(self) -> BatchSource:
+        """Make what gives the batches, and what brings the engines that draw them the actor's weights."""
+        config, runtime = self.config, self.runtime
+        if not config.has_engine:
+            return SupervisedPairs(config, self.tokenizer)
         to_engines = config, runtime, self.folder.config, self.actor.model
         if runtime.rollout_ranks:
             self.weight_sync = make_weight_sync(*to_engines, make_engine(config, self.tokenizer, runtime))
-            self.generation = Elsewhere(config, runtime, self.weight_sync)
-            self.data_reports = self.generation.reports
-            return
-        self.generation = Generation(config, runtime, self.tokenizer, self._recover)
-        self.data_reports = self.generation.reports
-        self.weight_sync = make_weight_sync(*to_engines, self.generation.engine)
+            return Elsewhere(config, runtime, self.weight_sync)
+        generation = Generation(config, runtime, self.tokenizer, self._recover)
+        self.engine = generation.engine
+        self.weight_sync = make_weight_sync(*to_engines, self.engine)
         for tag, size in (("weights", self.weight_sync.nbytes), ("kv_cache", 0)):
             memory = EngineMemory(self.weight_sync, tag, runtime.device, size)
             self.offload.register({f"engine.{tag}": memory})
+        return generation
 
     def _settled(self, name: str) -> Any:
         """Build the actor, critic, reference or reward model with its weights, and offload it."""
@@ -168,32 +172,25 @@ class Run:
         with self.offload.also("rollout", {"actor.weights"}):
             self.weight_sync.recover(failures)
 
-    @property
-    def elsewhere(self) -> Elsewhere | None:
-        """Return the generation on ranks of its own, where it is there."""
-        found = None if self.config.recipe == "sft" else self.generation
-        return found if isinstance(found, Elsewhere) else None
-
     def publish(self, version: int) -> dict[str, float]:
         """Have the engines take the actor's present weights as `version`; return the transfer's metrics. Both
         must be on the device."""
-        if self.elsewhere is not None:
-            return self.elsewhere.publish(version)
+        if self.engine is None:
+            return self.source.publish(version)
         return self.weight_sync.sync(version).metrics()
 
     def meet(self, *, wait: bool) -> dict[str, float]:
-        """Transfer the weights for which engines elsewhere were not free yet, if they are now (or once they
-        are); return the transfer's metrics."""
-        there = self.elsewhere
-        if there is None or there.pending is None or not there.free(wait=wait):
+        """Transfer the weights for which engines on ranks of their own were not free yet, if they are now (or
+        once they are); return the transfer's metrics."""
+        if self.source.pending is None or not self.source.free(wait=wait):
             return {}
         self.onload("weight_transfer", {"actor.weights"})
-        return there.meet(wait=wait)
+        return self.source.meet(wait=wait)
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
-        """Have the tensor groups on the device, and nothing else. Engines whose weights were lost get the
+        """Have the tensor groups on the device, and nothing else. An engine whose weights were lost gets the
         actor's again, unless the phase has both on the device: then it syncs them itself."""
-        if self.elsewhere is not None:
+        if self.engine is None:
             self.offload.onload(phase, {name for name in groups if not name.startswith("engine.")})
             return
         needs_engine = "engine.weights" in groups and "actor.weights" not in groups
@@ -213,22 +210,6 @@ class Run:
     def models(self) -> dict[str, TrainableModel]:
         """Return the models whose weights and optimizers a checkpoint holds."""
         return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
-
-    def snapshot(self) -> Callable[[], Callable[[], dict[str, Any]]]:
-        """Return a function that brings where the samplers stand now, which the next step needs besides the
-        models, to rank 0; all ranks call it together, if at all, at any later time. It returns one that gives
-        this there, in any thread: JSON."""
-        if self.config.recipe != "sft":
-            return self.generation.snapshot()
-        pairs = self.pair_sampler.state()
-        return lambda: lambda: {"pairs": pairs}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what a `snapshot` gave. Raises CheckpointError where the data files have changed."""
-        if self.config.recipe != "sft":
-            self.generation.load_state_dict(state)
-        else:
-            self.pair_sampler.load_state(state["pairs"])
 
     def megatron_seconds(self) -> float:
         """Return this rank's seconds in Megatron's forward and backward passes and optimizers so far."""
@@ -251,8 +232,7 @@ class Run:
 
     def close(self) -> None:
         """End the engine and the verifiers."""
-        if self.config.recipe != "sft":
-            self.generation.close()
+        self.source.close()
 
 
 class EngineRank:
@@ -283,7 +263,7 @@ class EngineRank:
 class Step:
     """One step: what its phases read and write.
 
-    stage            "train", "value_pretraining" or "sft"
+    stage            that of the run's main steps (Config.main_stage), or "value_pretraining"
     events           lines to be shown
     verifier_errors  error -> how often a verifier failed with it
     samples          on rank 0, responses to be shown to people, by their row of the batch
@@ -307,6 +287,12 @@ class Step:
     def index(self) -> int:
         """Return what seeds derive from: 1, 2, ... in the main stage, -1, -2, ... in value pretraining."""
         return -self.number if self.stage == PRETRAINING else self.number
+
+    def take(self, found: Rollout) -> None:
+        """Take what a source gives for this step."""
+        self.batch, self.verifier_errors, self.samples = found.batch, found.errors, found.samples
+        self.metrics |= found.metrics
+        self.events += found.events
 
     def add(self, metrics: Mapping[str, float], distributions: Tables) -> None:
         """Record what a phase has measured."""

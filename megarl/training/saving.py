@@ -16,9 +16,8 @@ import sys
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,7 +40,7 @@ from megarl.config.errors import CheckpointError
 from megarl.config.files import fsync
 from megarl.config.schema import Config
 from megarl.data.experience import balance
-from megarl.parallel.comm import any_rank, from_rank_0, gather_on_0
+from megarl.parallel.comm import any_rank, from_rank_0, gather_on_0, shares_on_0
 from megarl.parallel.runtime import Runtime, generator_states
 from megarl.training.checkpoint import (
     BATCHES,
@@ -68,12 +67,17 @@ PATIENCE = 0.8  # of parallel.timeout, for which the other ranks wait
 Entries = dict[str, tuple[int, str]]  # file -> (bytes, SHA-256)
 
 
-class InFlight(Protocol):
-    """Batches that were drawn ahead of a step, which its checkpoint holds too."""
+class Samplers(Protocol):
+    """What draws the batches, and what a checkpoint keeps of it."""
+
+    @abstractmethod
+    def join(self, shares: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return all ranks' snapshots as one, of numbers and texts; called in a thread of rank 0."""
 
     @abstractmethod
     def files(self, step: int) -> list[Path]:
-        """Return them once they are there; called in a thread of rank 0."""
+        """Return the batches that were drawn ahead of a step, which its checkpoint holds too, once they are
+        there; called in a thread of rank 0."""
 
     @abstractmethod
     def wait_for_files(self, step: int) -> None:
@@ -83,9 +87,9 @@ class InFlight(Protocol):
 class CheckpointWriter:
     """Writes the checkpoints of a run. Every rank has one and calls it alike.
 
-    prepare    called with a model's name before its weights and optimizer are read
-    in_flight  gives the batches that were drawn ahead, if any are
-    seconds    the longest time that a save has kept the run from its work so far"""
+    prepare   called with a model's name before its weights and optimizer are read
+    samplers  makes one state of the ranks' shares, and gives the batches that were drawn ahead
+    seconds   the longest time that a save has kept the run from its work so far"""
 
     def __init__(
         self,
@@ -94,10 +98,10 @@ class CheckpointWriter:
         models: Mapping[str, TrainableModel],
         versions: Mapping[str, str],
         prepare: Callable[[str], None],
-        in_flight: InFlight | None = None,
+        samplers: Samplers,
     ) -> None:
         self.runtime, self.config, self.models, self.versions = runtime, config, models, dict(versions)
-        self.prepare, self.in_flight, self.seconds = prepare, in_flight, 0.0
+        self.prepare, self.samplers, self.seconds = prepare, samplers, 0.0
         self.settings = settings_of(config)
         self._copiers = {name: HostCopier(runtime) for name in models}
         self._writing: _Writing | None = None
@@ -107,15 +111,15 @@ class CheckpointWriter:
         stage: str,
         step: int,
         parts: tuple[str, ...],
-        state: Callable[[], Mapping[str, Any]],
+        state: Mapping[str, Any],
         *,
         now: bool = False,
     ) -> None:
         """Begin the checkpoint of `step`, once the one before is whole; with `now`, or without
         `checkpoint.background`, finish it.
 
-        parts: the models that belong to it; state: gives what the next step needs besides them, called on
-        rank 0 at any time until the checkpoint is whole. Raises CheckpointError on every rank
+        parts: the models that belong to it; state: what the next step needs besides them, its `samplers` this
+        rank's share, which may not change until the checkpoint is whole. Raises CheckpointError on every rank
         where this checkpoint, or the one before, cannot be written."""
         started = time.perf_counter()
         self.finish()
@@ -129,12 +133,11 @@ class CheckpointWriter:
             "settings": self.settings,
             "versions": self.versions,
         }
-        generators = gather_on_0(self.runtime, generator_states())
+        shares = shares_on_0(self.runtime, (generator_states(), state["samplers"]))
         writing, failure = _Writing(final, manifest), None
-        if self.runtime.rank == 0:
-            writing.state = lambda: {**state(), "generators": generators}
-            if self.in_flight is not None and stage != PRETRAINING:
-                writing.ahead = partial(self.in_flight.files, step)
+        if shares is not None:
+            generators, samplers = map(list, zip(*shares, strict=True))
+            writing.state = {**state, "samplers": samplers, "generators": generators}
             try:
                 shutil.rmtree(writing.partial, ignore_errors=True)  # of a save that was interrupted
                 for part in parts:
@@ -152,7 +155,7 @@ class CheckpointWriter:
         except CheckpointError as error:
             raise CheckpointError(f"{final}: {error}") from None
         self._writing = writing
-        writing.in_thread(writing.write_own)
+        writing.in_thread(lambda: writing.write_own(self.samplers))
         if now or not self.config.checkpoint.background:
             self.finish()
         self.seconds = max(self.seconds, time.perf_counter() - started)
@@ -208,8 +211,8 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Advance to the end, waiting for each rank at most `checkpoint.timeout`."""
-        if self._writing is not None and self.in_flight is not None:
-            self.in_flight.wait_for_files(self._writing.manifest["step"])
+        if self._writing is not None:
+            self.samplers.wait_for_files(self._writing.manifest["step"])
         while self._writing is not None:
             limit = min(self.config.checkpoint.timeout, PATIENCE * self.runtime.timeout)
             if self._writing.thread is not None:
@@ -221,12 +224,12 @@ class CheckpointWriter:
 
 @dataclass
 class _Writing:
-    """A checkpoint on its way to the disk, as one rank sees it. state, ahead: on rank 0 alone."""
+    """A checkpoint on its way to the disk, as one rank sees it. state: on rank 0 alone, its `samplers` the
+    shares of all ranks."""
 
     final: Path
     manifest: dict[str, Any]
-    state: Callable[[], Mapping[str, Any]] | None = None
-    ahead: Callable[[], list[Path]] = list
+    state: Mapping[str, Any] | None = None
     copies: dict[str, HostCopy] = field(default_factory=dict)
     files: Entries = field(default_factory=dict)
     failure: str | None = None
@@ -252,13 +255,15 @@ class _Writing:
         self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self.thread.start()
 
-    def write_own(self) -> None:
-        """Write this rank's files."""
+    def write_own(self, samplers: Samplers) -> None:
+        """Write this rank's files; on rank 0 also the state, and the batches that were drawn ahead."""
         for name, copy in self.copies.items():
             self._add(copy.write(self.partial / name))
-        if self.state is not None:
-            self._add(write_state(self.partial, self.state()))
-        for path in self.ahead():
+        if self.state is None:
+            return
+        whole = {**self.state, "samplers": samplers.join(self.state["samplers"])}
+        self._add(write_state(self.partial, whole))
+        for path in samplers.files(self.manifest["step"]) if self.manifest["stage"] != PRETRAINING else ():
             folder = self.partial / BATCHES / path.parent.name
             folder.mkdir(parents=True, exist_ok=True)
             self._add([Path(shutil.copy(path, folder))])

@@ -25,7 +25,7 @@ def write_perturbed(runtime: Runtime, config: Config) -> None:
     for part in run.actor.optimizers:
         allocate_moments(part.optimizer)  # as its first step would
     run.actor.optimizer.reload_model_params()
-    save_checkpoint(runtime, config, 3, run.models, {"samplers": run.snapshot()()()}, {})
+    save_checkpoint(run, 3, {"samplers": run.source.snapshot()}, {})
     run.export("actor", config.run_dir / "hf")
     run.close()
 
@@ -47,11 +47,11 @@ def start_training(runtime: Runtime, config: Config) -> list[torch.Tensor]:
     transfer."""
     run = Run(config, runtime)
     run.weight_sync.sync(0)
-    assert run.critic is not None
+    assert run.critic is not None and run.engine is not None
     weights = [
         *run.actor.model.parameters(),
         *run.critic.model.parameters(),
-        *run.generation.engine.parameters().values(),
+        *run.engine.parameters().values(),
     ]
     run.close()
     return [tensor.detach().clone() for tensor in weights]

@@ -166,13 +166,14 @@ class LonelyRun(Run):
         self.actor = self._settled("actor")
         self.critic = self._settled("critic") if config.has_critic else None
         self.reference = self.reward_model = None
-        self.generation: Any = None
+        self.source: Any = None
+        self.engine: Any = None
 
     def connect(self) -> None:
         """Adds what is there for the engine."""
-        engine = Engine(self.config, self.folder.config, self.runtime.rank, self.runtime.device, (1,))
+        self.engine = Engine(self.config, self.folder.config, self.runtime.rank, self.runtime.device, (1,))
         self.weight_sync = make_weight_sync(
-            self.config, self.runtime, self.folder.config, self.actor.model, engine
+            self.config, self.runtime, self.folder.config, self.actor.model, self.engine
         )
         for tag in ("weights", "kv_cache"):
             self.offload.register(

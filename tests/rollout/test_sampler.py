@@ -3,6 +3,7 @@ work is split."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -31,7 +32,7 @@ from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import Verdict
 from megarl.rollout import sampler
 from megarl.rollout.batch import Group, RolloutBatch
-from megarl.rollout.sampler import RolloutSampler, RolloutWorker
+from megarl.rollout.sampler import RolloutSampler, RolloutWorker, join_snapshots
 from megarl.rollout.sampling import Completion, SamplingParams, response_seed
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.training.batch import loss_weights
@@ -219,7 +220,7 @@ def test_the_longest_begin_first(world, monkeypatch):
 
     def two_epochs(sampler_: RolloutSampler) -> list[RolloutBatch]:
         first = sampler_.collect(0)
-        state = json.loads(json.dumps(sampler_.snapshot()()()))
+        state = json.loads(json.dumps(join_snapshots([sampler_.snapshot()])))
         sampler_.lengths = {}
         sampler_.load_state_dict(state)
         return [first, sampler_.collect(1)]
@@ -390,7 +391,7 @@ def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world):
         batches = []
         for step in range(5):
             batches.append(sampler.collect(step))
-            state = json.loads(json.dumps(sampler.snapshot()()()))
+            state = json.loads(json.dumps(join_snapshots([sampler.snapshot()])))
             sampler.surplus = []
             sampler.load_state_dict(state)
         return batches
@@ -401,6 +402,27 @@ def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world):
     assert any(b.stats["rollout/surplus"] for b in straight[:-1])
     for a, b in zip(resumed, straight, strict=True):
         assert torch.equal(experience_of(a)["engine_logprobs"], experience_of(b)["engine_logprobs"])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_snapshot_stays_as_it_was_while_the_next_step_is_drawn(world, ranks):
+    """A run that is told to leave in a step saves the step before."""
+    settings_ = config(rollout={"dynamic_sampling": {"enabled": True, "max_batches": 3}})
+
+    def taken(sampler: RolloutSampler) -> list[tuple[dict[str, Any], Any]]:
+        shares = []
+        for step in range(3):
+            sampler.collect(step)
+            shares.append((sampler.snapshot(), copy.deepcopy(sampler.snapshot())))
+        return shares
+
+    by_rank = run_ranks(world, settings_, ranks, steps=0, act=taken)
+    surplus = []
+    for of_ranks in zip(*by_rank, strict=True):
+        later, at_once = (join_snapshots(shares) for shares in zip(*of_ranks, strict=True))
+        assert json.dumps(later) == json.dumps(at_once)
+        surplus += later["surplus"]
+    assert surplus
 
 
 def test_a_prompt_drawn_twice_in_a_step_gets_other_responses(world):

@@ -20,7 +20,7 @@ from megarl.config.errors import EngineFailure
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.sampler import RolloutSampler, RolloutWorker
+from megarl.rollout.sampler import RolloutSampler, RolloutWorker, join_snapshots
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.rollout.sglang import SGLangEngine
 from megarl.rollout.transformers_engine import TransformersEngine
@@ -152,7 +152,7 @@ def collect_one(
     for step in range(steps):
         engine.weight_version = 7 + step
         batch = sampler.collect(step)
-        state = runtime.gather(json.dumps(sampler.snapshot()()()))[0]
+        state = json.dumps(join_snapshots(runtime.gather(sampler.snapshot())))
         sampler.returned = []
         sampler.load_state_dict(json.loads(state))
         steps_.append([(g.prompt.uid, [r.body for r in g.responses]) for g in batch.groups])

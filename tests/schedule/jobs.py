@@ -38,10 +38,10 @@ def write_again(runtime: Runtime, config: Config, source: Path, full: Path) -> s
     checkpoint, _ = find_checkpoint(source)
     assert checkpoint is not None
     state = load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)
-    run.load_state_dict(state["samplers"])
+    run.source.load_state_dict(state["samplers"])
     run.export("actor", config.run_dir / "hf")
-    written = {**state, "samplers": run.snapshot()()()}
-    save_checkpoint(runtime, config, checkpoint.step, run.models, written, checkpoint.manifest["versions"])
+    written = {**state, "samplers": run.source.snapshot()}
+    save_checkpoint(run, checkpoint.step, written, checkpoint.manifest["versions"])
     try:
         save_model(run.actor, full)
     except CheckpointError as error:
@@ -186,7 +186,7 @@ def layers_from_folder(runtime: Runtime, config: Config) -> tuple[str, str, str]
     the folder; of the actor's after a tensor in it was changed; and of these, as if they had been learned."""
     config.run_dir.mkdir(exist_ok=True)
     run = Run(config, runtime)
-    engine, run.generation.engine = run.generation.engine, None  # type: ignore[union-attr, assignment]
+    run.engine = None
     step = Step("train", 1)
     step.local = LocalBatch(Experience.build([[5, 6, 7]], [[*range(8, 40)]]), torch.zeros(1), [], [])
     right = parity._layers(run, step, 0)
@@ -194,6 +194,5 @@ def layers_from_folder(runtime: Runtime, config: Config) -> tuple[str, str, str]
         if name.endswith("layers.2.mlp.linear_fc1.weight"):
             parameter.data.copy_(parameter.data.roll(1, 0))
     found = right, parity._layers(run, step, 0), parity._layers(run, step, 1)
-    run.generation.engine = engine  # type: ignore[union-attr]
     run.close()
     return found

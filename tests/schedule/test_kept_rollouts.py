@@ -71,13 +71,14 @@ def execute(runtime: Runtime, config: Config) -> int:
     """A whole run; gives how often this rank's engine was asked for responses."""
     config.run_dir.mkdir(exist_ok=True)
     run = Run(config, runtime)
-    asked, generate = [0], run.generation.engine.generate
+    assert run.engine is not None
+    asked, generate = [0], run.engine.generate
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
         asked[0] += 1
         return generate(*arguments, **keywords)
 
-    run.generation.engine.generate = counted  # type: ignore[method-assign]
+    run.engine.generate = counted  # type: ignore[method-assign]
     try:
         Trainer(run).train()
     finally:

@@ -23,7 +23,7 @@ from megarl.config import phases
 from megarl.config.phases import Phase
 from megarl.config.schema import WatchedPhase
 from megarl.parallel.launch import HUNG
-from megarl.schedule import trainer
+from megarl.schedule import recovery, trainer
 from megarl.schedule.watchdog import Report, culprit, read_beat
 
 ROOT = Path(__file__).parents[2]
@@ -142,11 +142,10 @@ def test_limits_can_be_set_for_all_that_a_run_does_and_for_nothing_else() -> Non
     """The schema, which knows no phases, names them once more; here is what the trainer and its phases call
     themselves."""
     names = {phase.name for phase in vars(phases).values() if isinstance(phase, Phase)} | {"start"}
-    calls = [
-        node for node in ast.walk(ast.parse(Path(trainer.__file__).read_text())) if isinstance(node, ast.Call)
-    ]
-    for call in calls:
-        if isinstance(call.func, ast.Attribute) and call.func.attr in ("_enter", "_timed"):
+    sources = [Path(module.__file__).read_text() for module in (trainer, recovery)]
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    for call in (node for node in nodes if isinstance(node, ast.Call)):
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "phase":
             names |= {
                 part.value
                 for part in call.args[:2]

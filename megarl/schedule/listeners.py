@@ -1,0 +1,317 @@
+"""What listens to a run: traces, records and the terminal, the timeline, the watchdog, the clock. None
+decides what a run does or in which order, which is in schedule/trainer.py; but a record that cannot be
+written ends it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from megarl.config.errors import ConfigError, MegarlError, StorageError
+from megarl.config.phases import PHASES
+from megarl.observe.prometheus import Exporter
+from megarl.observe.run_log import RunLog, Sample
+from megarl.observe.terminal import RunFacts, TerminalView
+from megarl.observe.timeline import Timeline
+from megarl.parallel.comm import from_rank_0, gather_objects
+from megarl.schedule.profiler import Profiler
+from megarl.schedule.rollouts import has_tokens, with_tokens
+from megarl.schedule.run import Run, Step
+from megarl.schedule.watchdog import Watchdog
+
+Answers = Iterable[dict[str, Any]]
+PLAIN_LINES = 100  # a log file gets about so many lines of steps
+
+
+class Listener:
+    """Is told what a run does, on every rank alike. A listener has those methods that it needs; the others do
+    nothing."""
+
+    def begins(self, *, anew: bool) -> None:
+        """Hear that the run begins anew, or goes on with what was recorded."""
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Return a context that lasts from then to the end of the run, or to its error."""
+        return nullcontext()
+
+    def goes_back(self, stage: str, number: int) -> None:
+        """Hear that the run continues after this step: what was recorded later is to be dropped."""
+
+    def step(self, step: Step) -> AbstractContextManager[None]:
+        """Return a context that lasts as long as a step, which is complete at its end."""
+        return nullcontext()
+
+    def phase(self, name: str, step: Step | None = None) -> AbstractContextManager[None]:
+        """Return a context that lasts as long as a phase of a step, or as what is done between steps."""
+        return nullcontext()
+
+    def evaluated(self, number: int, metrics: Mapping[str, Any], answers: Answers) -> None:
+        """Hear how the held-out problems were answered after a step."""
+
+    def event(self, line: str, *, kept: bool = True) -> None:
+        """Hear what has happened; not `kept`: nobody wants to know it later."""
+
+
+class Listeners(Listener):
+    """Tells each of several, in order. The one whose context began first is the last to end it."""
+
+    def __init__(self, *listeners: Listener) -> None:
+        self._all = listeners
+
+    def listening(self) -> AbstractContextManager[None]:
+        return _together([one.listening() for one in self._all])
+
+    def step(self, step: Step) -> AbstractContextManager[None]:
+        return _together([one.step(step) for one in self._all])
+
+    def phase(self, name: str, step: Step | None = None) -> AbstractContextManager[None]:
+        return _together([one.phase(name, step) for one in self._all])
+
+    def begins(self, *, anew: bool) -> None:
+        for one in self._all:
+            one.begins(anew=anew)
+
+    def goes_back(self, stage: str, number: int) -> None:
+        for one in self._all:
+            one.goes_back(stage, number)
+
+    def evaluated(self, number: int, metrics: Mapping[str, Any], answers: Answers) -> None:
+        for one in self._all:
+            one.evaluated(number, metrics, answers)
+
+    def event(self, line: str, *, kept: bool = True) -> None:
+        for one in self._all:
+            one.event(line, kept=kept)
+
+
+@contextmanager
+def _together(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def listeners_of(run: Run, watchdog: Watchdog | None) -> Listeners:
+    """Return those of a run: a trace holds what the others do, and seconds are those of the phase alone."""
+    watched = [] if watchdog is None else [Watched(watchdog)]
+    return Listeners(Traced(run), Records(run), InTimeline(run), *watched, Clock())
+
+
+class Traced(Listener):
+    """Has the profiler trace the steps that are wanted, and name their phases."""
+
+    def __init__(self, run: Run) -> None:
+        self.profiler = Profiler(run.config, run.runtime, run.hf.num_hidden_layers, run.dispensable)
+
+    def step(self, step: Step) -> AbstractContextManager[None]:
+        return self.profiler.step(step.stage, step.number)
+
+    def phase(self, name: str, step: Step | None = None) -> AbstractContextManager[None]:
+        return nullcontext() if step is None else self.profiler.phase(name)
+
+
+class InTimeline(Listener):
+    """Records when this rank did what, and has ranks that only generate do so."""
+
+    def __init__(self, run: Run) -> None:
+        self.timeline = Timeline(run.config.run_dir, run.runtime.rank, run.dispensable)
+        self.source, self.main_stage = run.source, run.config.main_stage
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        yield
+        self.timeline.close()
+
+    def step(self, step: Step) -> AbstractContextManager[None]:
+        self.timeline.step(step.stage, step.number)
+        return nullcontext()
+
+    @contextmanager
+    def phase(self, name: str, step: Step | None = None) -> Iterator[None]:
+        with self.timeline.phase(name):
+            yield
+            self.timeline.waited(self.source.take_waited())
+
+    def begins(self, *, anew: bool) -> None:
+        if anew:
+            self.timeline.clear()
+            self.source.continue_after(0, self.main_stage)
+
+    def goes_back(self, stage: str, number: int) -> None:
+        self.timeline.truncate_after(number, stage)
+        self.source.continue_after(number, stage)
+
+
+class Watched(Listener):
+    """Tells the watchdog where this rank is."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.watchdog = watchdog
+
+    def phase(self, name: str, step: Step | None = None) -> AbstractContextManager[None]:
+        self.watchdog.phase(name, *((step.stage, step.number) if step is not None else ()))
+        return nullcontext()
+
+
+class Clock(Listener):
+    """Measures time/<phase>, in seconds."""
+
+    @contextmanager
+    def phase(self, name: str, step: Step | None = None) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        if step is not None:
+            spent = time.perf_counter() - started
+            step.metrics[f"time/{name}"] = step.metrics.get(f"time/{name}", 0.0) + spent
+
+
+class Records(Listener):
+    """Records and shows the run, on rank 0. Every rank has one: numbers come from all of them, and where rank
+    0 cannot write, all raise it."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.config, self.runtime = run, run.config, run.runtime
+        self.facts, self.is_rank_0 = facts_of(run), run.runtime.rank == 0
+        every = -(-self.config.steps // PLAIN_LINES)
+        mode = self.config.log.terminal if self.is_rank_0 else "quiet"
+        self.view = TerminalView(mode, self.facts, every=every)
+        self.log: RunLog | None = None  # of rank 0
+
+    def begins(self, *, anew: bool) -> None:
+        log = self.config.log
+
+        def open_log() -> None:
+            exporter = Exporter(log.prometheus, log.prometheus_host) if log.prometheus else None
+            shown = log.samples, log.tensorboard, log.wandb, exporter
+            self.log = RunLog(self.config.run_dir, not anew, *shown, self.run.dispensable)
+
+        self._on_rank_0(open_log)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Show the run. An error that ends it is an event, too."""
+        try:
+            with self.view:
+                for name, report in self.run.source.reports.items():
+                    for line in report.lines():
+                        self.view.event(f"{name} {line}")
+                yield
+        except MegarlError as error:
+            self._write_events([*self.run.dispensable.take(), str(error)])
+            raise
+        for lines in gather_objects(self.runtime, self.run.dispensable.take()):
+            self._write_events(lines)
+        self._on_rank_0(self.log.close if self.log is not None else lambda: None)
+
+    def phase(self, name: str, step: Step | None = None) -> AbstractContextManager[None]:
+        self.view.phase(name)
+        return nullcontext()
+
+    @contextmanager
+    def step(self, step: Step) -> Iterator[None]:
+        megatron_seconds = self.run.megatron_seconds()
+        yield
+        samples, metrics = self._samples(step), step.metrics
+        self._over_ranks(metrics)
+        metrics["time/step"] = time.perf_counter() - step.started
+        metrics["inside/megatron"] = self.run.megatron_seconds() - megatron_seconds
+        metrics |= throughput(metrics)
+        for line in step.events:
+            self.view.event(line)
+        events = {"events": step.events} if step.events else {}
+        self._record({"step": step.number, "stage": step.stage, **metrics, **events})
+        if self.log is not None:
+            self.log.write_samples(
+                [replace(sample, step=step.number, stage=step.stage) for sample in samples]
+            )
+            if step.distributions:
+                self.log.write_distributions(step.number, step.stage, step.distributions)
+
+    def evaluated(self, number: int, metrics: Mapping[str, Any], answers: Answers) -> None:
+        self._record({"step": number, "stage": "eval", **metrics}, answers)
+
+    def goes_back(self, stage: str, number: int) -> None:
+        self._on_rank_0(lambda: self.log and self.log.truncate_after(number, stage))
+
+    def event(self, line: str, *, kept: bool = True) -> None:
+        self.view.event(line)
+        if kept:
+            self._write_events([line])
+
+    def _samples(self, step: Step) -> list[Sample]:
+        """Return the step's samples; in some steps with their tokens, to which every rank adds its share."""
+        if self.config.log.samples and has_tokens(step.number, self.facts.total(step.stage)):
+            return with_tokens(step.samples, step.local, self.run.tokenizer, self.runtime)
+        return list(step.samples.values())
+
+    def _over_ranks(self, metrics: dict[str, float]) -> None:
+        """Make of each memory figure the largest of all ranks, that of the device that is the first to be
+        full; of the processes on a CPU, which share a machine, the sum."""
+        memory = {name: size for name, size in metrics.items() if name.startswith("memory")}
+        memory["memory/host"] = float(self.run.host.nbytes)
+        all_ranks = gather_objects(self.runtime, (memory, self.run.dispensable.take()))
+        for name in memory:
+            of_ranks = [theirs[name] for theirs, _ in all_ranks]
+            metrics[name] = sum(of_ranks) if name.startswith("memory_all/") else max(of_ranks)
+        for _, lines in all_ranks:
+            self._write_events(lines)
+
+    def _record(self, record: Mapping[str, Any], answers: Answers = ()) -> None:
+        """Record and show a step or an evaluation."""
+
+        def write() -> None:
+            if self.log is not None:
+                self.view.step(self.log.write_metrics(record))
+                self.log.write_answers(record["step"], answers)
+
+        self._on_rank_0(write)
+
+    def _write_events(self, lines: Iterable[str]) -> None:
+        if self.log is not None:
+            for line in lines:
+                self.log.write_event(line)
+
+    def _on_rank_0(self, write: Callable[[], Any]) -> None:
+        """Have rank 0 write what the run cannot do without. Raises on every rank what it meets there."""
+        failure = None
+        try:
+            if self.is_rank_0:
+                write()
+        except (ConfigError, StorageError) as error:
+            failure = error
+        if (failure := from_rank_0(self.runtime, failure)) is not None:
+            raise failure
+
+
+def facts_of(run: Run) -> RunFacts:
+    """Return the header of the terminal's view."""
+    config, layout, hf = run.config, run.runtime.layout, run.hf
+    virtual = f" (VPP {layout.vpp})" if layout.vpp > 1 else ""
+    context = f" x CP {layout.cp}" if layout.cp > 1 else ""
+    return RunFacts(
+        name=config.run_dir.name,
+        recipe=config.recipe,
+        model=f"{hf.model_type} {hf.num_hidden_layers} layers x {hf.hidden_size}",
+        layout=f"TP {layout.tp} x PP {layout.pp}{virtual} x DP {layout.dp}{context}",
+        device=str(run.runtime.device.type),
+        steps=config.steps,
+        value_pretraining_steps=config.value_pretraining.steps if config.has_critic else 0,
+    )
+
+
+def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return tokens per second of the whole job: generated, and put through forward and update."""
+    rates = {}
+    if metrics.get("time/rollout") and "rollout/tokens" in metrics and not metrics.get("rollout/reused"):
+        seconds = metrics.get("inside/rollout", metrics["time/rollout"])  # of ranks that only generate
+        if seconds:  # else it was drawn before the run continued
+            rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / seconds
+    seconds = sum(metrics.get(f"time/{phase.name}", 0.0) for phase in PHASES.values() if phase.model)
+    if seconds and "train/tokens" in metrics:
+        rates["throughput/train_tokens"] = metrics["train/tokens"] / seconds
+    return rates

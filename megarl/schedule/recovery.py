@@ -1,0 +1,152 @@
+"""What makes a run that was killed or pre-empted go on: the checkpoint that it continues from, those that it
+writes after steps, and leaving where it was told to, after steps and between phases.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from megarl.config.errors import Interrupted
+from megarl.parallel.comm import any_of, gather_objects
+from megarl.parallel.runtime import set_generator_states
+from megarl.parallel.signals import StopRequest
+from megarl.schedule.listeners import Listeners
+from megarl.schedule.preflight import versions
+from megarl.schedule.run import Run, Step
+from megarl.training.checkpoint import PRETRAINING, choose_checkpoint
+from megarl.training.saving import CheckpointWriter
+from megarl.training.sharded import load_checkpoint
+
+
+class Kept(Protocol):
+    """What a checkpoint holds of the trainer's own."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass
+class Progress:
+    """How far value pretraining is."""
+
+    steps: int = 0
+    done: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps, self.done = state["steps"], state["done"]
+
+
+class Recovery:
+    """Continues a run from its newest complete checkpoint, saves the steps that are due, and saves and leaves
+    when the run is pre-empted. Every rank calls it alike.
+
+    A run leaves after a step, or within one before any weight has changed: its samples are dropped.
+
+    kept        what a checkpoint holds besides the models and where the source of the batches stands
+    checkpoint  what the run continues from; None: it begins anew"""
+
+    def __init__(self, run: Run, kept: Mapping[str, Kept], listeners: Listeners, stop: StopRequest) -> None:
+        self.run, self.kept, self.listeners, self.stop = run, kept, listeners, stop
+        self.every, self.longest_step = run.config.checkpoint.every, 0.0  # steps; seconds
+        with listeners.phase("choose a checkpoint"):
+            self.checkpoint, self._skipped = choose_checkpoint(run.runtime, run.config.run_dir)
+            listeners.begins(anew=self.checkpoint is None)
+        self.writer = CheckpointWriter(
+            run.runtime, run.config, run.models, versions(), run.onload_for_checkpoint, run.source
+        )
+        self._spent = 0.0
+        self._last_saved: tuple[str, int] | None = None
+        self._last_step: tuple[str, int, dict[str, Any]] | None = None
+        self._since = time.monotonic()
+
+    def resume(self) -> int:
+        """Load the checkpoint, where there is one, and drop what was recorded after it. Return the steps of
+        the main stage that are done."""
+        for line in self._skipped:
+            self.listeners.event(line)
+        found, run = self.checkpoint, self.run
+        stage, step = (run.config.main_stage, 0) if found is None else (found.stage, found.step)
+        if found is not None:
+            with self.listeners.phase("resume", Step(stage, step)):
+                state = load_checkpoint(found, run.models, run.onload_for_checkpoint)
+                run.source.load_state_dict(state["samplers"])
+                for name, one in self.kept.items():
+                    one.load_state_dict(state[name])
+                if len(state["generators"]) == run.runtime.world:
+                    set_generator_states(state["generators"][run.runtime.rank])
+                self.listeners.goes_back(stage, step)
+            self.listeners.event(f"continues from {found.path}")
+            if found.manifest["versions"] != versions():
+                self.listeners.event(
+                    "versions have changed since (manifest.json, versions.json): "
+                    "what follows may differ in its last bits"
+                )
+        self._last_saved, self._last_step = (stage, step), (stage, step, {})
+        self._since = time.monotonic()
+        return 0 if found is None else found.done
+
+    def take_seconds(self) -> float:
+        """Return the seconds that checkpoints have taken of this rank's time since the last call."""
+        spent, self._spent = self._spent, 0.0
+        return spent
+
+    def after_step(self, stage: str, step: int, *, last: bool) -> None:
+        """Begin the checkpoint of a step where one is due, which it is after the `last` of a stage; leave
+        where the run was told to. Nothing is put off after the last step of the run.
+
+        Raises Interrupted on every rank where the run leaves, CheckpointError as CheckpointWriter."""
+        self.longest_step = max(self.longest_step, time.monotonic() - self._since)
+        self._since = time.monotonic()
+        # As it is now: the run may be told to leave when the next step has begun.
+        state = {name: one.state_dict() for name, one in self.kept.items()}
+        self._last_step = stage, step, {"samplers": self.run.source.snapshot(), **state}
+        with self.listeners.phase("checkpoint"):
+            if self.every and (step % self.every == 0 or last):
+                self._save()
+            if stage == PRETRAINING or not last:
+                self.check(self.longest_step + self.writer.seconds)
+
+    def check(self, seconds: float = 0.0, *, weights_changed: bool = False) -> None:
+        """Move the checkpoint that is being written forward. Unless `weights_changed` since the last
+        step, leave where the run was told to, or has less than `seconds` left: nothing is lost but this
+        step's work so far. Raises as `after_step`."""
+        if not (self.writer.unfinished if weights_changed else self.every):
+            return
+        should_stop = not weights_changed and self.stop.should_stop(seconds)
+        busy, should_stop = any_of(self.run.runtime, (self.writer.busy, should_stop))
+        if not busy:
+            started = time.perf_counter()
+            self.writer.advance()
+            self._spent += time.perf_counter() - started
+        if not should_stop or self._last_step is None:
+            return
+        stage, step, _ = self._last_step
+        if (stage, step) != self._last_saved:
+            self._save(now=True)
+        self.writer.finish()
+        reason = next(text for text in gather_objects(self.run.runtime, self.stop.reason) if text)
+        saved = f"step {step} of {stage} is saved in {self.run.config.run_dir}"
+        if not step:
+            saved = "before the first step, nothing is lost"
+        raise Interrupted(f"{reason}: {saved}; the same command continues")
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is whole."""
+        with self.listeners.phase("checkpoint"):
+            self.writer.finish()
+
+    def _save(self, now: bool = False) -> None:
+        assert self._last_step is not None
+        started = time.perf_counter()
+        stage, step, state = self._last_step
+        parts = ("critic",) if stage == PRETRAINING else tuple(self.run.models)
+        self.writer.save(stage, step, parts, state, now=now)
+        self._last_saved = stage, step
+        self._spent += time.perf_counter() - started

@@ -1,0 +1,146 @@
+"""Where a run's batches come from: responses that engines draw (schedule/generation.py, schedule/ahead.py),
+or pairs that are given.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config.schema import Config
+from megarl.data.experience import Experience, StepBatch
+from megarl.data.prompts import PromptSampler, ReadReport, read_pairs
+from megarl.observe.run_log import Sample
+
+
+@dataclass
+class Rollout:
+    """What a source gives for one step.
+
+    batch    a StepBatch, whose tokens lie with the ranks that drew them; an Experience is whole on every rank
+    errors   of verifiers, and how often each occurred
+    samples  on rank 0, responses to be shown to people, by their row of the batch
+    events   lines to be shown"""
+
+    batch: StepBatch | Experience
+    metrics: dict[str, float]
+    errors: dict[str, int]
+    samples: dict[int, Sample]
+    events: list[str]
+
+
+class BatchSource(ABC):
+    """What the trainer asks for batches. Every rank that trains has one and calls it alike. The methods with
+    a body are for sources that draw ahead of the trainer; any other inherits that they do nothing.
+
+    reports  what was read of the data files
+    pending  the version of the weights that the source still waits for, see Run.meet"""
+
+    reports: Mapping[str, ReadReport]
+    pending: int | None = None
+
+    @abstractmethod
+    def rollout(self, stage: str, number: int) -> Rollout:
+        """Return the batch of a step."""
+
+    @abstractmethod
+    def snapshot(self) -> dict[str, Any]:
+        """Return this rank's share of where the source stands after the batch that it gave last, as data that
+        never changes; a checkpoint of the step may ask for it while the next step runs."""
+
+    @abstractmethod
+    def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return all ranks' snapshots as one, as JSON holds it; called on rank 0, in any thread."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `join` gave. Raises CheckpointError where the data files have changed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what the source has started."""
+
+    def evaluate(self, step: int) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
+        """Answer the held-out problems that are due after a step; return eval/* and every answer, decoded on
+        demand. A source without an engine is not asked."""
+        raise NotImplementedError
+
+    @property
+    def depths(self) -> dict[str, Callable[[], int]]:
+        """Return what may wait in the source, for reports about a hang."""
+        return {}
+
+    def take_waited(self) -> float:
+        """Return the seconds, since the last call, in which this rank waited for the source or other ranks'
+        engines."""
+        return 0.0
+
+    def continue_after(self, step: int, stage: str) -> None:
+        """Have ranks that only generate drop what they have recorded after a step; 0: all of it."""
+        return None
+
+    def begin(self, done: int, checkpoint: Path | None) -> None:
+        """Have the first steps after `done` drawn, or taken from the checkpoint that holds them."""
+        return None
+
+    def draw_next(self, done: int, unfinished: int | None) -> None:
+        """Have the step drawn for which the weights after step `done` are meant. unfinished: the step of a
+        checkpoint that is not whole yet, and needs the batches after it."""
+        return None
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Have the actor's present weights transferred to engines that are on other ranks; return the
+        transfer's metrics, if there was one."""
+        raise NotImplementedError
+
+    def free(self, *, wait: bool) -> bool:
+        """Return whether those engines could take the pending version now, or `wait` until they can."""
+        return True
+
+    def meet(self, *, wait: bool) -> dict[str, float]:
+        """Transfer the pending version if they can take it; return the transfer's metrics."""
+        return {}
+
+    def files(self, step: int) -> list[Path]:
+        """Return the files of the batches that a checkpoint after `step` holds, once they are there; called
+        in a thread of rank 0."""
+        return []
+
+    def wait_for_files(self, step: int) -> None:
+        """Wait until those have been drawn."""
+        return None
+
+
+class SupervisedPairs(BatchSource):
+    """Given pairs of prompt and response, the same on every rank. Every response counts as right."""
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        report, key = ReadReport(), config.supervised.response_key
+        self.reports, self.batch = {"train": report}, config.supervised.batch
+        self.pairs = read_pairs(config.data.train, config.data, key, tokenizer, report)
+        self.sampler = PromptSampler(len(self.pairs), config.seed, config.data.shuffle)
+
+    def rollout(self, stage: str, number: int) -> Rollout:
+        """Take the next pairs."""
+        chosen = [self.pairs[i] for i in self.sampler.take(self.batch)]
+        batch = Experience.build([prompt for prompt, _ in chosen], [response for _, response in chosen])
+        batch["correct"] = torch.ones(len(chosen), dtype=torch.bool)
+        batch["truncated"] = torch.zeros(len(chosen), dtype=torch.bool)
+        return Rollout(batch, {}, {}, {}, [])
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"pairs": self.sampler.state()}
+
+    def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return dict(shares[0])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sampler.load_state(state["pairs"])
+
+    def close(self) -> None:
+        """End nothing: there are only lists."""
