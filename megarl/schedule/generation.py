@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, assert_never
@@ -10,15 +10,15 @@ from typing import Any, assert_never
 from megarl.config.schema import Config
 from megarl.data.experience import StepBatch
 from megarl.data.gym import own_verifiers
-from megarl.data.prompts import PromptSampler, read_problem_sets, read_prompts
+from megarl.data.prompts import Prompt, PromptSampler, read_problem_sets, read_prompts
 from megarl.model.builder import DTYPES
 from megarl.observe.run_log import Sample
-from megarl.parallel.comm import barrier
+from megarl.parallel.comm import barrier, gather_on_0
 from megarl.parallel.offload import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engine import RolloutEngine
-from megarl.rollout.sampler import RolloutSampler, RolloutWorker
+from megarl.rollout.rank import RolloutRank, joined
 from megarl.rollout.sglang import SGLangEngine
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.weight_sync import Failures
@@ -94,9 +94,8 @@ class Generation:
         )
         self.engine = make_engine(config, tokenizer, runtime)
         start_engine(self.engine, runtime)
-        worker = RolloutWorker(config, runtime.engines, self.engine, self.verifiers, tokenizer, recover)
-        self.sampler = RolloutSampler(
-            worker, draw=lambda n: [self.prompts[i] for i in self.prompt_sampler.take(n)]
+        self.rank = RolloutRank(
+            config, runtime.engines, self.engine, self.verifiers, tokenizer, recover, self._draw
         )
         # Every step's rollout on disk.
         self.rollouts = RolloutStore(
@@ -106,11 +105,15 @@ class Generation:
             "make room, or set it to false",
         )
 
+    def _draw(self, number: int) -> list[Prompt]:
+        return [self.prompts[i] for i in self.prompt_sampler.take(number)]
+
     @property
-    def depths(self) -> dict[str, Callable[[], int]]:
+    def depths(self) -> dict[str, Callable[[], int | str]]:
         """Return what may wait here, for reports about a hang."""
         return {
-            "responses in the engine": lambda: self.engine.running,
+            "responses in the engine": lambda: self.rank.worker.running,
+            "is what was begun first": lambda: self.rank.worker.oldest,
             "answers at the verifiers": lambda: self.verifiers.waiting,
         }
 
@@ -126,7 +129,7 @@ class Generation:
         Value pretraining, where the policy stands still, keeps its rollouts on disk and reads them the next
         time."""
         if stage != PRETRAINING:
-            found = self.sampler.collect(number)
+            found = self.rank.collect(number, self.config.log.samples)
             rollout = Rollout(found.to_step_batch(), {**found.stats}, found.errors, {}, [])
         else:
             stored, events = self.pretraining_rollouts.read(number)
@@ -136,16 +139,18 @@ class Generation:
                 self.load_state_dict(state["samplers"])
                 samples = {int(row): Sample(**sample) for row, sample in state.get("samples", {}).items()}
                 return Rollout(batch, {"rollout/reused": 1.0, **state["stats"]}, {}, samples, events)
-            found = self.sampler.collect(-number)  # seeds of its own
+            found = self.rank.collect(-number, self.config.log.samples)  # seeds of its own
             metrics = {"rollout/reused": 0.0, **found.stats}
             rollout = Rollout(found.to_step_batch(), metrics, found.errors, {}, events)
         self._waited += found.seconds["gather"]
-        rollout.samples = self.sampler.samples(found, self.config.log.samples)
+        rollout.samples = self.rank.samples(found, self.config.log.samples)
         rollout.metrics |= {f"inside/{part}": seconds for part, seconds in found.seconds.items()}
         apart = self.runtime.rollout_ranks > 0  # trainers read the batch, and a checkpoint keeps it
         if stage == PRETRAINING or apart:
             samples_ = {str(row): asdict(sample) for row, sample in rollout.samples.items()}
-            kept = {"stats": found.stats, "samplers": self.snapshot()()(), "samples": samples_}
+            shares = gather_on_0(self.runtime.engines, self.snapshot())
+            samplers = self.join(shares) if shares is not None else {}
+            kept = {"stats": found.stats, "samplers": samplers, "samples": samples_}
             store = self.pretraining_rollouts if stage == PRETRAINING else self.rollouts
             store.write(number, rollout.batch, {**kept, "errors": found.errors})
         elif self.config.checkpoint.rollouts:
@@ -155,8 +160,8 @@ class Generation:
     def evaluate(self, step: int) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
         """Answer the held-out problems that are due after a step; return eval/* and every answer, decoded on
         demand."""
-        result = self.sampler.evaluate([one for one in self.sets if self.config.evaluates(step, one.every)])
-        self._waited += self.sampler.worker.seconds["gather"]
+        result = self.rank.evaluate([one for one in self.sets if self.config.evaluates(step, one.every)])
+        self._waited += self.rank.seconds["gather"]
         return result.stats(), result.answers(self.tokenizer)
 
     def take_waited(self) -> float:
@@ -165,24 +170,22 @@ class Generation:
         waited, self._waited = self._waited, 0.0
         return waited
 
-    def snapshot(self) -> Callable[[], Callable[[], dict[str, Any]]]:
-        """Return a function that brings where the samplers stand now, which the next draw needs besides the
-        weights, to rank 0; all ranks call it together, if at all, at any later time. It returns one that
-        gives this there, in any thread: JSON."""
-        prompts, rollout = self.prompt_sampler.state(), self.sampler.snapshot()
+    def snapshot(self) -> dict[str, Any]:
+        """Return this rank's share of where the samplers stand now, which the next draw needs besides the
+        weights; `join` makes a whole of all ranks' shares. Cheap: references to what never changes."""
+        return {"prompts": self.prompt_sampler.state(), "rollout": self.rank.snapshot()}
 
-        def bring() -> Callable[[], dict[str, Any]]:
-            brought = rollout()
-            return lambda: {"prompts": prompts, "rollout": brought()}
-
-        return bring
+    def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return all ranks' snapshots as one, on rank 0, in any thread: JSON."""
+        return {"prompts": shares[0]["prompts"], "rollout": joined([share["rollout"] for share in shares])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what a `snapshot` gave. Raises CheckpointError where the data files have changed."""
+        """Continue from what `join` gave. Raises CheckpointError where the data files have changed."""
         self.prompt_sampler.load_state(state["prompts"])
-        self.sampler.load_state_dict(state["rollout"])
+        self.rank.load_state_dict(state["rollout"])
 
     def close(self) -> None:
         """End the engine and the verifiers."""
+        self.rank.close()
         self.engine.stop()
         self.verifiers.close()

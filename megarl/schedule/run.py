@@ -20,6 +20,7 @@ from megarl.data.prompts import PromptSampler, ReadReport, read_pairs
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
 from megarl.observe.run_log import Sample
 from megarl.observe.timeline import Timeline
+from megarl.parallel.comm import gather_on_0
 from megarl.parallel.offload import HostPool, empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engine import RolloutEngine
@@ -218,10 +219,16 @@ class Run:
         """Return a function that brings where the samplers stand now, which the next step needs besides the
         models, to rank 0; all ranks call it together, if at all, at any later time. It returns one that gives
         this there, in any thread: JSON."""
-        if self.config.recipe != "sft":
-            return self.generation.snapshot()
-        pairs = self.pair_sampler.state()
-        return lambda: lambda: {"pairs": pairs}
+        if self.config.recipe == "sft":
+            pairs = self.pair_sampler.state()
+            return lambda: lambda: {"pairs": pairs}
+        share = self.generation.snapshot()
+
+        def bring() -> Callable[[], dict[str, Any]]:
+            shares = gather_on_0(self.runtime, share)
+            return lambda: self.generation.join(shares) if shares is not None else {}
+
+        return bring
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what a `snapshot` gave. Raises CheckpointError where the data files have changed."""
