@@ -413,7 +413,8 @@ class Link:
     def __init__(
         self, context: zmq.asyncio.Context, address: Address, number: int, *, here: bool = False
     ) -> None:
-        """Connect, and say hello. here: from within the controller's own process."""
+        """Connect. here: from within the controller's own process."""
+        self.number, self.here = number, here
         self.socket = context.socket(zmq.DEALER)
         _set(self.socket, zmq.IDENTITY, str(number).encode())
         if not here:
