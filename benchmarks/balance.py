@@ -29,7 +29,8 @@ from rollout import make_engine, make_requests
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.sampler import GroupRequest, RolloutWorker
+from megarl.rollout.controller import GroupRequest
+from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import SamplingParams, response_seed
 
 SLOWER = (3.0, 1.0)  # by engine
@@ -82,7 +83,7 @@ def work(rank: int, port: int, args: argparse.Namespace, results: Any) -> None:
                 rollout={"max_batch": args.at_once, "in_flight": in_flight},
             )
             text: Any = NoText()
-            worker = RolloutWorker(config, ranks, engine, text, text)
+            worker = RolloutRank(config, ranks, engine, text, text)
             dist.barrier()
             start = time.perf_counter()
             found = worker.generate(groups, SamplingParams(args.max_tokens))
@@ -94,6 +95,7 @@ def work(rank: int, port: int, args: argparse.Namespace, results: Any) -> None:
                 if response.body is not None
             }
             ended.append((seconds, worker.moved, worker.seconds["idle"], drawn))
+            worker.close()
         parts: list[Any] = [None] * len(SLOWER)
         dist.all_gather_object(parts, {key: len(tokens) for key, (tokens, _) in drawn.items()})
         lengths = {key: n for part in parts for key, n in part.items()}
@@ -122,6 +124,7 @@ def main() -> int:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = context.Queue()
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(len(SLOWER)))
     processes = [
         context.Process(target=work, args=(rank, store.port, args, results), daemon=True)
         for rank in range(len(SLOWER))

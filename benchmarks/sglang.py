@@ -93,7 +93,8 @@ def main() -> int:
     from megarl.data.prompts import Prompt
     from megarl.parallel import runtime as parallel
     from megarl.rewards.pool import VerifierPool
-    from megarl.rollout.sampler import GroupRequest, RolloutWorker
+    from megarl.rollout.controller import GroupRequest
+    from megarl.rollout.rank import RolloutRank
     from megarl.rollout.sampling import SamplingParams
 
     verdicts = Verdicts()
@@ -122,10 +123,11 @@ def main() -> int:
                     rows = [list(p.tokens) for p in prompts for _ in range(args.group)]
                     engine.process.call("straight", str(Path(name) / "straight.json"), rows, args.tokens)
                     straight = json.loads((Path(name) / "straight.json").read_text())
-                    worker = RolloutWorker(engine.config, runtime, engine, verifier, tokenizer)
+                    worker = RolloutRank(engine.config, runtime, engine, verifier, tokenizer)
                     begin = time.perf_counter()
                     groups = worker.generate(requests, SamplingParams(args.tokens))
                     seconds = time.perf_counter() - begin
+                    worker.close()
                     made = sum(r.length for group in groups for r in group.responses)
                     assert made == straight["tokens"] == args.tokens * len(rows), (made, straight["tokens"])
                     print(

@@ -128,19 +128,6 @@ class Runtime:
         return self.tp_rank == 0 and self.cp_rank == 0 and self.is_last_stage
 
 
-def leaders_of(ranks: Ranks, each: int, timeout: float) -> Ranks | None:
-    """Return the first of every `each` ranks as a group of their own; None on the others. All ranks, which
-    are those of the default group, call this alike. timeout: seconds that a collective of it may wait."""
-    if each == 1:
-        return ranks
-    limit = datetime.timedelta(seconds=timeout)
-    group = dist.new_group(list(range(0, ranks.world, each)), timeout=limit, backend="gloo")
-    if ranks.rank % each:
-        return None
-    assert group is not None
-    return Team(ranks.rank // each, ranks.world // each, group)
-
-
 def choose_device(wanted: str) -> torch.device:
     """Return the device for `parallel.device`. `auto` is CUDA where there is one.
 

@@ -202,7 +202,7 @@ def simulate_rollout(work: Work, costs: Costs, engines: int, chance: random.Rand
             heapq.heappush(events, (engine.next_end(), number, engine.version))
 
     def wanted() -> int:
-        """Return how many prompts to submit now: what GroupCollector (rollout/sampler.py) would."""
+        """Return how many prompts to submit now: what GroupCollector (rollout/collector.py) would."""
         missing = work.prompts - accepted
         if not submitted:
             return math.ceil(missing * work.oversample) if work.kept < 1 else missing

@@ -17,7 +17,14 @@ from megarl.data.experience import Experience, StepBatch
 from megarl.data.prompts import ProblemSet, Prompt
 from megarl.observe.run_log import Sample, choose_samples
 
-DERIVED = ("body", "owner", "length", "oldest", "routed")  # fields of a response that its state has not
+DERIVED = (
+    "number",
+    "body",
+    "owner",
+    "length",
+    "oldest",
+    "routed",
+)  # fields of a response that its state has not
 
 
 @dataclass
@@ -48,6 +55,7 @@ class Response:
     drew it until it is known who trains on it. Pickled, a response is its facts.
 
     body       None on all other ranks
+    number     among all that the controller has had drawn; 0 where that is over
     owner      the rank that drew it, by its number among those that have engines
     length     tokens
     extracted  as in Verdict, and error, judged
@@ -74,6 +82,7 @@ class Response:
     reflects: bool | None = None
     oldest: int | None = None
     routed: tuple[str, tuple[int, ...]] | None = None
+    number: int = 0
 
     @staticmethod
     def of(body: Body, owner: int, **facts: Any) -> Response:

@@ -1,4 +1,4 @@
-"""The protocol of a rollout engine.
+"""The protocol of a rollout engine, and the client by which a worker's coroutines use one.
 
 A new engine needs: a class with this protocol, in a file of its own; a case in `make_engine`
 (schedule/generation.py); its name in `RolloutConfig.engine` (config/schema.py) and its limits in
@@ -9,6 +9,8 @@ schedule/preflight.py.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -20,6 +22,10 @@ from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
 
+SLICE = 0.1  # seconds for which an engine in this process decodes before others have their turn
+TURN = 0.001  # seconds of theirs: messages come through several wake-ups
+WAIT = 0.2  # seconds for which an engine in processes of its own is listened to at once
+
 
 class RolloutEngine(Protocol):
     """An engine over one or several ranks of the training job, each of which has such an object. All of them
@@ -27,7 +33,8 @@ class RolloutEngine(Protocol):
     requests, and alone can meet an EngineFailure.
 
     weight_version  version of the weights that it generates with
-    streams         whether requests end one by one: more can be submitted while some run, others be aborted
+    streams         whether requests end one by one: more can be submitted while some run, others be aborted;
+                    such an engine has processes of its own, and `poll` waits for them
     """
 
     weight_version: int
@@ -114,3 +121,67 @@ def check_positions(prompt: int, response: int, positions: float) -> None:
             f"rollout: a prompt of {prompt} tokens and {response} response tokens do not fit the model's "
             f"{positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
         )
+
+
+class EngineClient:
+    """What coroutines on the leader's event loop ask of its engine. While `run` runs, requests come back.
+
+    busy  seconds in which the engine had something to do"""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine = engine
+        self.busy = 0.0
+        self._count = 0
+        self._new: dict[SamplingParams, dict[int, Request]] = {}
+        self._answers: dict[int, asyncio.Future[Completion]] = {}
+        self._wanted = asyncio.Event()
+        self._polling = asyncio.Lock()
+
+    async def generate(
+        self, tokens: tuple[int, ...], seed: int, params: SamplingParams, begun: Completion | None = None
+    ) -> Completion:
+        """Return what the engine writes behind `tokens`, `begun` included, which it goes on with; with finish
+        "abort" where that was ended by `abort`."""
+        key, self._count = self._count, self._count + 1
+        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        self._new.setdefault(params, {})[key] = Request(tokens, seed, begun)
+        self._wanted.set()
+        return await answer
+
+    async def run(self) -> None:
+        """Give requests to the engine, those made at one time together, and answers to those who asked, for
+        ever. Raises what the engine raises; after an EngineFailure it may be called again."""
+        while True:
+            await self._wanted.wait()
+            await asyncio.sleep(0)  # all that is asked now
+            started = time.perf_counter()
+            async with self._polling:
+                while self._new:
+                    params = next(iter(self._new))
+                    self.engine.submit(self._new.pop(params), params)
+                if not self.engine.running:
+                    self._wanted.clear()
+                    continue
+                if self.engine.streams:
+                    ended = await asyncio.to_thread(self.engine.poll, WAIT)
+                else:
+                    ended = self.engine.poll(SLICE)
+            if any(completion.finish == "abort" for _, completion in ended):
+                raise EngineError("rollout: generation was aborted, the batch is not complete")
+            self.busy += time.perf_counter() - started
+            self._settle(ended)
+            await asyncio.sleep(0 if self.engine.streams else TURN)
+
+    def _settle(self, ended: Sequence[tuple[int, Completion]]) -> None:
+        for key, completion in ended:
+            self._answers.pop(key).set_result(completion)
+
+    async def abort(self) -> None:
+        """End everything that was asked for: it comes back as far as it is. Raises EngineFailure where the
+        engine fails; then it comes back with nothing."""
+        async with self._polling:
+            self._new.clear()
+            try:
+                self._settle(await asyncio.to_thread(self.engine.abort))
+            finally:
+                self._settle([(key, Completion()) for key in list(self._answers)])

@@ -1,9 +1,9 @@
 """Rollouts on ranks of their own (`parallel.rollout_ranks`), beside the trainers' steps (`schedule.ahead`).
 
 The trainers give orders (`Elsewhere`), which the ranks with engines carry out one after the other
-(`serve_orders`): take the weights of a version, draw the responses of a step, evaluate. Orders, and the words
-that answer them, go through the job's store, from the first rank of one side to the first of the other. A
-batch goes through run_dir/rollouts: it is written in any case, since a checkpoint holds what is in flight.
+(`serve_orders`): take the weights of a version, draw the responses of a step, evaluate. They are messages
+from the first trainer to the controller of rollouts, which passes them on to its ranks, and answers. A batch
+goes through run_dir/rollouts: it is written in any case, since a checkpoint holds what is in flight.
 
 With ahead = a the responses of step k are drawn with the weights after step k - 1 - a (not below 0), always
 with these: what is drawn does not depend on time. Version v is transferred once the engines have drawn step
@@ -12,15 +12,16 @@ v + a, at the latest before the actor changes again, so that nobody has to keep 
 
 from __future__ import annotations
 
+import asyncio
 import math
-import pickle
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import msgspec
+import zmq.asyncio
 
 from megarl.config.errors import CheckpointError, StorageError
 from megarl.config.files import essential
@@ -29,7 +30,8 @@ from megarl.data.experience import StepBatch
 from megarl.observe.run_log import Sample
 from megarl.observe.timeline import Timeline
 from megarl.parallel.comm import from_rank_0
-from megarl.parallel.runtime import Ranks, Runtime
+from megarl.parallel.runtime import Runtime
+from megarl.rollout import messages as m
 from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule.generation import Generation
 from megarl.schedule.profiler import Profiler
@@ -46,46 +48,60 @@ from megarl.schedule.source import BatchSource, Rollout
 from megarl.schedule.watchdog import Watchdog
 from megarl.training.checkpoint import BATCHES, PRETRAINING
 
-SLICE = 5.0  # seconds that the first of a side waits for a word before it tells the others that there is none
-LOOK = 0.005  # seconds between two looks for it
-PIECE = 4 * 2**20  # bytes of one entry of the store, which takes 8 MiB
+SLICE = (
+    5.0  # seconds that the first trainer waits for an answer before it tells the others that there is none
+)
+LOOK = 0.005  # seconds between two looks for a file, or for the controller
+ADDRESS = "controller"  # key of the store, by which the first trainer finds the controller of rollouts
 VISIBLE = 60.0  # seconds within which a file that one node has written must be there on the others
 
 
-class Words:
-    """Words in one direction, in order: from the first rank of one side to all of the other, through the
-    store that all ranks know."""
+class ControllerLink:
+    """The connection of the first trainer to the controller of rollouts; what it hears, all trainers hear."""
 
-    def __init__(self, store: dist.Store, name: str) -> None:
-        self.store, self.name = store, name
-        self.said = self.heard = 0
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._loop, self._context = asyncio.new_event_loop(), zmq.asyncio.Context()
+        self._link: m.Link | None = None
 
-    def say(self, ranks: Ranks, word: Any, aside: Any = None) -> None:
-        """Say a word for the first of `ranks`, one of which this rank is. aside: what only the first on the
-        other side is to hear."""
-        key, blob = f"{self.name}/{self.said}", pickle.dumps((word, aside)) if ranks.rank == 0 else b""
-        for first in range(0, len(blob), PIECE):
-            self.store.set(f"{key}/{first}", blob[first : first + PIECE])  # type: ignore[arg-type]
-        if ranks.rank == 0:
-            self.store.set(key, str(len(blob)))
-        self.said += 1
+    def send(self, order: m.Order) -> None:
+        """Give an order; all trainers call this alike."""
+        if self._link is not None:
+            self._loop.run_until_complete(self._link.send(order))
 
-    def hear(self, ranks: Ranks, seconds: float) -> tuple[Any, Any]:
-        """Return the next word on all of `ranks`, with what is said aside; None for it where there is none
-        within `seconds`."""
-        key, word, aside = f"{self.name}/{self.heard}", None, None
-        if ranks.rank == 0:
-            end = time.monotonic() + seconds
-            while not (there := self.store.check([key])) and time.monotonic() < end:
-                time.sleep(LOOK)
-            if there:
-                pieces = [f"{key}/{first}" for first in range(0, int(self.store.get(key)), PIECE)]
-                word, aside = pickle.loads(b"".join(self.store.get(piece) for piece in pieces))
-                for old in (key, *pieces):
-                    self.store.delete_key(old)
-        word = from_rank_0(ranks, word)
-        self.heard += word is not None
-        return word, aside
+    def hear(self, seconds: float) -> m.Message | None:
+        """Return the next answer on all trainers, within about `seconds`; what is long, on the first alone.
+        None where there is none, and before the controller is there."""
+        found = None
+        if self.runtime.rank == 0:
+            found = self._loop.run_until_complete(self._next(seconds))
+        brief = msgspec.structs.replace(found, answers=[]) if isinstance(found, m.Evaluated) else found
+        heard: m.Message | None = from_rank_0(self.runtime, brief)
+        return found or heard
+
+    async def _next(self, seconds: float) -> m.Message | None:
+        store, end = self.runtime.store, time.monotonic() + seconds
+        assert store is not None
+        while self._link is None:
+            if store.check([ADDRESS]):
+                address = msgspec.json.decode(store.get(ADDRESS), type=m.Address)
+                self._link = m.Link(self._context, address, m.TRAINER)
+                await self._link.send(m.Report())
+            elif time.monotonic() > end:
+                return None
+            await asyncio.sleep(LOOK)
+        return await self._link.receive(max(0.0, end - time.monotonic()))
+
+    def close(self) -> None:
+        """Let go of the connection, once all orders are sent."""
+
+        async def end() -> None:
+            if self._link is not None:
+                self._link.close()
+
+        self._loop.run_until_complete(end())
+        self._context.term()
+        self._loop.close()
 
 
 class Elsewhere(BatchSource):
@@ -102,44 +118,44 @@ class Elsewhere(BatchSource):
         assert runtime.store is not None
         self.config, self.runtime, self.weight_sync = config, runtime, weight_sync
         self.ahead, self.steps = config.schedule.ahead, config.steps
-        self._orders, self._words = (Words(runtime.store, name) for name in ("orders", "words"))
+        self._link = ControllerLink(runtime)
         self.drawn = self.ordered = 0
         self.pending: int | None = None
-        self._due: list[tuple[Any, ...]] = []  # orders that the pending version comes before
-        self._told: dict[Any, dict[str, Any]] = {}
+        self._due: list[m.Order] = []  # that the pending version comes before
+        self._answers: list[Any] = []
         self._waited = 0.0
         self._last = PRETRAINING, 0  # stage and number of the rollout that was asked for last
-        hello = self._hear(("hello",))
-        self.reports = hello["reports"]
+        self.reports = self._hear(m.Reports).reports
 
     @property
     def depths(self) -> dict[str, Callable[[], int]]:
         """Return what may wait for the engines, for reports about a hang."""
         return {"steps to be drawn": lambda: self.ordered - self.drawn}
 
-    def _hear(self, key: Any) -> dict[str, Any]:
-        """Wait for the word about `key`, and return what it says."""
-        while key not in self._told:
+    def _hear(self, kind: Any, *place: Any) -> Any:
+        """Wait for an answer, about a step where that is given, and return it."""
+        while True:
+            for i, answer in enumerate(self._answers):
+                if isinstance(answer, kind) and (not place or (answer.stage, answer.number) == place):
+                    return self._answers.pop(i)
             self._listen(SLICE)
-        return self._told.pop(key)
 
     def _listen(self, seconds: float) -> bool:
-        """Take the next word, and return whether there was one."""
+        """Take the next answer, and return whether there was one."""
         started = time.perf_counter()
-        word, aside = self._words.hear(self.runtime, seconds)
+        answer = self._link.hear(seconds)
         self._waited += time.perf_counter() - started
-        if word is None:
+        if answer is None:
             return False
-        key, said = word
-        self._told[key] = said | {"aside": aside}
-        if key[0] == "drawn" and key[1] != PRETRAINING:
-            self.drawn = key[2]
+        self._answers.append(answer)
+        if isinstance(answer, m.Drawn) and answer.stage != PRETRAINING:
+            self.drawn = answer.number
         return True
 
-    def _order(self, *order: Any) -> None:
-        if order[:2] == ("draw", "train") or order[0] == "take":
-            self.ordered = order[-2]
-        self._orders.say(self.runtime, order)
+    def _order(self, order: m.Order) -> None:
+        if isinstance(order, m.Take) or (isinstance(order, m.Draw) and order.stage == "train"):
+            self.ordered = order.number
+        self._link.send(order)
 
     def publish(self, version: int) -> dict[str, float]:
         """Have the actor's present weights transferred: now, or with ahead 2 as soon as the engines have
@@ -152,11 +168,11 @@ class Elsewhere(BatchSource):
         metrics. The actor's weights must be on the device."""
         if self.pending is None or not self.free(wait=wait):
             return {}
-        self._order("sync", self.pending)
+        self._order(m.Sync(self.pending))
         metrics = self.weight_sync.sync(self.pending).metrics()
         self.pending, due, self._due = None, self._due, []
         for order in due:
-            self._order(*order)
+            self._order(order)
         return metrics
 
     def free(self, *, wait: bool) -> bool:
@@ -175,31 +191,31 @@ class Elsewhere(BatchSource):
         for number in range(done + 1, min(done + 1 + self.ahead, self.steps) + 1):
             kept = None if checkpoint is None else checkpoint / BATCHES / FOLDER.format(number)
             if kept is not None and from_rank_0(self.runtime, kept.exists()):
-                self._order("take", str(kept), number, done)
+                self._order(m.Take(str(kept), number))
             else:
-                self._order("draw", "train", number, done)
+                self._order(m.Draw("train", number, done))
 
     def draw_next(self, done: int, unfinished: int | None) -> None:
         """Have the step drawn for which the weights after step `done` are meant. unfinished: the step of a
         checkpoint that is not whole yet, and needs the batches after it."""
         number, kept = done + 1 + self.ahead, done if unfinished is None else min(done, unfinished)
         if number <= self.steps:
-            order = ("draw", "train", number, kept)
-            self._due.append(order) if self.pending is not None else self._order(*order)
+            order = m.Draw("train", number, kept)
+            self._due.append(order) if self.pending is not None else self._order(order)
 
     def rollout(self, stage: str, number: int) -> Rollout:
         """Return a step's rollout once it has been drawn. Value pretraining is in turn: it is drawn now."""
         self._last = stage, number
         if stage == PRETRAINING:
-            self._order("draw", stage, number, 0)
-        told = self._hear(("drawn", stage, number))
+            self._order(m.Draw(stage, number, 0))
+        told = self._hear(m.Drawn, stage, number)
         batch, state = self._read(stage, number)
         samples = {int(row): Sample(**sample) for row, sample in state["samples"].items()}
         staleness = (number - 1 - batch["policy_version"]).float() if stage != PRETRAINING else None
-        metrics = state["stats"] | told["metrics"]
+        metrics = state["stats"] | told.metrics
         if staleness is not None:
             metrics |= {"staleness/mean": float(staleness.mean()), "staleness/max": float(staleness.max())}
-        return Rollout(batch, metrics, told["errors"], samples, told["events"])
+        return Rollout(batch, metrics, told.errors, samples, told.events)
 
     def _read(self, stage: str, number: int) -> tuple[StepBatch, dict[str, Any]]:
         """Read a batch: its files are shared out among the trainers, who deliver it."""
@@ -214,9 +230,9 @@ class Elsewhere(BatchSource):
 
     def evaluate(self, step: int) -> tuple[dict[str, float], Any]:
         """Have the problems answered with the weights that were published last; see Generation.evaluate."""
-        self._order("evaluate", step)
-        told = self._hear(("evaluated",))
-        return told["stats"], told["aside"]
+        self._order(m.Evaluate(step))
+        told = self._hear(m.Evaluated)
+        return told.stats, told.answers
 
     def take_waited(self) -> float:
         """Return the seconds, since the last call, in which this rank waited for the engines."""
@@ -236,11 +252,11 @@ class Elsewhere(BatchSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `join` gave."""
-        self._order("load", state)
+        self._order(m.Load(state))
 
     def continue_after(self, step: int, stage: str) -> None:
         """Have the others drop what they have recorded after a step; 0 where the run begins anew."""
-        self._order("continue", step, stage)
+        self._order(m.Continue(step, stage))
 
     def files(self, step: int) -> list[Path]:
         """Return the batches that a checkpoint after `step` holds, once they are there; called in a
@@ -256,7 +272,8 @@ class Elsewhere(BatchSource):
 
     def close(self) -> None:
         """Let the ranks with engines go."""
-        self._order("end")
+        self._order(m.Leave())
+        self._link.close()
 
 
 def visible(path: Path, seconds: float) -> Path:
@@ -288,15 +305,11 @@ def serve_orders(
     timeline: Timeline,
 ) -> None:
     """Carry out the trainers' orders on a rank with an engine, until they let it go."""
-    assert runtime.store is not None
     watchdog.depths |= generation.depths
-    orders, words = (Words(runtime.store, name) for name in ("orders", "words"))
-    ranks, folder = runtime.engines, rollouts_folder(config)
-
-    def say(key: Any, aside: Any = None, **said: Any) -> None:
-        words.say(ranks, (key, said), aside)
-
-    say(("hello",), reports=generation.reports)
+    ranks, folder, rank = runtime.engines, rollouts_folder(config), generation.rank
+    if ranks.rank == 0:
+        assert runtime.store is not None
+        runtime.store.set(ADDRESS, msgspec.json.encode(rank.address).decode())
 
     def enter(phase: str, *place: Any) -> None:
         watchdog.phase(phase, *place)
@@ -307,14 +320,16 @@ def serve_orders(
     timeline.enter("wait for orders")
     while True:
         watchdog.phase("wait for orders")  # again and again: the trainers' watchdogs limit their steps
-        match orders.hear(ranks, SLICE)[0]:
+        match rank.next_order(SLICE):
             case None:
                 continue
-            case ("sync", version):
+            case m.Report():
+                rank.answer(m.Reports(dict(generation.reports)))
+            case m.Sync(version):
                 enter("weight_transfer", "train", version)
                 with profiler.phase("weight_transfer"):
                     weight_sync.sync(version)
-            case ("draw", stage, number, done):
+            case m.Draw(stage, number, done):
                 enter("rollout", stage, number)
                 started = time.perf_counter()
                 with profiler.step(stage, number), profiler.phase("rollout"):
@@ -326,8 +341,8 @@ def serve_orders(
                     metrics["rollout/reused"] = found.metrics["rollout/reused"]
                 elif ranks.rank == 0 and not config.checkpoint.rollouts:
                     remove(folder, 0, done)
-                say(("drawn", stage, number), metrics=metrics, errors=found.errors, events=events)
-            case ("take", source, number, _):
+                rank.answer(m.Drawn(stage, number, metrics, found.errors, events))
+            case m.Take(source, number):
                 failure, place = None, folder / FOLDER.format(number)
                 try:
                     if ranks.rank == 0:
@@ -342,17 +357,16 @@ def serve_orders(
                 if (failure := from_rank_0(ranks, failure)) is not None:
                     raise failure
                 state = read_manifest(stored(Path(source).parent, number))["state"]
-                known = {"metrics": {"inside/rollout": 0.0}, "errors": state["errors"], "events": []}
-                say(("drawn", "train", number), **known)
-            case ("continue", step, stage):
+                rank.answer(m.Drawn("train", number, {"inside/rollout": 0.0}, state["errors"], []))
+            case m.Continue(step, stage):
                 timeline.truncate_after(step, stage) if step else timeline.clear()
-            case ("load", state):
+            case m.Load(state):
                 generation.load_state_dict(state)
-            case ("evaluate", step):
+            case m.Evaluate(step):
                 enter("evaluation")
                 stats, answers = generation.evaluate(step)
-                say(("evaluated",), list(answers) if ranks.rank == 0 else [], stats=stats)
-            case ("end",):
+                rank.answer(m.Evaluated(stats, list(answers) if ranks.rank == 0 else []))
+            case m.Leave():
                 timeline.close()
                 return
         timeline.waited(generation.take_waited())

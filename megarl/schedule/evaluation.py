@@ -15,7 +15,7 @@ from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.batch import EvaluationResult
-from megarl.rollout.sampler import RolloutSampler, RolloutWorker
+from megarl.rollout.rank import RolloutRank
 from megarl.schedule.generation import make_engine, start_engine
 from megarl.schedule.run import load_tokenizer, load_weights, make_weight_sync
 from megarl.training.checkpoint import FOLDER, MANIFEST, find_checkpoint, open_checkpoint, sha256_of
@@ -106,8 +106,11 @@ class Evaluation:
         own = own_verifiers(held_out)
         limits = reward.workers, reward.timeout, reward.memory
         with VerifierPool(reward.verifier, *limits, own=own) as verifiers:
-            worker = RolloutWorker(self.config, self.runtime, self.engine, verifiers, self.tokenizer)
-            return RolloutSampler(worker).evaluate(self.sets)
+            rank = RolloutRank(self.config, self.runtime, self.engine, verifiers, self.tokenizer)
+            try:
+                return rank.evaluate(self.sets)
+            finally:
+                rank.close()
 
     def close(self) -> None:
         """End the engine."""

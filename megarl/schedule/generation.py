@@ -9,7 +9,7 @@ from typing import Any, assert_never
 
 from megarl.config.schema import Config
 from megarl.data.generated import own_verifiers
-from megarl.data.prompts import PromptSampler, read_problem_sets, read_prompts
+from megarl.data.prompts import Prompt, PromptSampler, read_problem_sets, read_prompts
 from megarl.model.builder import DTYPES
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import barrier, shares_on_0
@@ -17,7 +17,7 @@ from megarl.parallel.offload import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engine import RolloutEngine
-from megarl.rollout.sampler import RolloutSampler, RolloutWorker, join_snapshots
+from megarl.rollout.rank import RolloutRank, joined
 from megarl.rollout.sglang import SGLangEngine
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.weight_sync import Failures
@@ -79,9 +79,8 @@ class Generation(BatchSource):
         )
         self.engine = make_engine(config, tokenizer, runtime)
         start_engine(self.engine, runtime)
-        worker = RolloutWorker(config, runtime.engines, self.engine, self.verifiers, tokenizer, recover)
-        self.sampler = RolloutSampler(
-            worker, draw=lambda n: [self.prompts[i] for i in self.prompt_sampler.take(n)]
+        self.rank = RolloutRank(
+            config, runtime.engines, self.engine, self.verifiers, tokenizer, recover, self._draw
         )
         # Every step's rollout on disk.
         self.rollouts = RolloutStore(
@@ -91,11 +90,15 @@ class Generation(BatchSource):
             "make room, or set it to false",
         )
 
+    def _draw(self, number: int) -> list[Prompt]:
+        return [self.prompts[i] for i in self.prompt_sampler.take(number)]
+
     @property
-    def depths(self) -> dict[str, Callable[[], int]]:
+    def depths(self) -> dict[str, Callable[[], int | str]]:
         """Return what may wait here, for reports about a hang."""
         return {
-            "responses in the engine": lambda: self.engine.running,
+            "responses in the engine": lambda: self.rank.worker.running,
+            "is what was begun first": lambda: self.rank.worker.oldest,
             "answers at the verifiers": lambda: self.verifiers.waiting,
         }
 
@@ -111,7 +114,7 @@ class Generation(BatchSource):
         Value pretraining, where the policy stands still, keeps its rollouts on disk and reads them the next
         time."""
         if stage != PRETRAINING:
-            found = self.sampler.collect(number)
+            found = self.rank.collect(number, self.config.log.samples)
             batch = found.to_step_batch()
             rollout = Rollout(batch, {**found.stats}, found.errors, {}, [])
         else:
@@ -122,12 +125,12 @@ class Generation(BatchSource):
                 self.load_state_dict(state["samplers"])
                 samples = {int(row): Sample(**sample) for row, sample in state.get("samples", {}).items()}
                 return Rollout(batch, {"rollout/reused": 1.0, **state["stats"]}, {}, samples, events)
-            found = self.sampler.collect(-number)  # seeds of its own
+            found = self.rank.collect(-number, self.config.log.samples)  # seeds of its own
             metrics = {"rollout/reused": 0.0, **found.stats}
             batch = found.to_step_batch()
             rollout = Rollout(batch, metrics, found.errors, {}, events)
         self._waited += found.seconds["gather"]
-        rollout.samples = self.sampler.samples(found, self.config.log.samples)
+        rollout.samples = self.rank.samples(found, self.config.log.samples)
         rollout.metrics |= {f"inside/{part}": seconds for part, seconds in found.seconds.items()}
         apart = self.runtime.rollout_ranks > 0  # trainers read the batch, and a checkpoint keeps it
         if stage == PRETRAINING or apart:
@@ -144,8 +147,8 @@ class Generation(BatchSource):
     def evaluate(self, step: int) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
         """Answer the held-out problems that are due after a step; return eval/* and every answer, decoded on
         demand."""
-        result = self.sampler.evaluate([one for one in self.sets if self.config.evaluates(step, one.every)])
-        self._waited += self.sampler.worker.seconds["gather"]
+        result = self.rank.evaluate([one for one in self.sets if self.config.evaluates(step, one.every)])
+        self._waited += self.rank.seconds["gather"]
         return result.stats(), result.answers(self.tokenizer)
 
     def take_waited(self) -> float:
@@ -157,19 +160,19 @@ class Generation(BatchSource):
     def snapshot(self) -> dict[str, Any]:
         """Return this rank's share of where the samplers stand now, which the next draw needs besides the
         weights; `join` makes a whole of all ranks' shares. Cheap: references to what never changes."""
-        return {"prompts": self.prompt_sampler.state(), "rollout": self.sampler.snapshot()}
+        return {"prompts": self.prompt_sampler.state(), "rollout": self.rank.snapshot()}
 
     def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return all ranks' snapshots as one, on rank 0, in any thread: JSON."""
-        rollout = join_snapshots([share["rollout"] for share in shares])
-        return {"prompts": shares[0]["prompts"], "rollout": rollout}
+        return {"prompts": shares[0]["prompts"], "rollout": joined([share["rollout"] for share in shares])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `join` gave. Raises CheckpointError where the data files have changed."""
         self.prompt_sampler.load_state(state["prompts"])
-        self.sampler.load_state_dict(state["rollout"])
+        self.rank.load_state_dict(state["rollout"])
 
     def close(self) -> None:
         """End the engine and the verifiers."""
+        self.rank.close()
         self.engine.stop()
         self.verifiers.close()

@@ -71,7 +71,7 @@ class BatchSource(ABC):
         raise NotImplementedError
 
     @property
-    def depths(self) -> dict[str, Callable[[], int]]:
+    def depths(self) -> Mapping[str, Callable[[], int | str]]:
         """Return what may wait in the source, for reports about a hang."""
         return {}
 

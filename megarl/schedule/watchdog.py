@@ -35,18 +35,23 @@ WIDTH = 512  # bytes of a heartbeat, which is overwritten in place: a reader see
 REPORT_REQUESTED = "report-asked"  # a file that makes every rank report
 PATIENCE = 3  # periods that ranks get to report
 # Frames of these files wait for other ranks; the frame that called them says what for.
-WAITS = ("torch/distributed/distributed_c10d.py", "megatron/core/pipeline_parallel/p2p_communication.py")
+WAITS = (
+    "torch/distributed/distributed_c10d.py",
+    "megatron/core/pipeline_parallel/p2p_communication.py",
+    "/selectors.py",  # of an event loop: the controller of rollouts and its workers wait there for messages
+)
+LIBRARIES = ("torch/", "/asyncio/")  # whose frames say nothing of who waits
 
 
 class Watchdog:
     """Watches this rank while the `with` block lasts.
 
-    depths: name -> how much waits in a queue, for reports; may be added to at any time."""
+    depths: name -> how much waits in a queue, or what, for reports; may be added to at any time."""
 
     def __init__(self, run_dir: Path, rank: int, world: int, config: WatchdogConfig) -> None:
         self.run_dir, self.folder = run_dir, run_dir / FOLDER
         self.rank, self.world, self.config = rank, world, config
-        self.depths: dict[str, Callable[[], int]] = {}
+        self.depths: dict[str, Callable[[], int | str]] = {}
         process = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
         self._where: dict[str, Any] = {**process, "stage": "start", "step": 0, "phase": "start"}
         self._entered, self._phases, self._beats = time.monotonic(), 0, 0
@@ -269,7 +274,7 @@ class Report:
     seconds: float
     waits_in: str | None
     last_collective: str | None
-    depths: dict[str, int]
+    depths: dict[str, int | str]
     stack: str
 
     @property
@@ -288,7 +293,7 @@ def collective_of(frame: FrameType | None) -> str | None:
         inside = any(frame.f_code.co_filename.endswith(path) for path in WAITS)
         if inside and frame.f_code.co_name != "wrapper":
             name = frame.f_code.co_name
-        elif name is not None and "torch/" not in frame.f_code.co_filename and not inside:
+        elif name and not inside and not any(one in frame.f_code.co_filename for one in LIBRARIES):
             code = frame.f_code
             return f"{name}, called in {Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
         frame = frame.f_back

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from megarl.data.experience import Experience, StepBatch
-from megarl.parallel.comm import exchange, from_rank_0, gather_on_0
 from megarl.parallel.delivery import deliver, row_bytes
-from megarl.parallel.runtime import Runtime, leaders_of
+from megarl.parallel.runtime import Runtime
 from tests.ranks import RankPool
 
 CASES = 24
@@ -81,27 +79,3 @@ def deliver_cases(runtime: Runtime) -> list[int]:
 def test_each_rank_gets_its_share_as_it_was(ranks: Callable[..., RankPool]) -> None:
     found = ranks(2, 2, 1).run(deliver_cases)
     assert all(each == found[0] for each in found) and max(found[0]) > 500
-
-
-def among_leaders(runtime: Runtime) -> dict[str, Any] | None:
-    """What the first of each two ranks say to each other."""
-    leaders = leaders_of(runtime, 2, 60.0)
-    if leaders is None:
-        return None
-    other = 1 - leaders.rank
-    sent = torch.full((3 + leaders.rank,), runtime.rank, dtype=torch.uint8)
-    return {
-        "place": (leaders.rank, leaders.world),
-        "on 0": gather_on_0(leaders, ("x" * 2000, runtime.rank)),
-        "from 0": from_rank_0(leaders, runtime.rank),
-        "straight": exchange(leaders, {other: sent}, {other: 3 + other})[other].tolist(),
-    }
-
-
-def test_leaders_are_a_group_of_their_own(ranks: Callable[..., RankPool]) -> None:
-    first, none, second, nobody = ranks(2, 2, 1).run(among_leaders)
-    assert none is nobody is None
-    assert (first["place"], second["place"]) == ((0, 2), (1, 2))
-    assert first["on 0"] == [("x" * 2000, 0), ("x" * 2000, 2)] and second["on 0"] is None
-    assert (first["from 0"], second["from 0"]) == (0, 0)
-    assert (first["straight"], second["straight"]) == ([2] * 4, [0] * 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import queue
 import threading
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megarl.data.experience import Experience
 from megarl.parallel.delivery import deliver
 from megarl.rollout.batch import RolloutBatch
+from megarl.rollout.rank import RolloutRank, joined
 from megarl.rollout.transformers_engine import TransformersEngine
 from tests.engines import load_folder
 from tests.tiny_models import make_tiny_model
@@ -53,18 +55,28 @@ class Meeting:
         ]
 
 
-def threads(world: int, each: int = 1) -> list[Any]:
-    """The runtimes of ranks that are threads, `each` of which have one engine."""
-    found, leaders = Meeting(world).ranks(), Meeting(world // each).ranks()
-    for runtime in found:
-        runtime.leaders = None if runtime.rank % each else leaders[runtime.rank // each]
-    return found
+def threads(world: int) -> list[Any]:
+    """The runtimes of ranks that are threads."""
+    return Meeting(world).ranks()
+
+
+def state_of(rank: RolloutRank) -> dict[str, Any]:
+    """What the snapshots of all ranks come to, through JSON; all of them call this."""
+    shares = [pickle.loads(blob) for blob in rank.ranks.gather(pickle.dumps(rank.snapshot()))]
+    state: dict[str, Any] = json.loads(json.dumps(joined(shares)))
+    return state
 
 
 def experience_of(batch: RolloutBatch) -> Experience:
     """Return the whole batch, all of which is here."""
     made, alone = batch.to_step_batch(), threads(1)[0]
     return deliver(alone, made, [range(made.num_sequences)], [[0]])
+
+
+@pytest.fixture(autouse=True)
+def on_loopback(monkeypatch):
+    """Ranks that are threads reach each other as processes of one machine do."""
+    monkeypatch.setattr("megarl.rollout.messages.address_here", lambda: "127.0.0.1")
 
 
 @pytest.fixture(autouse=True)
@@ -90,17 +102,10 @@ def gather_by_runtime() -> Iterator[None]:
             found[rank] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
         return found
 
-    def gather_on_0(runtime, value):
-        found = gather(runtime, value)
-        return found if runtime.rank == 0 else None
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megarl.rollout.weight_sync.gather_objects", gather)
-        patch.setattr("megarl.rollout.sampler.leaders_of", lambda runtime, each, timeout: runtime.leaders)
-        patch.setattr("megarl.rollout.sampler.gather_on_0", gather_on_0)
-        patch.setattr("megarl.rollout.sampler.from_rank_0", lambda runtime, value: gather(runtime, value)[0])
-        for module in ("rollout.sampler", "parallel.delivery"):
-            patch.setattr(f"megarl.{module}.exchange", exchange)
+        patch.setattr("megarl.rollout.rank.from_rank_0", lambda runtime, value: gather(runtime, value)[0])
+        patch.setattr("megarl.parallel.delivery.exchange", exchange)
         yield
 
 

@@ -15,7 +15,8 @@ from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import DynamicSamplingConfig
 from megarl.data.prompts import Prompt
 from megarl.rollout.batch import Body, Group, Response, RolloutBatch, response_stats
-from megarl.rollout.sampler import GroupCollector, words_pattern
+from megarl.rollout.collector import GroupCollector
+from megarl.rollout.worker import words_pattern
 from tests.rollout.conftest import experience_of
 
 SIZE = 3

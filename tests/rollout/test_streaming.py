@@ -4,7 +4,6 @@ not depend on it. And answers of SGLang that cannot be answers."""
 from __future__ import annotations
 
 import base64
-import json
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,13 +19,13 @@ from megarl.config.errors import EngineFailure
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.sampler import RolloutSampler, RolloutWorker, join_snapshots
+from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.rollout.sglang import SGLangEngine
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.weight_sync import Failures
 from tests.engines import load_folder
-from tests.rollout.conftest import TINIEST, threads
+from tests.rollout.conftest import TINIEST, state_of, threads
 from tests.tiny_models import make_tiny_model
 from tests.weights.folders import described
 
@@ -146,21 +145,24 @@ def collect_one(
     engine.chance, engine.fail_after = random.Random(order), fail_after
     left = iter(prompts)
     recover = failures.append if runtime.rank == 0 else lambda _: None
-    worker = RolloutWorker(config, runtime, engine, OddText(), tokenizer, recover)
-    sampler = RolloutSampler(worker, lambda n: [next(left) for _ in range(n)])
+    rank = RolloutRank(
+        config, runtime, engine, OddText(), tokenizer, recover, lambda n: [next(left) for _ in range(n)]
+    )
     steps_ = []
     for step in range(steps):
         engine.weight_version = 7 + step
-        batch = sampler.collect(step)
-        state = json.dumps(join_snapshots(runtime.gather(sampler.snapshot())))
-        sampler.returned = []
-        sampler.load_state_dict(json.loads(state))
+        batch = rank.collect(step)
+        state = state_of(rank)
+        if rank.controller is not None:
+            rank.controller.returned = []
+        rank.load_state_dict(state)
         steps_.append([(g.prompt.uid, [r.body for r in g.responses]) for g in batch.groups])
         assert batch.stats["rollout/prompts"] >= 5
         made = batch.to_step_batch()
         versions = made.own.columns.get("token_versions")
         assert versions is None or set(versions.unique().tolist()) <= {0, *range(7, 8 + step)}
         assert made.rows.tolist() == (made.owners == runtime.rank).nonzero().squeeze(-1).tolist()
+    rank.close()
     return steps_
 
 

@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,8 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Ranks
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.batch import RolloutBatch
-from megarl.rollout.sampler import GroupRequest, RolloutWorker
+from megarl.rollout.controller import GroupRequest
+from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 
 GROUP = 16  # responses to a prompt
@@ -25,15 +27,15 @@ PROMPT = 50  # tokens
 
 
 class Drawn:
-    """An engine that is at work and has finished nothing (busy), or has what is asked of it at once."""
+    """An engine that has what is asked of it after `held` seconds."""
 
     weight_version, streams = 0, True
 
-    def __init__(self, seconds: float, tokens: int) -> None:
-        self.seconds, self.tokens = seconds, tokens
-        self.busy, self.made = True, dict[int, Completion]()
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.held, self.made = tokens, 0.0, dict[int, Completion]()
 
     def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
+        self.ready = time.monotonic() + self.held
         for number, request in requests.items():
             # From a half to one and a half of the mean.
             length = random.Random(request.seed).randint(self.tokens // 2, 3 * self.tokens // 2)
@@ -41,10 +43,12 @@ class Drawn:
 
     @property
     def running(self) -> int:
-        return len(self.made) + self.busy
+        return len(self.made)
 
     def poll(self, seconds: float) -> list[tuple[int, Completion]]:
-        time.sleep(min(seconds, self.seconds))
+        time.sleep(min(seconds, max(0.0, self.ready - time.monotonic())))
+        if time.monotonic() < self.ready:
+            return []
         ended, self.made = list(self.made.items()), {}
         return ended
 
@@ -69,13 +73,12 @@ def count(
     traffic: Callable[[], Counter[str]],
     meet: Callable[[], object] = lambda: None,
     *,
-    ticks: int,
     seconds: float,
     responses: int,
     tokens: int,
 ) -> dict[str, Any]:
-    """What this rank sends and gets (`traffic`) in so many ticks of `seconds` in which nothing ends, and in a
-    step: a rollout that ends at once, decided, and its tokens delivered.
+    """What this rank sends and gets (`traffic`) in `seconds` more of a rollout in which nothing ends, and in
+    a step: a rollout that ends at once, decided, and its tokens delivered.
 
     each: ranks of an engine; meet: waits for all ranks; responses: of the batch, each of `tokens` on
     average"""
@@ -92,27 +95,30 @@ def count(
         log=LogConfig(),
         parallel=ParallelConfig(timeout=600),
     )
-    engine, right = Drawn(seconds, tokens), Right()
-    worker = RolloutWorker(config, ranks, engine, right, right)  # type: ignore[arg-type]
-
-    def tick(times: int) -> None:
-        worker.on_leaders(lambda: [worker.tick() for _ in range(times)] and None)
-
-    tick(1)  # connects ranks
-    found: dict[str, Any] = {}
-    before = traffic()
-    tick(ticks)
-    found["ticks"] = dict(traffic() - before)
-    engine.busy = False
+    engine, right = Drawn(tokens), Right()
+    rank = RolloutRank(config, ranks, engine, right, right)  # type: ignore[arg-type]
     chance = random.Random(0)
     requests = [
         GroupRequest(Prompt(i, "", (3,) * PROMPT, ""), [chance.getrandbits(60) for _ in range(GROUP)])
         for i in range(responses // GROUP)
     ]
+
+    def short(held: float) -> Counter[str]:
+        """One response for each engine."""
+        engine.held, before = held, start()
+        each_one = [replace(request, seeds=request.seeds[:1]) for request in requests]
+        rank.generate((each_one * ranks.world)[: ranks.world // each], SamplingParams(2 * tokens))
+        return start() - before
+
+    short(0.0)  # connects ranks
+    at_once, waited = short(0.0), short(seconds)
+    found: dict[str, Any] = {"waiting": {what: waited[what] - at_once[what] for what in waited}}
+    engine.held = 0.0
     before = start()
-    groups = worker.generate(requests, SamplingParams(2 * tokens))
+    groups = rank.generate(requests, SamplingParams(2 * tokens))
     batch = RolloutBatch(1, groups, {}, {}, {}).to_step_batch()
-    found["facts"] = dict(traffic() - before)
+    found["facts"] = dict(start() - before)
+    rank.close()
     order = chance.sample(range(responses), responses)
     shares = [order[d :: layout.dp] for d in range(layout.dp)]
     of_replicas: list[list[int]] = [[] for _ in shares]

@@ -21,13 +21,12 @@ from megarl.config.schema import ParallelConfig
 from megarl.parallel import runtime as parallel
 from megarl.parallel.comm import barrier, gather_objects
 from megarl.parallel.launch import launch, ranks_here
-from megarl.rollout.sampler import TICK
 from tests.scale.counted import traffic
 from tests.scale.drawn import count
 from tests.scale.simulated import summary
 
 IMPORTED_BY = os.getpid()
-TICKS = 5
+WAITED = 12.0  # seconds of a rollout in which nothing ends
 DEFAULTS = ("1", "512", "2000")  # ranks of an engine, responses, tokens
 NEWS = 100_000  # bytes that one rank has to say
 
@@ -37,7 +36,7 @@ def rank(arguments: Sequence[str]) -> int:
     folder, (tp, pp, dp, each, responses, tokens) = Path(arguments[0]), map(int, arguments[1:])
     runtime = parallel.start(ParallelConfig(tp=tp, pp=pp, dp=dp, device="cpu", timeout=120), seed=0)
     counts: dict[str, Any] = {"forked": os.getpid() != IMPORTED_BY, "start": dict(traffic())}
-    sizes = {"ticks": TICKS, "seconds": TICK, "responses": responses, "tokens": tokens}
+    sizes = {"seconds": WAITED, "responses": responses, "tokens": tokens}
     counts |= count(runtime, runtime.layout, each, traffic, partial(barrier, runtime), **sizes)  # type: ignore[arg-type]
     before = traffic()
     assert (
@@ -56,5 +55,5 @@ if __name__ == "__main__":
     code = launch(partial(rank, given), layout, Path(given[0]))
     if not code:
         found = [json.loads((Path(given[0]) / f"{r}.json").read_text()) for r in range(ranks_here(layout))]
-        print(json.dumps(summary(found, int(given[4]), TICKS, int(given[5])), indent=1))
+        print(json.dumps(summary(found, int(given[4]), WAITED, int(given[5])), indent=1))
     sys.exit(code)

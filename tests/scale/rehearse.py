@@ -30,7 +30,7 @@ from megarl.config import dump_config
 from megarl.config.schema import Config
 from megarl.parallel.launch import ranks_here
 from megarl.schedule.watchdog import read_beat
-from tests.scale.idle import TICKS
+from tests.scale.idle import WAITED
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -241,8 +241,8 @@ def row(ranks: int, figures: dict[str, Any]) -> str:
         f"{until(continued, 'rollout'):.0f}",
         each("start", "store_requests"),
         f"{ends[0].get('sockets', 0)} / {statistics.median(end.get('sockets', 0) for end in ends[1:]):.0f}",
-        each("ticks", "messages", TICKS),
-        each("ticks", "bytes", TICKS),
+        each("waiting", "messages", WAITED / 10),
+        each("waiting", "bytes", WAITED / 10),
         f"{sum(end.get('messages', 0) for end in ends) / 2e3:.0f}",
         f"{pretraining['time/step']:.0f}",
         *(

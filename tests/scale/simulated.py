@@ -3,7 +3,8 @@
 
 Ranks are threads. They run the code of parallel/comm.py and parallel/delivery.py as it is; what that asks of
 torch.distributed goes to a group that counts, per rank, messages and bytes of content (no headers, no
-handshakes). A gather is a message from each to the first; a broadcast goes along gloo's binomial tree.
+handshakes). A gather is a message from each to the first; a broadcast goes along gloo's binomial tree. The
+controller's messages go through their sockets, and are counted where they are sent.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from megarl.parallel import comm
 from megarl.parallel.layout import Layout
-from megarl.rollout import sampler
+from megarl.rollout import messages
 from tests.scale import drawn
 
+WAITED = 12.0  # seconds of a rollout in which nothing ends
 LIMIT = 900.0  # seconds that a message may take: a thousand threads share a core
 
 
@@ -112,25 +116,35 @@ class Locked:
 
 
 @contextmanager
-def in_place_of_torch(net: Net, each: int) -> Iterator[None]:
-    """Have comm.py send through the net, in this process."""
+def in_place_of_torch(net: Net) -> Iterator[None]:
+    """Have comm.py send through the net, in this process, and count the controller's messages."""
+    hub, link = messages.Hub.send, messages.Link.send
 
-    def leaders_of(ranks: Any, size: int, timeout: float) -> Any:
-        if size == 1 or ranks.rank % size:
-            return ranks if size == 1 else None
-        members = range(0, ranks.world, size)
-        group = Group(net, "leaders", members, ranks.rank // size)
-        return SimpleNamespace(rank=group.number, world=len(members), cpu_group=group)
+    def count(source: int, target: int, message: messages.Message) -> None:
+        size = len(messages._encode(message))
+        if source != target:
+            net.counts[source].update(messages=1, bytes=size)
+            net.counts[target].update(messages=1, bytes=size, bytes_in=size)
 
-    before = comm.dist, sampler.leaders_of
-    comm.dist, sampler.leaders_of = net, leaders_of  # type: ignore[assignment]
-    try:
+    async def from_hub(self: messages.Hub, number: int, message: messages.Message) -> None:
+        count(0, number, message)
+        await hub(self, number, message)
+
+    async def from_link(self: messages.Link, message: messages.Message) -> None:
+        count(self.number, 0, message)
+        await link(self, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "dist", net)
+        patch.setattr(messages, "address_here", lambda: "127.0.0.1")
+        patch.setattr(messages.Hub, "send", from_hub)
+        patch.setattr(messages.Link, "send", from_link)
         yield
-    finally:
-        comm.dist, sampler.leaders_of = before
 
 
-def simulate(layout: Layout, each: int, responses: int, tokens: int, ticks: int = 5) -> list[dict[str, Any]]:
+def simulate(
+    layout: Layout, each: int, responses: int, tokens: int, waited: float = WAITED
+) -> list[dict[str, Any]]:
     """Each rank's counts; `each` ranks have one engine."""
     net, found = Net(layout.world), [dict[str, Any]() for _ in range(layout.world)]
     barrier = threading.Barrier(layout.world)
@@ -146,12 +160,13 @@ def simulate(layout: Layout, each: int, responses: int, tokens: int, ticks: int 
             barrier.wait(LIMIT)
             return counted
 
-        sizes = {"ticks": ticks, "seconds": 0.0, "responses": responses, "tokens": tokens}
-        found[rank] = drawn.count(ranks, layout, each, traffic, **sizes)  # type: ignore[arg-type]
+        sizes = {"seconds": waited, "responses": responses, "tokens": tokens}
+        meet = partial(barrier.wait, LIMIT)
+        found[rank] = drawn.count(ranks, layout, each, traffic, meet, **sizes)  # type: ignore[arg-type]
 
     threading.stack_size(512 * 1024)
     threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(layout.world)]
-    with in_place_of_torch(net, each):
+    with in_place_of_torch(net):
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -161,22 +176,22 @@ def simulate(layout: Layout, each: int, responses: int, tokens: int, ticks: int 
     return found
 
 
-def summary(found: Sequence[dict[str, Any]], each: int, ticks: int, responses: int) -> dict[str, float]:
+def summary(found: Sequence[dict[str, Any]], each: int, waited: float, responses: int) -> dict[str, float]:
     """The row of docs/scale.md, from each rank's counts."""
     leaders = found[::each]
 
-    def per_tick(ranks: Sequence[dict[str, Any]], what: str) -> float:
-        return statistics.median(rank["ticks"].get(what, 0) / ticks for rank in ranks)
+    def of_waiting(ranks: Sequence[dict[str, Any]], what: str) -> float:
+        return statistics.median(10 * rank["waiting"].get(what, 0) / waited for rank in ranks or found)
 
     facts = statistics.median(rank["facts"].get("bytes_in", 0) for rank in leaders[1:] or leaders)
     return {
         "ranks": len(found),
         "engines": len(leaders),
-        "messages a tick, all ranks": sum(rank["ticks"].get("messages", 0) for rank in found) / 2 / ticks,
-        "messages a tick, rank 0": per_tick(found[:1], "messages"),
-        "messages a tick, a leader": per_tick(leaders[1:], "messages"),
-        "bytes a tick, rank 0": per_tick(found[:1], "bytes"),
-        "bytes a tick, a leader": per_tick(leaders[1:], "bytes"),
+        "messages in 10 s, all ranks": 5 * sum(r["waiting"].get("messages", 0) for r in found) / waited,
+        "messages in 10 s, rank 0": of_waiting(found[:1], "messages"),
+        "messages in 10 s, a leader": of_waiting(leaders[1:], "messages"),
+        "bytes in 10 s, rank 0": of_waiting(found[:1], "bytes"),
+        "bytes in 10 s, a leader": of_waiting(leaders[1:], "bytes"),
         "bytes of facts into a leader, a response": facts / responses,
         "share, bytes": statistics.median(rank["share"] for rank in found),
         "delivery into a rank / share": max(r["delivery"].get("bytes_in", 0) / r["share"] for r in found),
@@ -195,4 +210,4 @@ if __name__ == "__main__":
     tp, pp, dp, group = map(int, sys.argv[1:5])
     many, long = map(int, sys.argv[5:7] or (2048, 500))
     counted = simulate(Layout(tp=tp, pp=pp, dp=dp), group, many, long)
-    print(json.dumps(summary(counted, group, 5, many), indent=1))
+    print(json.dumps(summary(counted, group, WAITED, many), indent=1))

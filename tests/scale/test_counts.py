@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from megarl.parallel.comm import INLINE
 from megarl.parallel.layout import Layout
-from tests.scale.idle import NEWS, TICKS
+from megarl.rollout import messages
+from tests.scale.idle import NEWS, WAITED
 from tests.scale.simulated import simulate, summary
 
 ROOT = Path(__file__).parents[2]
-HEAD = 8 + INLINE  # bytes of a short message
+ALIVE = len(messages._encode(messages.Alive()))
 Counts = dict[str, Any]
 
 
@@ -48,26 +48,25 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int, int]
 
 @pytest.mark.parametrize("each", [1, 4])
 def test_counts_of_simulated_ranks(each: int) -> None:
-    """The same code on 8 and 32 ranks that are threads: what a rank hears in a tick is as long, only leaders
-    say something, and each rank gets its share. (The others hear once of the end.)"""
-    few, many = (
-        simulate(Layout(tp=4, pp=pp, dp=dp), each, responses=128, tokens=600) for pp, dp in ((1, 2), (2, 4))
-    )
+    """The same code on 8 and 32 ranks that are threads: whoever waits says and hears now and then that all is
+    well, and each rank gets its share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "ALIVE", 1.0)
+        few, many = (
+            simulate(Layout(tp=4, pp=pp, dp=dp), each, responses=128, tokens=600, waited=2.5)
+            for pp, dp in ((1, 2), (2, 4))
+        )
     for ranks in (few, many):
-        engines = len(ranks) // each
-        found = summary(ranks, each, 5, 128)
-        end = (each > 1) * (len(ranks) - 1)
-        assert 5 * found["messages a tick, all ranks"] == pytest.approx(5 * 2 * (engines - 1) + end)
-        # Once as they come, and once more with the outcome where that is told to others.
-        assert found["bytes of facts into a leader, a response"] < 100 * (1 + (each > 1))
+        found = summary(ranks, each, 2.5, 128)
+        assert found["bytes of facts into a leader, a response"] < 100
+        for rank in ranks[1:]:
+            assert 2 <= rank["waiting"]["messages"] <= 6
+            assert rank["waiting"]["bytes"] == ALIVE * rank["waiting"]["messages"]
+        assert ranks[0]["waiting"]["messages"] == sum(rank["waiting"]["messages"] for rank in ranks[1:])
         # Each rank's share once, less what it has drawn itself.
         assert all(0 < r["delivery"].get("bytes_in", 0) <= r["share"] for r in ranks)
         assert found["all into a rank / share"] <= 1.2
         assert found["sent by a rank / (share + drawn)"] <= 1
-        for number, r in enumerate(ranks):
-            said = r["ticks"]["bytes"] - r["ticks"]["bytes_in"]
-            assert number % each == 0 or (r["ticks"]["bytes_in"] == HEAD and said % HEAD == 0)
-        assert {r["ticks"]["bytes_in"] for r in ranks[each::each]} == {(5 + (each > 1)) * HEAD}
 
 
 @pytest.mark.slow
@@ -85,10 +84,10 @@ def test_a_rank_says_no_more_among_many(counts: Callable[[int, int, int], list[C
 
     # Requests to the store: a number for each of Megatron's groups, not for each of their members.
     assert largest(many, "start", "store_requests") <= 1.25 * largest(few, "start", "store_requests") <= 200
-    # A tick in which nothing has ended: its own word to rank 0, what rank 0 says to all, and passing that on.
+    # While nothing ends: now and then a word to the controller, and one from it.
     for what in ("messages", "bytes"):
-        assert usual(many, "ticks", what) <= 1.1 * usual(few, "ticks", what) + 8 * TICKS
-    assert usual(many, "ticks", "bytes") / TICKS < 4096
+        assert usual(many, "waiting", what) <= 1.1 * usual(few, "waiting", what) + 8
+    assert usual(many, "waiting", "bytes") / WAITED < 1024
     # A step's batch: each rank gets its replica's share, once, and less than 100 bytes of facts a response.
     for ranks in (few, many):
         assert max(rank["delivery"]["bytes_in"] / rank["share"] for rank in ranks) < 1.01

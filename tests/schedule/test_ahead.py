@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.errors import ConfigError, EngineFailure
+from megarl.config.errors import ConfigError, EngineError, EngineFailure
 from megarl.config.schema import ParallelConfig
 from megarl.parallel.runtime import layout_for
+from megarl.rollout import messages as m
 from megarl.rollout import weight_sync
 from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule import ahead
-from megarl.schedule.ahead import Elsewhere, Words
+from megarl.schedule.ahead import ControllerLink, Elsewhere
 from megarl.weights.transfer import TransferStats
 from tests.schedule.demo import make_warm_model, train
 from tests.schedule.test_profiler import events
@@ -28,48 +31,72 @@ from tests.schedule.test_profiler import events
 ALONE: Any = SimpleNamespace(rank=0, world=1, cpu_group=None)
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_come_in_order_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through real sockets, encrypted, to whoever knows the address; nobody else is let in."""
     monkeypatch.setattr(ahead, "from_rank_0", lambda ranks, value: value)
-
-
-def test_words_come_in_order_and_whole(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "PIECE", 7)
     store = dist.HashStore()
-    here, there = Words(store, "orders"), Words(store, "orders")
-    for word in (("draw", 1), ("sync", list(range(100)))):
-        here.say(ALONE, word, aside=word[0])
-    assert there.hear(ALONE, 0.0) == (("draw", 1), "draw")
-    assert there.hear(ALONE, 0.0) == (("sync", list(range(100))), "sync")
-    assert there.hear(ALONE, 0.0) == (None, None)
-    assert store.num_keys() == 0
+    link = ControllerLink(SimpleNamespace(store=store, **vars(ALONE)))  # type: ignore[arg-type]
+    assert link.hear(0.0) is None  # nobody is there yet
+    context, loop = zmq.asyncio.Context(), asyncio.new_event_loop()
+    run = loop.run_until_complete
+
+    async def listen() -> m.Hub:
+        return m.Hub(context, "127.0.0.1")
+
+    hub = run(listen())
+    store.set(ahead.ADDRESS, msgspec.json.encode(hub.address).decode())
+    assert link.hear(0.2) is None
+    state = {"lengths": list(range(100_000)), "text": "x" * 10_000_000}
+    for order in (m.Draw("train", 1, 0), m.Load(state)):
+        link.send(order)
+    heard: list[Any] = []
+    while len(heard) < 3:
+        heard += run(hub.receive(5.0))
+    assert heard == [(m.TRAINER, order) for order in (m.Report(), m.Draw("train", 1, 0), m.Load(state))]
+    run(hub.send(m.TRAINER, m.Evaluated({"eval/k": 2, "eval/avg": 0.5}, [{"index": 0}])))
+    answer = link.hear(5.0)
+    assert answer == m.Evaluated({"eval/k": 2, "eval/avg": 0.5}, [{"index": 0}])
+    with pytest.raises(EngineError, match="3 bytes that are no message"):
+        m.decoded("engine rank 3", b"abc")
+
+    async def stranger() -> bool:
+        other = m.Link(context, m.Address(hub.address.url, zmq.curve_keypair()[0]), 7)
+        await other.send(m.Alive())
+        found = await hub.receive(0.5)
+        other.close()
+        return bool(found)
+
+    assert not run(stranger())
+    link.close()
+    hub.close()
+    context.destroy(linger=0)
+    loop.close()
 
 
 class Engines:
     """What is told to engines, and their answers: one order is carried out whenever somebody looks."""
 
     def __init__(self) -> None:
-        self.orders: list[tuple[Any, ...]] = []
+        self.orders: list[m.Order] = []
         self.log: list[tuple[Any, ...]] = []
         self.version = -1
 
-    def words(self, store: Any, name: str) -> Any:
-        answers: list[Any] = [(("hello",), {"reports": {}})]
+    def link(self, runtime: Any) -> Any:
+        answers: list[Any] = [m.Reports({})]
 
-        def hear(ranks: Any, seconds: float) -> tuple[Any, Any]:
+        def hear(seconds: float) -> Any:
             if not answers and self.orders:
                 order = self.orders.pop(0)
-                if order[0] == "draw":
-                    self.log.append(("draw", order[2], self.version))
-                    answers.append((("drawn", *order[1:3]), {}))
-            return (answers.pop(0) if answers else None), None
+                if isinstance(order, m.Draw):
+                    self.log.append(("draw", order.number, self.version))
+                    answers.append(m.Drawn(order.stage, order.number, {}, {}, []))
+            return answers.pop(0) if answers else None
 
-        say: Callable[..., None] = lambda ranks, order, aside=None: self.orders.append(order)  # noqa: E731
-        return SimpleNamespace(say=say, hear=hear)
+        return SimpleNamespace(send=self.orders.append, hear=hear)
 
     def sync(self, version: int) -> TransferStats:
         """The engines take part once they come to the order; nothing may stand before it."""
-        assert self.orders == [("sync", version)], "trainers wait in a transfer for engines that still draw"
+        assert self.orders == [m.Sync(version)], "trainers wait in a transfer for engines that still draw"
         self.orders.clear()
         self.version = version
         self.log.append(("sync", version))
@@ -86,13 +113,13 @@ def test_each_step_is_drawn_with_its_own_version(steps_ahead: int, steps: int, d
     )
     runtime: Any = SimpleNamespace(store=dist.HashStore(), **vars(ALONE))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "Words", engines.words)
+        patch.setattr(ahead, "ControllerLink", engines.link)
         patch.setattr(ahead, "from_rank_0", lambda ranks, value: value)
         there = Elsewhere(config, runtime, SimpleNamespace(sync=engines.sync))  # type: ignore[arg-type]
         there.publish(done)
         there.begin(done, None)
         for number in range(done + 1, steps + 1):
-            there._hear(("drawn", "train", number))
+            there._hear(m.Drawn, "train", number)
             for _ in range(data.draw(st.integers(0, 3))):  # phases before the actor's update
                 there.meet(wait=False)
             there.meet(wait=True)  # the weights are about to change

@@ -26,7 +26,8 @@ from megarl.data.prompts import Prompt
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.sampler import GroupRequest, RolloutWorker
+from megarl.rollout.controller import GroupRequest
+from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.rollout.sglang import SGLangEngine
 from tests.parallel import jobs as parallel_jobs
@@ -229,7 +230,7 @@ def rollout(runtime: Runtime, name: str, harm: str = "", most_failures: int = 3)
     """Groups through the whole path of a step. harm: what happens to SGLang's scheduler once it generates."""
     scene = SCENES[name]
     scene.weight_sync.failures, scene.weight_sync.max_failures = 0, most_failures
-    worker = RolloutWorker(
+    rank = RolloutRank(
         scene.config, runtime, scene.engine, Parity(), scene.tokenizer, scene.weight_sync.recover
     )
     asked = [
@@ -243,23 +244,27 @@ def rollout(runtime: Runtime, name: str, harm: str = "", most_failures: int = 3)
         for parameter in scene.actor.model.parameters():
             parameter.data.fill_(float("nan"))
         scene.weight_sync.sync(scene.engine.weight_version + 1)
-    worker.submit(asked, SamplingParams(scene.config.rollout.max_response_tokens))
-    if harm in ("kill", "stop"):
-        scheduler = next(
-            pid for pid in process.children if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
-        os.kill(scheduler, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[harm])
-    error = None
+    submit = scene.engine.submit
+
+    def submit_and_harm(requests: Any, params: SamplingParams) -> None:
+        submit(requests, params)
+        scene.engine.submit = submit  # type: ignore[method-assign]
+        if harm in ("kill", "stop"):
+            scheduler = next(
+                pid for pid in process.children if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            )
+            os.kill(scheduler, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[harm])
+
+    scene.engine.submit = submit_and_harm  # type: ignore[method-assign]
+    error, groups = None, []
     try:
-        while worker.running:
-            worker.tick()
+        groups = rank.generate(asked, SamplingParams(scene.config.rollout.max_response_tokens))
     except (EngineError, EngineFailure) as problem:
         error = problem
+    rank.close()
     return {
         "responses": [
-            (r.body.tokens.tolist(), r.body.logprobs.tolist())
-            for group in worker.take()
-            for r in group.responses
+            (r.body.tokens.tolist(), r.body.logprobs.tolist()) for group in groups for r in group.responses
         ],
         "error": None if error is None else (type(error).__name__, str(error), error.on_every_rank),
         "events": scene.weight_sync.take_events(),

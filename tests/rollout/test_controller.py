@@ -1,5 +1,5 @@
-"""RolloutSampler with a real model on several ranks (threads with a barrier): the same decisions however the
-work is split."""
+"""Rollouts with a real model on several ranks (threads with sockets and a barrier): the same batches however
+the work is split."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from megarl.data.experience import Experience
 from megarl.data.prompts import ProblemSet, Prompt
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import Verdict
-from megarl.rollout import sampler
+from megarl.rollout import engine as engine_module
 from megarl.rollout.batch import Group, RolloutBatch
-from megarl.rollout.sampler import RolloutSampler, RolloutWorker, join_snapshots
+from megarl.rollout.rank import RolloutRank, joined
 from megarl.rollout.sampling import Completion, SamplingParams, response_seed
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.training.batch import loss_weights
 from tests.engines import load_folder
-from tests.rollout.conftest import TINIEST, experience_of, threads
+from tests.rollout.conftest import TINIEST, experience_of, state_of, threads
 from tests.tiny_models import make_tiny_model
 
 
@@ -95,21 +95,28 @@ def config(**sections) -> Config:
 def run_ranks(
     world, settings_: Config, ranks: int, steps: int, act=None, **options
 ) -> list[list[RolloutBatch]]:
-    """The batches of every rank. `act(sampler)` replaces collecting steps."""
+    """The batches of every rank. `act(rank)` replaces collecting steps."""
     engines, tokenizer, prompts = world
-    runtimes = threads(ranks, settings_.rollout.engine_tp)
+    runtimes = threads(ranks)
     results: list[Any] = [None] * ranks
 
     def one(rank: int) -> None:
         torch.set_num_threads(1)
         endless = itertools.cycle(prompts)
         verifier = options.get("verifiers", [OddText()] * ranks)[rank]
-        worker = RolloutWorker(settings_, runtimes[rank], engines[rank], verifier, tokenizer)
-        rollouts = RolloutSampler(worker, lambda n: list(itertools.islice(endless, n)))
+        rollouts = RolloutRank(
+            settings_,
+            runtimes[rank],
+            engines[rank],
+            verifier,
+            tokenizer,
+            draw=lambda n: list(itertools.islice(endless, n)),
+        )
         try:
             results[rank] = act(rollouts) if act else [rollouts.collect(step) for step in range(steps)]
         except Exception as error:  # noqa: BLE001 (the tests look at it)
             results[rank] = error
+        rollouts.close()
 
     running = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
     for thread in running:
@@ -171,7 +178,7 @@ def test_any_split_of_the_work_gives_the_same_run(
     single = settings_.model_copy(update={"rollout": settings_.rollout.model_copy(update={"engine_tp": 1})})
     alone = run_ranks(world, single, 1, steps=3)[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megarl.rollout.sampler.WORD", 0.0)  # those who wait hear of each tick
+        patch.setattr("megarl.rollout.messages.ALIVE", 0.01)  # those who wait hear all the time
         found = run_ranks(world, settings_, ranks, steps=3)
     for batches in found:
         assert [facts(batch) for batch in batches] == [facts(batch) for batch in alone]
@@ -182,7 +189,7 @@ def test_any_split_of_the_work_gives_the_same_run(
 def test_engines_of_different_speeds_give_the_same_run(world, monkeypatch):
     """One of three engines makes a token where the others make several responses: they take what it would
     have come to last, and the batch is the same to the bit as that of one engine."""
-    monkeypatch.setattr(sampler, "TICK", 0.02)
+    monkeypatch.setattr(engine_module, "SLICE", 0.02)
     work = {"prompts": 12, "group_size": 4, "max_response_tokens": 20}
     one_engine = run_ranks(world, config(rollout=work), 1, steps=2)[0]
     alone = [facts(batch) for batch in one_engine]
@@ -218,12 +225,12 @@ def test_the_longest_begin_first(world, monkeypatch):
         lambda own, params: (begun.extend(r.seed for r in own.values()), submit(own, params)),
     )
 
-    def two_epochs(sampler_: RolloutSampler) -> list[RolloutBatch]:
-        first = sampler_.collect(0)
-        state = json.loads(json.dumps(join_snapshots([sampler_.snapshot()])))
-        sampler_.lengths = {}
-        sampler_.load_state_dict(state)
-        return [first, sampler_.collect(1)]
+    def two_epochs(rank: RolloutRank) -> list[RolloutBatch]:
+        first = rank.collect(0)
+        state = state_of(rank)
+        rank.controller.lengths = {}
+        rank.load_state_dict(state)
+        return [first, rank.collect(1)]
 
     first, second = run_ranks(world, settings_, 1, 0, act=two_epochs)[0]
     took = {g.prompt.uid: np.mean([r.length for r in g.responses]) for g in first.groups}
@@ -387,13 +394,13 @@ def test_a_batch_is_build_with_the_columns(world):
 def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world):
     settings_ = config(rollout={"dynamic_sampling": {"enabled": True, "max_batches": 3}})
 
-    def through_json(sampler: RolloutSampler) -> list[RolloutBatch]:
+    def through_json(rank: RolloutRank) -> list[RolloutBatch]:
         batches = []
         for step in range(5):
-            batches.append(sampler.collect(step))
-            state = json.loads(json.dumps(join_snapshots([sampler.snapshot()])))
-            sampler.surplus = []
-            sampler.load_state_dict(state)
+            batches.append(rank.collect(step))
+            state = state_of(rank)
+            rank.controller.surplus = []
+            rank.load_state_dict(state)
         return batches
 
     straight = run_ranks(world, settings_, 1, steps=5)[0]
@@ -409,17 +416,17 @@ def test_a_snapshot_stays_as_it_was_while_the_next_step_is_drawn(world, ranks):
     """A run that is told to leave in a step saves the step before."""
     settings_ = config(rollout={"dynamic_sampling": {"enabled": True, "max_batches": 3}})
 
-    def taken(sampler: RolloutSampler) -> list[tuple[dict[str, Any], Any]]:
+    def taken(rank: RolloutRank) -> list[tuple[dict[str, Any], Any]]:
         shares = []
         for step in range(3):
-            sampler.collect(step)
-            shares.append((sampler.snapshot(), copy.deepcopy(sampler.snapshot())))
+            rank.collect(step)
+            shares.append((rank.snapshot(), copy.deepcopy(rank.snapshot())))
         return shares
 
     by_rank = run_ranks(world, settings_, ranks, steps=0, act=taken)
     surplus = []
     for of_ranks in zip(*by_rank, strict=True):
-        later, at_once = (join_snapshots(shares) for shares in zip(*of_ranks, strict=True))
+        later, at_once = (joined(shares) for shares in zip(*of_ranks, strict=True))
         assert json.dumps(later) == json.dumps(at_once)
         surplus += later["surplus"]
     assert surplus
@@ -437,10 +444,10 @@ def test_a_prompt_drawn_twice_in_a_step_gets_other_responses(world):
 def test_an_error_of_one_rank_is_raised_on_all(world):
     engines, _, _ = world
 
-    def broken(sampler: RolloutSampler) -> None:
-        if sampler.worker.engines.rank == 2:
-            sampler.worker.engine = TransformersEngine(engines[2].folder)  # never started
-        sampler.collect(0)
+    def broken(rank: RolloutRank) -> None:
+        if rank.ranks.rank == 2:
+            rank.worker.engine = TransformersEngine(engines[2].folder)  # never started
+        rank.collect(0)
 
     errors = run_ranks(world, config(), 3, steps=0, act=broken)
     assert [type(e) for e in errors] == [EngineError] * 3 and all("not started" in str(e) for e in errors)
@@ -508,9 +515,11 @@ def test_data_sources_have_figures_of_their_own(world):
     assert plain == {key: value for key, value in stats.items() if key.count("/") == 1}
 
     model, *_ = world
-    for batch in [run[0] for run in run_ranks((model, tokenizer, named), config(), 2, steps=1)]:
+    batches = [run[0] for run in run_ranks((model, tokenizer, named), config(), 2, steps=1)]
+    for batch in batches:
         for name, source in (("gsm_8k", "gsm 8k"), ("aime", "aime")):
-            own = [r for g in batch.groups if g.prompt.source == source for r in g.responses]
+            # The controller's rank alone knows all of a prompt.
+            own = [r for g in batches[0].groups if g.prompt.source == source for r in g.responses]
             assert batch.stats[f"source/{name}/responses"] == len(own)
             if own:
                 accuracy, length = (

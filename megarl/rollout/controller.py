@@ -1,0 +1,379 @@
+"""The controller of rollouts: the only place that decides what is drawn, where, what is accepted, and when it
+is enough. It runs on the first rank that has an engine, beside that rank's worker (worker.py), and talks to
+all workers by messages (messages.py)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megarl.config import errors
+from megarl.config.errors import ConfigError, EngineError, WaitTimeout
+from megarl.config.schema import Config
+from megarl.data.prompts import Prompt
+from megarl.rollout import messages as m
+from megarl.rollout.balance import share_out
+from megarl.rollout.batch import Body, Group, Response, RolloutBatch, response_stats, source_stats
+from megarl.rollout.collector import GroupCollector
+from megarl.rollout.sampling import SamplingParams, response_seed
+
+
+@dataclass
+class GroupRequest:
+    """A prompt, and a seed for each of its responses.
+
+    expected  tokens of a response, which says who begins first; 0 where nothing is known
+    first     the number of its first response, where an earlier rollout has given them numbers
+    holders   by response, the engine on whose leader lies what an earlier rollout began; None: nothing"""
+
+    prompt: Prompt
+    seeds: Sequence[int]
+    expected: float = 0.0
+    first: int | None = None
+    holders: Sequence[int | None] = ()
+
+
+class Controller:
+    """Decides, from what workers say.
+
+    streams   see RolloutEngine: prompts are drawn ahead as long as groups are missing. Once there are enough,
+              what still runs is aborted: its prompts come first in the next step, with
+              `rollout.continue_partial` together with what was written
+    engines   how many there are; each: ranks of one
+    draw      the next n prompts of the training data
+    surplus, returned, lengths   what a step leaves to the next: accepted groups; prompts that were drawn and
+              not used; by prompt, the mean of its newest group's responses, tokens
+    moved, idle   of the present rollout: responses that another engine took than the one whose they were;
+              seconds in which an engine had nothing to do while another had, the mean over engines
+    orders    of the trainers, that are yet to be carried out
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        hub: m.Hub,
+        ranks: int,
+        streams: bool,
+        draw: Callable[[int], Sequence[Prompt]],
+    ) -> None:
+        self.config, self.hub, self.streams, self.draw = config, hub, streams, draw
+        self.each = config.rollout.engine_tp
+        self.engines = ranks // self.each
+        self.surplus: list[Group] = []
+        self.returned: list[GroupRequest] = []
+        self.lengths: dict[int, float] = {}
+        self.orders: list[m.Order] = []
+        self.count = 1  # the number of the next response
+        self._reset()
+
+    def _reset(self) -> None:
+        self.moved, self.idle, self.version = 0, 0.0, -1
+        self._params, self._terms = SamplingParams(0), True
+        # By the number of the first response, in the order of the prompts, until the group is taken.
+        self._requests: dict[int, GroupRequest] = {}
+        self._arrived: dict[int, Response] = {}
+        # The responses that wait, by the engine whose they are, and of each the request and its index; the
+        # engine of each that runs, and of each that was given to one; by engine, how many have ended, and
+        # have just ended.
+        self._waiting: list[list[int]] = [[] for _ in range(self.engines)]
+        self._rows: dict[int, tuple[GroupRequest, int]] = {}
+        self._running: dict[int, int] = {}
+        self._given: dict[int, int] = {}
+        self._ended, self._just_ended = [0] * self.engines, [0] * self.engines
+        self._busy = [0.0] * self.engines
+        self._answers: list[m.Aborted | m.Bodies] = []  # to what was asked last
+        self._aborting = False
+        self._failures: dict[int, str] = {}  # of engines, by the rank that met it
+        self.hub.expect()
+
+    async def collect(self, step: int) -> RolloutBatch:
+        """Collect `rollout.prompts` groups for a step. reward/*, response/* and reflection/* count all
+        responses of this step, whether their groups were accepted or not, so that dynamic sampling does not
+        hide the policy's accuracy.
+
+        Raises DataError at the limit of generation batches where the configuration says so, and what engines
+        and verifiers raise."""
+        self._reset()
+        rollout = self.config.rollout
+        # In value pretraining (steps below 0) no policy is trained that could use the engine's routing.
+        routing = rollout.routing_replay and step > 0
+        drawn_as = rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop
+        self._params = SamplingParams(rollout.max_response_tokens, *drawn_as, routing=routing)
+        collector = GroupCollector(rollout.prompts, rollout.dynamic_sampling, self.surplus)
+        drawn: Counter[int] = Counter()
+
+        def draw_next() -> list[GroupRequest]:
+            running = sum(group is None for group in map(self._group, self._requests))
+            ahead = [group for group in map(self._group, self._requests) if group is not None]
+            n = collector.refill(ahead, running) if self.streams else collector.next_batch()
+            return self._draw(n, step, drawn)
+
+        while requests := draw_next():
+            await self._submit(requests)
+            while self._requests:
+                await self._hear()
+                while groups := self._take(collector.missing if self.streams else None):
+                    collector.offer(groups)  # of which some may be rejected: then there is more to take
+                if self.streams and not collector.missing:
+                    self.returned = await self._abort() + self.returned
+                elif self.streams:
+                    await self._submit(draw_next())
+        for group in collector.offered:
+            lengths = [r.length for r in group.responses]
+            self.lengths[group.prompt.uid] = sum(lengths) / len(lengths)
+        groups, self.surplus = collector.result()
+        # Nothing was offered where the surplus of the step before was enough.
+        counted = collector.offered or groups
+        responses = [r for group in counted for r in group.responses]
+        problems = Counter(r.error for r in responses if r.error is not None)
+        unjudged = [r.error for r in responses if not r.judged]
+        if len(unjudged) > self.config.reward.max_unjudged * len(responses):
+            share = f"{len(unjudged)} of {len(responses)} responses of a step were not judged"
+            limit = f"more than {self.config.reward.max_unjudged:g} of them"
+            raise ConfigError(f"reward.max_unjudged: {share}, {limit}: {unjudged[0]}")
+        stats = {
+            **collector.stats(),
+            **response_stats(responses),
+            **source_stats(counted),
+            "rollout/moved": self.moved,
+        }
+        return RolloutBatch(step, groups, stats, {}, dict(problems))
+
+    def _draw(self, prompts: int, step: int, drawn: Counter[int]) -> list[GroupRequest]:
+        """Return requests for the next prompts: first those that an earlier step returned. A prompt drawn
+        again in one step gets further seeds."""
+        requests, self.returned = self.returned[:prompts], self.returned[prompts:]
+        if len(requests) < prompts:
+            requests += [GroupRequest(prompt, ()) for prompt in self.draw(prompts - len(requests))]
+        size = self.config.rollout.group_size
+        for i, request in enumerate(requests):
+            uid, seeds = request.prompt.uid, request.seeds
+            if request.first is None:
+                first = drawn[uid] * size
+                seeds = [response_seed(self.config.seed, step, uid, first + j) for j in range(size)]
+            requests[i] = replace(request, seeds=seeds, expected=self.lengths.get(uid, 0.0))
+            drawn[uid] += 1
+        return requests
+
+    async def generate(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[Group]:
+        """Return one group per request, in their order, without the terms of the reward."""
+        self._reset()
+        self._params, self._terms = params, False
+        await self._submit(requests)
+        while not all(map(self._group, self._requests)):
+            await self._hear()
+        return self._take(None)
+
+    async def _submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Let the responses wait for an engine, and begin those that can. Ordered by prompt, they are cut
+        into equal stretches, one for each engine, so that a prompt is prefilled on one engine or on
+        neighbours; in a stretch the longest expected come first. What an earlier rollout began goes on where
+        it lies."""
+        rows: list[tuple[int, GroupRequest, int]] = []
+        held: list[list[tuple[int, GroupRequest, int]]] = [[] for _ in self._waiting]
+        for request in requests:
+            if request.first is None:
+                request = replace(request, first=self.count)
+                self.count += len(request.seeds)
+            assert request.first is not None
+            self._requests[request.first] = request
+            for i, holder in enumerate(request.holders or [None] * len(request.seeds)):
+                if holder is None:
+                    rows.append((request.first + i, request, i))
+                else:
+                    held[holder].append((request.first + i, request, i))
+        for engine, waiting in enumerate(self._waiting):
+            part = rows[engine * len(rows) // self.engines : (engine + 1) * len(rows) // self.engines]
+            self._rows |= {number: (request, i) for number, request, i in part}
+            waiting += [number for number, *_ in sorted(part, key=lambda row: -row[1].expected)]
+        await self._begin(held)
+
+    async def _begin(self, begun: Sequence[list[tuple[int, GroupRequest, int]]]) -> None:
+        """Give responses that wait to engines that have room, beside those that are `begun` by engine. An
+        engine may have `rollout.in_flight` at once, and as many more as it has just ended, so that it does
+        not run dry before it hears of the next."""
+        at_once = self.config.rollout.in_flight
+        most = float(self.config.rollout.max_batch if at_once is None else at_once)
+        if not most or self.engines == 1:
+            most = math.inf
+        for engine, rows in enumerate(begun):
+            self._running |= {number: engine for number, *_ in rows}
+        running = [0] * self.engines
+        for engine in self._running.values():
+            running[engine] += 1
+        limits = [most + just for just in self._just_ended]
+        shared = share_out(self._waiting, running, limits, self._ended) if self._rows else [()] * self.engines
+        for engine, (rows, given) in enumerate(zip(begun, shared, strict=True)):
+            self.moved += len(set(given).difference(self._waiting[engine]))
+            rows = rows + [(number, *self._rows.pop(number)) for number in given]
+            if not rows:
+                continue
+            self._running |= {number: engine for number, *_ in rows}
+            self._given |= {number: engine for number, *_ in rows}
+            places: dict[int, int] = {}  # of questions in the message, by the first number of their request
+            questions: list[m.Question] = []
+            work: list[m.Work] = []
+            for number, request, i in rows:
+                first = number - i
+                if first not in places:
+                    places[first] = len(questions)
+                    questions.append(m.Question.of(request.prompt))
+                work.append(m.Work(number, places[first], i, request.seeds[i]))
+            await self._tell(engine, m.Begin(self._params, self._terms, questions, work))
+        if any(shared):
+            self._waiting = [[number for number in those if number in self._rows] for those in self._waiting]
+
+    async def _tell(self, engine: int, message: m.Message) -> None:
+        await self.hub.send(engine * self.each, message)
+
+    async def _hear(self) -> None:
+        """Take what has arrived, or wait for it: facts, failures of engines, from which all ranks with
+        engines recover together, and answers. Then give engines with room more to do. Raises the error of any
+        rank."""
+        said = await self.hub.receive(m.ALIVE)
+        self._just_ended = [0] * self.engines
+        for rank, message in said:
+            engine = rank // self.each
+            match message:
+                case m.Ended(version, facts, busy):
+                    if self.version not in (-1, version):
+                        versions = sorted((self.version, version))
+                        different = f"the ranks' engines have different weight versions: {versions}"
+                        raise EngineError(f"rollout: {different}")
+                    self.version = version
+                    self._just_ended[engine] += len(facts)
+                    self._ended[engine] += len(facts)
+                    self._busy[engine] = busy
+                    for fact in facts:
+                        self._arrived[fact.number] = fact.response()
+                        self._running.pop(fact.number, None)
+                case m.Failed("EngineFailure", text):
+                    self._failures[rank] = text
+                case m.Failed(error, text):
+                    raise getattr(errors, error, EngineError)(text)
+                case m.Aborted() | m.Bodies():
+                    self._answers.append(message)
+                case _ if isinstance(message, m.ORDERS):
+                    self.orders.append(message)
+        self.idle = max(self._busy) - sum(self._busy) / self.engines
+        await self.hub.keep_alive()
+        if (silent := self.hub.silent(self.config.parallel.timeout)) is not None:
+            raise WaitTimeout(self._silence(silent))
+        if self._aborting:
+            return
+        await self._recover()
+        if said:
+            await self._begin([[] for _ in self._waiting])
+
+    async def _recover(self) -> None:
+        """Have all ranks with engines start those again that have failed."""
+        failures, self._failures = sorted(self._failures.items()), {}
+        if failures:
+            await self.hub.send_all(m.Recover(failures))
+
+    def _silence(self, rank: int) -> str:
+        """Return what there is to say of a rank that says nothing."""
+        limit = f"has said nothing for {self.config.parallel.timeout:g} s (parallel.timeout)"
+        for number, engine in self._running.items():
+            if engine == rank // self.each:
+                first = max(n for n in (*self._requests, number) if n <= number)
+                uid = self._requests[first].prompt.uid if first in self._requests else "an earlier step"
+                what = f"its oldest response is number {number - first} to prompt {uid}, turn 0"
+                return f"rollout: {m.name_of(rank)} {limit}; {what}"
+        return f"rollout: {m.name_of(rank)} {limit}; it has no response to draw"
+
+    def _group(self, first: int) -> Group | None:
+        """Return the group whose responses begin with number `first`; None while one of them is missing."""
+        request = self._requests[first]
+        numbers = range(first, first + len(request.seeds))
+        if not all(number in self._arrived for number in numbers):
+            return None
+        return Group(request.prompt, [self._arrived[number] for number in numbers], self.version)
+
+    def _take(self, most: int | None) -> list[Group]:
+        """Return, once, the groups up to the first that is not complete, at most `most`."""
+        groups: list[Group] = []
+        while self._requests and (most is None or len(groups) < most):
+            first = next(iter(self._requests))
+            group = self._group(first)
+            if group is None:
+                break
+            groups.append(group)
+            del self._requests[first]
+        return groups
+
+    async def _ask(self, questions: Mapping[int, m.Message]) -> list[m.Aborted | m.Bodies]:
+        """Return the answers of engines' leaders to what each is asked."""
+        self._answers = []
+        for engine, question in questions.items():
+            await self._tell(engine, question)
+        while len(self._answers) < len(questions):
+            await self._hear()
+        return self._answers
+
+    async def _abort(self) -> list[GroupRequest]:
+        """End what runs; return the requests that were not taken, in their order, with
+        `rollout.continue_partial` to go on where they are."""
+        keep, self._aborting = self.config.rollout.continue_partial, True
+        wanted: dict[int, list[int]] = {engine: [] for engine in self._running.values()}
+        for first, request in self._requests.items() if keep else ():
+            for number in range(first, first + len(request.seeds)):
+                if number in self._given:
+                    wanted.setdefault(self._given[number], []).append(number)
+        answers = await self._ask({engine: m.Abort(numbers) for engine, numbers in wanted.items()})
+        held = {number for answer in answers if isinstance(answer, m.Aborted) for number in answer.held}
+        self._aborting = False
+        await self._recover()
+        returned = []
+        for first, request in self._requests.items():
+            if not keep:
+                returned.append(GroupRequest(request.prompt, request.seeds))
+                continue
+            numbers = range(first, first + len(request.seeds))
+            holders = [self._given[number] if number in held else None for number in numbers]
+            returned.append(GroupRequest(request.prompt, request.seeds, first=first, holders=holders))
+        self._requests.clear()
+        self._running.clear()
+        return returned
+
+    async def fetch(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups with all their bodies."""
+        wanted: dict[int, list[int]] = {}
+        for response in (r for group in groups for r in group.responses):
+            wanted.setdefault(response.owner // self.each, []).append(response.number)
+        answers = await self._ask({engine: m.Fetch(numbers) for engine, numbers in wanted.items()})
+        contents = [c for answer in answers if isinstance(answer, m.Bodies) for c in answer.contents]
+        bodies = {content.number: content.body for content in contents}
+        return [with_bodies(group, bodies) for group in groups]
+
+    async def end(self, groups: Sequence[Group]) -> None:
+        """Tell all ranks that the rollout has ended, and what they are to keep: the bodies of `groups` and of
+        what the next step needs."""
+        keep: dict[int, list[int]] = {}
+        for response in (r for group in (*groups, *self.surplus) for r in group.responses):
+            keep.setdefault(response.owner, []).append(response.number)
+        for request in self.returned:
+            for i, holder in enumerate(request.holders):
+                if holder is not None and request.first is not None:
+                    keep.setdefault(holder * self.each, []).append(request.first + i)
+        for rank in range(self.engines * self.each):
+            await self.hub.send(rank, m.End(keep.get(rank, [])))
+
+    async def next_order(self, seconds: float) -> m.Order | None:
+        """Return the trainers' next order, within `seconds`, and pass it on to the other ranks."""
+        if not self.orders:
+            said = await self.hub.receive(seconds)
+            self.orders += [message for _, message in said if isinstance(message, m.ORDERS)]
+        if not self.orders:
+            return None
+        order = self.orders.pop(0)
+        for rank in range(1, self.engines * self.each):
+            await self.hub.send(rank, order)
+        return order
+
+
+def with_bodies(group: Group, bodies: Mapping[int, Body]) -> Group:
+    """Return a group with those of its bodies, by the number of their response, that are in `bodies`."""
+    return replace(group, responses=[replace(r, body=bodies.get(r.number)) for r in group.responses])

@@ -1,0 +1,462 @@
+"""The messages of a rollout, and the sockets that carry them: between the controller and every rank that has
+an engine, and the trainers where they are other ranks. docs/design.md shows who says what to whom.
+
+A message is a msgpack array, checked against its class when it arrives. Numbers of responses are the
+controller's, and no two responses have the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from megarl.config.errors import EngineError, WaitTimeout
+from megarl.data.prompts import Prompt, ReadReport
+from megarl.rollout.batch import Body, Response
+from megarl.rollout.sampling import SamplingParams
+
+TRAINER = -1  # the first trainer's number, where trainers are other ranks; ranks with engines count from 0
+ALIVE = 10.0  # seconds without a word to somebody after which it is told that nothing else is the matter
+LINGER = 5000  # milliseconds that a closed socket has for what it has not sent yet
+_DOOR = "inproc://controller"
+
+
+class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
+    """What one side tells the other."""
+
+
+class Question(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What a rank must know of a prompt. tokens: int32; entry: as in Prompt"""
+
+    uid: int
+    tokens: bytes
+    answer: str
+    entry: str
+
+    @staticmethod
+    def of(prompt: Prompt) -> Question:
+        """Return what is sent of a prompt."""
+        return Question(prompt.uid, pack(prompt.tokens, np.int32), prompt.answer, prompt.entry)
+
+    @property
+    def prompt(self) -> Prompt:
+        """Return the prompt, as far as it was sent."""
+        tokens = tuple(np.frombuffer(self.tokens, np.int32).tolist())
+        return Prompt(self.uid, "", tokens, self.answer, entry=self.entry)
+
+
+class Work(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """One response to be drawn. question: its place in the message; index: its place in the group. What an
+    earlier step began lies on the rank, under the same number, and goes on."""
+
+    number: int
+    question: int
+    index: int
+    seed: int
+
+
+class Facts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A verified response without its body, see Response."""
+
+    number: int
+    owner: int
+    length: int
+    finish: str
+    correct: bool
+    extracted: str | None
+    error: str | None
+    reward: float
+    penalty: float
+    score: float | None
+    terms: dict[str, float]
+    judged: bool
+    reflects: bool | None
+    oldest: int | None
+    routed: tuple[str, tuple[int, ...]] | None
+
+    @staticmethod
+    def of(response: Response) -> Facts:
+        """Return the facts of a response."""
+        return Facts(**{name: getattr(response, name) for name in Facts.__struct_fields__})
+
+    def response(self, body: Body | None = None) -> Response:
+        """Return the response that these are the facts of."""
+        return Response(body, **msgspec.structs.asdict(self))
+
+
+class Content(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The body of a response, see Body."""
+
+    number: int
+    tokens: bytes
+    logprobs: bytes
+    versions: bytes | None
+    routing: tuple[str, tuple[int, ...], bytes] | None
+
+    @staticmethod
+    def of(number: int, body: Body) -> Content:
+        """Return what is sent of a body."""
+        routing, versions = body.routing, body.versions
+        return Content(
+            number,
+            body.tokens.tobytes(),
+            body.logprobs.tobytes(),
+            None if versions is None else versions.tobytes(),
+            None if routing is None else (str(routing.dtype), routing.shape, routing.tobytes()),
+        )
+
+    @property
+    def body(self) -> Body:
+        """Return the body."""
+        versions = None if self.versions is None else np.frombuffer(self.versions, np.int32)
+        routing = None
+        if self.routing is not None:
+            kind, shape, data = self.routing
+            routing = np.frombuffer(data, kind).reshape(shape)
+        tokens, logprobs = np.frombuffer(self.tokens, np.int32), np.frombuffer(self.logprobs, np.float32)
+        return Body(tokens, logprobs, versions, routing)
+
+
+# Either way.
+
+
+class Alive(Message):
+    """Nothing new."""
+
+
+# The controller to a rank with an engine.
+
+
+class Begin(Message):
+    """Draw these responses beside those that you draw. terms: whether the reward's terms are wanted too."""
+
+    params: SamplingParams
+    terms: bool
+    questions: list[Question]
+    work: list[Work]
+
+
+class Abort(Message):
+    """End what runs. Of these responses, keep what there is: they go on in a later rollout."""
+
+    numbers: list[int]
+
+
+class Fetch(Message):
+    """Send the bodies of these responses."""
+
+    numbers: list[int]
+
+
+class Recover(Message):
+    """Start engines again, together with all ranks that have any. failures: of each, (rank, why)."""
+
+    failures: list[tuple[int, str]]
+
+
+class End(Message):
+    """The rollout has ended: come for what came of it. keep: the responses whose bodies are still wanted."""
+
+    keep: list[int]
+
+
+# A rank with an engine to the controller.
+
+
+class Hello(Message):
+    """Here is this rank (or the trainers)."""
+
+
+class Ended(Message):
+    """These responses have ended and are verified. version: of the engine's weights; busy: seconds in which
+    the engine had something to do since the rollout began."""
+
+    version: int
+    facts: list[Facts]
+    busy: float
+
+
+class Failed(Message):
+    """The rank has met an error: the name of its class, and its text."""
+
+    error: str
+    text: str
+
+
+class Aborted(Message):
+    """Nothing runs any more. held: the responses of `Abort` of which there is something."""
+
+    held: list[int]
+
+
+class Bodies(Message):
+    """What `Fetch` wanted."""
+
+    contents: list[Content]
+
+
+# The trainers to the controller, which passes them on to all ranks with engines; one is carried out after the
+# other. And what it answers.
+
+
+class Report(Message):
+    """Say what was read of the data files."""
+
+
+class Sync(Message):
+    """Take part in the transfer of the actor's weights as this version."""
+
+    version: int
+
+
+class Draw(Message):
+    """Draw the responses of a step. done: the step up to which batches are needed no more."""
+
+    stage: str
+    number: int
+    done: int
+
+
+class Take(Message):
+    """A checkpoint has the batch of a step already, in this folder."""
+
+    source: str
+    number: int
+
+
+class Continue(Message):
+    """Forget what was recorded after a step; 0: all."""
+
+    step: int
+    stage: str
+
+
+class Load(Message):
+    """Continue from what a snapshot gave."""
+
+    state: dict[str, Any]
+
+
+class Evaluate(Message):
+    """Answer the held-out problems that are due after a step."""
+
+    step: int
+
+
+class Leave(Message):
+    """The run has ended."""
+
+
+class Reports(Message):
+    """What was read of the data files."""
+
+    reports: dict[str, ReadReport]
+
+
+class Drawn(Message):
+    """The batch of a step is in its folder."""
+
+    stage: str
+    number: int
+    metrics: dict[str, int | float]
+    errors: dict[str, int]
+    events: list[str]
+
+
+class Evaluated(Message):
+    """The scores, and every answer."""
+
+    stats: dict[str, int | float]
+    answers: list[dict[str, Any]]
+
+
+ORDERS = (Report, Sync, Draw, Take, Continue, Load, Evaluate, Leave)
+Order = Report | Sync | Draw | Take | Continue | Load | Evaluate | Leave
+_encode = msgspec.msgpack.Encoder(enc_hook=str).encode  # a prompt's extra columns may be of any type
+_decode = msgspec.msgpack.Decoder(
+    Order | Alive | Begin | Abort | Fetch | Recover | End | Hello | Ended | Failed | Aborted | Bodies
+    | Reports | Drawn | Evaluated
+).decode  # fmt: skip
+
+
+def pack(numbers: Iterable[float], kind: Any) -> bytes:
+    """Return numbers as bytes."""
+    return np.array(numbers, dtype=kind).tobytes()
+
+
+def decoded(sender: str, data: bytes) -> Message:
+    """Return the message. Raises EngineError where it is none."""
+    try:
+        message: Message = _decode(data)
+    except (msgspec.MsgspecError, ValueError) as error:
+        what = f"rollout: {sender} has sent {len(data)} bytes that are no message"
+        raise EngineError(f"{what}: {error} (all ranks must run one version of megarl)") from None
+    return message
+
+
+class Address(msgspec.Struct):
+    """Where the controller is, and its public CURVE key, which nobody but the job's ranks gets to know: who
+    has it not cannot connect. "": only ranks in the controller's own process connect."""
+
+    url: str
+    key: bytes
+
+
+class _Incoming:
+    """What arrives at a socket; a wait that is given up loses nothing."""
+
+    def __init__(self, one: zmq.asyncio.Socket) -> None:
+        self.socket = one
+        self._next: asyncio.Future[list[bytes]] | None = None
+
+    async def wait(self, seconds: float) -> list[bytes] | None:
+        """Return the next message; None where there is none within `seconds`."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(self.socket.recv_multipart())
+        done, _ = await asyncio.wait({self._next}, timeout=seconds)
+        if not done:
+            return None
+        found, self._next = self._next.result(), None
+        return found
+
+    def close(self) -> None:
+        """Close the socket, once what was sent is gone or LINGER is over."""
+        if self._next is not None:
+            self._next.cancel()
+        self.socket.close()
+
+
+class Hub:
+    """The controller's end of all connections.
+
+    heard  by number, when somebody last said something"""
+
+    def __init__(self, context: zmq.asyncio.Context, host: str) -> None:
+        """Listen on an address of this machine; "": in this process alone."""
+        self.socket = context.socket(zmq.ROUTER)
+        _set(self.socket, zmq.ROUTER_MANDATORY, 1)
+        self.socket.bind(_DOOR)
+        self.address = Address("", b"")
+        if host:
+            public, secret = zmq.curve_keypair()
+            _set(self.socket, zmq.CURVE_SERVER, 1, zmq.CURVE_SECRETKEY, secret, zmq.IPV6, int(":" in host))
+            self.socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+            url = bytes(self.socket.last_endpoint).rstrip(b"\0").decode()  # type: ignore[arg-type]
+            self.address = Address(url, public)
+        self._incoming = _Incoming(self.socket)
+        self.heard: dict[int, float] = {}
+        self._told: dict[int, float] = {}
+
+    async def send(self, number: int, message: Message) -> None:
+        """Send a message; never waits for it to be read."""
+        self._told[number] = time.monotonic()
+        try:
+            await self.socket.send_multipart([str(number).encode(), _encode(message)])
+        except zmq.ZMQError as error:
+            raise WaitTimeout(f"rollout: {name_of(number)} cannot be reached any more: {error}") from None
+
+    async def send_all(self, message: Message) -> None:
+        """Send a message to every rank with an engine."""
+        for number in [number for number in self.heard if number != TRAINER]:
+            await self.send(number, message)
+
+    async def receive(self, seconds: float) -> list[tuple[int, Message]]:
+        """Return what has arrived, from whom; wait at most `seconds` for the first."""
+        found: list[tuple[int, Message]] = []
+        while (parts := await self._incoming.wait(0.0 if found else seconds)) is not None:
+            sender, data = parts
+            number = int(sender)
+            self.heard[number] = time.monotonic()
+            found.append((number, decoded(name_of(number), data)))
+        return found
+
+    async def meet(self, ranks: int, limit: float) -> None:
+        """Wait until so many ranks with engines have said hello. Raises WaitTimeout after `limit` seconds."""
+        end = time.monotonic() + limit
+        while missing := set(range(ranks)) - self.heard.keys():
+            if time.monotonic() > end:
+                raise WaitTimeout(f"rollout: {name_of(min(missing))} has not connected within {limit:g} s")
+            await self.receive(1.0)
+
+    def expect(self) -> None:
+        """Begin to count the seconds of silence of all ranks with engines now."""
+        for number in self.heard:
+            self.heard[number] = time.monotonic()
+
+    async def keep_alive(self) -> None:
+        """Tell those to whom nothing was said for a while that all is well."""
+        for number in list(self.heard):
+            if number != TRAINER and time.monotonic() - self._told.get(number, 0.0) > ALIVE:
+                await self.send(number, Alive())
+
+    def silent(self, limit: float) -> int | None:
+        """Return a rank that has said nothing for more than `limit` seconds."""
+        late = [n for n, at in self.heard.items() if n != TRAINER and time.monotonic() - at > limit]
+        return min(late, default=None)
+
+    def close(self) -> None:
+        self._incoming.close()
+
+
+class Link:
+    """Everybody else's end of the connection to the controller."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, address: Address, number: int, *, here: bool = False
+    ) -> None:
+        """Connect. here: from within the controller's own process."""
+        self.number, self.here = number, here
+        self.socket = context.socket(zmq.DEALER)
+        _set(self.socket, zmq.IDENTITY, str(number).encode())
+        if not here:
+            public, secret = zmq.curve_keypair()
+            _set(self.socket, zmq.CURVE_SERVERKEY, address.key, zmq.CURVE_PUBLICKEY, public)
+            _set(self.socket, zmq.CURVE_SECRETKEY, secret, zmq.IPV6, int("[" in address.url))
+        self.socket.connect(_DOOR if here else address.url)
+        self._incoming = _Incoming(self.socket)
+        self.told = time.monotonic()
+
+    async def send(self, message: Message) -> None:
+        """Send a message; never waits for it to be read."""
+        self.told = time.monotonic()
+        await self.socket.send(_encode(message))
+
+    async def receive(self, seconds: float) -> Message | None:
+        """Return the next message; None where there is none within `seconds`."""
+        parts = await self._incoming.wait(seconds)
+        return None if parts is None else decoded("the controller", parts[0])
+
+    def close(self) -> None:
+        self._incoming.close()
+
+
+def name_of(number: int) -> str:
+    """Return who has a number, for messages."""
+    return "the first trainer" if number == TRAINER else f"engine rank {number}"
+
+
+def address_here() -> str:
+    """Return the address of this machine that the job's other machines know; "" for a job of one process."""
+    master, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "1")
+    if not master or os.environ.get("WORLD_SIZE", "1") == "1":
+        return ""
+    family, *_, there = socket.getaddrinfo(master, int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as one:  # sends nothing: the kernel says which way it would
+        one.connect(there)
+        return str(one.getsockname()[0])
+
+
+def _set(one: zmq.asyncio.Socket, *options: Any) -> None:
+    """Set options of a socket, and those that all have: no message waits for another one to be read."""
+    common = (zmq.SNDHWM, 0, zmq.RCVHWM, 0, zmq.LINGER, LINGER)
+    for option, value in zip((*options, *common)[::2], (*options, *common)[1::2], strict=True):
+        one.setsockopt(option, value)

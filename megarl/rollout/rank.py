@@ -1,0 +1,337 @@
+"""Rollouts as a rank with an engine calls them: all such ranks call the same methods in the same order, and
+get the same facts. Inside, the first of them decides (controller.py), and each does its part (worker.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import zmq.asyncio
+
+from megarl.config.errors import DataError, MegarlError
+from megarl.config.schema import Config
+from megarl.data.prompts import ProblemSet, Prompt
+from megarl.observe.run_log import Sample
+from megarl.parallel.comm import from_rank_0
+from megarl.parallel.runtime import Ranks
+from megarl.rollout import messages as m
+from megarl.rollout.batch import (
+    EvaluationResult,
+    Group,
+    RolloutBatch,
+    prompt_from_state,
+    prompt_state,
+    routing_from_state,
+    routing_state,
+)
+from megarl.rollout.controller import Controller, GroupRequest, with_bodies
+from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.sampling import Completion, SamplingParams, evaluation_seed
+from megarl.rollout.weight_sync import Failures
+from megarl.rollout.worker import Worker
+
+if TYPE_CHECKING:
+    from megarl.rewards.pool import VerifierPool
+
+
+class GroupFacts(msgspec.Struct, array_like=True):
+    """A group without bodies. tokens: of its prompt, int32; empty where all ranks have the prompt"""
+
+    uid: int
+    tokens: bytes
+    version: int
+    facts: list[m.Facts]
+
+
+class Outcome(msgspec.Struct, array_like=True):
+    """What all ranks hear of a rollout once it has ended."""
+
+    groups: list[GroupFacts]
+    stats: dict[str, int | float]
+    errors: dict[str, int]
+    seconds: dict[str, float]  # of the controller's rank
+    moved: int
+    idle: float
+
+
+def raise_failure(failures: Failures) -> None:
+    """Raise the first failure, as engines cannot be started again: the default of `recover`."""
+    raise next(filter(None, failures))
+
+
+class RolloutRank:
+    """One rank's part in rollouts.
+
+    ranks    those that have engines
+    recover  brings engines that failed back, see WeightSync; called on all of them
+    draw     the next n prompts of the training data; only the first rank calls it
+    seconds  of the rollout that was the last: generate, verify, gather (waiting for others); and idle, see
+             Controller. Of the first rank where this one has no engine to itself
+    moved    see Controller
+    address  of the controller
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        engine: RolloutEngine,
+        verifier: VerifierPool,
+        tokenizer: Any,
+        recover: Callable[[Failures], None] = raise_failure,
+        draw: Callable[[int], Sequence[Prompt]] = lambda n: (),
+    ) -> None:
+        self.config, self.ranks, self.engine, self.tokenizer = config, ranks, engine, tokenizer
+        self.worker = Worker(config, ranks.rank, ranks.world, engine, verifier, tokenizer, recover)
+        self.seconds, self.moved = dict.fromkeys(("generate", "verify", "gather", "idle"), 0.0), 0
+        self._loop, self._context = asyncio.new_event_loop(), zmq.asyncio.Context()
+        self._shown: list[Group] = []
+        self.controller: Controller | None = None
+        if ranks.rank == 0:
+            hub = self._run(self._listen())
+            self.controller = Controller(config, hub, ranks.world, engine.streams, draw)
+            self.address = hub.address
+        self.address = from_rank_0(ranks, self.address if self.controller else None)
+        self._run(self._connect())
+
+    def _run(self, job: Awaitable[Any]) -> Any:
+        return self._loop.run_until_complete(job)
+
+    async def _listen(self) -> m.Hub:
+        return m.Hub(self._context, m.address_here())
+
+    async def _connect(self) -> None:
+        self.link = m.Link(self._context, self.address, self.ranks.rank, here=self.controller is not None)
+        await self.link.send(m.Hello())
+        if self.controller is not None:
+            await self.controller.hub.meet(self.ranks.world, self.config.parallel.timeout)
+
+    def collect(self, step: int, shown: int = 0) -> RolloutBatch:
+        """Collect the groups of a step, see Controller.collect. An error is raised on every rank.
+
+        shown: how many responses `samples` gives afterwards"""
+
+        async def decide(controller: Controller) -> tuple[RolloutBatch, list[Group]]:
+            batch = await controller.collect(step)
+            self._shown = await controller.fetch(batch.shown(shown))
+            return batch, batch.groups
+
+        _, outcome, groups = self._together(decide, ())
+        found = RolloutBatch(step, groups, outcome.stats, self.seconds, outcome.errors)
+        for response in found.responses:
+            self.worker.drawn.pop(response.number, None)  # what is left is the next step's
+        return found
+
+    def samples(self, found: RolloutBatch, limit: int) -> dict[int, Sample]:
+        """Return on rank 0 at most `limit` responses of the first groups, by their row of the batch; nothing
+        on the others."""
+        return replace(found, groups=self._shown).samples(self.tokenizer, limit) if self._shown else {}
+
+    def generate(
+        self, requests: Sequence[GroupRequest], params: SamplingParams, *, whole: bool = False
+    ) -> list[Group]:
+        """Return one group per request, in their order, without the terms of the reward. whole: with all
+        bodies on rank 0"""
+
+        async def decide(controller: Controller) -> tuple[list[Group], list[Group]]:
+            groups = await controller.generate(requests, params)
+            return await controller.fetch(groups) if whole else groups, groups
+
+        fetched, _, groups = self._together(decide, [request.prompt for request in requests])
+        for response in (r for group in groups for r in group.responses):
+            self.worker.drawn.pop(response.number, None)
+        return fetched if whole and fetched is not None else groups
+
+    def evaluate(self, sets: Sequence[ProblemSet], params: SamplingParams | None = None) -> EvaluationResult:
+        """Sample and verify as many answers to each problem as its set wants, whatever other sets there are;
+        their texts are on rank 0. DataError without a problem."""
+        if not any(one.problems for one in sets):
+            raise DataError("data.eval: there is no problem to evaluate on (name a file that holds some)")
+        evaluation, rollout = self.config.evaluation, self.config.rollout
+        params = params or SamplingParams(
+            rollout.max_response_tokens, evaluation.temperature, evaluation.top_p, 0, rollout.stop
+        )
+        requests = []
+        for one in sets:
+            k, drawn = one.samples, Counter[int]()
+            for problem in one.problems:
+                first = drawn[problem.uid] * k
+                seeds = [evaluation_seed(self.config.seed, problem.uid, first + i) for i in range(k)]
+                requests.append(GroupRequest(problem, seeds))
+                drawn[problem.uid] += 1
+        groups = iter(self.generate(requests, params, whole=True))
+        return EvaluationResult([(one, list(islice(groups, len(one.problems)))) for one in sets])
+
+    def _together(
+        self, decide: Callable[[Controller], Awaitable[tuple[Any, list[Group]]]], prompts: Sequence[Prompt]
+    ) -> tuple[Any, Outcome, list[Group]]:
+        """Have the controller decide, and all workers work, until it has ended. Return what `decide` has
+        found, on rank 0; and the outcome and its groups, with the bodies that are here, on every rank.
+
+        prompts: of the groups, where all ranks know them"""
+        started, controller = time.perf_counter(), self.controller
+
+        async def deciding() -> Any:
+            assert controller is not None
+            groups: list[Group] = []
+            try:
+                found, groups = await decide(controller)
+            except MegarlError as error:
+                return error
+            finally:
+                await controller.end(groups)
+            return found, groups
+
+        async def both() -> Any:
+            if controller is None:
+                await self.worker.serve(self.link)
+                return None
+            serving = asyncio.create_task(self.worker.serve(self.link))
+            decided = asyncio.create_task(deciding())
+            try:
+                await asyncio.gather(serving, decided)
+            finally:
+                for task in (serving, decided):
+                    task.cancel()
+            return decided.result()
+
+        found = self._run(both())
+        seconds = self.worker.seconds
+        said: Any = found
+        if isinstance(found, tuple) and controller is not None:
+            found, groups = found
+            stats, errors = (found.stats, found.errors) if isinstance(found, RolloutBatch) else ({}, {})
+            facts = [
+                GroupFacts(
+                    group.prompt.uid,
+                    b"" if prompts else m.pack(group.prompt.tokens, np.int32),
+                    group.version,
+                    [m.Facts.of(response) for response in group.responses],
+                )
+                for group in groups
+            ]
+            of_others = controller.moved, controller.idle
+            said = msgspec.msgpack.encode(Outcome(facts, stats, errors, seconds, *of_others))
+        said = from_rank_0(self.ranks, said)
+        if isinstance(said, MegarlError):
+            raise said
+        outcome = msgspec.msgpack.decode(said, type=Outcome)
+        if not self.worker.leads:
+            seconds = outcome.seconds
+        waited = time.perf_counter() - started - seconds["generate"] - seconds["verify"]
+        self.seconds = {**seconds, "gather": max(0.0, waited), "idle": outcome.idle}
+        self.moved = outcome.moved
+        bodies = {number: response.body for number, response in self.worker.drawn.items() if response.body}
+        made = []
+        for i, one in enumerate(outcome.groups):
+            prompt = prompts[i] if prompts else m.Question(one.uid, one.tokens, "", "").prompt
+            if controller is not None and not prompts:
+                prompt = groups[i].prompt
+            made.append(with_bodies(Group(prompt, [f.response() for f in one.facts], one.version), bodies))
+        return found, outcome, made
+
+    def next_order(self, seconds: float) -> m.Order | None:
+        """Return the trainers' next order, on every rank; None where there is none within `seconds`."""
+
+        async def wait() -> m.Order | None:
+            if self.controller is not None:
+                return await self.controller.next_order(seconds)
+            message = await self.link.receive(seconds)
+            return message if isinstance(message, m.ORDERS) else None
+
+        order: m.Order | None = self._run(wait())
+        return order
+
+    def answer(self, message: m.Message) -> None:
+        """Tell the trainers something, for the first rank."""
+        if self.controller is not None:
+            self._run(self.controller.hub.send(m.TRAINER, message))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return this rank's share of what the next step needs, besides the weights and the prompts' order;
+        references only, to what never changes once it is made. `joined` makes one state of all shares."""
+        share: dict[str, Any] = {"drawn": dict(self.worker.drawn), "partials": dict(self.worker.partials)}
+        share["drawn"] = {number: response.body for number, response in share["drawn"].items()}
+        if self.controller is not None:
+            made = self.controller
+            share |= {"surplus": list(made.surplus), "returned": list(made.returned)}
+            share["lengths"] = dict(made.lengths)
+        return share
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `joined` gave. What was drawn then is shared out evenly among the engines,
+        however many there are now."""
+        each, worker = self.config.rollout.engine_tp, self.worker
+        engines, count = self.ranks.world // each, 1
+        surplus: list[Group] = []
+        returned: list[GroupRequest] = []
+        worker.drawn, worker.partials = {}, {}
+        for i, entry in enumerate(state["surplus"]):
+            owner = i % engines * each
+            group = Group.from_state(entry, owner)
+            for response in group.responses:
+                response.number, count = count, count + 1
+                if owner == worker.rank:
+                    worker.drawn[response.number] = response
+            surplus.append(group)
+        for i, entry in enumerate(state.get("returned", ())):
+            engine, prompt, seeds = i % engines, prompt_from_state(entry["prompt"]), entry["seeds"]
+            if not entry["begun"]:
+                returned.append(GroupRequest(prompt, seeds))
+                continue
+            for j, c in enumerate(entry["begun"]):
+                if c and engine * each == worker.rank:
+                    routing = {"routing": routing_from_state(c.get("routing"))}
+                    worker.partials[count + j] = Completion(**c | routing)
+            holders = [engine if c else None for c in entry["begun"]]
+            returned.append(GroupRequest(prompt, seeds, first=count, holders=holders))
+            count += len(seeds)
+        if self.controller is not None:
+            made = self.controller
+            made.surplus, made.returned, made.count = surplus, returned, count
+            made.lengths = dict(state.get("lengths", ()))
+
+    def close(self) -> None:
+        """Let go of the connections. May be called again."""
+        if self._loop.is_closed():
+            return
+
+        async def end() -> None:
+            self.link.close()
+            if self.controller is not None:
+                self.controller.hub.close()
+
+        self._run(end())
+        self._run(self._loop.shutdown_default_executor())
+        self._context.term()
+        self._loop.close()
+
+
+def joined(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state that the shares of all ranks make, the first rank's first: lists, dicts, numbers and
+    texts only."""
+    if not shares:
+        return {}
+    bodies = {number: body for share in shares for number, body in share["drawn"].items()}
+    partials = {number: c for share in shares for number, c in share["partials"].items()}
+    rows = []
+    for request in shares[0]["returned"]:
+        begun: list[Any] = []
+        if request.first is not None:
+            begun = [partials.get(request.first + i) for i in range(len(request.seeds))]
+        rows.append(
+            {
+                "prompt": prompt_state(request.prompt),
+                "seeds": list(request.seeds),
+                "begun": [c and vars(c) | {"routing": routing_state(c.routing)} for c in begun],
+            }
+        )
+    surplus = [with_bodies(group, bodies).state_dict() for group in shares[0]["surplus"]]
+    return {"surplus": surplus, "returned": rows, "lengths": list(shares[0]["lengths"].items())}

@@ -1,0 +1,265 @@
+"""A rank's part in rollouts: what it does while the controller (controller.py) decides. The first rank of an
+engine, its leader, runs episodes on it, has them verified, and keeps what was written; the controller hears
+facts. The engine's other ranks wait, and take part in weight transfers where engines are started again."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megarl.config.errors import EngineFailure, MegarlError, WaitTimeout
+from megarl.config.schema import Config
+from megarl.data.prompts import Prompt
+from megarl.rewards.shaping import soft_overlong_punishment
+from megarl.rollout import messages as m
+from megarl.rollout.batch import Body, Response
+from megarl.rollout.engine import EngineClient, RolloutEngine
+from megarl.rollout.episode import Aborted, Episode, Policy, single_turn
+from megarl.rollout.sampling import Completion
+from megarl.rollout.weight_sync import Failures
+
+if TYPE_CHECKING:
+    from megarl.rewards.pool import Item, VerifierPool
+
+
+class Worker:
+    """Does what the controller says, over `link`, from the begin of a rollout to its end.
+
+    rank      its number among those with engines; leads: whether it is the first of its engine
+    ranks     how many have engines
+    recover   brings engines that failed back, see WeightSync; called on all ranks with engines
+    drawn     responses with their bodies that are still wanted, by number
+    partials  of responses that go on in a later rollout
+    seconds   of the present rollout: generate, verify
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        ranks: int,
+        engine: RolloutEngine,
+        verifier: VerifierPool,
+        tokenizer: Any,
+        recover: Callable[[Failures], None],
+    ) -> None:
+        self.config, self.rank, self.ranks, self.engine = config, rank, ranks, engine
+        self.verifier, self.tokenizer, self.recover = verifier, tokenizer, recover
+        self.leads = rank % config.rollout.engine_tp == 0
+        self.episode: Episode = single_turn
+        self.reflection = words_pattern(config.log.reflection_words)
+        self.drawn: dict[int, Response] = {}
+        self.partials: dict[int, Completion] = {}
+        self.seconds: dict[str, float] = {}
+        self._running: dict[int, tuple[Prompt, int, float]] = {}  # with its index, and since when
+
+    @property
+    def running(self) -> int:
+        """Return the number of responses that have not ended."""
+        return len(self._running)
+
+    @property
+    def oldest(self) -> str:
+        """Return the response that was begun first, for reports about a hang."""
+        for prompt, index, since in list(self._running.values())[:1]:
+            place = f"response {index} to prompt {prompt.uid}, turn 0, on engine rank {self.rank}"
+            return f"{place}, for {time.monotonic() - since:.0f} s"
+        return "none"
+
+    async def serve(self, link: m.Link) -> None:
+        """Do what the controller says until the rollout has ended. An error of this rank is the controller's
+        to raise; what `recover` raises is raised here, as on all ranks."""
+        self.link, self.client = link, EngineClient(self.engine)
+        self.seconds = dict.fromkeys(("generate", "verify"), 0.0)
+        self._ended: list[tuple[int, Prompt, Completion]] = []  # to be verified
+        self._some_ended, self._recovered = asyncio.Event(), asyncio.Event()
+        self._verifying = asyncio.Lock()
+        self._episodes: dict[int, asyncio.Task[None]] = {}
+        if self.engine.running:  # after an error
+            self.engine.abort()
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                if self.leads:
+                    tasks = [group.create_task(self._told(job)) for job in (self._generate(), self._verify())]
+                await self._obey()
+                for task in (*tasks, *self._episodes.values()):
+                    task.cancel()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self.seconds["generate"] = self.client.busy
+            self._running.clear()
+
+    async def _obey(self) -> None:
+        heard, limit = time.monotonic(), self.config.parallel.timeout
+        while True:
+            message = await self.link.receive(m.ALIVE)
+            if time.monotonic() - self.link.told > m.ALIVE:
+                await self.link.send(m.Alive())
+            if message is not None:
+                heard = time.monotonic()
+            elif time.monotonic() - heard > limit:
+                silence = f"nothing for {limit:g} s (parallel.timeout)"
+                raise WaitTimeout(f"rollout: engine rank {self.rank} has heard from the controller {silence}")
+            match message:
+                case m.Begin():
+                    self._begin(message)
+                case m.Abort(numbers):
+                    await self._told(self._abort(numbers))
+                case m.Fetch(numbers):
+                    bodies = [(number, self.drawn[number].body) for number in numbers]
+                    await self.link.send(m.Bodies([m.Content.of(n, body) for n, body in bodies if body]))
+                case m.Recover(failures):
+                    by_rank: Failures = [None] * self.ranks
+                    for rank, why in failures:
+                        by_rank[rank] = EngineFailure(why)
+                    self.recover(by_rank)
+                    if by_rank[self.rank] is not None:
+                        self._recovered.set()
+                case m.End(keep):
+                    kept = set(keep)
+                    self.drawn = {n: response for n, response in self.drawn.items() if n in kept}
+                    self.partials = {n: partial for n, partial in self.partials.items() if n in kept}
+                    return
+
+    async def _told(self, job: Coroutine[Any, Any, None]) -> None:
+        """Do something whose errors the controller hears of."""
+        try:
+            await job
+        except MegarlError as error:
+            await self.link.send(m.Failed(type(error).__name__, str(error)))
+
+    def _begin(self, message: m.Begin) -> None:
+        self._params, self._terms = message.params, message.terms
+        prompts = [question.prompt for question in message.questions]
+        for work in message.work:
+            prompt = prompts[work.question]
+            self._running[work.number] = prompt, work.index, time.monotonic()
+            policy = Policy(self.client, work.seed, message.params, self.partials.pop(work.number, None))
+            running = self._told(self._run(work.number, prompt, policy))
+            self._episodes[work.number] = self._group.create_task(running)
+
+    async def _run(self, number: int, prompt: Prompt, policy: Policy) -> None:
+        """Run one episode to its end, or until it is aborted."""
+        try:
+            completion = await self.episode(prompt, policy)
+            self._ended.append((number, prompt, completion))
+            self._some_ended.set()
+        except Aborted:
+            if policy.written is not None:
+                self.partials[number] = policy.written
+        finally:
+            del self._episodes[number], self._running[number]
+
+    async def _generate(self) -> None:
+        """Keep the engine going. Where it fails, the controller has all ranks start it again."""
+        while True:
+            try:
+                await self.client.run()
+            except EngineFailure as failure:
+                self._recovered.clear()
+                await self.link.send(m.Failed(type(failure).__name__, str(failure)))
+                await self._recovered.wait()
+
+    async def _verify(self) -> None:
+        """Verify what has ended, all at once that there is, and tell the facts."""
+        while True:
+            await self._some_ended.wait()
+            self._some_ended.clear()
+            async with self._verifying:
+                ended, self._ended = self._ended, []
+                if not ended:
+                    continue
+                started, version = time.perf_counter(), self.engine.weight_version
+                responses = await asyncio.to_thread(self._verified, ended, version)
+                self.seconds["verify"] += time.perf_counter() - started
+                self.drawn |= {response.number: response for response in responses}
+                facts = [m.Facts.of(response) for response in responses]
+                await self.link.send(m.Ended(version, facts, self.client.busy))
+
+    def _verified(self, ended: Sequence[tuple[int, Prompt, Completion]], version: int) -> list[Response]:
+        """Return the responses, with rewards. version: of the engine's weights."""
+        texts = self.tokenizer.batch_decode([c.tokens for *_, c in ended], skip_special_tokens=True)
+        reward, overlong, longest = self.config.reward, self.config.reward.overlong, self._params.max_tokens
+        items: list[Item] = []
+        for (_, prompt, c), text in zip(ended, texts, strict=True):
+            judged = text, prompt.reference
+            with_terms = self._terms and bool(reward.terms)
+            items.append((*judged, len(c.tokens), longest, c.finish == "length") if with_terms else judged)
+        responses = []
+        verdicts = self.verifier.verify(items)
+        for (number, _, completion), text, verdict in zip(ended, texts, verdicts, strict=True):
+            length, penalty = len(completion.tokens), 0.0
+            if overlong.soft_punishment:
+                penalty = soft_overlong_punishment(length, longest, overlong.buffer)
+            terms = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
+            versions = np.array(completion.versions, dtype=np.int32)
+            body = Body(
+                tokens=np.array(completion.tokens, dtype=np.int32),
+                logprobs=np.array(completion.logprobs, dtype=np.float32),
+                versions=versions if (versions != version).any() else None,
+                routing=completion.routing,
+            )
+            responses.append(
+                Response.of(
+                    body,
+                    self.rank,
+                    number=number,
+                    finish="length" if completion.finish == "length" else "stop",
+                    correct=verdict.correct,
+                    extracted=verdict.extracted,
+                    error=verdict.error,
+                    reward=reward.weight * verdict.reward(reward.correct, reward.incorrect) + terms + penalty,
+                    penalty=penalty,
+                    score=verdict.score,
+                    terms=dict(verdict.terms),
+                    judged=verdict.judged,
+                    reflects=self.reflection.search(text) is not None if self.reflection else None,
+                )
+            )
+        return responses
+
+    async def _abort(self, numbers: Sequence[int]) -> None:
+        """End what runs, and keep what there is of these responses."""
+        failure: EngineFailure | None = None
+        try:
+            await self.client.abort()
+        except EngineFailure as error:
+            failure = error
+        if self._episodes:
+            await asyncio.wait(self._episodes.values())
+        async with self._verifying:  # until facts are told of what is being verified
+            version = self.engine.weight_version
+            ended = {number: completion for number, _, completion in self._ended}
+            self._ended = []
+        for number in numbers:
+            if number in self.drawn:  # verified once more with its group, in a later rollout
+                ended[number] = as_completion(self.drawn.pop(number), version)
+        wanted = set(numbers)
+        self.partials = {n: c for n, c in (self.partials | ended).items() if n in wanted}
+        if failure is not None:
+            self._recovered.clear()
+            await self.link.send(m.Failed(type(failure).__name__, str(failure)))
+        await self.link.send(m.Aborted(list(self.partials)))
+
+
+def as_completion(response: Response, version: int) -> Completion:
+    """Return a verified response as the engine gave it. version: of the weights of a body without any."""
+    body = response.body
+    assert body is not None
+    versions = [version] * body.tokens.size if body.versions is None else body.versions.tolist()
+    return Completion(body.tokens.tolist(), body.logprobs.tolist(), response.finish, versions, body.routing)
+
+
+def words_pattern(words: Sequence[str]) -> re.Pattern[str] | None:
+    """Return what finds one of `words` in a text, in any case, with any space between a word's parts, and not
+    inside a longer word of Latin letters (Chinese has no space between words); None without a word."""
+    found = "|".join(r"\s+".join(map(re.escape, word.split())) for word in words)
+    return re.compile(rf"(?<![A-Za-z0-9_])(?:{found})(?![A-Za-z0-9_])", re.IGNORECASE) if words else None
