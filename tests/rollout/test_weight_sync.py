@@ -396,7 +396,7 @@ def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(
     if what == "run":
         for name in ("load_tokenizer", "open_model", "read_hf_config", "HostPool"):
             monkeypatch.setattr(run, name, MagicMock(return_value=MagicMock()))
-        for name in ("PromptSampler", "VerifierPool"):
+        for name in ("PromptSampler", "VerifierPool", "RolloutRank"):
             monkeypatch.setattr(generation, name, MagicMock(return_value=MagicMock()))
         monkeypatch.setattr(generation, "read_prompts", lambda *arguments: ([], MagicMock()))
         monkeypatch.setattr(generation, "read_problem_sets", lambda *arguments: ([], {}))
