@@ -112,6 +112,7 @@ class Job:
         for rank in range(2):  # of the run before, which would look as if it were this one's
             (run / "heartbeat" / f"rank-{rank:05d}.json").unlink(missing_ok=True)
         environment = {**os.environ, "WANDB_API_KEY": SECRET, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"  # what is cut off on a full disk, Python 3.11 believes
         with open(self.log, "ab") as log:
             command = [sys.executable, "-m", "megarl", "train", str(path)]
             self.process = subprocess.Popen(

@@ -40,10 +40,12 @@ ROOT = Path(__file__).parents[2]
 def no_file_longer_than(size: int) -> Iterator[None]:
     """This process's files take so many bytes and no more meanwhile."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    sys.dont_write_bytecode = True  # which Python 3.11 would cut off and believe
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
+        sys.dont_write_bytecode = False
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 

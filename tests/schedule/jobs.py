@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,7 @@ def train_without_room(runtime: Runtime, config: Config, rank: int, size: int) -
     """Runs `config`, in which no file of one rank can grow beyond `size` bytes, and gives the message of the
     error that this ends with."""
     run, before = Run(config, runtime), resource.getrlimit(resource.RLIMIT_FSIZE)
+    sys.dont_write_bytecode = True  # which Python 3.11 would cut off and believe
     try:
         if runtime.rank == rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -71,6 +73,7 @@ def train_without_room(runtime: Runtime, config: Config, rank: int, size: int) -
         return str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = False
         run.close()
     return ""
 
