@@ -372,11 +372,14 @@ class Hub:
     async def receive(self, seconds: float) -> list[tuple[int, Message]]:
         """Return what has arrived, from whom; wait at most `seconds` for the first."""
         found: list[tuple[int, Message]] = []
+        began = time.monotonic()
         while (parts := await self._incoming.wait(0.0 if found else seconds)) is not None:
             sender, data = parts
             number = int(sender)
             self.heard[number] = time.monotonic()
             found.append((number, decoded(name_of(number), data)))
+        if time.monotonic() - began > seconds + ALIVE:
+            self.expect()  # this process stood still, as in a recovery of all ranks: nobody else's silence
         return found
 
     async def meet(self, ranks: int, limit: float) -> None:

@@ -121,6 +121,7 @@ class Worker:
                     for rank, why in failures:
                         by_rank[rank] = EngineFailure(why)
                     self.recover(by_rank)
+                    heard = time.monotonic()
                     if by_rank[self.rank] is not None:
                         self._recovered.set()
                 case m.End(keep):
