@@ -103,9 +103,9 @@ def install(folder: Path) -> None:
     count = Count(folder)
     start, stop = parallel.start, parallel.stop
 
-    def counted_start(*arguments: Any) -> Runtime:
+    def counted_start(*arguments: Any, **given: Any) -> Runtime:
         began = time.perf_counter()
-        runtime = start(*arguments)
+        runtime = start(*arguments, **given)
         count.started(runtime, time.perf_counter() - began)
         return runtime
 
