@@ -128,7 +128,7 @@ class Elsewhere(BatchSource):
         self.reports = self._hear(m.Reports).reports
 
     @property
-    def depths(self) -> dict[str, Callable[[], int]]:
+    def depths(self) -> dict[str, Callable[[], int | str]]:
         """Return what may wait for the engines, for reports about a hang."""
         return {"steps to be drawn": lambda: self.ordered - self.drawn}
 
