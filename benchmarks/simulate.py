@@ -30,7 +30,7 @@ from step import megarl
 from megarl.data.experience import read_experience
 from megarl.observe.runs import read_jsonl
 from megarl.observe.timeline import is_phase, timeline_ranks
-from megarl.plan.simulate import Costs, Split, Work, recorded, simulate
+from megarl.plan.simulate import Costs, RolloutWork, Split, recorded, simulate
 from megarl.plan.times import Lengths
 
 FOLDER = BENCH / "simulate"
@@ -171,7 +171,7 @@ def calibrate(steps: Sequence[tuple[Measured, int]]) -> Callable[[int], Costs]:
     return costs
 
 
-def predict(costs: Costs, work: Work, trainers: int, engines: int, ahead: int) -> tuple[float, float]:
+def predict(costs: Costs, work: RolloutWork, trainers: int, engines: int, ahead: int) -> tuple[float, float]:
     """Step time and idle share: medians over some simulations."""
     courses = [simulate(work, costs, Split(engines, trainers, ahead), seed=seed) for seed in range(SEEDS)]
     return statistics.median(c.step for c in courses), statistics.median(c.idle for c in courses)
@@ -210,7 +210,7 @@ def main() -> int:
     costs = calibrate([*by_themselves, *in_turn[::2]])
     fitted, draw, where = recorded(before.run_dir, Lengths(1, LONGEST, 7))
     print(f"\nlengths of {where}: mean {fitted.mean:.1f}, prompts {fitted.prompt:.1f} tokens")
-    work = Work(PROMPTS, GROUP, fitted.prompt, draw, streams=False)
+    work = RolloutWork(PROMPTS, GROUP, fitted.prompt, draw, streams=False)
     verdicts, figures = Verdicts(), []
     settings = [("2 ranks in turn", in_turn[1::2], 0, 2, 0)]
     for name, ahead in zip(names, given.ahead, strict=True):

@@ -3,8 +3,8 @@ writes, and what it needs on the GPU.
 
 The code of a phase is the function of the same name in megarl/schedule/phases.py. The trainer enforces the
 declarations while it runs a phase, the planner computes memory and time from them, `megarl replay` follows
-the same lists. To add a phase: declare it here, put it into the lists of its recipes, write its function
-there."""
+the same lists. To add a phase: declare it here, put it in its place in `training_phases` (or
+`pretraining_phases`), and write its function there."""
 
 from __future__ import annotations
 

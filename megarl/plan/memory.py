@@ -59,7 +59,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """One layout of a run. config: with the layout in it; actor, critic: their sizes; device: the GPU;
     reward: sizes of the reward model, None: the actor's."""
 
@@ -589,7 +589,7 @@ def plan_of(
     world: int | None = None,
     cpu: bool = False,
     memory: float | None = None,
-) -> Plan:
+) -> MemoryPlan:
     """Return the plan of a configuration whose models have these config.json; a reward model has its own, or
     is as large as the actor where it is not on this machine.
 
@@ -612,7 +612,7 @@ def plan_of(
     check_frozen(actor, config.actor, "actor")
     check_frozen(critic or actor, config.critic, "critic")
     shapes = Shape(actor, dtype), Shape(critic or actor, dtype)
-    plan = Plan(config, *shapes, device_of(config.cluster, memory), Shape(reward, dtype))
+    plan = MemoryPlan(config, *shapes, device_of(config.cluster, memory), Shape(reward, dtype))
     try:
         _ = plan.layout
     except ValueError as error:

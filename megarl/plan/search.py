@@ -17,7 +17,7 @@ from megarl.config.check import check_config
 from megarl.config.errors import ConfigError, MegarlError
 from megarl.config.schema import ParallelConfig
 from megarl.parallel.layout import Layout
-from megarl.plan.memory import Plan
+from megarl.plan.memory import MemoryPlan
 from megarl.plan.sizes import GIB
 from megarl.plan.times import Estimate, Lengths, estimate, rollout_seconds
 from megarl.weights.layout import check_layout
@@ -43,7 +43,7 @@ LOOKED_AT = 8  # best layouts for which residency.keep is tried
 class Found(NamedTuple):
     """A layout that was tried, with the best of the other choices: its estimate if it fits, else why not."""
 
-    plan: Plan
+    plan: MemoryPlan
     estimate: Estimate | None
     problem: str | None
 
@@ -53,7 +53,7 @@ class Found(NamedTuple):
         return self.plan.device.memory - max(need.total for need in self.plan.needs())
 
 
-def with_keys(plan: Plan, **keys: Any) -> Plan:
+def with_keys(plan: MemoryPlan, **keys: Any) -> MemoryPlan:
     """Return the plan of the same run with other values of these keys; __ stands for the dot. Values are not
     checked."""
     config = plan.config
@@ -64,7 +64,7 @@ def with_keys(plan: Plan, **keys: Any) -> Plan:
     return replace(plan, config=config)
 
 
-def search(plan: Plan, lengths: Lengths) -> list[Found]:
+def search(plan: MemoryPlan, lengths: Lengths) -> list[Found]:
     """Try every layout of as many GPUs as the plan has. Those that fit come first, the quickest first; of the
     others those with the least parallelism first."""
     config, world = plan.config, plan.layout.world
@@ -108,7 +108,7 @@ def _allowed(key: str, sizes: list[int] | tuple[int, ...]) -> list[int]:
     return [size for size in sizes if fits(size)]
 
 
-def _layouts(plan: Plan, node: int) -> Iterator[Plan]:
+def _layouts(plan: MemoryPlan, node: int) -> Iterator[MemoryPlan]:
     world, sizes = plan.layout.world, plan.actor.sizes
     experts = [n for n in _powers(world) if sizes.experts % n == 0] if sizes.experts else [1]
     for tp in _powers(node):
@@ -125,7 +125,7 @@ def _layouts(plan: Plan, node: int) -> Iterator[Plan]:
                             yield with_keys(plan, **{f"parallel__{k}": v for k, v in layout.items()})
 
 
-def _possible(plan: Plan) -> bool:
+def _possible(plan: MemoryPlan) -> bool:
     """Return whether the engine divides the model."""
     try:
         _ = plan.engine_weights
@@ -134,7 +134,7 @@ def _possible(plan: Plan) -> bool:
     return True
 
 
-def _judge(plan: Plan, engines: list[int], lengths: Lengths) -> Found:
+def _judge(plan: MemoryPlan, engines: list[int], lengths: Lengths) -> Found:
     """Return a layout with the quickest of the other choices that fit."""
     layout = plan.layout
     try:
@@ -162,14 +162,14 @@ def _judge(plan: Plan, engines: list[int], lengths: Lengths) -> Found:
     return Found(fitting, estimate(fitting, lengths), None)
 
 
-def _choices(plan: Plan) -> Iterator[Plan]:
+def _choices(plan: MemoryPlan) -> Iterator[MemoryPlan]:
     """Yield the plan with each budget, and the recomputation that costs least of those with which all phases
     of training fit."""
     plan = with_keys(plan, residency__keep=())
     phases = [phase for phase in plan.phases if phase.model is not None]
     layers = plan.actor.sizes.layers // (plan.layout.pp * plan.layout.vpp)
 
-    def fits(made: Plan) -> bool:
+    def fits(made: MemoryPlan) -> bool:
         return all(need.total <= plan.device.memory * (1 - ROOM) for need in made.needs(phases=phases))
 
     longest = -(-plan.longest // 1024) * 1024
@@ -189,7 +189,7 @@ def _choices(plan: Plan) -> Iterator[Plan]:
                     yield made
             given["model__recompute"] = "full"
 
-            def of(count: int, given: dict[str, Any] = given) -> Plan:
+            def of(count: int, given: dict[str, Any] = given) -> MemoryPlan:
                 return with_keys(
                     plan, **{**given, "model__recompute_layers": None if count == layers else count}
                 )
@@ -213,7 +213,7 @@ def _kept(found: Found, lengths: Lengths) -> Found:
     return found
 
 
-def overrides(best: Plan, now: Plan) -> dict[str, Any]:
+def overrides(best: MemoryPlan, now: MemoryPlan) -> dict[str, Any]:
     """Return the keys of `best` that are not at their defaults or not as the configuration has them."""
     chosen = {}
     for dotted in CHOSEN:

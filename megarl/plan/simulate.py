@@ -25,7 +25,7 @@ from megarl.config.check import check_config
 from megarl.config.errors import DataError, MegarlError
 from megarl.config.schema import Config
 from megarl.observe.runs import load_run
-from megarl.plan.memory import Plan
+from megarl.plan.memory import MemoryPlan
 from megarl.plan.search import with_keys
 from megarl.plan.times import (
     GROUPS_KEPT,
@@ -65,7 +65,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Work:
+class RolloutWork:
     """What a step draws.
 
     prompts, group  groups that a step trains on, and their responses
@@ -88,7 +88,7 @@ class Work:
 
 
 @dataclass
-class Group:
+class SimulatedGroup:
     """A prompt's responses: their lengths, and how many of them have not ended."""
 
     lengths: Sequence[float]
@@ -97,7 +97,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class SimulatedRollout:
     """A batch that was drawn.
 
     seconds    until the last group that it needs is complete
@@ -117,8 +117,8 @@ class Engine:
     def __init__(self, costs: Costs, prompt: float) -> None:
         self.costs, self.prompt = costs, prompt
         self.now, self.step, self.pace, self.tokens = 0.0, 0.0, 0.0, 0.0
-        self.running: list[tuple[float, int, float, Group]] = []  # by the step at which they end
-        self.waiting: deque[tuple[float, Group]] = deque()
+        self.running: list[tuple[float, int, float, SimulatedGroup]] = []  # by the step at which they end
+        self.waiting: deque[tuple[float, SimulatedGroup]] = deque()
         self.busy: list[tuple[float, float]] = []
         self.version = self.count = 0
         self.generated = 0.0
@@ -133,7 +133,7 @@ class Engine:
             self.busy.append((begin, max(until, now)))
         self.now = max(self.now, now)
 
-    def ended(self) -> Iterator[Group]:
+    def ended(self) -> Iterator[SimulatedGroup]:
         """Give the groups of the responses that have ended by now."""
         while self.running and self.running[0][0] <= self.step + 1e-9:
             _, _, length, group = heapq.heappop(self.running)
@@ -160,10 +160,12 @@ class Engine:
         return self.now + left * self.pace
 
 
-def simulate_rollout(work: Work, costs: Costs, engines: int, chance: random.Random) -> Rollout:
+def simulate_rollout(
+    work: RolloutWork, costs: Costs, engines: int, chance: random.Random
+) -> SimulatedRollout:
     """Draw a batch. What a step leaves to the next one (surplus, partial responses) is not followed."""
     all_engines = [Engine(costs, work.prompt) for _ in range(engines)]
-    submitted: list[Group] = []
+    submitted: list[SimulatedGroup] = []
     events: list[tuple[float, int, int]] = []  # when, engine, its version then
     now = 0.0
     complete = kept = 0  # groups, and how many of them dynamic sampling keeps
@@ -175,7 +177,7 @@ def simulate_rollout(work: Work, costs: Costs, engines: int, chance: random.Rand
         rows = []
         for _ in range(prompts):
             lengths = work.draw(chance, work.group)
-            group = Group(lengths, chance.random() < work.kept, len(lengths))
+            group = SimulatedGroup(lengths, chance.random() < work.kept, len(lengths))
             submitted.append(group)
             rows += [(length, group) for length in group.lengths]
         if longest_first:  # by what its group's are on average, as earlier epochs would tell
@@ -242,7 +244,7 @@ def simulate_rollout(work: Work, costs: Costs, engines: int, chance: random.Rand
     used = [group for group in submitted[:offered] if group.kept][: work.prompts]
     tokens = sum(length + work.prompt for group in used for length in group.lengths)
     generated = sum(engine.generated for engine in all_engines)
-    return Rollout(now, [engine.busy for engine in all_engines], tokens, generated)
+    return SimulatedRollout(now, [engine.busy for engine in all_engines], tokens, generated)
 
 
 class Span(NamedTuple):
@@ -313,13 +315,13 @@ class Split(NamedTuple):
     engine_tp: int = 1
 
     @staticmethod
-    def of(plan: Plan, ahead: int) -> Split:
+    def of(plan: MemoryPlan, ahead: int) -> Split:
         """Return the split of a plan, whose layout is the trainers'."""
         trainers, apart = plan.layout.world, plan.config.parallel.rollout_ranks
         return Split((apart or trainers) // plan.engine_tp, trainers if apart else 0, ahead, plan.engine_tp)
 
 
-def simulate(work: Work, costs: Costs, split: Split, seed: int = 0) -> Course:
+def simulate(work: RolloutWork, costs: Costs, split: Split, seed: int = 0) -> Course:
     """Run BATCHES steps of a job that uses its ranks in this way.
 
     With ahead = a, the batch of step k is drawn with the weights after step k - 1 - a, the first ones with
@@ -328,7 +330,7 @@ def simulate(work: Work, costs: Costs, split: Split, seed: int = 0) -> Course:
     weights."""
     course, trainers, ahead = Course(), split.trainers, split.ahead
     names = [f"engine {number}" for number in range(split.engines)]
-    drawn: list[Rollout] = []
+    drawn: list[SimulatedRollout] = []
     ends: list[float] = []  # of each batch
     trainer_now = engine_now = 0.0
 
@@ -405,7 +407,7 @@ def simulate(work: Work, costs: Costs, split: Split, seed: int = 0) -> Course:
 # Where the figures come from: a plan, and recorded lengths.
 
 
-def costs_of(plan: Plan, lengths: Lengths) -> Costs:
+def costs_of(plan: MemoryPlan, lengths: Lengths) -> Costs:
     """Return what things cost by plan/times.py. The plan's layout is the trainers'."""
     parts, engine_ranks = estimate(plan, lengths), plan.config.parallel.rollout_ranks
     train = {name: s for name, s in parts.parts.items() if name not in ("rollout", "weight_transfer")}
@@ -427,10 +429,10 @@ def costs_of(plan: Plan, lengths: Lengths) -> Costs:
 
 def work_of(
     config: Config, lengths: Lengths, balance: Balance, kept: float | None = None, draw: Draw | None = None
-) -> Work:
+) -> RolloutWork:
     """Return what a step of this configuration draws."""
     rollout = config.rollout
-    return Work(
+    return RolloutWork(
         prompts=rollout.prompts,
         group=rollout.group_size,
         prompt=lengths.prompt,
@@ -454,7 +456,7 @@ def log_normal(lengths: Lengths) -> Draw:
     return draw
 
 
-def best_split(plan: Plan, work: Work, lengths: Lengths, world: int) -> Plan | None:
+def best_split(plan: MemoryPlan, work: RolloutWork, lengths: Lengths, world: int) -> MemoryPlan | None:
     """Return the plan with the quickest split of `world` ranks one step ahead, of those that the layout
     allows (tp x pp x cp divides the trainers, engine_tp the rest) and that fit. From the best by the estimate
     of plan/times.py on, a batch is drawn for its neighbours, as long as they are quicker. None where there is
@@ -494,7 +496,7 @@ def best_split(plan: Plan, work: Work, lengths: Lengths, world: int) -> Plan | N
 class Tried(NamedTuple):
     """A way to use the job's ranks, steps ahead, and what came of it."""
 
-    plan: Plan
+    plan: MemoryPlan
     ahead: int
     course: Course
 
@@ -504,7 +506,7 @@ class Tried(NamedTuple):
         return self.plan.config.parallel.rollout_ranks
 
 
-def compare(plan: Plan, work: Work, lengths: Lengths) -> list[Tried]:
+def compare(plan: MemoryPlan, work: RolloutWork, lengths: Lengths) -> list[Tried]:
     """Simulate the configuration, and beside it: all ranks in turn, and the best split with ahead 1 and 2."""
     unit, parallel = plan.layout.tp * plan.layout.pp * plan.layout.cp, plan.config.parallel
     world = plan.layout.world + parallel.rollout_ranks

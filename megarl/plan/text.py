@@ -9,9 +9,9 @@ from statistics import fmean
 from string import ascii_lowercase
 from typing import Any
 
-from megarl.plan.memory import Plan
+from megarl.plan.memory import MemoryPlan
 from megarl.plan.search import Found, best_of, name_of, overrides, proven
-from megarl.plan.simulate import Tried, Work
+from megarl.plan.simulate import RolloutWork, Tried
 from megarl.plan.sizes import GIB
 from megarl.plan.times import Estimate, Lengths
 
@@ -37,7 +37,7 @@ BALANCE = {
 SHOWN = 8  # layouts that fit, and others, in the list
 
 
-def lines(plan: Plan, where: str, lengths: Lengths, made: Estimate) -> Iterator[str]:
+def lines(plan: MemoryPlan, where: str, lengths: Lengths, made: Estimate) -> Iterator[str]:
     """Yield the lines of the whole plan but its alternatives. where: the source of the model's sizes."""
     layout, config, device = plan.layout, plan.config, plan.device
     size = f"{plan.actor.parameters / 1e9:.2f} B parameters, {plan.actor.dtype}"
@@ -91,7 +91,7 @@ def lines(plan: Plan, where: str, lengths: Lengths, made: Estimate) -> Iterator[
         yield f"    {name:24s}{clock(seconds):>10s}  {seconds / made.total:4.0%}"
 
 
-def on_cpu(plan: Plan, where: str, memory: float) -> Iterator[str]:
+def on_cpu(plan: MemoryPlan, where: str, memory: float) -> Iterator[str]:
     """Yield what a run on this machine's CPU needs. memory: bytes that the machine has."""
     size = f"{plan.actor.parameters / 1e9:.3f} B parameters, {plan.actor.dtype}"
     yield f"model    {where}: {size}, recompute {plan.config.model.recompute}, portable layers"
@@ -177,7 +177,7 @@ def best(tried: list[Found], current: Found, path: Path) -> Iterator[str]:
         yield from (f"  {key}: {_value(value)}" for key, value in values.items())
 
 
-def simulated(tried: Sequence[Tried], work: Work, lengths: Lengths, where: str) -> Iterator[str]:
+def simulated(tried: Sequence[Tried], work: RolloutWork, lengths: Lengths, where: str) -> Iterator[str]:
     """Yield what a simulation found: a row for each way to use the ranks, and a step of the configuration and
     of the quickest in time. where: the source of the lengths."""
     most = f"up to {lengths.longest:,}"

@@ -14,7 +14,7 @@ from functools import lru_cache
 from statistics import NormalDist, fmean
 
 from megarl.parallel.layout import Layout
-from megarl.plan.memory import Plan
+from megarl.plan.memory import MemoryPlan
 
 # Fitted to the rows that docs/planning.md marks:
 PRODUCTS = 0.65  # of peak FLOP/s, of a product of wide matrices
@@ -74,7 +74,7 @@ class Estimate:
         return sum(self.parts.values())
 
 
-def default_lengths(plan: Plan) -> Lengths:
+def default_lengths(plan: MemoryPlan) -> Lengths:
     """Return lengths of a third of the limit on average, and a quarter of it for prompts."""
     longest = plan.config.rollout.max_response_tokens
     return Lengths(longest / 3, longest, plan.config.data.max_prompt_tokens / 4)
@@ -85,7 +85,7 @@ def with_deviation(lengths: Lengths, deviation: float) -> Lengths:
     return replace(lengths, spread=math.sqrt(math.log(1 + (deviation / lengths.mean) ** 2)))
 
 
-def estimate(plan: Plan, lengths: Lengths) -> Estimate:
+def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
     """Estimate a step's time on this layout."""
     config, layout, cluster = plan.config, plan.layout, plan.config.cluster
     quantiles = lengths.quantiles()
@@ -143,7 +143,7 @@ def estimate(plan: Plan, lengths: Lengths) -> Estimate:
     return Estimate(parts, tokens)
 
 
-def _token_seconds(plan: Plan, name: str, update: bool, whole: list[float]) -> float:
+def _token_seconds(plan: MemoryPlan, name: str, update: bool, whole: list[float]) -> float:
     """Return the seconds that a token of a replica's share takes a rank of the fullest stage. whole: lengths
     of sequences. An update goes forward, and back for activations and for the weights that are not frozen,
     and forward again through what is recomputed."""
@@ -203,7 +203,7 @@ def _token_seconds(plan: Plan, name: str, update: bool, whole: list[float]) -> f
     return (layers * body + passes * (head + between)) / cp
 
 
-def _pack_seconds(plan: Plan, name: str, update: bool) -> float:
+def _pack_seconds(plan: MemoryPlan, name: str, update: bool) -> float:
     """Return the seconds that each micro-batch takes a rank however small it is: weights are read, their
     gradients read and written, and tensor-parallel ranks wait for each other."""
     shape, layout = plan.shape(name), plan.layout
@@ -242,7 +242,7 @@ class Decoding:
         return max(read, count * self.operations) + self.fixed + count * self.row
 
 
-def decoding(plan: Plan) -> Decoding:
+def decoding(plan: MemoryPlan) -> Decoding:
     """Return what a decoding step of one of the plan's engines costs."""
     cluster, tp, shape, device = plan.config.cluster, plan.engine_tp, plan.actor, plan.device
     link = (cluster.node_speed if tp <= cluster.gpus_per_node else cluster.network_speed) * 1e9 * LINKS
@@ -261,14 +261,14 @@ def decoding(plan: Plan) -> Decoding:
     )
 
 
-def decoded_at_once(plan: Plan, lengths: Lengths) -> int:
+def decoded_at_once(plan: MemoryPlan, lengths: Lengths) -> int:
     """Return how many responses an engine decodes at once: as many as its cache holds of mean length."""
     mean = fmean(lengths.quantiles()) / 2 + lengths.prompt
     limit = plan.config.rollout.max_batch if plan.config.rollout.engine == "transformers" else 1 << 30
     return max(1, min(int(plan.cache_tokens / mean), limit))
 
 
-def rollout_seconds(plan: Plan, lengths: Lengths) -> float:
+def rollout_seconds(plan: MemoryPlan, lengths: Lengths) -> float:
     """Return the seconds in which all engines are done."""
     config, ranks = plan.config, plan.config.parallel.rollout_ranks or plan.layout.world
     sampled = config.responses / (GROUPS_KEPT if config.rollout.dynamic_sampling.enabled else 1.0)

@@ -1,5 +1,5 @@
-"""Which engine begins which of the responses that wait: one rule, computed alike by everybody who gives out
-work, of what the exchange after each tick tells them all."""
+"""Which engine begins which of the responses that wait: one rule, of what the controller of rollouts
+(controller.py) knows when it gives out work."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ from megarl.rollout.sampling import SamplingParams, response_seed
 class GroupRequest:
     """A prompt, and a seed for each of its responses.
 
-    expected  tokens of a response, which says who begins first; 0 where nothing is known
+    expected  mean length of the prompt's newest group, tokens; the longest begin first; 0: not known
     first     the number of its first response, where an earlier rollout has given them numbers
-    holders   by response, the engine on whose leader lies what an earlier rollout began; None: nothing"""
+    holders   by response, the engine whose leader holds what an earlier rollout wrote of it; None: nothing"""
 
     prompt: Prompt
     seeds: Sequence[int]
@@ -41,11 +41,11 @@ class Controller:
     streams   see RolloutEngine: prompts are drawn ahead as long as groups are missing. Once there are enough,
               what still runs is aborted: its prompts come first in the next step, with
               `rollout.continue_partial` together with what was written
-    engines   how many there are; each: ranks of one
+    engines   how many there are, each of `ranks_per_engine` ranks
     draw      the next n prompts of the training data
     surplus, returned, lengths   what a step leaves to the next: accepted groups; prompts that were drawn and
               not used; by prompt, the mean of its newest group's responses, tokens
-    moved, idle   of the present rollout: responses that another engine took than the one whose they were;
+    moved, idle   of the present rollout: responses that another engine drew than an equal division would say;
               seconds in which an engine had nothing to do while another had, the mean over engines
     orders    of the trainers, that are yet to be carried out
     """
@@ -59,8 +59,8 @@ class Controller:
         draw: Callable[[int], Sequence[Prompt]],
     ) -> None:
         self.config, self.hub, self.streams, self.draw = config, hub, streams, draw
-        self.each = config.rollout.engine_tp
-        self.engines = ranks // self.each
+        self.ranks_per_engine = config.rollout.engine_tp
+        self.engines = ranks // self.ranks_per_engine
         self.surplus: list[Group] = []
         self.returned: list[GroupRequest] = []
         self.lengths: dict[int, float] = {}
@@ -74,13 +74,14 @@ class Controller:
         # By the number of the first response, in the order of the prompts, until the group is taken.
         self._requests: dict[int, GroupRequest] = {}
         self._arrived: dict[int, Response] = {}
-        # The responses that wait, by the engine whose they are, and of each the request and its index; the
-        # engine of each that runs, and of each that was given to one; by engine, how many have ended, and
-        # have just ended.
+        # Responses that no engine has begun: by the engine that an equal division gives them to; and of each
+        # its request and its index there.
         self._waiting: list[list[int]] = [[] for _ in range(self.engines)]
         self._rows: dict[int, tuple[GroupRequest, int]] = {}
+        # The engine of each response that runs, and of each that was ever given to one.
         self._running: dict[int, int] = {}
         self._given: dict[int, int] = {}
+        # By engine: how many have ended, how many of them with the newest messages, seconds of work.
         self._ended, self._just_ended = [0] * self.engines, [0] * self.engines
         self._busy = [0.0] * self.engines
         self._answers: list[m.Aborted | m.Bodies] = []  # to what was asked last
@@ -102,24 +103,24 @@ class Controller:
         drawn_as = rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop
         self._params = SamplingParams(rollout.max_response_tokens, *drawn_as, routing=routing)
         collector = GroupCollector(rollout.prompts, rollout.dynamic_sampling, self.surplus)
-        drawn: Counter[int] = Counter()
+        times_drawn: Counter[int] = Counter()
 
-        def draw_next() -> list[GroupRequest]:
+        def next_requests() -> list[GroupRequest]:
             running = sum(group is None for group in map(self._group, self._requests))
-            ahead = [group for group in map(self._group, self._requests) if group is not None]
-            n = collector.refill(ahead, running) if self.streams else collector.next_batch()
-            return self._draw(n, step, drawn)
+            complete = [group for group in map(self._group, self._requests) if group is not None]
+            n = collector.refill(complete, running) if self.streams else collector.next_batch()
+            return self._draw(n, step, times_drawn)
 
-        while requests := draw_next():
+        while requests := next_requests():
             await self._submit(requests)
             while self._requests:
-                await self._hear()
-                while groups := self._take(collector.missing if self.streams else None):
+                await self._handle_messages()
+                while groups := self._pop_complete(collector.missing if self.streams else None):
                     collector.offer(groups)  # of which some may be rejected: then there is more to take
                 if self.streams and not collector.missing:
                     self.returned = await self._abort() + self.returned
                 elif self.streams:
-                    await self._submit(draw_next())
+                    await self._submit(next_requests())
         for group in collector.offered:
             lengths = [r.length for r in group.responses]
             self.lengths[group.prompt.uid] = sum(lengths) / len(lengths)
@@ -141,7 +142,7 @@ class Controller:
         }
         return RolloutBatch(step, groups, stats, {}, dict(problems))
 
-    def _draw(self, prompts: int, step: int, drawn: Counter[int]) -> list[GroupRequest]:
+    def _draw(self, prompts: int, step: int, times_drawn: Counter[int]) -> list[GroupRequest]:
         """Return requests for the next prompts: first those that an earlier step returned. A prompt drawn
         again in one step gets further seeds."""
         requests, self.returned = self.returned[:prompts], self.returned[prompts:]
@@ -151,10 +152,10 @@ class Controller:
         for i, request in enumerate(requests):
             uid, seeds = request.prompt.uid, request.seeds
             if request.first is None:
-                first = drawn[uid] * size
+                first = times_drawn[uid] * size
                 seeds = [response_seed(self.config.seed, step, uid, first + j) for j in range(size)]
             requests[i] = replace(request, seeds=seeds, expected=self.lengths.get(uid, 0.0))
-            drawn[uid] += 1
+            times_drawn[uid] += 1
         return requests
 
     async def generate(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[Group]:
@@ -163,8 +164,8 @@ class Controller:
         self._params, self._terms = params, False
         await self._submit(requests)
         while not all(map(self._group, self._requests)):
-            await self._hear()
-        return self._take(None)
+            await self._handle_messages()
+        return self._pop_complete(None)
 
     async def _submit(self, requests: Sequence[GroupRequest]) -> None:
         """Let the responses wait for an engine, and begin those that can. Ordered by prompt, they are cut
@@ -190,22 +191,23 @@ class Controller:
             waiting += [number for number, *_ in sorted(part, key=lambda row: -row[1].expected)]
         await self._begin(held)
 
-    async def _begin(self, begun: Sequence[list[tuple[int, GroupRequest, int]]]) -> None:
-        """Give responses that wait to engines that have room, beside those that are `begun` by engine. An
+    async def _begin(self, resumed: Sequence[list[tuple[int, GroupRequest, int]]]) -> None:
+        """Give responses that wait to engines that have room, beside those that are `resumed`, by engine.
+        An
         engine may have `rollout.in_flight` at once, and as many more as it has just ended, so that it does
         not run dry before it hears of the next."""
         at_once = self.config.rollout.in_flight
         most = float(self.config.rollout.max_batch if at_once is None else at_once)
-        if not most or self.engines == 1:
+        if not most or self.engines == 1:  # 0 is no limit
             most = math.inf
-        for engine, rows in enumerate(begun):
+        for engine, rows in enumerate(resumed):
             self._running |= {number: engine for number, *_ in rows}
         running = [0] * self.engines
         for engine in self._running.values():
             running[engine] += 1
         limits = [most + just for just in self._just_ended]
         shared = share_out(self._waiting, running, limits, self._ended) if self._rows else [()] * self.engines
-        for engine, (rows, given) in enumerate(zip(begun, shared, strict=True)):
+        for engine, (rows, given) in enumerate(zip(resumed, shared, strict=True)):
             self.moved += len(set(given).difference(self._waiting[engine]))
             rows = rows + [(number, *self._rows.pop(number)) for number in given]
             if not rows:
@@ -226,16 +228,16 @@ class Controller:
             self._waiting = [[number for number in those if number in self._rows] for those in self._waiting]
 
     async def _tell(self, engine: int, message: m.Message) -> None:
-        await self.hub.send(engine * self.each, message)
+        await self.hub.send(engine * self.ranks_per_engine, message)
 
-    async def _hear(self) -> None:
-        """Take what has arrived, or wait for it: facts, failures of engines, from which all ranks with
-        engines recover together, and answers. Then give engines with room more to do. Raises the error of any
-        rank."""
+    async def _handle_messages(self) -> None:
+        """Wait for messages, and act on each: note facts and answers, have all ranks with engines recover
+        from a failure of one, give engines with room more to do (not while aborting). Raises the error of
+        any rank."""
         said = await self.hub.receive(m.ALIVE)
         self._just_ended = [0] * self.engines
         for rank, message in said:
-            engine = rank // self.each
+            engine = rank // self.ranks_per_engine
             match message:
                 case m.Ended(version, facts, busy):
                     if self.version not in (-1, version):
@@ -277,7 +279,7 @@ class Controller:
         """Return what there is to say of a rank that says nothing."""
         limit = f"has said nothing for {self.config.parallel.timeout:g} s (parallel.timeout)"
         for number, engine in self._running.items():
-            if engine == rank // self.each:
+            if engine == rank // self.ranks_per_engine:
                 first = max(n for n in (*self._requests, number) if n <= number)
                 uid = self._requests[first].prompt.uid if first in self._requests else "an earlier step"
                 what = f"its oldest response is number {number - first} to prompt {uid}, turn 0"
@@ -292,8 +294,8 @@ class Controller:
             return None
         return Group(request.prompt, [self._arrived[number] for number in numbers], self.version)
 
-    def _take(self, most: int | None) -> list[Group]:
-        """Return, once, the groups up to the first that is not complete, at most `most`."""
+    def _pop_complete(self, most: int | None) -> list[Group]:
+        """Remove and return the groups up to the first that is not complete, at most `most`."""
         groups: list[Group] = []
         while self._requests and (most is None or len(groups) < most):
             first = next(iter(self._requests))
@@ -310,7 +312,7 @@ class Controller:
         for engine, question in questions.items():
             await self._tell(engine, question)
         while len(self._answers) < len(questions):
-            await self._hear()
+            await self._handle_messages()
         return self._answers
 
     async def _abort(self) -> list[GroupRequest]:
@@ -342,7 +344,7 @@ class Controller:
         """Return the groups with all their bodies."""
         wanted: dict[int, list[int]] = {}
         for response in (r for group in groups for r in group.responses):
-            wanted.setdefault(response.owner // self.each, []).append(response.number)
+            wanted.setdefault(response.owner // self.ranks_per_engine, []).append(response.number)
         answers = await self._ask({engine: m.Fetch(numbers) for engine, numbers in wanted.items()})
         contents = [c for answer in answers if isinstance(answer, m.Bodies) for c in answer.contents]
         bodies = {content.number: content.body for content in contents}
@@ -357,8 +359,8 @@ class Controller:
         for request in self.returned:
             for i, holder in enumerate(request.holders):
                 if holder is not None and request.first is not None:
-                    keep.setdefault(holder * self.each, []).append(request.first + i)
-        for rank in range(self.engines * self.each):
+                    keep.setdefault(holder * self.ranks_per_engine, []).append(request.first + i)
+        for rank in range(self.engines * self.ranks_per_engine):
             await self.hub.send(rank, m.End(keep.get(rank, [])))
 
     async def next_order(self, seconds: float) -> m.Order | None:
@@ -369,7 +371,7 @@ class Controller:
         if not self.orders:
             return None
         order = self.orders.pop(0)
-        for rank in range(1, self.engines * self.each):
+        for rank in range(1, self.engines * self.ranks_per_engine):
             await self.hub.send(rank, order)
         return order
 

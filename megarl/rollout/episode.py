@@ -11,7 +11,7 @@ from megarl.rollout.engine import EngineClient
 from megarl.rollout.sampling import Completion, SamplingParams
 
 
-class Aborted(Exception):
+class EpisodeAborted(Exception):
     """The rollout has what it needs: what the policy has written so far goes on in a later one."""
 
 
@@ -28,12 +28,13 @@ class Policy:
     written: Completion | None = None
 
     async def generate(self, tokens: tuple[int, ...]) -> Completion:
-        """Return what the policy writes behind `tokens`. Raises Aborted where the rollout ends before."""
+        """Return what the policy writes behind `tokens`. Raises EpisodeAborted where the rollout ends
+        before."""
         if self.written is None or self.written.finish == "abort":
             written = await self.client.generate(tokens, self.seed, self.params, self.written)
             self.written = written if written.tokens else self.written
             if written.finish == "abort":
-                raise Aborted
+                raise EpisodeAborted
         assert self.written is not None
         return self.written
 

@@ -208,8 +208,8 @@ class Bodies(Message):
 # other. And what it answers.
 
 
-class Report(Message):
-    """Say what was read of the data files."""
+class SendReports(Message):
+    """Send what was read of the data files."""
 
 
 class Sync(Message):
@@ -279,8 +279,8 @@ class Evaluated(Message):
     answers: list[dict[str, Any]]
 
 
-ORDERS = (Report, Sync, Draw, Take, Continue, Load, Evaluate, Leave)
-Order = Report | Sync | Draw | Take | Continue | Load | Evaluate | Leave
+ORDERS = (SendReports, Sync, Draw, Take, Continue, Load, Evaluate, Leave)
+Order = SendReports | Sync | Draw | Take | Continue | Load | Evaluate | Leave
 _encode = msgspec.msgpack.Encoder(enc_hook=str).encode  # a prompt's extra columns may be of any type
 _decode = msgspec.msgpack.Decoder(
     Order | Alive | Begin | Abort | Fetch | Recover | End | Hello | Ended | Failed | Aborted | Bodies

@@ -50,7 +50,7 @@ class GroupFacts(msgspec.Struct, array_like=True):
     facts: list[m.Facts]
 
 
-class Outcome(msgspec.Struct, array_like=True):
+class RolloutOutcome(msgspec.Struct, array_like=True):
     """What all ranks hear of a rollout once it has ended."""
 
     groups: list[GroupFacts]
@@ -70,7 +70,7 @@ class RolloutRank:
     """One rank's part in rollouts.
 
     ranks    those that have engines
-    recover  brings engines that failed back, see WeightSync; called on all of them
+    recover  restarts engines that have failed, see WeightSync; called on all of them
     draw     the next n prompts of the training data; only the first rank calls it
     seconds  of the rollout that was the last: generate, verify, gather (waiting for others); and idle, see
              Controller. Of the first rank where this one has no engine to itself
@@ -171,7 +171,7 @@ class RolloutRank:
 
     def _together(
         self, decide: Callable[[Controller], Awaitable[tuple[Any, list[Group]]]], prompts: Sequence[Prompt]
-    ) -> tuple[Any, Outcome, list[Group]]:
+    ) -> tuple[Any, RolloutOutcome, list[Group]]:
         """Have the controller decide, and all workers work, until it has ended. Return what `decide` has
         found, on rank 0; and the outcome and its groups, with the bodies that are here, on every rank.
 
@@ -218,11 +218,11 @@ class RolloutRank:
                 for group in groups
             ]
             of_others = controller.moved, controller.idle
-            said = msgspec.msgpack.encode(Outcome(facts, stats, errors, seconds, *of_others))
+            said = msgspec.msgpack.encode(RolloutOutcome(facts, stats, errors, seconds, *of_others))
         said = from_rank_0(self.ranks, said)
         if isinstance(said, MegarlError):
             raise said
-        outcome = msgspec.msgpack.decode(said, type=Outcome)
+        outcome = msgspec.msgpack.decode(said, type=RolloutOutcome)
         if not self.worker.leads:
             seconds = outcome.seconds
         waited = time.perf_counter() - started - seconds["generate"] - seconds["verify"]

@@ -19,7 +19,7 @@ from megarl.rewards.shaping import soft_overlong_punishment
 from megarl.rollout import messages as m
 from megarl.rollout.batch import Body, Response
 from megarl.rollout.engine import EngineClient, RolloutEngine
-from megarl.rollout.episode import Aborted, Episode, Policy, single_turn
+from megarl.rollout.episode import Episode, EpisodeAborted, Policy, single_turn
 from megarl.rollout.sampling import Completion
 from megarl.rollout.weight_sync import Failures
 
@@ -32,7 +32,7 @@ class Worker:
 
     rank      its number among those with engines; leads: whether it is the first of its engine
     ranks     how many have engines
-    recover   brings engines that failed back, see WeightSync; called on all ranks with engines
+    recover   restarts engines that have failed, see WeightSync; called on all ranks with engines
     drawn     responses with their bodies that are still wanted, by number
     partials  of responses that go on in a later rollout
     seconds   of the present rollout: generate, verify
@@ -72,8 +72,8 @@ class Worker:
         return "none"
 
     async def serve(self, link: m.Link) -> None:
-        """Do what the controller says until the rollout has ended. An error of this rank is the controller's
-        to raise; what `recover` raises is raised here, as on all ranks."""
+        """Do what the controller says until the rollout has ended. Errors of this rank are sent to the
+        controller, which raises them; what `recover` raises, alike on all ranks, is raised here."""
         self.link, self.client = link, EngineClient(self.engine)
         self.seconds = dict.fromkeys(("generate", "verify"), 0.0)
         self._ended: list[tuple[int, Prompt, Completion]] = []  # to be verified
@@ -87,7 +87,10 @@ class Worker:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 if self.leads:
-                    tasks = [group.create_task(self._told(job)) for job in (self._generate(), self._verify())]
+                    tasks = [
+                        group.create_task(self._reporting_errors(job))
+                        for job in (self._generate(), self._verify())
+                    ]
                 await self._obey()
                 for task in (*tasks, *self._episodes.values()):
                     task.cancel()
@@ -112,7 +115,7 @@ class Worker:
                 case m.Begin():
                     self._begin(message)
                 case m.Abort(numbers):
-                    await self._told(self._abort(numbers))
+                    await self._reporting_errors(self._abort(numbers))
                 case m.Fetch(numbers):
                     bodies = [(number, self.drawn[number].body) for number in numbers]
                     await self.link.send(m.Bodies([m.Content.of(n, body) for n, body in bodies if body]))
@@ -130,8 +133,8 @@ class Worker:
                     self.partials = {n: partial for n, partial in self.partials.items() if n in kept}
                     return
 
-    async def _told(self, job: Coroutine[Any, Any, None]) -> None:
-        """Do something whose errors the controller hears of."""
+    async def _reporting_errors(self, job: Coroutine[Any, Any, None]) -> None:
+        """Do something, and send its error to the controller."""
         try:
             await job
         except MegarlError as error:
@@ -144,7 +147,7 @@ class Worker:
             prompt = prompts[work.question]
             self._running[work.number] = prompt, work.index, time.monotonic()
             policy = Policy(self.client, work.seed, message.params, self.partials.pop(work.number, None))
-            running = self._told(self._run(work.number, prompt, policy))
+            running = self._reporting_errors(self._run(work.number, prompt, policy))
             self._episodes[work.number] = self._group.create_task(running)
 
     async def _run(self, number: int, prompt: Prompt, policy: Policy) -> None:
@@ -153,7 +156,7 @@ class Worker:
             completion = await self.episode(prompt, policy)
             self._ended.append((number, prompt, completion))
             self._some_ended.set()
-        except Aborted:
+        except EpisodeAborted:
             if policy.written is not None:
                 self.partials[number] = policy.written
         finally:
@@ -236,12 +239,12 @@ class Worker:
             failure = error
         if self._episodes:
             await asyncio.wait(self._episodes.values())
-        async with self._verifying:  # until facts are told of what is being verified
+        async with self._verifying:  # until the facts of what is being verified are sent
             version = self.engine.weight_version
             ended = {number: completion for number, _, completion in self._ended}
             self._ended = []
         for number in numbers:
-            if number in self.drawn:  # verified once more with its group, in a later rollout
+            if number in self.drawn:  # its group was not taken: it goes back, and is verified with that later
                 ended[number] = as_completion(self.drawn.pop(number), version)
         wanted = set(numbers)
         self.partials = {n: c for n, c in (self.partials | ended).items() if n in wanted}

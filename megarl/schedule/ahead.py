@@ -86,7 +86,7 @@ class ControllerLink:
             if store.check([ADDRESS]):
                 address = msgspec.json.decode(store.get(ADDRESS), type=m.Address)
                 self._link = m.Link(self._context, address, m.TRAINER)
-                await self._link.send(m.Report())
+                await self._link.send(m.SendReports())
             elif time.monotonic() > end:
                 return None
             await asyncio.sleep(LOOK)
@@ -323,7 +323,7 @@ def serve_orders(
         match rank.next_order(SLICE):
             case None:
                 continue
-            case m.Report():
+            case m.SendReports():
                 rank.answer(m.Reports(dict(generation.reports)))
             case m.Sync(version):
                 enter("weight_transfer", "train", version)

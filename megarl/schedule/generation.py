@@ -55,7 +55,7 @@ class Generation(BatchSource):
     """Draws a step's responses with the engines' present weights, and evaluates. Every rank with an engine
     has one and calls it alike.
 
-    recover  brings engines that failed back, see WeightSync
+    recover  restarts engines that have failed, see WeightSync
     reports  what was read of the data files
     sets     of problems for evaluation"""
 

@@ -31,7 +31,7 @@ from megarl.parallel.machine import (
     version_of,
 )
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
-from megarl.plan.memory import Plan, plan_of
+from megarl.plan.memory import MemoryPlan, plan_of
 from megarl.rewards import VerifierPool
 from megarl.rewards.pool import Item
 from megarl.rewards.verdict import Reference, get_term, get_verifier
@@ -128,7 +128,9 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     return [near] if near else []
 
 
-def check_fits(plan: Plan, where: str, memory: float | None = None, free: float | None = None) -> str | None:
+def check_fits(
+    plan: MemoryPlan, where: str, memory: float | None = None, free: float | None = None
+) -> str | None:
     """Raise ConfigError where a run does not fit on its GPUs, or surely not on the CPU of a machine with
     `memory` bytes. Return a warning where it comes near to them, or to those that are `free`."""
     problem = plan.problem() if memory is None else plan.problem_on_cpu(memory)

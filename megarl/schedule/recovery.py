@@ -21,7 +21,7 @@ from megarl.training.saving import CheckpointWriter
 from megarl.training.sharded import load_checkpoint
 
 
-class Kept(Protocol):
+class Stateful(Protocol):
     """What a checkpoint holds of the trainer's own."""
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -52,8 +52,10 @@ class Recovery:
     kept        what a checkpoint holds besides the models and where the source of the batches stands
     checkpoint  what the run continues from; None: it begins anew"""
 
-    def __init__(self, run: Run, kept: Mapping[str, Kept], listeners: Listeners, stop: StopRequest) -> None:
-        self.run, self.kept, self.listeners, self.stop = run, kept, listeners, stop
+    def __init__(
+        self, run: Run, stateful: Mapping[str, Stateful], listeners: Listeners, stop: StopRequest
+    ) -> None:
+        self.run, self.stateful, self.listeners, self.stop = run, stateful, listeners, stop
         self.every, self.longest_step = run.config.checkpoint.every, 0.0  # steps; seconds
         with listeners.phase("choose a checkpoint"):
             self.checkpoint, self._skipped = choose_checkpoint(run.runtime, run.config.run_dir)
@@ -77,7 +79,7 @@ class Recovery:
             with self.listeners.phase("resume", Step(stage, step)):
                 state = load_checkpoint(found, run.models, run.onload_for_checkpoint)
                 run.source.load_state_dict(state["samplers"])
-                for name, one in self.kept.items():
+                for name, one in self.stateful.items():
                     one.load_state_dict(state[name])
                 if len(state["generators"]) == run.runtime.world:
                     set_generator_states(state["generators"][run.runtime.rank])
@@ -105,7 +107,7 @@ class Recovery:
         self.longest_step = max(self.longest_step, time.monotonic() - self._since)
         self._since = time.monotonic()
         # As it is now: the run may be told to leave when the next step has begun.
-        state = {name: one.state_dict() for name, one in self.kept.items()}
+        state = {name: one.state_dict() for name, one in self.stateful.items()}
         self._last_step = stage, step, {"samplers": self.run.source.snapshot(), **state}
         with self.listeners.phase("checkpoint"):
             if self.every and (step % self.every == 0 or last):

@@ -27,7 +27,7 @@ from megarl.parallel.signals import StopRequest
 from megarl.schedule.guards import Guards, keep_failed_batch
 from megarl.schedule.listeners import listeners_of
 from megarl.schedule.phases import run_phase
-from megarl.schedule.recovery import Kept, Progress, Recovery
+from megarl.schedule.recovery import Progress, Recovery, Stateful
 from megarl.schedule.run import Run, Step
 from megarl.schedule.watchdog import Watchdog
 from megarl.training.checkpoint import PRETRAINING
@@ -42,12 +42,12 @@ class Trainer:
         self.stage, self.phases = self.config.main_stage, training_phases(self.config)
         check_phases(self.phases)
         check_phases(pretraining_phases(self.config))
-        # Stages of which no step since this start has compared the engine with the trainer.
-        self.uncompared = {"train", PRETRAINING} if self.config.guard.parity != "none" else set[str]()
+        # Stages whose next step also compares the engine with the trainer: the first one after each start.
+        self.parity_due = {"train", PRETRAINING} if self.config.guard.parity != "none" else set[str]()
         self.guards, self.pretraining = Guards(self.config.guard), Progress()
         self.listeners = listeners_of(run, watchdog)
-        kept: dict[str, Kept] = {"guards": self.guards, "value_pretraining": self.pretraining}
-        self.recovery = Recovery(run, kept, self.listeners, stop or StopRequest(()))
+        stateful: dict[str, Stateful] = {"guards": self.guards, "value_pretraining": self.pretraining}
+        self.recovery = Recovery(run, stateful, self.listeners, stop or StopRequest(()))
         if watchdog is not None:
             pending = {"bytes of a checkpoint": lambda: self.recovery.writer.pending}
             watchdog.depths |= {**run.source.depths, **pending}
@@ -55,11 +55,12 @@ class Trainer:
     def train(self) -> None:
         """Train to the last step, from the newest checkpoint. Errors are also written to events.jsonl."""
         run, config, checkpoint = self.run, self.config, self.recovery.checkpoint
-        first, critic = config.value_pretraining, run.critic
+        pretraining, critic = config.value_pretraining, run.critic
         with self.listeners.listening():
-            pretrains = first.steps > 0 and (checkpoint is None or checkpoint.pretraining)
-            if pretrains and critic is not None:  # of the schedule, a checkpoint knows only how far it is
-                critic.start_schedule(first.steps, constant_lr=first.lr or config.critic.lr)
+            pretrains = pretraining.steps > 0 and (checkpoint is None or checkpoint.pretraining)
+            if pretrains and critic is not None:
+                # Before resume(): of the learning rate's schedule a checkpoint holds only how far it is.
+                critic.start_schedule(pretraining.steps, constant_lr=pretraining.lr or config.critic.lr)
             done = self.recovery.resume()
             if WEIGHT_TRANSFER in self.phases:
                 run.onload(WEIGHT_TRANSFER.name, WEIGHT_TRANSFER.on_gpu)
@@ -96,23 +97,24 @@ class Trainer:
         self.export("critic", self.config.run_dir / "critic_pretrained", changed=True)
 
     def step(self, step: Step, phases: Sequence[Phase]) -> None:
-        """Run the phases of a step; after a number that is not finite the rest of them is skipped. Raises
-        what ends the run: too many such steps in a row, or too many without a verdict."""
+        """Run the phases of a step; after a number that is not finite the rest of them is skipped, but for
+        the weight transfer. Raises what ends the run: too many such steps in a row, or too many without a
+        verdict."""
         with self.listeners.step(step):
             try:
-                self.run_phases(step, with_parity(phases) if step.stage in self.uncompared else phases)
+                self.run_phases(step, with_parity(phases) if step.stage in self.parity_due else phases)
             except NumericalError as error:
                 step.events.append(self.guards.failed(error))
                 step.metrics["guard/skipped"] = 1.0
                 if WEIGHT_TRANSFER in phases:  # engines must have this step's version, changed or not
                     self.run_phases(step, (WEIGHT_TRANSFER,), weights_changed=True)
             else:
-                self.uncompared.discard(step.stage)
+                self.parity_due.discard(step.stage)
                 alarms = self.guards.passed(step.metrics)
                 step.events += alarms
                 step.metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
             step.events += self.guards.judged(step.metrics, step.verifier_errors)
-            step.metrics["time/checkpoint"] = self.recovery.take_seconds()  # mostly of the steps before
+            step.metrics["time/checkpoint"] = self.recovery.take_seconds()  # mostly for earlier steps
         self.guards.check_judged()
 
     def run_phases(self, step: Step, phases: Sequence[Phase], *, weights_changed: bool = False) -> None:

@@ -13,7 +13,7 @@ from megarl.data.experience import Experience
 from megarl.model.builder import build_actor, build_critic
 from megarl.parallel.comm import barrier
 from megarl.parallel.runtime import Runtime
-from megarl.plan.memory import Plan, plan_of
+from megarl.plan.memory import MemoryPlan, plan_of
 from megarl.plan.sizes import Passes, Shape, activations, in_flight, passed_on
 from megarl.training.batch import make_micro_batches
 from megarl.training.model import TrainableModel
@@ -71,7 +71,7 @@ def plan_for(
     critic: bool = False,
     optimizer: Mapping[str, Any] | None = None,
     **keys: Any,
-) -> Plan:
+) -> MemoryPlan:
     """The plan of a run of such models."""
     tp, pp, dp, ep, cp = (*layout, 1)[:5]
     described = hf_of(family, **keys).to_dict()

@@ -16,7 +16,7 @@ from megarl.cli.main import main
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.parallel.machine import memory_here
-from megarl.plan.memory import Plan, plan_of
+from megarl.plan.memory import MemoryPlan, plan_of
 from megarl.schedule.preflight import check_fits
 from megarl.weights.cost import KNOWN_MODELS, planning_config
 from megarl.weights.families import read_config
@@ -60,7 +60,7 @@ def test_this_machine_has_what_it_says() -> None:
     assert 0 < memory_here() <= psutil.virtual_memory().total
 
 
-def half_b(*changes: str) -> Plan:
+def half_b(*changes: str) -> MemoryPlan:
     overrides = ["model.layers=portable", "checkpoint.every=5", "parallel.tp=2", "model.dtype=fp32", *changes]
     return plan_of(load_config(ROOT / "configs/demo_vapo.yaml", overrides), HALF_B)
 

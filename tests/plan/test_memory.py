@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
-from megarl.plan.memory import Plan, plan_of
+from megarl.plan.memory import MemoryPlan, plan_of
 from megarl.plan.times import default_lengths, estimate
 from megarl.schedule.preflight import check_fits
 from megarl.weights.cost import KNOWN_MODELS
@@ -92,12 +92,12 @@ def test_tensor_groups_are_as_large_as_planned(
     assert abs(planned / on_disk - 1) < 0.02, f"planned {planned:,.0f}, there are {on_disk:,.0f} bytes"
 
 
-def other_checkpoint(plan: Plan, model: str) -> float:
+def other_checkpoint(plan: MemoryPlan, model: str) -> float:
     """The part of the other one of actor and critic."""
     alone = plan.config.model_copy(
         update={"algorithm": plan.config.algorithm.model_copy(update={"advantage": "group"})}
     )
-    actors = Plan(alone, plan.actor, plan.critic, plan.device).checkpoint()
+    actors = MemoryPlan(alone, plan.actor, plan.critic, plan.device).checkpoint()
     return plan.checkpoint() - actors if model == "actor" else actors
 
 
@@ -151,7 +151,7 @@ def test_a_reward_model_is_planned(tmp_path: Path) -> None:
     assert 0 < smaller.group("reward.weights", 0) < smaller.group("critic.weights", 0) / 3
 
 
-def plan_32b(*overrides: str) -> Plan:
+def plan_32b(*overrides: str) -> MemoryPlan:
     return plan_of(load_config(ROOT / "configs/vapo_32b.yaml", overrides), KNOWN_MODELS["Qwen2.5-32B"])
 
 

@@ -13,7 +13,7 @@ from megarl.config.errors import ConfigError
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 from megarl.plan import memory
-from megarl.plan.memory import Plan
+from megarl.plan.memory import MemoryPlan
 from megarl.plan.search import ROOM, with_keys
 from megarl.plan.sizes import GIB
 from megarl.plan.text import clock
@@ -32,7 +32,7 @@ MLP = {
 }
 
 
-def fullest(plan: Plan) -> float:
+def fullest(plan: MemoryPlan) -> float:
     """The most of any update, on the fullest stage."""
     return max(need.total for need in plan.needs(phases=[p for p in plan.phases if p.updates_weights]))
 
@@ -43,7 +43,7 @@ def keeps_what_it_sent(layout: Layout, begun: float, last: bool) -> float:
     return begun - last
 
 
-def fewest_layers(plan: Plan) -> Plan:
+def fewest_layers(plan: MemoryPlan) -> MemoryPlan:
     """With as few recomputed layers as leave as much room as `megarl plan` does."""
     layers = plan.actor.sizes.layers // plan.layout.pp
     none = with_keys(plan, model__recompute="none", model__recompute_layers=None)
@@ -51,7 +51,7 @@ def fewest_layers(plan: Plan) -> Plan:
     return next(made for made in tried if fullest(made) <= (1 - ROOM) * plan.device.memory)
 
 
-def shown(plan: Plan, more: str = "") -> str:
+def shown(plan: MemoryPlan, more: str = "") -> str:
     return f"{fullest(plan) / GIB:.1f} GiB{more}, {clock(estimate(plan, default_lengths(plan)).total)}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from megarl.config import load_config
-from megarl.plan.memory import Plan
+from megarl.plan.memory import MemoryPlan
 from megarl.plan.sizes import Shape, device_of
 from megarl.plan.times import Estimate, Lengths, estimate
 from megarl.weights.cost import KNOWN_MODELS
@@ -27,7 +27,7 @@ def predicted(name: str) -> Estimate:
     # Not checked: their frameworks divide layers and heads in ways that megarl does not.
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=row["layout"])})
     shape = Shape(KNOWN_MODELS[row["model"]], config.model.dtype)
-    plan = Plan(config, shape, shape, device_of(config.cluster))
+    plan = MemoryPlan(config, shape, shape, device_of(config.cluster))
     lengths = Lengths(row["length"], config.rollout.max_response_tokens, source["prompt"])
     return estimate(plan, lengths)
 

@@ -14,7 +14,7 @@ import yaml
 from megarl.cli.main import main
 from megarl.config import load_config
 from megarl.plan import text
-from megarl.plan.memory import Plan, plan_of
+from megarl.plan.memory import MemoryPlan, plan_of
 from megarl.plan.search import Found, best_of, proven, search, with_keys
 from megarl.plan.times import default_lengths, estimate
 from megarl.weights.cost import planning_config
@@ -23,7 +23,7 @@ from tests.plan.test_memory import GIB, ROOT
 SHIPPED = ("vapo_7b", "dapo_30b_a3b", "vapo_32b", "dapo_32b", "sao_32b", "dapo_72b")
 
 
-def plan_for(name: str, *changes: str) -> Plan:
+def plan_for(name: str, *changes: str) -> MemoryPlan:
     config = load_config(ROOT / f"configs/{name}.yaml", changes)
     return plan_of(config, planning_config(config.model.path)[1])
 

@@ -17,13 +17,13 @@ from megarl.cli.main import main
 from megarl.config import load_config
 from megarl.config.errors import DataError
 from megarl.data.experience import Experience, write_experience
-from megarl.plan.memory import Plan, plan_of
+from megarl.plan.memory import MemoryPlan, plan_of
 from megarl.plan.search import with_keys
 from megarl.plan.simulate import (
     BATCHES,
     Costs,
+    RolloutWork,
     Split,
-    Work,
     best_split,
     compare,
     costs_of,
@@ -66,7 +66,7 @@ def token_by_token(lengths: list[int], prompt: float, at_once: int) -> float:
 )
 def test_equal_stretches_token_by_token(groups: list[list[int]], engines: int, at_once: int) -> None:
     drawn = iter(groups)
-    work = Work(len(groups), 2, 7.0, lambda chance, n: next(drawn), balance="stretches")
+    work = RolloutWork(len(groups), 2, 7.0, lambda chance, n: next(drawn), balance="stretches")
     found = simulate_rollout(work, costs(at_once), engines, random.Random(0))
     flat = [length for group in groups for length in group]
     parts = [flat[e * len(flat) // engines : (e + 1) * len(flat) // engines] for e in range(engines)]
@@ -84,7 +84,7 @@ def test_no_engine_idles_while_another_has_requests_that_have_not_begun(
     seed: int, engines: int, balance: str
 ) -> None:
     """One response at a time: a list schedule, of which Graham's bound holds (1969)."""
-    work = Work(9, 2, 0.0, log_normal(Lengths(50, 400, 0, 1.0)), balance=balance)  # type: ignore[arg-type]
+    work = RolloutWork(9, 2, 0.0, log_normal(Lengths(50, 400, 0, 1.0)), balance=balance)  # type: ignore[arg-type]
     cost = Costs(lambda count, tokens: 1.0, 0.0, 1, lambda tokens: {}, 0.0)
     found = simulate_rollout(work, cost, engines, random.Random(seed))
     busy = [sum(end - begin for begin, end in spans) for spans in found.busy]
@@ -98,17 +98,17 @@ def test_dynamic_sampling_draws_until_there_are_enough() -> None:
         return [10.0] * n
 
     for streams in (True, False):
-        work = Work(40, 4, 0.0, draw, kept=0.25, streams=streams)
+        work = RolloutWork(40, 4, 0.0, draw, kept=0.25, streams=streams)
         drawn = [simulate_rollout(work, costs(), 2, random.Random(seed)) for seed in range(20)]
         assert all(found.tokens == 40 * 4 * 10 for found in drawn)
         assert 3.5 < median(found.generated / found.tokens for found in drawn) < 5.5
         assert min(found.generated for found in drawn) > drawn[0].tokens
 
 
-def constant(seconds: float) -> tuple[Work, float]:
-    """Work whose rollout takes so long on one engine: one response of as many tokens."""
+def constant(seconds: float) -> tuple[RolloutWork, float]:
+    """RolloutWork whose rollout takes so long on one engine: one response of as many tokens."""
     length = round(seconds / 0.01)
-    return Work(1, 1, 0.0, lambda chance, n: [float(length)]), length * 0.01
+    return RolloutWork(1, 1, 0.0, lambda chance, n: [float(length)]), length * 0.01
 
 
 @pytest.mark.parametrize(("rollout", "train"), [(6.0, 4.0), (3.0, 5.0), (4.0, 4.0)])
@@ -137,7 +137,7 @@ def test_what_is_drawn_waits_for_its_weights() -> None:
     """The batch of step k begins after the transfer of version k - 1 - ahead, and no transfer of a later one
     comes before it; a batch is trained on after it was drawn."""
     for ahead in (0, 1, 2):
-        work = Work(3, 2, 0.0, log_normal(Lengths(60, 900, 0, 1.2)))
+        work = RolloutWork(3, 2, 0.0, log_normal(Lengths(60, 900, 0, 1.2)))
         course = simulate(work, costs(old=0.3, actor_update=0.9), Split(2, 1, ahead), seed=ahead)
         transfers = {s.step: s for s in course.rows["trainers"] if s.phase == "weight_transfer"}
         first = {s.step: s.begin for s in course.rows["trainers"][::-1] if s.phase == "old"}
@@ -176,12 +176,12 @@ def test_lengths_are_those_that_were_asked_for() -> None:
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> MemoryPlan:
     config = load_config(ROOT / "configs/vapo_7b.yaml", [])
     return plan_of(config, KNOWN_MODELS["Qwen2.5-7B"])
 
 
-def test_the_best_split_is_one_that_the_layout_allows(plan: Plan) -> None:
+def test_the_best_split_is_one_that_the_layout_allows(plan: MemoryPlan) -> None:
     lengths = default_lengths(plan)
     small = with_keys(plan, rollout__prompts=32, update__mini_batch=512)
     work = work_of(small.config, lengths, "queue")
@@ -197,7 +197,7 @@ def test_the_best_split_is_one_that_the_layout_allows(plan: Plan) -> None:
     assert tried[found.layout.dp] <= 1.1 * min(tried.values())
 
 
-def test_a_job_that_cannot_be_split_is_shown_in_turn(plan: Plan) -> None:
+def test_a_job_that_cannot_be_split_is_shown_in_turn(plan: MemoryPlan) -> None:
     one = with_keys(plan, parallel__tp=8, parallel__dp=1, rollout__prompts=16)
     lengths = default_lengths(one)
     assert len(compare(one, work_of(one.config, lengths, "queue"), lengths)) == 1
@@ -211,7 +211,7 @@ def test_one_step_ahead_as_published() -> None:
     config = load_config(ROOT / TABLE["base"], [*source["set"], *row["set"]])
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=row["layout"])})
     shape = Shape(KNOWN_MODELS[row["model"]], config.model.dtype)
-    one = Plan(config, shape, shape, device_of(config.cluster))
+    one = MemoryPlan(config, shape, shape, device_of(config.cluster))
     lengths = Lengths(row["length"], config.rollout.max_response_tokens, source["prompt"])
     work, apart = work_of(config, lengths, "queue"), with_keys(one, parallel__rollout_ranks=32)
     beside = simulate(work, costs_of(apart, lengths), Split(8, 32, 1, engine_tp=4))

@@ -33,7 +33,7 @@ from megarl.parallel import comm
 from megarl.parallel import runtime as parallel
 from megarl.parallel.offload import HostPool
 from megarl.parallel.runtime import Runtime
-from megarl.plan.memory import Need, Plan, plan_of
+from megarl.plan.memory import MemoryPlan, Need, plan_of
 from megarl.plan.sizes import GIB
 from megarl.rollout.sglang import SGLangEngine
 from megarl.schedule import run as scheduled
@@ -181,7 +181,7 @@ class LonelyRun(Run):
             )
 
 
-def batch_of(config: Config, plan: Plan, updates: int) -> tuple[Config, Experience]:
+def batch_of(config: Config, plan: MemoryPlan, updates: int) -> tuple[Config, Experience]:
     """A batch of sequences as long as can be, for so many updates, in each of which a replica has as many
     full packs as its pipeline needs to be filled."""
     length, prompt = plan.longest, config.data.max_prompt_tokens

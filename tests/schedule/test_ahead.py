@@ -52,7 +52,7 @@ def test_orders_come_in_order_and_whole(monkeypatch: pytest.MonkeyPatch) -> None
     heard: list[Any] = []
     while len(heard) < 3:
         heard += run(hub.receive(5.0))
-    assert heard == [(m.TRAINER, order) for order in (m.Report(), m.Draw("train", 1, 0), m.Load(state))]
+    assert heard == [(m.TRAINER, order) for order in (m.SendReports(), m.Draw("train", 1, 0), m.Load(state))]
     run(hub.send(m.TRAINER, m.Evaluated({"eval/k": 2, "eval/avg": 0.5}, [{"index": 0}])))
     answer = link.hear(5.0)
     assert answer == m.Evaluated({"eval/k": 2, "eval/avg": 0.5}, [{"index": 0}])
