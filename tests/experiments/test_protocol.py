@@ -160,6 +160,7 @@ class TestVerdicts:
         [few] = judged([[-0.3 - s / 100 for s in range(5)]])
         assert few.said == "undecided (would have found: none, with so few seeds)"
 
+    @pytest.mark.slow
     def test_rows_without_effects_are_seldom_called_different(self) -> None:
         """Nine rows like their neighbour, 10 seeds: a table with a false difference in at most 5 % (Holm)."""
         rng, alarms = random.Random(5), 0
@@ -321,6 +322,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_tuned_then_run_in_pieces(
         self, path: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:

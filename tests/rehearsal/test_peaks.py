@@ -70,7 +70,8 @@ def near(rows: Rows, least: float = 0.9, most: float = 1.1) -> None:
         assert least * seen - 0.5 < planned < most * seen + 0.2, found
 
 
-@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=SLOW) for stage in (0, 2))])
+@SLOW
+@pytest.mark.parametrize("stage", [1, 0, 2])
 def test_stages_of_a_dense_run(stage: int) -> None:
     more = [] if stage == 2 else ["value_pretraining.steps=0"]
     rows = forked(VAPO, 6, stage, "parallel.pp=3", "parallel.dp=2", "model.recompute_layers=1", *more)

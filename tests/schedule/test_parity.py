@@ -117,7 +117,8 @@ def test_the_layer_is_named(
     assert all(name.split(",")[0] == first.split(",")[0] for name in faulty if swapped == GATE_UP), faulty
 
 
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_run_that_is_right_goes_on(dtype: str, folder: Path, ranks: Pool, tmp_path: Path) -> None:
     """From the beginning and after a resumption; both have compared, as an engine that is wrong from then on
     shows. Without a limit nothing ends it."""
