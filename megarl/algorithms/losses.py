@@ -6,15 +6,14 @@ ranks simply add up."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 Stats = dict[str, Tensor]
 Aggregation = Literal["token", "sample", "constant"]
-Surrogate = Literal["ppo", "gspo", "cispo", "masked"]
 
 # Statistics that are means over fewer tokens than all that count: the statistic that is the number of theirs.
 COUNTED_BY = {"clip_prob_high": "clip_fraction_high"}
@@ -78,6 +77,45 @@ def _sums(loss: Tensor, loss_name: str, **sums: Tensor) -> Stats:
     return {name: value.detach().double().clone() for name, value in named.items()}
 
 
+class Tokens(NamedTuple):
+    """What a surrogate sees of the tokens, float64 [T]; advantage and log-prob are 0 where one does not
+    count. low, high: the interval of the clip, 1 - clip_low and 1 + clip_high."""
+
+    ratio: Tensor
+    advantage: Tensor
+    logprobs: Tensor
+    low: float
+    high: float
+
+
+# Gives J_t, and the tokens whose ratio is too low and too high, bool [T], which are only counted.
+Surrogate = Callable[[Tokens], tuple[Tensor, Tensor, Tensor]]
+
+
+def ppo(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """Return min(r_t A_t, clip(r_t) A_t) (DAPO eq. 8, VAPO eq. 8)."""
+    objective = torch.minimum(t.ratio * t.advantage, t.ratio.clamp(t.low, t.high) * t.advantage)
+    return objective, (t.ratio < t.low) & (t.advantage < 0), (t.ratio > t.high) & (t.advantage > 0)
+
+
+def cispo(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """Return clip(r_t) A_t log pi_t, no gradient through the ratio (arXiv 2506.13585, eq. 4 and 5)."""
+    objective = t.ratio.clamp(t.low, t.high).detach() * t.advantage * t.logprobs
+    return objective, t.ratio < t.low, t.ratio > t.high
+
+
+def masked(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """Return r_t A_t where r_t is in the interval, else 0: the gradient ends on both sides, whatever the sign
+    of A_t (SAO, arXiv 2607.07508)."""
+    low, high = t.ratio < t.low, t.ratio > t.high
+    return torch.where(low | high, 0.0, t.ratio * t.advantage), low, high
+
+
+# What `algorithm.surrogate` may name (config/schema.py has the names once more, as it imports no torch).
+SURROGATES: dict[str, Surrogate] = {"ppo": ppo, "gspo": ppo, "cispo": cispo, "masked": masked}
+BY_SEQUENCE = {"gspo"}  # whose ratio is the sequence's
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -87,20 +125,16 @@ def policy_loss(
     clip_high: float,
     entropy: Tensor | None = None,
     *,
-    surrogate: Surrogate = "ppo",
+    surrogate: str = "ppo",
     dual_clip: float = 0.0,
     sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t * -J_t and its statistics. With r_t = pi / pi_old and clip to [1 - clip_low, 1 +
-    clip_high], J_t is
+    """Return sum_t w_t * -J_t and its statistics. J_t is what the surrogate makes of r_t = pi / pi_old, A_t
+    and the interval [1 - clip_low, 1 + clip_high] (SURROGATES).
 
-    ppo     min(r_t A_t, clip(r_t) A_t) (DAPO eq. 8, VAPO eq. 8); with a dual_clip c > 1 at least c A_t where
-            A_t < 0 (arXiv 1912.09729, eq. 5)
-    gspo    the same with the ratio of the sequence, exp(mean of its tokens' log r), for each of its tokens
-            (arXiv 2507.18071, eq. 5 to 7); sequence_ids: int [T], the sequence of each token
-    cispo   clip(r_t) A_t log pi_t, no gradient through the ratio (arXiv 2506.13585, eq. 4 and 5)
-    masked  r_t A_t where r_t is in that interval, else 0: the gradient ends on both sides, whatever the sign
-            of A_t (SAO, arXiv 2607.07508)
+    dual_clip     a c > 1: J_t is at least c A_t where A_t < 0 (arXiv 1912.09729, eq. 5); of ppo and gspo
+    sequence_ids  int [T], the sequence of each token, for gspo: its ratio is that of the sequence, exp(mean
+                  of its tokens' log r), for each of its tokens (arXiv 2507.18071, eq. 5 to 7)
 
     All tensors are [T]; old_logprobs and advantages carry no gradient. Tokens of weight 0 do not count,
     whatever they hold. Beyond r = e^20, and below e^-20, the gradient is 0.
@@ -113,23 +147,17 @@ def policy_loss(
     counted = weights > 0
     difference = log_ratio(logprobs, old_logprobs.detach(), counted)
     advantage = torch.where(counted, advantages.detach().double(), 0.0)
-    if surrogate == "gspo":
+    if surrogate in BY_SEQUENCE:
         assert sequence_ids is not None
         ratio = _sequence_means(difference, counted, sequence_ids).exp()
     else:
         ratio = difference.exp()
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    too_low, too_high = ratio < 1.0 - clip_low, ratio > 1.0 + clip_high
-    if surrogate == "cispo":
-        objective = clipped.detach() * advantage * torch.where(counted, logprobs.double(), 0.0)
-    elif surrogate == "masked":
-        objective = torch.where(too_low | too_high, 0.0, ratio * advantage)
-    else:
-        objective = torch.minimum(ratio * advantage, clipped * advantage)
-        too_low, too_high = too_low & (advantage < 0), too_high & (advantage > 0)
-        if dual_clip:
-            lowest = torch.where(advantage < 0, dual_clip * advantage, -torch.inf)
-            objective = torch.maximum(objective, lowest)
+    logprob = torch.where(counted, logprobs.double(), 0.0)
+    tokens = Tokens(ratio, advantage, logprob, 1.0 - clip_low, 1.0 + clip_high)
+    objective, too_low, too_high = SURROGATES[surrogate](tokens)
+    if dual_clip:
+        lowest = torch.where(advantage < 0, dual_clip * advantage, -torch.inf)
+        objective = torch.maximum(objective, lowest)
     loss = _weighted_sum(-objective, weights, logprobs)
     with torch.no_grad():
         high = too_high & counted

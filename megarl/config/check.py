@@ -200,14 +200,14 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
 
 def _rollout_problems(c: Config) -> Iterator[str]:
     r, limit = c.rollout, c.parallel.timeout
-    if r.engine == "sglang" and r.engine_timeout >= limit:
+    if r.engine_kind.apart and r.engine_timeout >= limit:
         what = f"must be < parallel.timeout {limit:g}, as other ranks wait"
         yield f"rollout.engine_timeout: {what} (got {r.engine_timeout:g})"
-    if r.engine == "transformers" and r.engine_tp > 1:
-        what = "must be 1 for rollout.engine transformers, which is not sharded"
+    if not r.engine_kind.sharded and r.engine_tp > 1:
+        what = f"must be 1 for rollout.engine {r.engine}, which is not sharded"
         yield f"rollout.engine_tp: {what} (got {r.engine_tp})"
-    if r.engine == "transformers" and r.weights_dtype != "model":
-        yield f"rollout.weights_dtype: must be model for rollout.engine transformers (got {r.weights_dtype})"
+    if not r.engine_kind.sharded and r.weights_dtype != "model":
+        yield f"rollout.weights_dtype: must be model for rollout.engine {r.engine} (got {r.weights_dtype})"
     if r.routing_compare and not (r.routing_replay and c.algorithm.old_logprobs == "trainer"):
         what = "needs rollout.routing_replay true and algorithm.old_logprobs trainer"
         yield f"rollout.routing_compare: {what} (set it to false)"

@@ -4,7 +4,8 @@ writes, and what it needs on the GPU.
 The code of a phase is the function of the same name in megarl/schedule/phases.py. The trainer enforces the
 declarations while it runs a phase, the planner computes memory and time from them, `megarl replay` follows
 the same lists. To add a phase: declare it here, put it in its place in `training_phases` (or
-`pretraining_phases`), and write its function there."""
+`pretraining_phases`), write its function there, and name it in WatchedPhase (megarl/config/schema.py).
+docs/extending.md has an example."""
 
 from __future__ import annotations
 

@@ -21,6 +21,8 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from megarl.config.engines import ENGINES, EngineKind, EngineName
+
 OURS = "our choice"
 
 
@@ -442,7 +444,7 @@ class DynamicSamplingConfig(Section):
 class RolloutConfig(Section):
     """Sampling of responses."""
 
-    engine: Literal["transformers", "sglang"] = field("transformers", "rollout engine")
+    engine: EngineName = field("transformers", "rollout engine")
     prompts: int = field(
         512, "effective prompts a step", "prompts", "DAPO section 4.1, VAPO section 5.1", ge=1
     )
@@ -500,6 +502,11 @@ class RolloutConfig(Section):
     fingerprint: bool = field(
         False, "compare the engine's and the actor's weights by hashes after each transfer"
     )
+
+    @property
+    def engine_kind(self) -> EngineKind:
+        """Return what kind of engine this is."""
+        return ENGINES[self.engine]
 
 
 class ClusterConfig(Section):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
@@ -481,11 +481,12 @@ def file_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
     if not path.is_file():
         missing = "no such file" if not path.exists() else "not a file (name the .parquet or .jsonl files)"
         raise DataError(f"{path}: {missing}")
-    if path.suffix not in (".parquet", ".jsonl"):
-        raise DataError(f"{path}: unknown kind of file {path.suffix!r} (use .parquet or .jsonl)")
+    if path.suffix not in READERS:
+        known = " or ".join(READERS)
+        raise DataError(f"{path}: unknown kind of file {path.suffix!r} (use {known})")
     count = 0
     try:
-        for count, row in _parquet(path, columns) if path.suffix == ".parquet" else _jsonl(path):
+        for count, row in READERS[path.suffix](path, columns):
             yield count, row
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read: {_first_line(error)}") from error
@@ -493,7 +494,7 @@ def file_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
         raise DataError(f"{path}: holds no row")
 
 
-def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def _jsonl(path: Path, _: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any] | str]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -514,6 +515,11 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, d
             raise DataError(f"{path}: none of the columns {', '.join(columns)} (it has: {', '.join(names)})")
         batches = file.iter_batches(batch_size=4096, columns=present)
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+
+
+# What reads a file, by its suffix: (path, columns that are wanted) -> rows as `file_rows` has them.
+Reader = Callable[[Path, Sequence[str] | None], Iterator[tuple[int, dict[str, Any] | str]]]
+READERS: dict[str, Reader] = {".parquet": _parquet, ".jsonl": _jsonl}
 
 
 def _first_line(error: Exception) -> str:

@@ -140,13 +140,14 @@ class MemoryPlan:
 
     @property
     def engine_tp(self) -> int:
-        """Return the tensor-parallel size of an engine; the transformers engine is not sharded."""
-        return 1 if self.config.rollout.engine == "transformers" else self.config.rollout.engine_tp
+        """Return the tensor-parallel size of an engine."""
+        rollout = self.config.rollout
+        return rollout.engine_tp if rollout.engine_kind.sharded else 1
 
     @cached_property
     def engine_weights(self) -> float:
         """Return the bytes of an engine's weights on one of its ranks."""
-        if self.config.rollout.engine == "transformers":
+        if not self.config.rollout.engine_kind.sharded:
             return self.actor.parameters * self.actor.itemsize
         return int(sum(self.actor.engine_tensors(self.engine_tp, self.config.rollout.weights_dtype)))
 
@@ -162,7 +163,7 @@ class MemoryPlan:
     def cache(self) -> float:
         """Return the bytes of an engine's KV cache on one rank."""
         rollout = self.config.rollout
-        if rollout.engine == "transformers":  # what a batch fills; SGLang takes what its share leaves
+        if not rollout.engine_kind.apart:  # what a batch fills; others take what their share leaves
             return rollout.max_batch * self.longest * self.actor.cache_bytes(1)
         return max(0.0, rollout.engine_memory * self.device.memory - self.engine_weights)
 
@@ -176,7 +177,7 @@ class MemoryPlan:
         """Return the bytes on a GPU that a weight sync needs for messages and the engine's buckets."""
         rollout = self.config.rollout
         bucket = rollout.transfer_bucket * 2**20
-        if rollout.engine == "transformers":
+        if not rollout.engine_kind.apart:
             return bucket
         # What SGLang's ranks copy from holds at least the largest tensor.
         largest = max(self.actor.engine_tensors(rollout.engine_tp, rollout.weights_dtype))
@@ -446,7 +447,7 @@ class MemoryPlan:
                 stages = range(self.layout.pp)
                 sums = max(self.group(f"{phase.model}.gradients", stage) for stage in stages)
                 parts["summed gradients"] = sums * world
-            if phase.name == ROLLOUT.name and config.rollout.engine == "transformers":
+            if phase.name == ROLLOUT.name and not config.rollout.engine_kind.apart:
                 engines = config.parallel.rollout_ranks or world
                 decoded = min(config.rollout.max_batch, -(-config.responses // engines))
                 parts["KV cache"] = decoded * self.longest * self.actor.cache_bytes(1) * engines

@@ -438,7 +438,7 @@ def work_of(
         prompt=lengths.prompt,
         draw=draw or log_normal(lengths),
         kept=(kept or GROUPS_KEPT) if rollout.dynamic_sampling.enabled else 1.0,
-        streams=rollout.engine == "sglang",
+        streams=rollout.engine_kind.apart,
         oversample=rollout.dynamic_sampling.oversample,
         balance=balance,
     )

@@ -264,7 +264,8 @@ def decoding(plan: MemoryPlan) -> Decoding:
 def decoded_at_once(plan: MemoryPlan, lengths: Lengths) -> int:
     """Return how many responses an engine decodes at once: as many as its cache holds of mean length."""
     mean = fmean(lengths.quantiles()) / 2 + lengths.prompt
-    limit = plan.config.rollout.max_batch if plan.config.rollout.engine == "transformers" else 1 << 30
+    rollout = plan.config.rollout
+    limit = 1 << 30 if rollout.engine_kind.apart else rollout.max_batch
     return max(1, min(int(plan.cache_tokens / mean), limit))
 
 

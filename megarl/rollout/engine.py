@@ -1,10 +1,8 @@
 """The protocol of a rollout engine, and the client by which a worker's coroutines use one.
 
-A new engine needs: a class with this protocol, in a file of its own; a case in `make_engine`
-(schedule/generation.py); its name in `RolloutConfig.engine` (config/schema.py) and its limits in
-config/check.py; the layout of its weights in weights/plan.py; its memory and speed in plan/memory.py and
-plan/times.py, which take every engine but transformers for SGLang; and what must be installed for it in
-schedule/preflight.py.
+A new engine needs: a class with this protocol, in a file of its own; its name and its kind in
+config/engines.py, of which checks, planner and weight transfers know what they must; and a case in
+`make_engine` (schedule/generation.py). docs/extending.md has an example, and what a kind cannot say.
 """
 
 from __future__ import annotations

@@ -305,11 +305,11 @@ def check_verifier(
 
 def _check_machine(config: Config, device: str, world: int | None = None) -> None:
     """Check that what the configuration asks for is installed and plugged in."""
-    if config.rollout.engine == "sglang":
-        if not find_spec("sglang"):
-            raise ConfigError(
-                "rollout.engine: sglang is not installed (make install-gpu, or use transformers)"
-            )
+    engine, kind = config.rollout.engine, config.rollout.engine_kind
+    if kind.package and not find_spec(kind.package):
+        remedy = f"{kind.install}, or use transformers"
+        raise ConfigError(f"rollout.engine: {engine} is not installed ({remedy})")
+    if engine == "sglang":
         if device == "cpu" and config.rollout.routing_replay:
             problem = "SGLang records experts on a GPU only (set it to false, or use transformers)"
             raise ConfigError(f"rollout.routing_replay: {problem}")

@@ -17,8 +17,8 @@ from megarl.config.schema import Config
 from megarl.parallel.runtime import Runtime
 from megarl.training.checkpoint import PRETRAINING
 
-# Layers x response tokens above which the transformers engine's operators are left out of a trace: there are
-# some 50 for each, of about 1 kB in memory.
+# Layers x response tokens above which the operators of an engine in this process are left out of a trace:
+# there are some 50 for each, of about 1 kB in memory.
 OPERATORS_IN_ROLLOUT = 20_000
 # The name that torch gives the process, on the line after the first "args" of its metadata.
 _PROCESS = re.compile(r'"name": "process_name"')
@@ -38,9 +38,8 @@ class Profiler:
         self.steps, self.done = config.log.profile, 0
         self.gpu = runtime.device.type == "cuda"
         self.activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]
-        decoded = (
-            layers * config.rollout.max_response_tokens if config.rollout.engine == "transformers" else 0
-        )
+        rollout = config.rollout
+        decoded = 0 if rollout.engine_kind.apart else layers * rollout.max_response_tokens
         self.pauses_in = {"rollout"} if decoded > OPERATORS_IN_ROLLOUT else set[str]()
         self.trace: profile | None = None
 

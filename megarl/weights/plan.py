@@ -13,7 +13,7 @@ from functools import cache
 from heapq import heapreplace
 from itertools import zip_longest
 from math import prod
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, OptimizerConfig
@@ -454,13 +454,10 @@ def engine_targets(
         ranks = f"the {first} ranks that train, behind which the engines begin"
         lies = "an engine of several ranks lies within one node"
         raise ConfigError(f"rollout.engine_tp: {tp} does not divide {ranks} ({lies}: change one of the two)")
-    match config.rollout.engine:
-        case "transformers":
-            shards = [hf_shards(hf_config)]
-        case "sglang":
-            shards = [sglang_shards(hf_config, tp, rank, cpu=cpu) for rank in range(tp)]
-        case unknown:
-            assert_never(unknown)
+    if config.rollout.engine_kind.sharded:
+        shards = [sglang_shards(hf_config, tp, rank, cpu=cpu) for rank in range(tp)]
+    else:
+        shards = [hf_shards(hf_config)]
     return [(first + rank, shards[rank % tp]) for rank in range(world)]
 
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from megarl.config import Config, check_config, dump_config, load_config
+from megarl.config.engines import ENGINES, EngineName
 from megarl.config.errors import ConfigError
 from megarl.config.phases import PRESETS
 from megarl.config.schema import Section, fields
@@ -611,3 +613,7 @@ class TestNumbersAndTexts:
         with pytest.raises(ValueError, match="frozen"):
             config.steps = 4  # type: ignore[misc]
         assert dump_config(config) == dump_config(load_config(minimum))
+
+
+def test_every_engine_has_a_kind() -> None:
+    assert set(get_args(EngineName)) == set(ENGINES)

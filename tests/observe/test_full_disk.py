@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError, StorageError
 from megarl.config.files import Dispensable, whole_file, write_whole
-from megarl.config.schema import WatchdogConfig
+from megarl.config.schema import RolloutConfig, WatchdogConfig
 from megarl.data.experience import Experience, read_experience, write_experience
 from megarl.observe.run_log import JsonlWriter, RunLog, Sample
 from megarl.observe.timeline import Timeline
@@ -196,7 +196,7 @@ def test_a_trace_is_whole_or_not_there(tmp_path: Path, capsys: pytest.CaptureFix
     config: Any = SimpleNamespace(
         run_dir=tmp_path,
         log=SimpleNamespace(profile=1),
-        rollout=SimpleNamespace(engine="transformers", max_response_tokens=1),
+        rollout=RolloutConfig(max_response_tokens=1),
     )
     runtime: Any = SimpleNamespace(rank=0, device=torch.device("cpu"))
     profiler = Profiler(config, runtime, layers=1)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError, EngineError, EngineFailure
-from megarl.config.schema import ParallelConfig
+from megarl.config.schema import ParallelConfig, RolloutConfig
 from megarl.parallel.runtime import layout_for
 from megarl.rollout import messages as m
 from megarl.rollout import weight_sync
@@ -169,7 +169,7 @@ def test_an_engine_that_is_started_anew_gets_a_copy(monkeypatch: pytest.MonkeyPa
     runtime: Any = SimpleNamespace(
         rollout_ranks=1, first_engine=1, engines=engines, job=SimpleNamespace(rank=1, world=2)
     )
-    config: Any = SimpleNamespace(engine="sglang", engine_tp=1, engine_failures=1, fingerprint=False)
+    config = RolloutConfig(engine="sglang", engine_failures=1, fingerprint=False)
     sync = WeightSync(config, runtime, Engine(), [transfer])  # type: ignore[arg-type]
     sync.sync(4)
     memory.zero_()

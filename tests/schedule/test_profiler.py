@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megarl.cli.main import main
+from megarl.config.schema import RolloutConfig
 from megarl.schedule.profiler import Profiler
 from tests.chaos.harness import make_config, prepare
 from tests.ranks import RankPool, in_a_fork
@@ -68,7 +69,7 @@ def traced(folder: Path, longest: int) -> tuple[Counter[str], list[str]]:
     config: Any = SimpleNamespace(
         run_dir=folder,
         log=SimpleNamespace(profile=1),
-        rollout=SimpleNamespace(engine="transformers", max_response_tokens=longest),
+        rollout=RolloutConfig(max_response_tokens=longest),
     )
     runtime: Any = SimpleNamespace(rank=7, device=torch.device("cpu"))
     profiler = Profiler(config, runtime, layers=64)

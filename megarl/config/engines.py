@@ -1,0 +1,34 @@
+"""What kind of engine `rollout.engine` names: what checks, planner and weight transfers must know of it.
+Imports without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+EngineName = Literal["transformers", "sglang"]
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """A kind of engine.
+
+    sharded  it is divided over rollout.engine_tp ranks, each of which has SGLang's tensors (`sglang_shards`
+             in weights/layout.py), in block FP8 where that is wanted; else each rank has a whole one, with
+             the tensors of Hugging Face's files
+    apart    it has processes of its own, which may hang and be started again: requests end one by one, its
+             KV cache is what rollout.engine_memory leaves, weights go through staging memory; else it decodes
+             in the rank, rollout.max_batch responses at once, and weights are written in place
+    package  that must be installed for it, besides what megarl needs
+    install  how"""
+
+    sharded: bool = False
+    apart: bool = False
+    package: str = ""
+    install: str = ""
+
+
+ENGINES: dict[EngineName, EngineKind] = {
+    "transformers": EngineKind(),
+    "sglang": EngineKind(sharded=True, apart=True, package="sglang", install="make install-gpu"),
+}

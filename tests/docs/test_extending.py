@@ -1,0 +1,375 @@
+"""docs/extending.md: its edits are made in a copy of the tree, its files written, and all of it is used: as
+far as a process can here, and together in runs of `megarl train` on tiny models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Ernie4_5Config
+
+from megarl.algorithms import losses
+from megarl.config.errors import CheckpointError
+from megarl.config.plugins import plugins
+from megarl.config.schema import Config
+from megarl.data import prompts
+from megarl.data.experience import Experience
+from megarl.parallel.layout import Layout
+from megarl.rewards.pool import VerifierPool
+from megarl.rewards.verdict import verifier_path
+from megarl.rollout.engine import EngineClient
+from megarl.rollout.episode import Aborted, Policy
+from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.transformers_engine import TransformersEngine
+from megarl.weights import families
+from megarl.weights.plan import engine_plan
+from tests.engines import load_folder
+from tests.tiny_models import CONFIGS, make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+OF_MEGARL = ("megarl", "megarl_experiments", "megarl_report", "megarl_tasks", "megarl_verifier")
+FILES: dict[str, str] = dict(re.findall(r"^```python\n# (\S+\.py)\n(.*?)^```$", PAGE, flags=re.M | re.S))
+MOST = 3  # files of megarl that one extension touches
+
+
+def edits() -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
+    """The section, file and (old, new) texts of each edit on the page."""
+    for section in PAGE.split("\n## ")[1:]:
+        for block in re.findall(r"^```diff\n(.*?)^```$", section, flags=re.M | re.S):
+            for part in re.split(r"^--- ", block, flags=re.M)[1:]:
+                file, _, text = part.partition("\n")
+                hunks = [hunk.splitlines() for hunk in re.split(r"^@@\n", text, flags=re.M)]
+                pairs = [
+                    tuple(
+                        "".join(f"{line[1:]}\n" for line in hunk if line[0] in kept) for kept in (" -", " +")
+                    )
+                    for hunk in hunks
+                ]
+                yield section.partition("\n")[0], file, pairs  # type: ignore[misc]
+
+
+def added(file: str) -> str:
+    """What the page adds to a file."""
+    [block] = [
+        text
+        for text in re.findall(r"^--- (.*?)(?=^--- |^```)", PAGE, flags=re.M | re.S)
+        if text.startswith(file)
+    ]
+    return "".join(f"{line[1:]}\n" for line in block.splitlines() if line.startswith("+"))
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of megarl and of what lies beside it, with everything that the page says."""
+    folder = tmp_path_factory.mktemp("extended")
+    for package in OF_MEGARL:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, body in FILES.items():
+        (folder / (f"megarl/{name}" if "/" in name else name)).write_text(body)
+    for section, file, hunks in edits():
+        path = folder / "megarl" / file
+        text = path.read_text()
+        for old, new in hunks:
+            assert text.count(old) == 1, f"{section}: {file} does not hold once:\n{old}"
+            text = text.replace(old, new)
+        path.write_text(text)
+    return folder
+
+
+def module_of(name: str, body: str) -> ModuleType:
+    """A module of the page, in this process."""
+    module = ModuleType(name)
+    exec(compile(body, name, "exec"), vars(module))
+    return module
+
+
+def in_tree(tree: Path, *arguments: str, limit: float = 240) -> str:
+    """What a Python that takes megarl from the copy prints."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=limit,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def config_of(folder: Path, recipe: str = "grpo", **sections: Any) -> dict[str, Any]:
+    """A configuration of a tiny run on the sums in `folder`."""
+    return {
+        "recipe": recipe,
+        "run_dir": str(folder / f"run_{recipe}"),
+        "steps": 2,
+        "model": {"path": str(folder / "model"), "dtype": "fp32"},
+        "parallel": {"device": "cpu"},
+        "data": {
+            "train": [str(folder / ("pairs.jsonl" if recipe == "sft" else "sums.csv"))],
+            "max_prompt_tokens": 64,
+        },
+        "log": {"report": False, "terminal": "quiet"},
+        **sections,
+    }
+
+
+OURS: dict[str, Any] = {
+    "rollout": {"engine": "plain", "prompts": 4, "group_size": 4, "max_response_tokens": 12},
+    "reward": {"verifier": "nearness:near"},
+    "algorithm": {"surrogate": "spo", "advantage_limit": 0.5},
+    "update": {"mini_batch": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model and a table of sums."""
+    folder = tmp_path_factory.mktemp("sums")
+    make_tiny_model(folder / "model", "qwen3")
+    rows = [f"{a}+{b}=?,{a + b}\n" for a in range(4) for b in range(4)]
+    (folder / "sums.csv").write_text("question,answer\n" + "".join(rows))
+    return folder
+
+
+def test_no_more_files_than_the_page_promises() -> None:
+    touched: dict[str, set[str]] = {}
+    for section, file, _ in edits():
+        touched.setdefault(section, set()).add(file)
+    table = {
+        title: re.findall(r"`(\w+/\w+\.py)`", files) + ["its own"] * ("of its own" in files)
+        for title, files in re.findall(r"^\| \[.*?\]\(#([\w-]+)\) \|.*?\| (.+?) \|$", PAGE, flags=re.M)
+    }
+    assert len(touched) == 7
+    for section, files in touched.items():
+        own = {name for name in FILES if f"# {name}\n" in PAGE.split(f"## {section}\n")[1].split("\n## ")[0]}
+        promised = table[section.lower().replace(" ", "-")]
+        made = sum("/" in name for name in own)
+        assert len(files) + made <= MOST and len(promised) == len(files) + made, section
+        assert files <= set(promised), section
+
+
+def test_the_edits_fit_and_the_configuration_knows_them(tree: Path, sums: Path) -> None:
+    """Without torch: what the page adds to the configuration loads, and the phase is where it belongs."""
+    (sums / "ours.json").write_text(json.dumps(config_of(sums, **OURS)))
+    program = (
+        "import sys; from megarl.config import load_config, check_config; from pathlib import Path\n"
+        "from megarl.config.phases import training_phases, check_phases\n"
+        "config = load_config(Path(sys.argv[1])); check_config(config, 'ours')\n"
+        "phases = training_phases(config); check_phases(phases); assert 'torch' not in sys.modules\n"
+        "import megarl.weights.families as families; assert 'ernie4_5' in families.FAMILIES\n"
+        "print(*(phase.name for phase in phases))"
+    )
+    names = in_tree(tree, "-c", program, str(sums / "ours.json")).split()
+    assert names[names.index("limit_advantages") - 1 :] == [
+        *("group_advantages", "limit_advantages", "actor_update", "weight_transfer")
+    ]
+    for path in tree.rglob("megarl/**/*.py"):
+        compile(path.read_text(), str(path), "exec")
+
+
+def test_a_verifier_and_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nearness.py").write_text(FILES["nearness.py"])
+    [package] = re.findall(r"^```toml\n(.*?)^```$", PAGE, flags=re.M | re.S)
+    (tmp_path / "nearness-1.dist-info").mkdir()
+    (tmp_path / "nearness-1.dist-info" / "METADATA").write_text("Name: nearness\nVersion: 1\n")
+    [(group, points)] = tomllib.loads(package)["project"]["entry-points"].items()
+    lines = "".join(f"{name} = {value}\n" for name, value in points.items())
+    (tmp_path / "nearness-1.dist-info" / "entry_points.txt").write_text(f"[{group}]\n{lines}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plugins.cache_clear()
+    try:
+        assert verifier_path("near") == "nearness:near"
+        with VerifierPool("near", 1, 10.0) as pool:
+            verdicts = pool.verify([("it is 12", "12"), ("12, or 9", "12"), ("twelve", "12")])
+    finally:
+        plugins.cache_clear()
+    assert [(verdict.correct, verdict.score) for verdict in verdicts] == [
+        (True, 1),
+        (False, 0.25),
+        (False, 0),
+    ]
+
+
+def test_a_file_format(sums: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = dict(vars(prompts))
+    exec(added("data/prompts.py"), names)
+    monkeypatch.setattr(prompts, "READERS", names["READERS"])
+    rows = list(prompts.file_rows(sums / "sums.csv"))
+    assert len(rows) == 16 and rows[1] == (2, {"question": "0+1=?", "answer": "1"})
+    (sums / "bad.csv").write_text("question,answer\n1+1=?,2\n1+2=?,3,4\n")
+    assert list(prompts.file_rows(sums / "bad.csv"))[1] == (2, "more fields than columns")
+    data = Config(**config_of(sums)).data
+    tokenizer = AutoTokenizer.from_pretrained(sums / "model")
+    found, report = prompts.read_prompts(data.train, data, tokenizer)
+    assert report.kept == 16 and found[5].answer == "2"
+
+
+def test_a_batch_source_goes_on_from_where_it_stood(sums: Path) -> None:
+    made = module_of("successors", FILES["schedule/successors.py"]).Successors
+    config = Config(**config_of(sums, "sft", supervised={"batch": 3}))
+    tokenizer = AutoTokenizer.from_pretrained(sums / "model")
+    source, again = made(config, tokenizer), made(config, tokenizer)
+    source.rollout("sft", 1)
+    state = json.loads(json.dumps(source.join([source.snapshot()])))
+    batch = source.rollout("sft", 2).batch
+    again.load_state_dict(state)
+    assert isinstance(batch, Experience) and torch.equal(again.rollout("sft", 2).batch.tokens, batch.tokens)
+    texts = tokenizer.batch_decode(batch.tokens.split(batch.lengths.tolist()), skip_special_tokens=True)
+    assert texts == ["3+1=4", "4+1=5", "5+1=6"]
+
+
+@pytest.fixture(scope="module")
+def engines(sums: Path) -> list[TransformersEngine]:
+    """The page's engine and the transformers one, with the same weights."""
+    made = module_of("plain_engine", FILES["rollout/plain_engine.py"]).PlainEngine
+    tokenizer = AutoTokenizer.from_pretrained(sums / "model")
+    found = [kind(sums / "model", eos_ids=[1], tokenizer=tokenizer) for kind in (made, TransformersEngine)]
+    for engine in found:
+        engine.start()
+        load_folder(engine, version=3)
+    return found
+
+
+def test_an_engine_draws_what_others_draw(engines: list[TransformersEngine]) -> None:
+    params = SamplingParams(max_tokens=8)
+    requests = [Request((5, 6, 7), seed) for seed in range(4)] + [Request((9,), 4)]
+    plain, other = (engine.generate(requests, params) for engine in engines)
+    for mine, theirs in zip(plain, other, strict=True):
+        assert (mine.tokens, mine.finish) == (theirs.tokens, theirs.finish)
+        assert mine.versions == [3] * len(mine.tokens)
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+def test_an_episode(engines: list[TransformersEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an engine, and on what an engine that stammers would write."""
+    episode = module_of("quiet", FILES["quiet.py"]).without_stammer
+    prompt = prompts.Prompt(1, "", (5, 6, 7), "")
+
+    async def answered() -> Completion:
+        client = EngineClient(engines[0])
+        running = asyncio.create_task(client.run())
+        written = await episode(prompt, Policy(client, 0, SamplingParams(8)))
+        running.cancel()
+        return written
+
+    [drawn] = engines[0].generate([Request(prompt.tokens, 0)], SamplingParams(8))
+    end = len(drawn.tokens)
+    while end > 1 and drawn.tokens[end - 1] == drawn.tokens[end - 2]:
+        end -= 1
+    assert asyncio.run(answered()).tokens == drawn.tokens[:end]
+    client: Any = None
+    stammer = Completion([4, 7, 7, 9, 9, 9], [-1.0, -2, -3, -4, -5, -6], "length", [2] * 6)
+    cut = asyncio.run(episode(prompt, Policy(client, 0, SamplingParams(6), stammer)))
+    assert cut == Completion([4, 7, 7, 9], [-1.0, -2, -3, -4], "stop", [2] * 4)
+
+    class Ends:
+        async def generate(self, *_: object) -> Completion:
+            return Completion([4], [-1.0], "abort", [2])
+
+    policy = Policy(Ends(), 0, SamplingParams(6))  # type: ignore[arg-type]
+    with pytest.raises(Aborted):
+        asyncio.run(episode(prompt, policy))
+    assert policy.written is not None and policy.written.tokens == [4]
+
+
+def test_a_policy_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SPO's objective is highest where the ratio is at the end of the interval on the advantage's side."""
+    names = dict(vars(losses))
+    exec(added("algorithms/losses.py"), names)
+    monkeypatch.setattr(losses, "SURROGATES", names["SURROGATES"])
+    advantages, old = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([-1.0, -0.5, -2.0]).double()
+    ends = torch.tensor([1.2, 0.8, 1.2]).double().log()
+    for away, sign in ((0.0, 0), (0.1, 1), (-0.1, -1)):
+        logprobs = (old + ends + away).requires_grad_()
+        loss, stats = losses.policy_loss(
+            logprobs, old, advantages, torch.ones(3) / 3, 0.2, 0.2, surrogate="spo"
+        )
+        [gradient] = torch.autograd.grad(loss, logprobs)
+        assert torch.equal(gradient.sign(), torch.full((3,), float(sign))) or (
+            sign == 0 and gradient.abs().max() < 1e-6
+        )
+    assert float(stats["policy/tokens"]) == 3
+
+
+@pytest.fixture
+def ernie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model of the page's family, which no table describes yet."""
+    monkeypatch.setitem(CONFIGS, "ernie4_5", Ernie4_5Config)
+    return make_tiny_model(tmp_path / "model", "ernie4_5", vocab=101, head_dim=12)  # type: ignore[arg-type]
+
+
+def ernie_family() -> families.Family:
+    [row] = added("weights/families.py").strip().removesuffix(",").splitlines()
+    family = eval(row, vars(families))
+    assert isinstance(family, families.Family)
+    return family
+
+
+def test_a_family(ernie: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte of an engine's tensors comes from the trainers', which are cut over ranks as the table says,
+    and the tensors are those that the file has."""
+    with pytest.raises(CheckpointError, match="'ernie4_5' is not a known family"):
+        families.read_config(ernie)
+    monkeypatch.setitem(families.FAMILIES, "ernie4_5", ernie_family())
+    hf_config = families.read_config(ernie)
+    config = Config(**{**config_of(ernie.parent), "model": {"path": ernie}})
+    plan = engine_plan(config, hf_config, Layout(tp=2, pp=2), cpu=True)
+    plan.verify()
+    engine = TransformersEngine(ernie)
+    engine.start()
+    assert set(plan.targets[0]) == set(engine.parameters())
+
+
+def with_ernie(runtime: Any, **arguments: Any) -> Any:
+    """The log-probabilities of a model of the page's family, on a rank."""
+    from tests.parallel import jobs
+
+    families.FAMILIES["ernie4_5"] = ernie_family()
+    return jobs.logprobs(runtime, **arguments)
+
+
+@pytest.mark.slow
+def test_a_family_computes_what_hugging_face_does(ernie: Path, ranks: Any) -> None:
+    from tests.parallel.test_parity import hf_logprobs, sequences
+
+    asked, answers = sequences(101)
+    expected, _ = hf_logprobs(ernie, asked, answers, 1.0)
+    for tp in (1, 2):
+        for found, _ in ranks(tp, 1, 1).run(with_ernie, folder=ernie, prompts=asked, responses=answers):
+            assert (found - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.slow
+def test_runs_with_all_of_it(tree: Path, sums: Path) -> None:
+    """Reinforcement learning with the page's engine, episode, verifier, file format, phase and loss, and a
+    warm start with its batch source."""
+    (sums / "pairs.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
+    for recipe, sections in (
+        ("grpo", OURS),
+        ("sft", {"supervised": {"batch": 4}}),
+    ):
+        (sums / f"{recipe}.json").write_text(json.dumps(config_of(sums, recipe, **sections)))
+        in_tree(tree, "-m", "megarl", "train", str(sums / f"{recipe}.json"))
+    run = sums / "run_grpo"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2]
+    assert all(record["mismatch/kl"] < 1e-6 for record in records)
+    assert any(0 < record["advantage/limited"] < 1 for record in records)
+    assert all(record["reward/unverified"] == record["reward/unjudged"] == 0 for record in records)
+    records = [json.loads(line) for line in (sums / "run_sft" / "metrics.jsonl").read_text().splitlines()]
+    # A step has four times `n+1=`, a digit and the end; those of the file are longer, by their template.
+    assert [(record["step"], record["train/tokens"]) for record in records] == [(1, 24), (2, 24)]
