@@ -30,7 +30,7 @@ from megarl.parallel.layout import Layout
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import verifier_path
 from megarl.rollout.engine import EngineClient
-from megarl.rollout.episode import Aborted, Policy
+from megarl.rollout.episode import EpisodeAborted, Policy
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.weights import families
@@ -281,7 +281,7 @@ def test_an_episode(engines: list[TransformersEngine], monkeypatch: pytest.Monke
             return Completion([4], [-1.0], "abort", [2])
 
     policy = Policy(Ends(), 0, SamplingParams(6))  # type: ignore[arg-type]
-    with pytest.raises(Aborted):
+    with pytest.raises(EpisodeAborted):
         asyncio.run(episode(prompt, policy))
     assert policy.written is not None and policy.written.tokens == [4]
 
