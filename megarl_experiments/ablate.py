@@ -69,18 +69,7 @@ def ablate(
 
     The exit code is 75 where --hours or --most left runs."""
     from megarl_experiments import command
+    from megarl_experiments.tables import Options
 
-    return command.ablate(
-        name,
-        base,
-        into,
-        seeds,
-        rows=rows or [],
-        overrides=overrides,
-        folder=folder,
-        jobs=jobs,
-        limit=limit,
-        hours=hours,
-        most=most,
-        fresh=fresh,
-    )
+    given = Options(folder, seeds or (), rows or [], jobs, limit, fresh, overrides, hours, most)
+    return command.ablate(name, base, into, given)

@@ -13,9 +13,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megarl.config import check_config
 from megarl.config.errors import ConfigError, Interrupted
@@ -87,15 +86,15 @@ def _kept(folder: Path) -> Iterator[None]:
         yield
 
 
-def ablate(name: str, base: Path | None, into: Path | None, seeds: Sequence[int] | None, **given: Any) -> int:
+def ablate(name: str, base: Path | None, into: Path | None, given: Options) -> int:
     """Run what is missing of a table or protocol and write it; return 0, 75 where --hours or --most left
-    runs, or the exit code of a failed run. given: the other fields of `Options`."""
-    settings_after_rows = [row for row in given["rows"] if "=" in row]  # `--rows a b steps=30`
-    given["rows"] = [row for row in given["rows"] if "=" not in row]
-    given["overrides"] = [*given["overrides"], *settings_after_rows]
+    runs, or the exit code of a failed run. given: without seeds where those of the table are wanted."""
+    settings_after_rows = [row for row in given.rows if "=" in row]  # `--rows a b steps=30`
+    rows = [row for row in given.rows if "=" not in row]
+    given = replace(given, rows=rows, overrides=[*given.overrides, *settings_after_rows])
     if is_protocol(name):
-        return _ablate_protocol(load_protocol(name), base, into, seeds, given)
-    settings = Options(seeds=range(5) if seeds is None else seeds, **given)
+        return _ablate_protocol(load_protocol(name), base, into, given)
+    settings = replace(given, seeds=given.seeds or range(5))
     table = load_table(name, base and config_file(base))
     _check_settings(settings, [row.slug for row in table.rows])
     if into is not None:
@@ -142,13 +141,12 @@ def _ablate_protocol(
     protocol: Protocol,
     base: Path | None,
     into: Path | None,
-    seeds: Sequence[int] | None,
-    given: dict[str, Any],
+    given: Options,
 ) -> int:
     """Run what is missing of a protocol's fresh seeds and judge its rows; or, with seeds below FRESH, try
     settings and log them."""
-    tuning = seeds is not None
-    settings = Options(seeds=protocol.fresh_seeds if seeds is None else seeds, **given)
+    tuning = bool(given.seeds)
+    settings = replace(given, seeds=given.seeds or protocol.fresh_seeds)
     tables = protocol.tables()
     known = {row.name: row for row in next(iter(tables.values())).rows}  # for slugs and points
     _check_settings(settings, [known[row.row].slug for row in protocol.rows])
