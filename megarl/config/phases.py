@@ -157,7 +157,7 @@ ROLLOUT = declare(
     "rollout",
     writes="tokens engine_logprobs policy_version rewards correct truncated group_ids response_index",
     # Where responses were continued under newer weights; where the engine's choice of experts was recorded.
-    may_write="token_versions routing",
+    may_write="token_versions turn_rewards routing",
     on_gpu="engine.weights engine.kv_cache",
 )
 DISTRIBUTE = declare(

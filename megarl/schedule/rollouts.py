@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # the preflight, which imports this file, says whether Megatr
 KEY = "value_pretraining.rollouts"
 FOLDER = "step-{:06d}"
 MANIFEST = "manifest.json"
-OF_TOKENS = ("engine_logprobs", "token_versions", "routing")  # columns [T] of a file; the others are [n]
+OF_TOKENS = ("engine_logprobs", "token_versions", "turn_rewards", "routing")  # columns [T] of a file; the others are [n]
 # Keys, and sections, on which the frozen policy's samples and their rewards depend: nothing of the critic,
 # and not the number of rollouts.
 DECIDING = (
@@ -179,7 +179,8 @@ def read_rollout(
         rows = own.columns.pop("row")
         own = own.select(rows.argsort())
         columns = {name: own.columns.pop(name) for name in list(own.columns) if name not in OF_TOKENS}
-        facts = rows.sort().values, own.lengths, own.response_lengths, columns, own.select([])
+        lengths = own.lengths, own.response_lengths, own.prompt_lengths
+        facts = rows.sort().values, lengths, columns, own.select([])
     everyone = gather_objects(ranks, (problem, facts))
     if problem := next(filter(None, (theirs for theirs, _ in everyone)), None):
         raise problem
@@ -191,12 +192,13 @@ def read_rollout(
         return torch.cat([*parts])[order]
 
     batch = StepBatch(
-        lengths=whole(lengths for _, _, lengths, *_ in by_rank),
-        response_lengths=whole(lengths for _, _, _, lengths, *_ in by_rank),
+        lengths=whole(lengths for _, _, (lengths, _, _), *_ in by_rank),
+        response_lengths=whole(sampled for _, _, (_, sampled, _), *_ in by_rank),
+        prompt_lengths=whole(prompts for _, _, (_, _, prompts), *_ in by_rank),
         owners=whole(torch.full_like(rows, rank) for rank, rows, *_ in by_rank),
-        columns={name: whole(columns[name] for *_, columns, _ in by_rank) for name in by_rank[0][4]},
+        columns={name: whole(columns[name] for *_, columns, _ in by_rank) for name in by_rank[0][3]},
         rows=facts[0] if facts is not None else all_rows[:0],
-        own=own if own is not None else by_rank[0][5],
+        own=own if own is not None else by_rank[0][4],
     )
     return batch, manifest["state"]
 
