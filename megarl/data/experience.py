@@ -135,7 +135,7 @@ class StepBatch:
     they are delivered to the ranks that train on them (parallel/delivery.py).
 
     lengths           int64 [n], all tokens; response_lengths: those that the policy sampled; prompt_lengths:
-                      those before the first of these. What is left over are observations
+                      those of the prompt that a group has in common. What is left over are observations
     owners            int64 [n], the rank on which a sequence lies, by its number among those that deliver
     columns           name -> Tensor [n], as in Experience
     rows              int64 [m], ascending, the sequences that lie on this rank
@@ -264,8 +264,8 @@ def pack_groups(
     """Return micro-batches as `pack` does, where a prompt stands once before the responses to it: each is a
     list of such families, of indices into `responses`.
 
-    prompts, responses: tokens of each sequence; groups: equal where the prompt is. Responses that do not fit
-    behind one prompt go behind a copy of it."""
+    prompts, responses: tokens of each sequence's prompt, and of all behind it; groups: equal where the prompt
+    is. Responses that do not fit behind one prompt go behind a copy of it."""
     members: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
