@@ -305,6 +305,7 @@ class RolloutRank:
 
         async def end() -> None:
             self.link.close()
+            self.worker.tools.close()
             if self.controller is not None:
                 self.controller.hub.close()
 

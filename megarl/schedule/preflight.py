@@ -35,6 +35,7 @@ from megarl.plan.memory import MemoryPlan, plan_of
 from megarl.rewards import VerifierPool
 from megarl.rewards.pool import Item
 from megarl.rewards.verdict import Reference, get_term, get_verifier
+from megarl.rollout.episode import load_episode
 from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.families import family_of, read_config
@@ -108,6 +109,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         _check_positions(config, where, folder)
         _check_engine_layout(config, folder.config, device, world)
         get_verifier(config.reward.verifier)
+        load_episode(config.rollout)
         for name, term in config.reward.terms.items():
             get_term(name, term.function, term.arguments)
     described, near = (folder.config, critic.config if critic else None), None
@@ -414,7 +416,7 @@ def _check_same_tokenizer(path: Path, key: str, tokenizer: Any) -> None:
 
 def _check_positions(config: Config, where: str, folder: ModelFolder | Described) -> None:
     positions = config.model.max_positions or folder.config.get("max_position_embeddings")
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_extent
     if isinstance(positions, int) and prompt + response > positions:
         raise ConfigError(
             f"{where}: rollout.max_response_tokens: data.max_prompt_tokens {prompt} + {response} tokens "
