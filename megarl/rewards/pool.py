@@ -11,11 +11,9 @@ the worker's.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,8 +23,11 @@ from megarl.rewards.verdict import (
     Judged,
     Reference,
     Term,
+    UnusableError,
     Verdict,
     Verifier,
+    as_verdict,
+    finite,
     get_term,
     get_verifier,
     verifier_path,
@@ -221,56 +222,29 @@ def judge(
     """Return the verdict of the verifier, or of the reference's own, with the values of the terms where
     `size` (length, longest, truncated) is given. Whatever one of them raises or returns wrongly is a verdict
     with an error, and without terms: of nothing, as nobody has judged, unless memory or the stack ran out,
-    which an answer can bring about. A bare number is a score, and right from 1 on."""
+    which an answer can bring about."""
     at, answer = "", reference if isinstance(reference, str) else reference.answer
     try:
         if isinstance(reference, str):
             result: object = verifier(response, reference)
         else:
             result = get_verifier(reference.verifier)(response, reference.entry)
-        if isinstance(result, bool):
-            verdict = Verdict(result)
-        elif isinstance(result, tuple):
-            if len(result) != 2:
-                raise _UnusableError(f"verifier returned a tuple of {len(result)}, not (right, answer)")
-            verdict = Verdict(bool(result[0]), result[1])
-        elif not isinstance(result, Verdict):
-            score = _finite(result, "verifier returned", "not bool, number, (right, answer) or Verdict")
-            verdict = Verdict(score >= 1, score=score)
-        else:
-            verdict = Verdict(
-                bool(result.correct), result.extracted, result.error, judged=bool(result.judged)
-            )
-            if result.score is not None:
-                score = _finite(result.score, "verifier returned a score:", "not a number")
-                verdict = replace(verdict, score=score)
+        verdict = as_verdict(result, "verifier")
         if not size or verdict.error is not None:
             return verdict
         length, longest, truncated = size
         judged, values = Judged(response, answer, length, longest, truncated, verdict), {}
         for name, term in terms.items():
             at = f"reward.terms.{name}: "
-            values[name] = _finite(term(judged), "it returned", "not a number")
+            values[name] = finite(term(judged), "it returned", "not a number")
         return replace(verdict, terms=values)
     except (MemoryError, RecursionError) as error:
         what = "memory" if isinstance(error, MemoryError) else "stack"
         return Verdict(False, error=f"{at}{'it' if at else 'verifier'} ran out of {what}")
-    except _UnusableError as problem:
+    except UnusableError as problem:
         return Verdict(False, error=f"{at}{problem}", judged=False)
     except Exception as error:  # noqa: BLE001 (a verifier's bug must not end the run: it is recorded)
         return Verdict(False, error=f"{at}{type(error).__name__}: {error}".split("\n")[0], judged=False)
-
-
-class _UnusableError(Exception):
-    """What a function of the user has returned is no use."""
-
-
-def _finite(value: object, what: str, wanted: str) -> float:
-    if not isinstance(value, Real):  # numpy's numbers are
-        raise _UnusableError(f"{what} {type(value).__name__}, {wanted}")
-    if not math.isfinite(number := float(value)):
-        raise _UnusableError(f"{what} {number}, which is not finite")
-    return number
 
 
 def _functions(settings: Mapping[str, Any]) -> tuple[Verifier, dict[str, Term]]:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, cast
 
 from megarl.config.errors import ConfigError
@@ -33,16 +34,20 @@ _OWN_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 _BOOT = "import sys; sys.path[:] = sys.argv[1:]; from {} import work; work()"
 _GRACE = 2.0  # seconds after the limit of an answer at which a process whose parent has died ends by itself
 _PARENT_CHECK = 5.0  # seconds
+_END_LIMIT = 10.0  # seconds in which a process that is to end is expected to be gone
 # Address space beyond the data memory: the interpreter, its libraries and what they map. Bounds shared
 # memory, which is not data.
 _MAPPED = 1 << 30
 
 
 class LimitedProcess:
-    """A process that runs `work()` of `module`, which calls `serve`; and its pipes."""
+    """A process that runs `work()` of `module`, which calls `serve`; and its pipes.
 
-    def __init__(self, module: str) -> None:
-        self.last_line = ""
+    longest  bytes of a message from it
+    group    whether what it starts itself ends with it"""
+
+    def __init__(self, module: str, longest: int = 1 << 20, group: bool = False) -> None:
+        self.last_line, self._longest, self._group = "", longest, group
         self._ready = self._ended = self._killed = False
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self._transports: list[asyncio.BaseTransport] = []
@@ -53,6 +58,7 @@ class LimitedProcess:
             stderr=self._stderr,
             bufsize=0,
             env=plain_environment(),
+            process_group=0 if group else None,
         )
 
     @property
@@ -61,8 +67,8 @@ class LimitedProcess:
 
     async def connect(self, settings: dict[str, Any]) -> str | None:
         """Wait until the process is ready; return the reason why it cannot be. Raises as `receive`."""
-        loop = asyncio.get_running_loop()
-        self._answers = asyncio.StreamReader(limit=1 << 20)
+        self._loop = loop = asyncio.get_running_loop()
+        self._answers = asyncio.StreamReader(limit=self._longest)
         protocol = asyncio.StreamReaderProtocol(self._answers)
         source, _ = await loop.connect_read_pipe(lambda: protocol, self.process.stdout)
         self._transports.append(source)
@@ -90,24 +96,37 @@ class LimitedProcess:
             raise EOFError
         return json.loads(line)
 
+    async def finish(self) -> str:
+        """Do what `end` does while the event loop goes on."""
+        if not self._ended:
+            if self._transports and self._answers.at_eof():
+                await self._gone(_END_LIMIT)
+            self._kill()
+            await self._gone(_END_LIMIT)
+        return self.end()
+
     def end(self) -> str:
-        """Kill this process (its own pid only), close its pipes and say how it ended."""
+        """Kill this process (its own pid only, or its own group), close its pipes and say how it ended."""
         if not self._ended:
             if self._transports and self._answers.at_eof():
                 # It closed its pipe, so it is about to be gone, and its own way of ending is the news. One
                 # that is killed here was not killed from outside.
-                self._wait(10.0)
-            self._killed = self.process.poll() is None
-            self.process.kill()
-            self._wait(10.0)
+                self._wait(_END_LIMIT)
+            self._kill()
+            self._wait(_END_LIMIT)
             if not self._ready:
                 self._stderr.seek(0)
                 lines = self._stderr.read().decode(errors="replace").strip().splitlines()
                 self.last_line = lines[-1] if lines else "it wrote no reason"
-            for transport in self._transports:
-                if isinstance(transport, asyncio.WriteTransport) and not transport.is_closing():
-                    transport.abort()  # `close` would first wait for what was not read
-                transport.close()
+            if self._transports and not self._loop.is_closed():
+                for transport in self._transports:
+                    if isinstance(transport, asyncio.WriteTransport) and not transport.is_closing():
+                        transport.abort()  # `close` would first wait for what was not read
+                    transport.close()
+            else:  # nobody else closes them
+                for pipe in (self.process.stdin, self.process.stdout):
+                    assert pipe is not None
+                    pipe.close()
             self._stderr.close()
             self._ended = True
         code = self.process.returncode
@@ -115,11 +134,24 @@ class LimitedProcess:
             return "killed"
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
+    def _kill(self) -> None:
+        self._killed = self._killed or self.process.poll() is None
+        if self._group:
+            with suppress(ProcessLookupError):  # all of it has gone
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+
     def _wait(self, limit: float) -> None:
         try:
             self.process.wait(limit)
         except subprocess.TimeoutExpired:
             return  # killed next, or stuck in the kernel after SIGKILL: the run goes on without it
+
+    async def _gone(self, limit: float) -> None:
+        """Wait as `_wait`, on the event loop."""
+        end = time.monotonic() + limit
+        while self.process.poll() is None and time.monotonic() < end:
+            await asyncio.sleep(0.005)
 
 
 def serve(prepare: Callable[[dict[str, Any]], Callable[[Any], Iterator[Any]]]) -> None:
@@ -159,14 +191,20 @@ def serve(prepare: Callable[[dict[str, Any]], Callable[[Any], Iterator[Any]]]) -
     for line in source:
         answers = answers_to(json.loads(line))
         while True:
-            # The parent kills a process that overruns. If the parent is dead nobody does: SIGALRM's default
-            # action ends it.
-            signal.setitimer(signal.ITIMER_REAL, settings["timeout"] + _GRACE)
+            limit_answer(settings["timeout"])
             answer = next(answers, answers)
             signal.setitimer(signal.ITIMER_REAL, 0)
             if answer is answers:  # there is no more
                 break
             write(answer)
+
+
+def limit_answer(seconds: float) -> None:
+    """Have this process end by itself some time after an answer was due.
+
+    The parent kills a process that overruns. If the parent is dead nobody does: SIGALRM's default action ends
+    it."""
+    signal.setitimer(signal.ITIMER_REAL, seconds + _GRACE)
 
 
 def plain_environment() -> dict[str, str]:
@@ -175,7 +213,7 @@ def plain_environment() -> dict[str, str]:
 
 
 def follow_parent() -> None:
-    """Have a thread end this process once its parent is gone.
+    """Have a thread end this process, with its group if it has its own, once its parent is gone.
 
     The end of its input does not say so: a forked child of the parent may outlive it with the pipe open."""
     parent = os.getppid()
@@ -183,6 +221,8 @@ def follow_parent() -> None:
     def follow() -> None:
         while os.getppid() == parent:
             time.sleep(_PARENT_CHECK)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
         os._exit(0)
 
     threading.Thread(target=follow, daemon=True).start()
