@@ -106,7 +106,7 @@ class Measured:
         """The lengths of the responses that each engine drew, and the mean prompt."""
         paths = sorted((self.run_dir / "rollouts" / f"step-{step:06d}").glob("rank-*.safetensors"))
         parts = [read_experience(path) for path in paths]
-        prompts = [part.lengths - part.response_lengths for part in parts]
+        prompts = [part.prompt_lengths for part in parts]
         return [part.response_lengths.numpy() for part in parts], float(torch.cat(prompts).float().mean())
 
 

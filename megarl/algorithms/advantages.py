@@ -58,17 +58,17 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
     return (1.0 - 1.0 / (alpha * lengths.double())).clamp(0.0, 1.0)
 
 
-def response_lengths(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the tokens of each response, int64 [n]. A response is all of its sequence from some token on
-    (possibly none).
+def response_lengths(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor | None:
+    """Return the tokens of each response, int64 [n], where each is all of its sequence from some token on
+    (possibly none); None where one is not: an episode of several turns has observations between them.
 
-    Raises ValueError if one is not: its states would have no unique successor. By bisection, which reads a
-    few entries of the mask for each sequence and makes no token-sized integers."""
+    By bisection, which reads a few entries of the mask for each sequence and makes no token-sized integers.
+    """
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
     falls = response_mask[:-1] & ~response_mask[1:]
     falls[end[(end > 0) & (end < response_mask.numel())] - 1] = False
     if bool(falls.any()):
-        raise ValueError("response_mask: a response must be the last, contiguous part of its sequence")
+        return None
     high = end
     while bool((searching := begin < high).any()):
         middle = (begin + high) // 2
@@ -90,17 +90,26 @@ def gae(
     """Return A_t = delta_t + gamma * lambda * A_{t+1}, delta_t = R_t + gamma * V(s_{t+1}) - V(s_t) (VAPO eq.
     3, with a discount).
 
-    V after the last token of a response is 0. Returns [T], float32 (float64 if an input is), 0 outside the
-    responses, whose rewards and values are not used.
+    t counts the tokens of a response that the policy sampled. Where it has several turns, s_{t+1} of a turn's
+    last token is the state before the next turn's first token, which holds what was observed between them: an
+    observation is the environment's transition, costs no discount, and has no V and no R of its own. V after
+    the last token of a response is 0. Returns [T], float32 (float64 if an input is), 0 outside the mask,
+    whose rewards and values are not used.
 
-    rewards, values: float [T]. response_mask: bool [T], each response the last part of its sequence.
-    cu_seqlens: int64 [n+1]. lam: one number, or [n], one for each response.
+    rewards, values: float [T]. response_mask: bool [T]. cu_seqlens: int64 [n+1]. lam: one number, or [n], one
+    for each response.
 
     The recurrence runs backwards in time for all responses at once: sorted by length, those that are still
     alive are the first ones, and windows of their tokens, counted from the end, are gathered time-major. No
     padding exists beyond a window; besides the result only windows are allocated."""
     total = rewards.numel()
-    all_lengths, order = response_lengths(response_mask, cu_seqlens).sort(descending=True, stable=True)
+    lengths_of_all = response_lengths(response_mask, cu_seqlens)
+    if lengths_of_all is None:  # without all that was not sampled; what is left is of one piece
+        sampled = response_mask.nonzero().squeeze(-1)
+        ends = torch.searchsorted(sampled, cu_seqlens)
+        of_sampled = gae(rewards[sampled], values[sampled], response_mask[sampled], ends, lam, gamma)
+        return of_sampled.new_zeros(total).index_copy_(0, sampled, of_sampled)
+    all_lengths, order = lengths_of_all.sort(descending=True, stable=True)
     lam = torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).expand(all_lengths.shape)
     # One entry more than tokens: a window reaches back beyond the start of short responses, and its values
     # there are written to the extra entry.
@@ -241,9 +250,9 @@ def sums_by_position(response_mask: Tensor, lengths: Tensor, *columns: Tensor) -
     """Return (tokens, sum of each column) of each part of the responses, float64 [1 + columns,
     POSITION_BINS].
 
-    Token p of a response of l tokens is in part floor(p * POSITION_BINS / l). columns: [T] each;
-    response_mask: bool [T]; lengths: int64 [n], response tokens, in the order in which the responses lie in
-    [T]."""
+    Token p of a response of l tokens is in part floor(p * POSITION_BINS / l); observations do not count.
+    columns: [T] each; response_mask: bool [T]; lengths: int64 [n], response tokens, in the order in which the
+    responses lie in [T]."""
     own = torch.repeat_interleave(lengths, lengths)
     starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
     bins = (torch.arange(own.numel(), device=lengths.device) - starts) * POSITION_BINS // own

@@ -156,8 +156,9 @@ def declare(name: str, *, reads: str = "", writes: str = "", on_gpu: str = "", m
 ROLLOUT = declare(
     "rollout",
     writes="tokens engine_logprobs policy_version rewards correct truncated group_ids response_index",
-    # Where responses were continued under newer weights; where the engine's choice of experts was recorded.
-    may_write="token_versions routing",
+    # Where responses were continued under newer weights; where turns have rewards of their own; where the
+    # engine's choice of experts was recorded.
+    may_write="token_versions turn_rewards routing",
     on_gpu="engine.weights engine.kv_cache",
 )
 DISTRIBUTE = declare(
@@ -182,10 +183,10 @@ REFERENCE_LOGPROBS = declare(
 )
 REWARD_MODEL = declare("reward_model", reads="tokens rewards", writes="rewards", on_gpu="reward.weights")
 VALUES = declare("values", reads="tokens", writes="values", on_gpu="critic.weights")
-GROUP_ADVANTAGES = declare("group_advantages", reads="rewards group_ids", writes="advantages")
-RETURN_ADVANTAGES = declare("return_advantages", reads="rewards", writes="advantages")
-GAE_ADVANTAGES = declare("gae_advantages", reads="rewards values", writes="advantages returns")
-MONTE_CARLO_RETURNS = declare("monte_carlo_returns", reads="rewards values", writes="returns")
+GROUP_ADVANTAGES = declare("group_advantages", reads="rewards turn_rewards group_ids", writes="advantages")
+RETURN_ADVANTAGES = declare("return_advantages", reads="rewards turn_rewards", writes="advantages")
+GAE_ADVANTAGES = declare("gae_advantages", reads="rewards turn_rewards values", writes="advantages returns")
+MONTE_CARLO_RETURNS = declare("monte_carlo_returns", reads="rewards turn_rewards values", writes="returns")
 CRITIC_UPDATE = declare(
     "critic_update",
     reads="tokens values returns value_loss_weights",
@@ -251,14 +252,14 @@ def with_parity(phases: Sequence[Phase]) -> tuple[Phase, ...]:
 
 
 def check_phases(phases: Sequence[Phase]) -> None:
-    """Raise ValueError for an order that cannot work: a column read before it is written, an unknown tensor
-    group, or a phase that needs the KV cache and an optimizer on the GPU together."""
+    """Raise ValueError for an order that cannot work: a column read that no earlier phase writes or may
+    write, an unknown tensor group, or a phase that needs the KV cache and an optimizer on the GPU together."""
     written: set[str] = set()
     for phase in phases:
         if missing := phase.reads - written:
             columns = ", ".join(sorted(missing))
             raise ValueError(f"phase {phase.name} reads {columns}, which no earlier phase writes")
-        written |= phase.writes
+        written |= phase.writes | phase.may_write
         if unknown := ", ".join(sorted(phase.on_gpu - frozenset(GROUPS))):
             raise ValueError(f"phase {phase.name} needs {unknown}, which is no tensor group")
         if "engine.kv_cache" in phase.on_gpu and any(name.endswith(".optimizer") for name in phase.on_gpu):

@@ -30,12 +30,14 @@ class Experience:
 
     tokens         int64 [T]    sequence after sequence, each prompt followed by its response
     cu_seqlens     int64 [n+1]  sequence i is tokens[cu_seqlens[i]:cu_seqlens[i+1]]
-    response_mask  bool  [T]    True on response tokens (the end-of-sequence token included)
+    response_mask  bool  [T]    True on response tokens (the end-of-sequence token included): those that the
+                                policy sampled. The prompt is what lies before the first of them; what lies
+                                between two was shown to the policy between its turns (an observation)
     columns        name -> Tensor: [T] (one entry a token) or [n] (one entry a response)
 
     A token column is aligned with the token it is about: `logprobs[t]` is log pi(tokens[t] | tokens before
     t), and `values[t]` is V(s_t), the value of the state in which tokens[t] was chosen. Outside the response
-    they are 0.
+    mask they are 0.
     """
 
     tokens: Tensor
@@ -86,12 +88,20 @@ class Experience:
 
     @property
     def response_lengths(self) -> Tensor:
-        """Return the response tokens of each sequence, int64 [n]."""
+        """Return the response tokens of each sequence, int64 [n]; observations are not among them."""
         none = torch.zeros_like(self.cu_seqlens[1:])
         return none.index_add_(0, self.sequence_ids, self.response_mask.long())
 
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """Return the tokens before the first response token of each sequence, int64 [n]; all of them where it
+        has none."""
+        start, end = self.cu_seqlens[:-1], self.cu_seqlens[1:]
+        own = torch.cat([self.response_mask.nonzero().squeeze(-1), self.cu_seqlens[-1:]])
+        return torch.minimum(own[torch.searchsorted(own, start)], end) - start
+
     def spread(self, values: Tensor) -> Tensor:
-        """Return one value per response [n] at each of its tokens, [T]; 0 outside the responses."""
+        """Return one value per response [n] at each of its tokens, [T]; 0 outside the response mask."""
         return torch.where(self.response_mask, torch.repeat_interleave(values, self.lengths), 0)
 
     def select(self, indices: Sequence[int] | Tensor) -> Experience:
@@ -124,7 +134,8 @@ class StepBatch:
     """What every rank knows of the n sequences of a step, and the tokens of those that lie on this rank until
     they are delivered to the ranks that train on them (parallel/delivery.py).
 
-    lengths           int64 [n], prompt + response tokens; response_lengths: response tokens
+    lengths           int64 [n], all tokens; response_lengths: those that the policy sampled; prompt_lengths:
+                      those of the prompt that a group has in common. What is left over are observations
     owners            int64 [n], the rank on which a sequence lies, by its number among those that deliver
     columns           name -> Tensor [n], as in Experience
     rows              int64 [m], ascending, the sequences that lie on this rank
@@ -133,6 +144,7 @@ class StepBatch:
 
     lengths: Tensor
     response_lengths: Tensor
+    prompt_lengths: Tensor
     owners: Tensor
     columns: dict[str, Tensor]
     rows: Tensor
@@ -157,6 +169,11 @@ class StepBatch:
     @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
+
+    @property
+    def observes(self) -> bool:
+        """Return whether some response has observations between its turns; the same on every rank."""
+        return not torch.equal(self.lengths, self.prompt_lengths + self.response_lengths)
 
     def drop(self) -> None:
         """Forget the tokens, which have been delivered."""
@@ -247,8 +264,8 @@ def pack_groups(
     """Return micro-batches as `pack` does, where a prompt stands once before the responses to it: each is a
     list of such families, of indices into `responses`.
 
-    prompts, responses: tokens of each sequence; groups: equal where the prompt is. Responses that do not fit
-    behind one prompt go behind a copy of it."""
+    prompts, responses: tokens of each sequence's prompt, and of all behind it; groups: equal where the prompt
+    is. Responses that do not fit behind one prompt go behind a copy of it."""
     members: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)

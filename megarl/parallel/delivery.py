@@ -19,6 +19,7 @@ from megarl.parallel.comm import exchange
 from megarl.parallel.runtime import Ranks
 
 WHOLE = ("routing",)  # columns of the prompt's tokens too; the others are 0 there
+MASK = "response_mask"
 
 
 def deliver(
@@ -27,7 +28,7 @@ def deliver(
     """Return the sequences `shares[d]` of a batch, in that order and with all columns, on each of the ranks
     `replicas[d]`, which are of `ranks` as the batch's owners are; elsewhere no sequence. Owners and receivers
     call this alike, with the same shares and replicas."""
-    kinds = [(name, c.dtype, tuple(c.shape[1:])) for name, c in batch.own.columns.items()]
+    kinds = [(name, c.dtype, tuple(c.shape[1:])) for name, c in _sent(batch).items()]
     sizes = row_bytes(batch).tolist()
     owner_of = batch.owners.tolist()
     number = {owner: i for i, owner in enumerate(sorted(set(owner_of)))}
@@ -41,7 +42,7 @@ def deliver(
         if rows := [row for row in share if owner_of[row] == ranks.rank]:
             entry = members[number[ranks.rank] % len(members)]
             kept = held if entry == ranks.rank else outgoing
-            kept[entry] = _encode(batch.own, [place[row] for row in rows])
+            kept[entry] = _encode(batch, [place[row] for row in rows])
     if mine is None:
         exchange(ranks, outgoing, {})
         return _decode(batch, [], {}, kinds)
@@ -78,21 +79,27 @@ def row_bytes(batch: StepBatch) -> Tensor:
     """Return the bytes of each sequence on its way, int64 [n]: its tokens as int32, and what is said of each
     of them."""
     sizes = 4 * batch.lengths
-    for name, column in batch.own.columns.items():
+    for name, column in _sent(batch).items():
         entry = column.element_size() * int(np.prod(column.shape[1:], dtype=np.int64))
-        sizes = sizes + entry * (batch.lengths if name in WHOLE else batch.response_lengths)
+        sizes = sizes + entry * (batch.lengths - (0 if name in WHOLE else batch.prompt_lengths))
     return sizes
 
 
-def _encode(own: Experience, places: Sequence[int]) -> Tensor:
-    """Return sequences as bytes, each its tokens (int32) and then its columns."""
-    starts, parts = own.cu_seqlens.tolist(), []
-    lengths = own.response_lengths.tolist()
+def _sent(batch: StepBatch) -> dict[str, Tensor]:
+    """Return the columns [T] that are sent, the same on every rank: the mask only where it does not follow
+    from the lengths."""
+    return batch.own.columns | ({MASK: batch.own.response_mask} if batch.observes else {})
+
+
+def _encode(batch: StepBatch, places: Sequence[int]) -> Tensor:
+    """Return sequences that lie here as bytes, each its tokens (int32) and then its columns."""
+    own, columns, parts = batch.own, _sent(batch), []
+    starts, prompts = own.cu_seqlens.tolist(), batch.prompt_lengths[batch.rows].tolist()
     for place in places:
         start, end = starts[place : place + 2]
         parts.append(own.tokens[start:end].to(torch.int32))
-        for name, column in own.columns.items():
-            parts.append(column[start if name in WHOLE else end - lengths[place] : end])
+        for name, column in columns.items():
+            parts.append(column[start if name in WHOLE else start + prompts[place] : end])
     return _joined([part.contiguous().flatten().view(torch.uint8) for part in parts])
 
 
@@ -112,15 +119,16 @@ def _decode(
     total = int(cu_seqlens[-1])
     tokens, mask = torch.empty(total, dtype=torch.int64), torch.zeros(total, dtype=torch.bool)
     columns = {name: torch.zeros((total, *shape), dtype=kind) for name, kind, shape in kinds}
-    starts, lengths = cu_seqlens.tolist(), batch.response_lengths[index].tolist()
-    for row, start, end, length in zip(rows, starts, starts[1:], lengths, strict=False):
-        mask[end - length : end] = True
+    starts, prompts = cu_seqlens.tolist(), batch.prompt_lengths[index].tolist()
+    for row, start, end, prompt in zip(rows, starts, starts[1:], prompts, strict=False):
+        mask[start + prompt : end] = True
         data, at = found[row], 4 * (end - start)
         tokens[start:end] = torch.from_numpy(data[:at].view(np.int32).astype(np.int64))
         for name, column in columns.items():
-            part = column[start if name in WHOLE else end - length : end]
+            part = column[start if name in WHOLE else start + prompt : end]
             size = part.numel() * part.element_size()
             part.view(-1).view(torch.uint8).copy_(torch.from_numpy(data[at : at + size]))
             at += size
+    mask = columns.pop(MASK, mask)
     columns |= {name: column[index] for name, column in batch.columns.items()}
     return Experience(tokens, cu_seqlens, mask, columns)

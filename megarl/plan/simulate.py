@@ -540,9 +540,9 @@ def recorded(run_dir: Path, lengths: Lengths) -> tuple[Lengths, Draw, str]:
         except (OSError, SafetensorError) as error:
             raise DataError(f"{path}: is damaged ({error})") from None
         for begin, end, group in zip(ends[:-1], ends[1:], ids, strict=True):
-            own = int(mask[begin:end].sum())
-            groups.setdefault((path.parent, int(group)), []).append(own)
-            prompts.append(int(end - begin) - own)
+            own = mask[begin:end].nonzero()[0]  # what lies between is neither the prompt's nor drawn
+            groups.setdefault((path.parent, int(group)), []).append(own.size)
+            prompts.append(int(own[0] if own.size else end - begin))
     if groups:
         alone = [max(1, n) for group in groups.values() for n in group]
         logs = [math.log(n) for n in alone]

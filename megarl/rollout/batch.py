@@ -22,31 +22,46 @@ DERIVED = (
     "body",
     "owner",
     "length",
+    "extent",
     "oldest",
     "routed",
+    "rewarded",
 )  # fields of a response that its state has not
+BODY: dict[str, Any] = {  # of a body, one number a token
+    "tokens": np.int32,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "sampled": np.bool_,
+    "rewards": np.float32,
+}
 
 
 @dataclass
 class Body:
-    """What a response is made of.
+    """What a response is made of: all tokens behind the prompt, of which an episode of several turns has
+    sampled some, and observed the others.
 
     tokens     int32 [l]
     logprobs   float32 [l], as the engine gave them
     versions   int32 [l], of the weights that each token was sampled from; None where all are the group's
     routing    the experts that prompt and response went to in the engine, as Completion.routing
+    sampled    bool [l], which tokens are the policy's, the last one among them; None: all are
+    rewards    float32 [l], the reward of a turn on its last token; None where no turn has one
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray | None = None
     routing: np.ndarray | None = None
+    sampled: np.ndarray | None = None
+    rewards: np.ndarray | None = None
 
     def without_tokens(self, prompt: int) -> Body:
         """Return the body of no response to a prompt of so many tokens."""
-        versions = None if self.versions is None else self.versions[:0]
         routing = None if self.routing is None else self.routing[:prompt]
-        return Body(self.tokens[:0], self.logprobs[:0], versions, routing)
+        of_tokens = (self.versions, routing, self.sampled, self.rewards)
+        versions, _, sampled, rewards = (None if column is None else column[:0] for column in of_tokens)
+        return Body(self.tokens[:0], self.logprobs[:0], versions, routing, sampled, rewards)
 
 
 @dataclass
@@ -57,7 +72,9 @@ class Response:
     body       None on all other ranks
     number     among all that the controller has had drawn; 0 where that is over
     owner      the rank that drew it, by its number among those that have engines
-    length     tokens
+    length     tokens that were sampled
+    extent     all tokens behind the prompt, those that were observed too; 0: `length`
+    turns      how often the policy was asked for tokens; calls: of tools
     extracted  as in Verdict, and error, judged
     reward     as it enters the advantages, terms and penalty included
     penalty    soft overlong punishment, <= 0
@@ -65,6 +82,7 @@ class Response:
     reflects   whether its text holds one of `log.reflection_words`; None where there are none
     oldest     the least of the body's versions; None where it has none
     routed     dtype and shape of a token's entry in the body's routing; None where it has none
+    rewarded   whether turns have rewards of their own, which are in `reward` too
     """
 
     body: Body | None
@@ -83,13 +101,30 @@ class Response:
     oldest: int | None = None
     routed: tuple[str, tuple[int, ...]] | None = None
     number: int = 0
+    extent: int = 0
+    turns: int = 1
+    calls: int = 0
+    rewarded: bool = False
+
+    def __post_init__(self) -> None:
+        self.extent = self.extent or self.length
 
     @staticmethod
     def of(body: Body, owner: int, **facts: Any) -> Response:
         """Return the response with this body, whose facts but those of the body are given."""
-        oldest = None if body.versions is None else int(body.versions.min())
+        own = slice(None) if body.sampled is None else body.sampled
+        oldest = None if body.versions is None else int(body.versions[own].min())
         routed = None if body.routing is None else (str(body.routing.dtype), body.routing.shape[1:])
-        return Response(body, owner, body.tokens.size, oldest=oldest, routed=routed, **facts)
+        return Response(
+            body,
+            owner,
+            body.tokens[own].size,
+            extent=body.tokens.size,
+            oldest=oldest,
+            routed=routed,
+            rewarded=body.rewards is not None,
+            **facts,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"body": None}
@@ -143,10 +178,9 @@ class Group:
         for response in self.responses:
             assert response.body is not None
             facts = {name: v for name, v in vars(response).items() if name not in DERIVED}
-            tokens, logprobs, versions, routing = vars(response.body).values()
-            body = {"tokens": tokens.tolist(), "logprobs": logprobs.tolist()}
-            body["versions"] = None if versions is None else versions.tolist()
-            responses.append(facts | body | {"routing": routing_state(routing)})
+            body = {name: getattr(response.body, name) for name in BODY}
+            body = {name: None if column is None else column.tolist() for name, column in body.items()}
+            responses.append(facts | body | {"routing": routing_state(response.body.routing)})
         return {"prompt": prompt_state(self.prompt), "responses": responses, "version": self.version}
 
     @staticmethod
@@ -156,7 +190,7 @@ class Group:
         responses = []
         for facts in state["responses"]:
             facts, arrays = dict(facts), dict[str, Any]()
-            for name, kind in (("tokens", np.int32), ("logprobs", np.float32), ("versions", np.int32)):
+            for name, kind in BODY.items():
                 given = facts.pop(name, None)
                 arrays[name] = None if given is None else np.array(given, dtype=kind)
             body = Body(**arrays, routing=routing_from_state(facts.pop("routing", None)))
@@ -192,8 +226,9 @@ def routing_from_state(state: Sequence[Any] | None) -> np.ndarray | None:
 
 def response_stats(responses: Sequence[Response]) -> dict[str, float]:
     """Return reward/*, response/* and reflection/* over those of `responses` (at least one) that were judged;
-    no mean over nothing. reward/score where the verifier has graded one; reward/term_<name> without weights,
-    and 0 where the answer has an error. Of all: reward/unverified, the share with an error of the verifier,
+    no mean over nothing. response/length_* count sampled tokens. reward/score where the verifier has graded
+    one; reward/term_<name> without weights, and 0 where the answer has an error. Where there are turns or
+    calls to speak of, episode/*: their means, and that of observed tokens. Of all: reward/unverified, the share with an error of the verifier,
     and reward/unjudged, the share on which that says nothing."""
     failures = {
         "reward/unverified": sum(r.error is not None for r in responses) / len(responses),
@@ -221,6 +256,10 @@ def response_stats(responses: Sequence[Response]) -> dict[str, float]:
     for name, flag in (("right", True), ("wrong", False)):
         if chosen := [n for r, n in zip(responses, lengths, strict=True) if r.correct == flag]:
             stats[f"response/length_{name}"] = sum(chosen) / len(chosen)
+    if any(r.turns > 1 or r.calls for r in responses):
+        stats["episode/turns_mean"] = sum(r.turns for r in responses) / count
+        stats["episode/calls_mean"] = sum(r.calls for r in responses) / count
+        stats["episode/observed_mean"] = sum(r.extent - r.length for r in responses) / count
     if all(r.reflects is not None for r in responses):
         with_words, without = ([r.correct for r in responses if r.reflects is flag] for flag in (True, False))
         stats["reflection/share"] = len(with_words) / count
@@ -286,7 +325,8 @@ class RolloutBatch:
     def to_step_batch(self, first: int = 0) -> StepBatch:
         """Return the batch as every rank knows it, and what of it lies here, with the columns rewards
         float32, correct and truncated bool, group_ids, policy_version and response_index int64 [n];
-        engine_logprobs float32 [T].
+        engine_logprobs float32 [T], which is 0 outside the mask of sampled tokens, as all columns [T] but
+        routing are; turn_rewards float32 [T] where some turn has a reward.
 
         A response that does not count (`Group.counted`) is its prompt alone, and a group of its own: no token
         of it is in any loss, denominator or statistic, and the rows stay as many.
@@ -300,9 +340,11 @@ class RolloutBatch:
         rows = [(g, i, r) for g, group in enumerate(self.groups) for i, r in enumerate(group.responses)]
         counted = {id(r) for group in self.groups for r in group.counted}
         counts = [id(r) in counted for _, _, r in rows]
-        lengths = [r.length if count else 0 for (_, _, r), count in zip(rows, counts, strict=True)]
+        lengths = torch.tensor([r.length for _, _, r in rows]) * torch.tensor(counts)
+        extents = torch.tensor([r.extent for _, _, r in rows]) * torch.tensor(counts)
         group_ids = [g if counts[n] else len(self.groups) + n for n, (g, _, _) in enumerate(rows)]
         prompts = [np.array(group.prompt.tokens, dtype=np.int64) for group in self.groups]
+        of_prompts = torch.tensor([prompts[g].size for g, _, _ in rows])
         versions = [self.groups[g].version if r.oldest is None else r.oldest for g, _, r in rows]
         columns = {
             "rewards": torch.tensor(
@@ -320,8 +362,9 @@ class RolloutBatch:
             if r.body is not None
         ]
         return StepBatch(
-            lengths=torch.tensor([prompts[g].size + n for (g, _, _), n in zip(rows, lengths, strict=True)]),
-            response_lengths=torch.tensor(lengths, dtype=torch.int64),
+            lengths=of_prompts + extents,
+            response_lengths=lengths,
+            prompt_lengths=of_prompts,
             owners=torch.tensor([first + r.owner for _, _, r in rows], dtype=torch.int64),
             columns=columns,
             rows=torch.tensor([row for row, _, _ in own], dtype=torch.int64),
@@ -334,20 +377,27 @@ class RolloutBatch:
         total = int(cu_seqlens[-1])
         tokens, mask = np.empty(total, dtype=np.int64), np.zeros(total, dtype=bool)
         logprobs, versions = np.zeros(total, dtype=np.float32), np.zeros(total, dtype=np.int32)
+        rewards = np.zeros(total, dtype=np.float32)
         kind, shape = next((r.routed for r in self.responses if r.routed is not None), ("uint8", (0,)))
         none = np.iinfo(kind).max  # surplus may be of a step that recorded nothing
         routing = np.full((total, *shape), none, dtype=kind)
         for (prompt, version, body), start, end in zip(bodies, cu_seqlens, cu_seqlens[1:], strict=False):
             first = start + prompt.size
-            tokens[start:first], tokens[first:end], mask[first:end] = prompt, body.tokens, True
-            logprobs[first:end] = body.logprobs
-            versions[first:end] = version if body.versions is None else body.versions
+            tokens[start:first], tokens[first:end] = prompt, body.tokens
+            own = mask[first:end]
+            own[:] = True if body.sampled is None else body.sampled
+            logprobs[first:end][own] = body.logprobs[own]
+            versions[first:end][own] = version if body.versions is None else body.versions[own]
+            if body.rewards is not None:
+                rewards[first:end][own] = body.rewards[own]
             if body.routing is not None:
                 routing[start:end] = body.routing
         columns = {"engine_logprobs": torch.from_numpy(logprobs)}
         # Which columns there are is the same on every rank.
         if any(r.oldest is not None for r in self.responses):
             columns["token_versions"] = torch.from_numpy(versions)
+        if any(r.rewarded for r in self.responses):
+            columns["turn_rewards"] = torch.from_numpy(rewards)
         if any(r.routed is not None for r in self.responses):
             columns["routing"] = torch.from_numpy(routing)
         arrays = torch.from_numpy(tokens), torch.from_numpy(cu_seqlens), torch.from_numpy(mask)

@@ -21,7 +21,7 @@ import zmq.asyncio
 
 from megarl.config.errors import EngineError, WaitTimeout
 from megarl.data.prompts import Prompt, ReadReport
-from megarl.rollout.batch import Body, Response
+from megarl.rollout.batch import BODY, Body, Response
 from megarl.rollout.sampling import SamplingParams
 
 TRAINER = -1  # the first trainer's number, where trainers are other ranks; ranks with engines count from 0
@@ -77,6 +77,9 @@ class Facts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     number: int
     owner: int
     length: int
+    extent: int
+    turns: int
+    calls: int
     finish: str
     correct: bool
     extracted: str | None
@@ -89,6 +92,7 @@ class Facts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     reflects: bool | None
     oldest: int | None
     routed: tuple[str, tuple[int, ...]] | None
+    rewarded: bool
 
     @staticmethod
     def of(response: Response) -> Facts:
@@ -107,30 +111,30 @@ class Content(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     tokens: bytes
     logprobs: bytes
     versions: bytes | None
+    sampled: bytes | None
+    rewards: bytes | None
     routing: tuple[str, tuple[int, ...], bytes] | None
 
     @staticmethod
     def of(number: int, body: Body) -> Content:
         """Return what is sent of a body."""
-        routing, versions = body.routing, body.versions
+        columns, routing = {name: getattr(body, name) for name in BODY}, body.routing
         return Content(
-            number,
-            body.tokens.tobytes(),
-            body.logprobs.tobytes(),
-            None if versions is None else versions.tobytes(),
-            None if routing is None else (str(routing.dtype), routing.shape, routing.tobytes()),
+            number=number,
+            **{name: None if column is None else column.tobytes() for name, column in columns.items()},
+            routing=None if routing is None else (str(routing.dtype), routing.shape, routing.tobytes()),
         )
 
     @property
     def body(self) -> Body:
         """Return the body."""
-        versions = None if self.versions is None else np.frombuffer(self.versions, np.int32)
+        sent = {name: getattr(self, name) for name in BODY}
         routing = None
         if self.routing is not None:
             kind, shape, data = self.routing
             routing = np.frombuffer(data, kind).reshape(shape)
-        tokens, logprobs = np.frombuffer(self.tokens, np.int32), np.frombuffer(self.logprobs, np.float32)
-        return Body(tokens, logprobs, versions, routing)
+        columns = {n: None if data is None else np.frombuffer(data, BODY[n]) for n, data in sent.items()}
+        return Body(**columns, routing=routing)
 
 
 # Either way.

@@ -187,7 +187,7 @@ def _sequences(run: Run, experience: Experience) -> list[tuple[list[int], list[i
     for row in order.tolist():
         of_row = experience.select([row])
         tokens = of_row.tokens[:TOKENS].tolist()
-        prompt = min(int((~of_row.response_mask).sum()), len(tokens) - 1)
+        prompt = min(int(of_row.prompt_lengths), len(tokens) - 1)
         mine.append((tokens[:prompt], tokens[prompt:]))
     return next((theirs for theirs in gather_objects(run.runtime, mine) if theirs), [])
 

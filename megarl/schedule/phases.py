@@ -27,7 +27,7 @@ from megarl.training.advantages import (
     correct_mismatch,
     mismatch,
     policy_statistics,
-    rewards_at_end,
+    turn_rewards,
 )
 from megarl.training.checkpoint import PRETRAINING
 from megarl.training.losses import actor_loss, critic_loss, supervised_loss
@@ -137,7 +137,7 @@ def gae_advantages(run: Run, step: Step) -> None:
 def monte_carlo_returns(run: Run, step: Step) -> None:
     """Compute the critic's targets alone, for value pretraining: the policy is the initial one, its KL 0."""
     experience = step.local.experience
-    step.add(*add_returns(run.config.algorithm, experience, run.runtime, rewards_at_end(experience)))
+    step.add(*add_returns(run.config.algorithm, experience, run.runtime, turn_rewards(experience)))
 
 
 def critic_update(run: Run, step: Step) -> None:

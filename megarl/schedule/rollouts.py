@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # the preflight, which imports this file, says whether Megatr
 KEY = "value_pretraining.rollouts"
 FOLDER = "step-{:06d}"
 MANIFEST = "manifest.json"
-OF_TOKENS = ("engine_logprobs", "token_versions", "routing")  # columns [T] of a file; the others are [n]
+OF_TOKENS = ("engine_logprobs", "token_versions", "turn_rewards", "routing")  # columns [T] of a file; the others are [n]
 # Keys, and sections, on which the frozen policy's samples and their rewards depend: nothing of the critic,
 # and not the number of rollouts.
 DECIDING = (
@@ -113,7 +113,8 @@ class RolloutStore:
         try:
             if len(batch.rows):
                 columns = {name: column[batch.rows] for name, column in batch.columns.items()}
-                own = replace(batch.own, columns=batch.own.columns | columns | {"row": batch.rows})
+                columns |= {"row": batch.rows, "prompt_length": batch.prompt_lengths[batch.rows]}
+                own = replace(batch.own, columns=batch.own.columns | columns)
                 sha256 = write_experience(folder / part, own)
         except OSError as error:
             failure = f"{folder / part}: cannot be written: {why(error)}"
@@ -177,10 +178,11 @@ def read_rollout(
     own, facts = None, None
     if found and problem is None:
         own = join(found)
+        own = own.select(own["row"].argsort())
         rows = own.columns.pop("row")
-        own = own.select(rows.argsort())
+        prompts = own.columns.pop("prompt_length", own.prompt_lengths)  # older files: one turn a response
         columns = {name: own.columns.pop(name) for name in list(own.columns) if name not in OF_TOKENS}
-        facts = rows.sort().values, own.lengths, own.response_lengths, columns, own.select([])
+        facts = rows, (own.lengths, own.response_lengths, prompts), columns, own.select([])
     everyone = gather_objects(ranks, (problem, facts))
     if problem := next(filter(None, (theirs for theirs, _ in everyone)), None):
         raise problem
@@ -192,12 +194,13 @@ def read_rollout(
         return torch.cat([*parts])[order]
 
     batch = StepBatch(
-        lengths=whole(lengths for _, _, lengths, *_ in by_rank),
-        response_lengths=whole(lengths for _, _, _, lengths, *_ in by_rank),
+        lengths=whole(lengths for _, _, (lengths, _, _), *_ in by_rank),
+        response_lengths=whole(sampled for _, _, (_, sampled, _), *_ in by_rank),
+        prompt_lengths=whole(prompts for _, _, (_, _, prompts), *_ in by_rank),
         owners=whole(torch.full_like(rows, rank) for rank, rows, *_ in by_rank),
-        columns={name: whole(columns[name] for *_, columns, _ in by_rank) for name in by_rank[0][4]},
+        columns={name: whole(columns[name] for *_, columns, _ in by_rank) for name in by_rank[0][3]},
         rows=facts[0] if facts is not None else all_rows[:0],
-        own=own if own is not None else by_rank[0][5],
+        own=own if own is not None else by_rank[0][4],
     )
     return batch, manifest["state"]
 
@@ -291,7 +294,7 @@ def with_tokens(
     for row, sample in samples.items():
         worth = {name: column.tolist() for name, column in found[row].items()}
         ids = worth.pop("tokens")
-        if advantages := worth.get("advantages"):
+        if advantages := [a for a in worth.get("advantages", ()) if not math.isnan(a)]:
             mean = math.fsum(advantages) / len(advantages)
             sample = replace(
                 sample, advantage_mean=mean, advantage_min=min(advantages), advantage_max=max(advantages)
@@ -314,22 +317,25 @@ def _rounded(column: list[float]) -> list[float | None]:
 
 
 def token_worth(local: LocalBatch, rows: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """Return row of the batch -> {"tokens", "advantages", "values"}, of the response's tokens, for the rows
-    and columns that are in `local`, a replica's share."""
+    """Return row of the batch -> {"tokens", "advantages", "values"}, of the response's tokens and of what was
+    observed between them, NaN there, for the rows and columns that are in `local`, a replica's share."""
     places = {row: i for i, row in enumerate(local.rows.tolist())}
     experience, found = local.experience, {}
     for row in rows:
         if row in places:
             tokens = response_indices(experience, places[row])
-            columns = {n: experience[n][tokens].float() for n in ("advantages", "values") if n in experience}
-            found[row] = {"tokens": experience.tokens[tokens], **columns}
+            observed, columns = ~experience.response_mask[tokens], {"tokens": experience.tokens[tokens]}
+            for name in ("advantages", "values"):
+                if name in experience:
+                    columns[name] = experience[name][tokens].float().masked_fill(observed, math.nan)
+            found[row] = columns
     return found
 
 
 def response_indices(experience: Experience, row: int) -> Tensor:
-    """Return the indices of a response's tokens, int64."""
+    """Return the indices of the tokens behind a response's prompt, int64."""
     start, end = experience.cu_seqlens[row : row + 2].tolist()
-    return start + experience.response_mask[start:end].nonzero().squeeze(-1)
+    return torch.arange(start + int(experience.prompt_lengths[row]), end)
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:

@@ -37,8 +37,8 @@ def add_group_advantages(
     config: AlgorithmConfig, batch: Experience | StepBatch, local: LocalBatch, runtime: Runtime
 ) -> dict[str, float]:
     """Write this replica's advantages [T], each response's own at all of its tokens; return policy/kl_reward
-    where there is one. The groups
-    are those of the whole batch."""
+    where there is one. The groups are those of the whole batch, and compare whole rewards: of several turns
+    their sum."""
     experience, rewards = local.experience, batch["rewards"]
     of_tokens, metrics = token_rewards(config, experience, runtime)
     if config.kl_reward:  # the KL of the whole response
@@ -67,10 +67,9 @@ def add_return_advantages(
 def token_rewards(
     config: AlgorithmConfig, experience: Experience, runtime: Runtime
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the reward of each token [T]: the response's at its last one, less beta (log pi_old - log
-    pi_ref) at every one where kl_reward is beta (VAPO eq. 1); and policy/kl_reward, the mean of that
-    difference."""
-    rewards = rewards_at_end(experience)
+    """Return the reward of each token [T], as `turn_rewards` gives it, less beta (log pi_old - log pi_ref) at
+    every one where kl_reward is beta (VAPO eq. 1); and policy/kl_reward, the mean of that difference."""
+    rewards = turn_rewards(experience)
     if not config.kl_reward:
         return rewards, {}
     mask = experience.response_mask
@@ -79,10 +78,20 @@ def token_rewards(
     return rewards - config.kl_reward * kl, {"policy/kl_reward": total / max(tokens, 1)}
 
 
-def rewards_at_end(experience: Experience) -> Tensor:
-    """Return the rule's reward on the last token of each response, [T]."""
-    rewards = torch.zeros(experience.num_tokens)
-    rewards[experience.cu_seqlens[1:] - 1] = experience["rewards"]
+def turn_rewards(experience: Experience) -> Tensor:
+    """Return rewards [T] whose sum over a response is its reward: a turn's own on its last token, the rest,
+    the outcome's, on the last token that the policy sampled."""
+    rewards, outcome = torch.zeros(experience.num_tokens), experience["rewards"]
+    if "turn_rewards" in experience:
+        rewards += experience["turn_rewards"]
+        of_turns = torch.zeros_like(outcome, dtype=torch.float64)
+        of_turns.index_add_(0, experience.sequence_ids, rewards.double())
+        outcome = (outcome.double() - of_turns).to(outcome.dtype)
+    # The last True of each sequence that has one.
+    own = experience.response_mask.nonzero().squeeze(-1)
+    last = torch.searchsorted(own, experience.cu_seqlens[1:]) - 1
+    some = experience.response_lengths > 0
+    rewards[own[last[some]]] += outcome[some]
     return rewards
 
 

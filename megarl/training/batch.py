@@ -123,7 +123,7 @@ def distribute(
     groups = batch["group_ids"] if shared else torch.arange(batch.num_sequences)
     ids, critic_ids, finest_ids = (mini_batch_ids(groups, size, seed) for size in sizes)
     lengths, group_of = batch.lengths.tolist(), groups.tolist()
-    prompts = (batch.lengths - batch.response_lengths).tolist()
+    prompts = batch.prompt_lengths.tolist()
     even = even_length(*map(matrix_shape, models))
     costs, of_prompts = cost(lengths, even), cost(prompts, even)
     shares_of: list[list[list[int]]] = []  # by mini-batch and replica
@@ -162,11 +162,12 @@ def distribute(
                 for replica in range(runtime.layout.dp):
                     theirs = [i for shares in shares_of[first:stop] for i in shares[replica]]
                     packs = _pack(
-                        batch.lengths[theirs], batch.response_lengths[theirs], groups[theirs], budget
+                        batch.prompt_lengths[theirs], batch.lengths[theirs], groups[theirs], budget
                     )
                     at_least = max(at_least, len(packs))
             own = range(stops[first], stops[stop])
-            made.append(make_micro_batches(local, own, budget, models[0], at_least, shared))
+            prompts_of = batch.prompt_lengths[rows] if shared else None
+            made.append(make_micro_batches(local, own, budget, models[0], at_least, prompts_of))
         return made
 
     mini_batches = micro_batches_of(mini_batch)
@@ -242,10 +243,10 @@ def locate(
     return {"at": at, "logit_indices": filled[0], "labels": filled[1], "order": order.to(device)}
 
 
-def _pack(lengths: Tensor, responses: Tensor, groups: Tensor, budget: int) -> list[list[list[int]]]:
+def _pack(prompts: Tensor, lengths: Tensor, groups: Tensor, budget: int) -> list[list[list[int]]]:
     """Return micro-batches of families, as `pack_groups`, of sequences with so many tokens, and so many of
-    these in their responses."""
-    return pack_groups((lengths - responses).tolist(), responses.tolist(), groups.tolist(), budget)
+    these in their prompts."""
+    return pack_groups(prompts.tolist(), (lengths - prompts).tolist(), groups.tolist(), budget)
 
 
 def make_micro_batches(
@@ -254,30 +255,30 @@ def make_micro_batches(
     max_tokens: int,
     model: ModelChunks,
     at_least: int = 1,
-    share_prompts: bool = False,
+    shared: Tensor | None = None,
 ) -> list[MicroBatch]:
-    """Pack the sequences `indices` by token budget, with share_prompts each prompt once for those with equal
-    `group_ids`. Returns at least so many micro-batches, if only of one token that counts nowhere: every
+    """Pack the sequences `indices` by token budget. shared: int64 [n], of each sequence of the experience how
+    many tokens it begins with that stand once for all with equal `group_ids`: the prompt's. Returns at least so many micro-batches, if only of one token that counts nowhere: every
     data-parallel replica must take part in an update, with or without sequences. With virtual stages their
     number is a multiple of the pipeline's ranks, each of which takes so many through a chunk before it turns
     to the next."""
     device, multiple = model.device, pack_multiple(model.config)
     cp = model.config.context_parallel_size
     wanted = torch.as_tensor(indices, dtype=torch.int64)
-    groups = experience["group_ids"][wanted] if share_prompts else torch.arange(len(wanted))
-    response_lengths = experience.response_lengths
-    packs = _pack(experience.lengths[wanted], response_lengths[wanted], groups, max_tokens)
+    groups = torch.arange(len(wanted)) if shared is None else experience["group_ids"][wanted]
+    prompts = experience.prompt_lengths if shared is None else shared
+    packs = _pack(prompts[wanted], experience.lengths[wanted], groups, max_tokens)
     wanted_packs, c = max(len(packs), at_least), model.config
     if c.virtual_pipeline_model_parallel_size is not None:
         wanted_packs += -wanted_packs % c.pipeline_model_parallel_size
     micro_batches = []
     for families in packs + [[]] * (wanted_packs - len(packs)):
         # What stands in the pack one after the other: the first sequence of a family whole, of the others
-        # the responses. `skipped`: the tokens of a prompt that stands further ahead, at `prompt`.
+        # what follows the prompt. `skipped`: the tokens of a prompt that stands further ahead, at `prompt`.
         index = wanted[torch.tensor([i for family in families for i in family], dtype=torch.int64)]
         first = torch.tensor([n == 0 for family in families for n in range(len(family))], dtype=torch.bool)
         lengths = experience.lengths[index]
-        skipped = torch.where(first, 0, lengths - response_lengths[index])
+        skipped = torch.where(first, 0, prompts[index])
         lengths = lengths - skipped
         # Each sequence is filled up so that it can be cut, and the pack by one more sequence; what fills up
         # is nobody's response.

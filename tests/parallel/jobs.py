@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megarl.config.schema import (
     RewardConfig,
     UpdateConfig,
 )
-from megarl.data.experience import Experience
+from megarl.data.experience import Experience, StepBatch
 from megarl.model.routing import routing_counts, start_counting
 from megarl.parallel.comm import sum_over_ranks, sum_over_replicas
 from megarl.parallel.cpu_platform import on_cpu
@@ -175,9 +176,33 @@ def reward_scores(
     return local.gather(scores, batch, runtime), packed
 
 
-def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, options: dict[str, Any]) -> Any:
+def advantages_of_turns(
+    runtime: Runtime, folder: Path, batch: Experience, options: dict[str, Any]
+) -> Experience:
+    """The batch with a critic's values, advantages and returns."""
+    from megarl.model.builder import build_critic, read_hf_config
+    from megarl.training.advantages import add_gae
+    from megarl.training.model import InferenceModel
+
+    config = make_config(folder, **options)
+    critic = build_critic(config, read_hf_config(folder), runtime)
+    load(critic, folder, runtime, critic=True)
+    batches = make_micro_batches(batch, range(batch.num_sequences), 40, critic)
+    batch["values"] = InferenceModel("critic", critic, runtime).value_columns(batch, batches)["values"]
+    add_gae(config.algorithm, batch, 40, runtime)
+    return batch
+
+
+def gradients(
+    runtime: Runtime,
+    folder: Path,
+    batch: Experience,
+    which: str,
+    options: dict[str, Any],
+    prompts: list[int] | None = None,
+) -> Any:
     """Gradients of one mini-batch in Hugging Face names and shapes (on rank 0; {} elsewhere), and the
-    statistics' sums."""
+    statistics' sums. prompts: tokens of each prompt, of a batch that rank 0 has drawn, and delivers."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.comm import sum_stats
     from megarl.training.advantages import correct_mismatch
@@ -192,8 +217,21 @@ def gradients(runtime: Runtime, folder: Path, batch: Experience, which: str, opt
     learner = TrainableModel(
         which, model, config.critic if which == "critic" else config.actor, config.steps, runtime
     )
-    copy = batch.select(range(batch.num_sequences))
-    local = distribute(copy, config, config.update.mini_batch, 3, [model], runtime)
+    given: Experience | StepBatch = batch.select(range(batch.num_sequences))
+    if prompts is not None:
+        rows = torch.arange(batch.num_sequences if runtime.rank == 0 else 0)
+        own = batch.select(rows)
+        names = [name for name, column in batch.columns.items() if len(column) == batch.num_sequences]
+        given = StepBatch(
+            lengths=batch.lengths,
+            response_lengths=batch.response_lengths,
+            prompt_lengths=torch.tensor(prompts),
+            owners=torch.zeros(batch.num_sequences, dtype=torch.int64),
+            columns={name: batch[name] for name in names},
+            rows=rows,
+            own=replace(own, columns={n: column for n, column in own.columns.items() if n not in names}),
+        )
+    local = distribute(given, config, config.update.mini_batch, 3, [model], runtime)
     correct_mismatch(config.algorithm.mismatch, local.experience, runtime)
     learner.replays_routing = "routing" in batch
     loss = (critic_loss if which == "critic" else actor_loss)(config.algorithm, local.experience)

@@ -64,7 +64,7 @@ def test_values_and_scores_equal_one_ranks(
 
 GRADIENTS: list[Any] = [
     ("DAPO", (1, 1, 1, 1, 2), {}),
-    ("VAPO", (2, 1, 1, 1, 2), {}),
+    ("VAPO", (2, 1, 1, 1, 2), {"turns": True}),
     ("value", (1, 1, 1, 1, 2), {}),
     ("GSPO", (1, 1, 1, 1, 2), {}),
     ("VAPO", (1, 1, 1, 1, 4), {}),
@@ -97,7 +97,9 @@ def test_gradients_equal_one_ranks(
     folder = make_tiny_model(
         tmp_path, "qwen3", vocab=VOCAB, layers=2, tied=which == "actor", classification=kind
     )
-    arguments = {"folder": folder, "batch": make_batch(), "which": which}
+    options = dict(options)
+    batch = make_batch(turns=options.pop("turns", False))
+    arguments = {"folder": folder, "batch": batch, "which": which}
     parts = {key: value for key, value in options.items() if key == "optimizer"}
     [expected] = ranks(1, 1, 1).run(
         jobs.gradients, options={**of_term, **parts, "budget": 10_000}, **arguments

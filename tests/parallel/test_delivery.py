@@ -17,13 +17,18 @@ CASES = 24
 
 
 def whole_batch(seed: int) -> Experience:
-    """Random sequences; some batches with versions of tokens and choices of experts."""
+    """Random sequences; some batches with versions of tokens, choices of experts, observations between
+    turns."""
     chance, g = random.Random(seed), torch.Generator().manual_seed(seed)
     n = chance.choice([0, 1, 3, 17])
     prompts = [[chance.randrange(200_000) for _ in range(chance.randint(1, 4))] for _ in range(n)]
     whole = Experience.build(
         prompts, [[chance.randrange(200_000) for _ in range(chance.randint(1, 9))] for _ in range(n)]
     )
+    if chance.random() < 0.5:  # the last token stays the policy's
+        shown = torch.rand(whole.num_tokens, generator=g) < 0.5
+        shown[whole.cu_seqlens[1:] - 1] = False
+        whole.response_mask &= ~shown
     mask, total = whole.response_mask, whole.num_tokens
     whole["engine_logprobs"] = torch.where(mask, torch.randn(total, generator=g), 0.0)
     if chance.random() < 0.5:
@@ -42,7 +47,8 @@ def held_by(whole: Experience, owners: torch.Tensor, rank: int) -> StepBatch:
     of_sequences = {"rewards": whole["rewards"]}
     own = whole.select(rows)
     own.columns.pop("rewards")
-    return StepBatch(whole.lengths, whole.response_lengths, owners, of_sequences, rows, own)
+    lengths = whole.lengths, whole.response_lengths, whole.prompt_lengths
+    return StepBatch(*lengths, owners, of_sequences, rows, own)
 
 
 def deliver_cases(runtime: Runtime) -> list[int]:
@@ -73,6 +79,12 @@ def deliver_cases(runtime: Runtime) -> list[int]:
             one, other = (getattr(e, name) if name not in e else e[name] for e in (local, expected))
             assert one.dtype == other.dtype and torch.equal(one, other), (seed, name)
         found.append(int(row_bytes(batch).sum()))
+        behind = batch.lengths - batch.prompt_lengths
+        of_token = {"engine_logprobs": 4, "token_versions": 4}
+        entry = sum(size for name, size in of_token.items() if name in whole)
+        entry += not torch.equal(behind, batch.response_lengths)  # the mask, where it says something
+        routing = whole["routing"][0].nbytes if "routing" in whole and n else 0
+        assert row_bytes(batch).tolist() == ((4 + routing) * batch.lengths + entry * behind).tolist()
     return found
 
 

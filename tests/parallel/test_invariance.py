@@ -53,14 +53,17 @@ FAST = {"DAPO", "VAPO", "entropy", "value"}
 layouts."""
 
 
-def make_batch(only_first_correct: bool = False) -> Experience:
-    """Ragged responses. Few are correct, so that a rank or a micro-batch may hold none; some are
-    truncated."""
+def make_batch(only_first_correct: bool = False, turns: bool = False) -> Experience:
+    """Ragged responses. Few are correct, so that a rank or a micro-batch may hold none; some are truncated.
+    turns: with observations between what was sampled, and some before."""
     g = torch.Generator().manual_seed(11)
     sizes = [(3, 20), (5, 1), (2, 33), (4, 8), (6, 2), (1, 14), (9, 5), (2, 27)]
     draw = [[torch.randint(0, VOCAB, (n,), generator=g).tolist() for n in pair] for pair in sizes]
     batch = Experience.build([p for p, _ in draw], [r for _, r in draw])
     mask, total = batch.response_mask, batch.num_tokens
+    if turns:
+        mask &= torch.rand(total, generator=torch.Generator().manual_seed(13)) < 0.6
+        mask[batch.cu_seqlens[1:] - 1] = True
     batch["correct"] = torch.tensor([True] + [not only_first_correct and i % 3 == 0 for i in range(1, 8)])
     batch["truncated"] = torch.tensor([i in (2, 7) for i in range(8)])
     for name, scale in (("old_logprobs", 0.3), ("ref_logprobs", 0.3)):
@@ -192,14 +195,15 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("turns", [False, True], ids=["one turn", "turns"])
 @pytest.mark.parametrize(
     "term", [pytest.param(t, marks=[] if t == "VAPO" else pytest.mark.slow) for t in SHARED]
 )
 def test_prompts_that_are_computed_once_change_no_gradient(
-    term: str, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+    term: str, turns: bool, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
 ) -> None:
-    """Three groups, one of a single response, in any order; a budget that cuts a group; sequence
-    parallelism."""
+    """Three groups, one of a single response, in any order; a budget that cuts a group; sequence parallelism;
+    responses with observations, of which some begin with one."""
     which, options = SHARED[term]
     classification = "token" if which == "critic" else None
     folder = make_tiny_model(
@@ -209,25 +213,30 @@ def test_prompts_that_are_computed_once_change_no_gradient(
     g = torch.Generator().manual_seed(12)
     groups = [0, 0, 1, 0, 1, 2, 1, 1]
     prompts = [torch.randint(0, VOCAB, (n,), generator=g).tolist() for n in (17, 9, 4)]
+    behind = batch.response_mask.clone()
+    if turns:
+        batch = make_batch(turns=True)
     responses = [
         t[m].tolist()
         for t, m in zip(
-            batch.tokens.split(batch.lengths.tolist()),
-            batch.response_mask.split(batch.lengths.tolist()),
-            strict=True,
+            batch.tokens.split(batch.lengths.tolist()), behind.split(batch.lengths.tolist()), strict=True
         )
     ]
     shared = Experience.build([prompts[n] for n in groups], responses)
     shared["group_ids"] = torch.tensor(groups)
+    in_shared, of_prompts = shared.response_mask.clone(), shared.prompt_lengths
+    shared.response_mask[in_shared] = batch.response_mask[behind]
+    assert turns == bool((shared.prompt_lengths > of_prompts).any())
     for name, column in batch.columns.items():
         if column.shape[0] == batch.num_sequences:
             shared[name] = column
         else:
             shared[name] = torch.zeros(shared.num_tokens, dtype=column.dtype)
-            shared[name][shared.response_mask] = column[batch.response_mask]
+            shared[name][in_shared] = column[behind]
 
     def gradients(layout: tuple[int, int, int], order: list[int], **more: Any) -> dict[str, Any]:
-        arguments = {"folder": folder, "batch": shared.select(order), "which": which}
+        prompts_of = of_prompts[order].tolist() if turns else None
+        arguments = {"folder": folder, "batch": shared.select(order), "which": which, "prompts": prompts_of}
         return ranks(*layout).run(jobs.gradients, options={**options, **more}, **arguments)[0]
 
     expected = gradients((1, 1, 1), list(range(8)), budget=10_000)

@@ -242,7 +242,8 @@ def test_lengths_of_a_run(tmp_path: Path) -> None:
     assert "10 steps" in where
 
     # With recorded rollouts, those themselves.
-    batch = Experience.build([[1, 2, 3]] * 4, [[5] * 10, [5] * 20, [5] * 300, [5] * 310])
+    batch = Experience.build([[1, 2, 3]] * 4, [[5] * 10, [5] * 27, [5] * 300, [5] * 310])
+    batch.response_mask[20:27] = False  # seven tokens between two turns, which nobody has drawn
     batch["group_ids"] = torch.tensor([7, 7, 9, 9])
     folder = tmp_path / "rollouts" / "step-000030"
     write_experience(folder / "rank-00000.safetensors", batch.select([0, 1, 2]))  # of two engines

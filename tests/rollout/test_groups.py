@@ -6,16 +6,19 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import DynamicSamplingConfig
 from megarl.data.prompts import Prompt
-from megarl.rollout.batch import Body, Group, Response, RolloutBatch, response_stats
+from megarl.rollout.batch import DERIVED, Body, Group, Response, RolloutBatch, response_stats
 from megarl.rollout.collector import GroupCollector
+from megarl.rollout.messages import Content, Facts
 from megarl.rollout.worker import words_pattern
 from tests.rollout.conftest import experience_of
 
@@ -223,6 +226,61 @@ def test_routing_survives_json_and_is_a_column(kind):
     assert "routing" not in experience_of(RolloutBatch(1, [free], {}, {}, {}))
 
 
+def of_turns(uid: int, reward: bool = True) -> Group:
+    """Responses of two turns with an observation between: s o s, s s o s, s s s o s."""
+    made = group(uid, 2)
+    for i, response in enumerate(made.responses):
+        tokens = np.arange(3 + i, dtype=np.int32)
+        sampled = tokens != i + 1
+        rewards = np.where(tokens == i, 0.25, 0.0).astype(np.float32) if reward else None
+        body = Body(tokens, np.full(3 + i, -0.5, dtype=np.float32), (7 * sampled).astype(np.int32), None, sampled, rewards)
+        facts = {name: v for name, v in vars(response).items() if name not in DERIVED}
+        made.responses[i] = Response.of(body, 0, **facts | {"turns": 2, "calls": 1})
+    return made
+
+
+def test_what_was_observed_is_not_the_policys():
+    """Lengths count sampled tokens, and no version or reward of an observed one is looked at; one turn says
+    nothing of turns."""
+    made, plain = of_turns(3), group(4, 1)
+    assert [(r.length, r.extent, r.oldest) for r in made.responses] == [(2, 3, 7), (3, 4, 7), (4, 5, 7)]
+    stats = response_stats(made.responses)
+    assert stats["response/length_mean"] == 3 and stats["response/length_max"] == 4
+    found = {name: value for name, value in stats.items() if name.startswith("episode/")}
+    assert found == {"episode/turns_mean": 2, "episode/calls_mean": 1, "episode/observed_mean": 1}
+    assert not any(name.startswith("episode/") for name in response_stats(plain.responses))
+    for groups in ([plain, made], [Group.from_state(json.loads(json.dumps(made.state_dict()))), plain]):
+        batch = RolloutBatch(1, groups, {}, {}, {}).to_step_batch()
+        own = batch.own
+        for name in ("lengths", "response_lengths", "prompt_lengths"):
+            assert torch.equal(getattr(batch, name), getattr(own, name)), name
+        assert batch.observes and (batch.prompt_lengths == 2).all()
+        assert not own["engine_logprobs"][~own.response_mask].any()
+        assert not own["token_versions"][~own.response_mask].any()
+        for i, row in enumerate(range(own.num_sequences)[3:] if groups[0] is plain else range(3)):
+            start = int(own.cu_seqlens[row]) + 2
+            end = int(own.cu_seqlens[row + 1])
+            assert own.response_mask[start:end].tolist() == [t != i + 1 for t in range(3 + i)]
+            assert own["turn_rewards"][start:end].tolist() == [0.25 * (t == i) for t in range(3 + i)]
+    none = RolloutBatch(1, [of_turns(3, reward=False), plain], {}, {}, {}).to_step_batch()
+    assert "turn_rewards" not in none.own and none.observes
+    assert not RolloutBatch(1, [plain], {}, {}, {}).to_step_batch().observes
+
+
+def test_a_body_and_facts_survive_the_wire():
+    for one in (*of_turns(1).responses, *of_turns(2, reward=False).responses, *group(3, 1).responses):
+        facts = msgspec.msgpack.decode(msgspec.msgpack.encode(Facts.of(one)), type=Facts)
+        assert vars(facts.response()) == {**vars(one), "body": None}
+        sent = msgspec.msgpack.encode(Content.of(5, one.body))
+        body = msgspec.msgpack.decode(sent, type=Content).body
+        for name, column in vars(one.body).items():
+            found = getattr(body, name)
+            assert found is None if column is None else np.array_equal(found, column), name
+            assert found is None or found.dtype == column.dtype, name
+        left = body.without_tokens(2)
+        assert all(column is None or not column.size for column in vars(left).values())
+
+
 def test_state_survives_json_exactly():
     before = group(5, 2, version=11, reflects=True)
     after = Group.from_state(json.loads(json.dumps(before.state_dict())))
@@ -234,5 +292,6 @@ def test_state_survives_json_exactly():
         assert {**vars(a), "body": 0} == {**vars(b), "body": 0}
     old = before.state_dict()  # of a checkpoint from before there were these fields
     for response in old["responses"]:
-        del response["reflects"], response["routing"]
+        for name in ("reflects", "routing", "sampled", "rewards", "turns", "calls"):
+            del response[name]
     assert [r.reflects for r in Group.from_state(old).responses] == [None] * SIZE

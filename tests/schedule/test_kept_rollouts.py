@@ -19,9 +19,9 @@ from megarl.cli.main import main
 from megarl.config import dump_config
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import Config
-from megarl.data.experience import Experience, read_experience, write_experience
+from megarl.data.experience import Experience, StepBatch, read_experience, write_experience
 from megarl.parallel.runtime import Runtime
-from megarl.schedule.rollouts import read_rollout
+from megarl.schedule.rollouts import RolloutStore, read_rollout
 from megarl.schedule.run import Run
 from megarl.schedule.trainer import Trainer
 from tests.ranks import RankPool
@@ -247,6 +247,48 @@ def read_whole(runtime: Runtime, folder: Path, number: int) -> tuple[dict[str, t
     batch, state = read_rollout(folder, number, runtime)
     assert len(batch.rows) == batch.num_sequences
     return {"tokens": batch.own.tokens, **batch.own.columns, **batch.columns}, state
+
+
+def batch_of_turns(rank: int) -> StepBatch:
+    """What a rank of two has of five responses to one prompt of two tokens, with observations at their
+    begin and between; the third was not judged."""
+    g, observed = torch.Generator().manual_seed(3), ((), (1, 2), (), (0, 3), (4,))
+    sizes = [3, 5, 0, 6, 7]
+    whole = Experience.build([[1, 2]] * 5, [torch.randint(3, 99, (n,), generator=g).tolist() for n in sizes])
+    for start, places in zip(whole.cu_seqlens.tolist(), observed, strict=False):
+        whole.response_mask[[start + 2 + place for place in places]] = False
+    for name in ("engine_logprobs", "turn_rewards"):
+        whole[name] = torch.where(whole.response_mask, torch.randn(whole.num_tokens, generator=g), 0.0)
+    rows = torch.arange(5)[rank::2]
+    return StepBatch(
+        lengths=whole.lengths,
+        response_lengths=whole.response_lengths,
+        prompt_lengths=torch.full((5,), 2),
+        owners=torch.arange(5) % 2,
+        columns={"rewards": torch.randn(5, generator=g)},
+        rows=rows,
+        own=whole.select(rows),
+    )
+
+
+def keep_and_read(runtime: Runtime, folder: Path) -> bool:
+    """Asserts that a batch of several turns is read as it was written; gives whether it has observations."""
+    written = batch_of_turns(runtime.rank)
+    RolloutStore(folder, runtime, "key", "remedy").write(4, written, {"stats": {"a": 1.5}})
+    found, state = read_rollout(folder, 4, runtime)
+    assert state == {"stats": {"a": 1.5}} and found.columns.keys() == {"rewards"}
+    for name in ("lengths", "response_lengths", "prompt_lengths", "owners", "rows"):
+        assert torch.equal(getattr(found, name), getattr(written, name)), name
+    assert torch.equal(found["rewards"], written["rewards"])
+    assert found.own.columns.keys() == written.own.columns.keys()
+    for name in ("tokens", "cu_seqlens", "response_mask", *written.own.columns):
+        one, other = (getattr(e, name) if name not in e else e[name] for e in (found.own, written.own))
+        assert one.dtype == other.dtype and torch.equal(one, other), name
+    return found.observes
+
+
+def test_responses_of_several_turns_are_kept(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(1, 1, 2).run(keep_and_read, folder=tmp_path) == [True, True]
 
 
 def make_experience() -> Experience:

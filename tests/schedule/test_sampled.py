@@ -81,6 +81,20 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
             assert f"{length - 4} tokens left out" in found.tokens[2] and found.tokens[4] == "<eos>"
 
 
+def test_what_was_observed_is_shown_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer(300)
+    batch = Experience.build([[5, 6]], [tokenizer.encode("2+2=4.", add_special_tokens=False)])
+    batch.response_mask[4:6] = False
+    batch["advantages"] = torch.arange(8.0) * batch.response_mask
+    monkeypatch.setattr(rollouts, "from_rank_0", lambda runtime, value: value)
+    monkeypatch.setattr(rollouts, "gather_on_0", lambda runtime, value: [value])
+    runtime: Any = SimpleNamespace(rank=0, world=1, is_replica_leader=True)
+    samples = {0: Sample(1, "p", "2+2=4.", 1.0, True, False, 4)}
+    [found] = with_tokens(samples, LocalBatch(batch, torch.tensor([0]), [], []), tokenizer, runtime)
+    assert found.tokens == list("2+2=4.") and found.advantages == [2, 3, None, None, 6, 7]
+    assert (found.advantage_mean, found.advantage_min, found.advantage_max) == (4.5, 2, 7)
+
+
 @pytest.mark.parametrize("steps", [1, 8, 100, 101, 5000])
 def test_only_so_many_steps_have_tokens(steps: int) -> None:
     chosen = [number for number in range(1, steps + 1) if has_tokens(number, steps)]

@@ -32,8 +32,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_batch() -> Experience:
-    """Three groups of 4 ragged responses, dealt round."""
+def make_batch(turns: bool = False) -> Experience:
+    """Three groups of 4 ragged responses, dealt round; with `turns` most have some, with rewards of their
+    own."""
     g = torch.Generator().manual_seed(2)
     lengths = torch.randint(1, 14, (12,), generator=g).tolist()
     batch = Experience.build([[3, 4]] * 12, [[5] * n for n in lengths])
@@ -41,13 +42,19 @@ def make_batch() -> Experience:
     batch["rewards"] = torch.randn(12, generator=g)
     batch["correct"], batch["truncated"] = batch["rewards"] > 0, torch.zeros(12, dtype=torch.bool)
     batch["number"] = torch.arange(12)
+    if turns:
+        sampled = torch.rand(batch.num_tokens, generator=g) < 0.6
+        sampled[batch.cu_seqlens[1:] - 1] = True
+        batch.response_mask &= sampled
+        ends = batch.response_mask & ~batch.response_mask.roll(-1)
+        batch["turn_rewards"] = torch.where(ends, torch.randn(batch.num_tokens, generator=g), 0.0)
     for name in ("old_logprobs", "ref_logprobs", "engine_logprobs", "values"):
         column = torch.randn(batch.num_tokens, generator=g)
         batch[name] = torch.where(batch.response_mask, column, 0.0)
     return batch
 
 
-def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any]) -> Any:
+def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], turns: bool) -> Any:
     """Number of a response -> its advantages (and returns), of this rank's share; and the metrics."""
     from megarl.config.phases import training_phases
     from megarl.model.builder import build_actor, read_hf_config
@@ -56,7 +63,7 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any]) -> 
 
     config = make_config(folder, mini_batch=6, **algorithm)
     model = build_actor(config, read_hf_config(folder), runtime)
-    batch = make_batch()
+    batch = make_batch(turns)
     local = distribute(batch, config, 6, 1, [model], runtime)
     experience = local.experience
     if config.has_critic:
@@ -69,24 +76,33 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any]) -> 
     assert training_phases(config)[-1].name == "weight_transfer"
     spans = zip(experience["number"].tolist(), experience.cu_seqlens.tolist(), strict=False)
     ends = experience.cu_seqlens[1:].tolist()
+    mask = experience.response_mask
+    assert all(not experience[name][~mask].any() for name in names)
     found = {
-        number: {name: experience[name][start + 2 : end].tolist() for name in names}
+        number: {name: experience[name][start:end][mask[start:end]].tolist() for name in names}
         for (number, start), end in zip(spans, ends, strict=True)
     }
     return found, metrics
 
 
-def loop(algorithm: dict[str, Any]) -> dict[int, dict[str, list[float]]]:
-    """The same from the formulas, response by response, token by token."""
-    batch = make_batch()
+def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[float]]]:
+    """The same from the formulas, response by response, sampled token by sampled token."""
+    batch = make_batch(turns)
     old = batch["engine_logprobs" if "old_logprobs" in algorithm else "old_logprobs"].tolist()
     ref, values = batch["ref_logprobs"].tolist(), batch["values"].tolist()
     scores, groups = batch["rewards"].tolist(), batch["group_ids"].tolist()
     ends = batch.cu_seqlens.tolist()
-    spans = [range(start + 2, end) for start, end in itertools.pairwise(ends)]
+    mask, zeros = batch.response_mask.tolist(), torch.zeros(batch.num_tokens)
+    of_turns = (batch["turn_rewards"] if turns else zeros).tolist()
+    spans = [[t for t in range(start, end) if mask[t]] for start, end in itertools.pairwise(ends)]
     beta, gamma = algorithm.get("kl_reward", 0.0), algorithm.get("gamma", 1.0)
     rewards = [
-        [-beta * (old[t] - ref[t]) + scores[i] * (t == span[-1]) for t in span]
+        [
+            -beta * (old[t] - ref[t])
+            + of_turns[t]
+            + (scores[i] - math.fsum(of_turns[t] for t in span)) * (t == span[-1])
+            for t in span
+        ]
         for i, span in enumerate(spans)
     ]
     totals = [math.fsum(tokens) for tokens in rewards]
@@ -124,15 +140,16 @@ def loop(algorithm: dict[str, Any]) -> dict[int, dict[str, list[float]]]:
     return found
 
 
+@pytest.mark.parametrize("turns", [False, True], ids=["one turn", "turns"])
 @pytest.mark.parametrize("case", CASES)
 def test_equal_the_loop_on_every_layout(
-    case: str, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+    case: str, turns: bool, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
 ) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, layers=2)
-    expected = loop(CASES[case])
+    expected = loop(CASES[case], turns)
     for layout in ((1, 1, 1), (1, 1, 2), (1, 2, 1)):
         found: dict[int, dict[str, list[float]]] = {}
-        answers = ranks(*layout).run(advantages_of, folder=folder, algorithm=CASES[case])
+        answers = ranks(*layout).run(advantages_of, folder=folder, algorithm=CASES[case], turns=turns)
         for shares, metrics in answers:
             found |= shares
             assert metrics == pytest.approx(answers[0][1], rel=1e-12)
