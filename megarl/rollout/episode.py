@@ -15,6 +15,14 @@ class EpisodeAborted(Exception):
     """The rollout has what it needs: what the policy has written so far goes on in a later one."""
 
 
+class EpisodeTruncated(BaseException):
+    pass
+
+
+class ToolError(Exception):
+    pass
+
+
 @dataclass
 class Policy:
     """The policy as one episode sees it.
@@ -45,3 +53,7 @@ Episode = Callable[[Prompt, Policy], Awaitable[Completion]]
 async def single_turn(prompt: Prompt, policy: Policy) -> Completion:
     """Let the policy answer once."""
     return await policy.generate(prompt.tokens)
+
+
+def row_of(prompt: Prompt) -> dict:
+    return {"uid": prompt.uid, "prompt": prompt.text, "question": prompt.question, "answer": prompt.answer, "data_source": prompt.source, "entry": prompt.entry, **prompt.extra}
