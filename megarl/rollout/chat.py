@@ -10,10 +10,10 @@ import asyncio
 import importlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from os.path import commonprefix
 from typing import Any
 
 from megarl.config.errors import ConfigError
@@ -77,7 +77,7 @@ class ChatTurns:
             text = self.tokenizer.apply_chat_template(
                 list(messages), tools=self.tools, add_generation_prompt=generate, tokenize=False
             )
-        except Exception as error:  # noqa: BLE001 (its own errors, and whatever Python raises in a template)
+        except Exception as error:  # its own errors, and whatever Python raises in a template
             line = (str(error).splitlines() or [type(error).__name__])[0]
             raise ValueError(f"the chat template refuses {_roles(messages)}: {line}") from error
         return str(text)
@@ -94,7 +94,7 @@ class ChatTurns:
             raise ValueError("the chat template leaves out what an assistant has written")
         return behind
 
-    def _neutral(self, messages: Sequence[Message]) -> tuple[list[Message], list[str], str]:
+    def _neutral(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str], str]:
         """Return the messages with marks in place of what in them looks like a control token, these texts,
         and the character by which marks are known."""
         plain = json.dumps(messages, ensure_ascii=False, default=str)
@@ -150,10 +150,8 @@ def opening(tokenizer: Any) -> tuple[int, ...]:
     own. Raises ConfigError where there is none."""
     chat, user = ChatTurns(tokenizer), {"role": "user", "content": "Why?"}
     begun = [chat.first([user])[:1], chat.first([{"role": "user", "content": "1 + 1"}])[:1]]
-    try:
+    with suppress(ValueError):  # of a template without a system's turn
         begun.append(chat.first([{"role": "system", "content": "Be brief."}, user])[:1])
-    except ValueError:  # a template without a system's turn
-        pass
     if len(set(begun)) > 1 or not begun[0]:
         what = "begins conversations with different tokens, so that an agent's have no prompt in common"
         raise ConfigError(f"data.template: the chat template {what} (let it begin with a special token)")
@@ -168,9 +166,9 @@ def check_template(
 ) -> None:
     """Raise ConfigError, which says what the template changes and where, unless it only appends.
 
-    Conversations of 1 to 4 turns are rendered, with and without thoughts in the assistant's, and compared with
-    what the policy would have before it. White space around contents may be dropped: it is in the context as
-    it was when it was written.
+    Conversations of 1 to 4 turns are rendered, with and without thoughts in the assistant's, and compared
+    with what the policy would have before it. White space around contents may be dropped: the policy's own
+    stays in its context.
 
     shown: the roles of what the policy is shown; stop: texts that end a turn, besides the end-of-sequence"""
     if not getattr(tokenizer, "chat_template", None):
@@ -178,7 +176,9 @@ def check_template(
     source = tokenizer.chat_template
     if "strftime_now" in (source if isinstance(source, str) else str(source)):
         what = "writes today's date, so that a run that goes on tomorrow has other prompts"
-        raise ConfigError(f"data.template: the chat template {what} (put a constant in place of strftime_now)")
+        raise ConfigError(
+            f"data.template: the chat template {what} (put a constant in place of strftime_now)"
+        )
     try:
         chat = ChatTurns(tokenizer, tools)
         asked = [{"role": "user", "content": "question 0"}]
@@ -191,7 +191,9 @@ def check_template(
     except ValueError as error:
         raise ConfigError(f"data.template: {error} (use a template that only appends)") from error
     if chat.end not in (None, tokenizer.eos_token_id) and tokenizer.decode([chat.end]) not in stop:
-        what = f"the chat template ends a turn with {tokenizer.decode([chat.end])}, which does not end what the"
+        what = (
+            f"the chat template ends a turn with {tokenizer.decode([chat.end])}, which does not end what the"
+        )
         remedy = "make it the tokenizer's eos_token, or add it to rollout.stop"
         raise ConfigError(f"data.template: {what} policy writes ({remedy})")
 
@@ -209,12 +211,14 @@ def _check_appends(chat: ChatTurns, role: str, thought: str) -> None:
         now = chat.render(messages)
         if now == text:
             continue
-        at = len(commonprefix([text, now]))
+        at = next(i for i in range(len(text) + 1) if text[: i + 1] != now[: i + 1])
         begins = [(text.find(message["content"]), i) for i, message in enumerate(messages)]
         before = [i for begin, i in begins if 0 <= begin <= at]
         where = f"{messages[before[-1]]['role']} message {before[-1]}" if before else "the beginning"
         since, until = max(0, at - 8), at + 24
-        what = f"in a conversation of {len(messages)} messages, {where} changes: {text[since:until]!r} becomes"
+        what = (
+            f"in a conversation of {len(messages)} messages, {where} changes: {text[since:until]!r} becomes"
+        )
         raise ConfigError(
             f"data.template: the chat template rewrites what was there: {what} {now[since:until]!r} "
             "(use a template that only appends; chat_template.jinja in the model's folder is it)"
@@ -241,13 +245,13 @@ def call_format(tokenizer: Any) -> str:
         return "hermes"
     if re.search(r"""\\?["']parameters\\?["']\s*:""", source):
         return "json"
-    what = "speaks of no format of calls that is known: <tool_call>{...}</tool_call> or {\"name\", \"parameters\"}"
+    what = (
+        'speaks of no format of calls that is known: <tool_call>{...}</tool_call> or {"name", "parameters"}'
+    )
     raise ConfigError(f"rollout.tools: the chat template {what} (give the tokenizer a response_template)")
 
 
-def parse_calls(
-    tokens: Sequence[int], tokenizer: Any, form: str, prefix: str = ""
-) -> tuple[str, list[Call]]:
+def parse_calls(tokens: Sequence[int], tokenizer: Any, form: str, prefix: str = "") -> tuple[str, list[Call]]:
     """Return what the policy said besides calls, and its calls in their order. Never raises for what the
     policy wrote.
 
@@ -317,7 +321,10 @@ def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
         try:
             function = getattr(importlib.import_module(module), name)
             found[path] = get_json_schema(function)
-        except (Exception, SystemExit) as error:  # a module of the user may raise anything while it is imported
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # a module of the user may raise anything while it is imported
             line = (str(error).splitlines() or [""])[0]
             remedy = "a tool needs types, and a docstring with `Args:` and a line `name: text` for each"
             raise ConfigError(f"rollout.tools: {path}: {type(error).__name__}: {line} ({remedy})") from error
@@ -328,8 +335,9 @@ def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> Episode:
-    """Return the episode of `rollout.tools`: the policy answers; while it calls tools they are run, those of one
-    turn at once, and it is shown what they give, in the order of its calls. An answer without calls is the end.
+    """Return the episode of `rollout.tools`: the policy answers; while it calls tools they are run, those of
+    one turn at once, and it is shown what they give, in the order of its calls. An answer without calls is
+    the end.
 
     paths: of the tools that `chat` tells of, by name"""
     form = call_format(chat.tokenizer)
@@ -339,19 +347,25 @@ def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> Episode:
         for turns in count():
             turn = await policy.generate()
             _, calls = parse_calls(turn.tokens, chat.tokenizer, form, beginning)
-            if not calls or turn.finish == "length":  # the end was cut off: what it called may be another thing
+            if (
+                not calls or turn.finish == "length"
+            ):  # the end was cut off: what it called may be another thing
                 return
             running = (_run(policy, paths, i, call) for i, call in enumerate(calls))
             shown: list[Message] = []
-            for call, result in zip(calls, await asyncio.gather(*running, return_exceptions=True), strict=True):
+            for call, result in zip(
+                calls, await asyncio.gather(*running, return_exceptions=True), strict=True
+            ):
                 if isinstance(result, BaseException):
                     raise result
-                shown.append({
-                    "role": "tool",
-                    "name": call.name or "unknown",
-                    "tool_call_id": call_id(turns, len(shown)),
-                    "content": result,
-                })
+                shown.append(
+                    {
+                        "role": "tool",
+                        "name": call.name or "unknown",
+                        "tool_call_id": call_id(turns, len(shown)),
+                        "content": result,
+                    }
+                )
             policy.observe(chat.after(shown, turn.tokens))
 
     return episode

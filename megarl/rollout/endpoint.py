@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.errors import ConfigError, EngineError, MegarlError
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.chat import ChatTurns, call_format, call_id, check_template, parse_calls
+from megarl.rollout.chat import Call, ChatTurns, call_format, call_id, check_template, parse_calls
 from megarl.rollout.episode import Episode, EpisodeAborted, EpisodeTruncated, Policy, row_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,18 @@ Agent = Callable[[str, str, dict[str, Any]], Awaitable[Verdict | bool | float | 
 _MOST_BYTES = 4 << 20  # of a request: a history of a million tokens
 # How tokens are drawn is the run's to say, and agents have these written into them.
 _IGNORED = {
-    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "user", "metadata", "store", "stream_options"),
+    *(
+        "model",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "user",
+        "metadata",
+        "store",
+        "stream_options",
+    ),
     *("parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort"),
 }
 _READ = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens"}
@@ -182,8 +193,8 @@ class Session:
     _end: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     async def run(self, agent: Awaitable[Any]) -> Any:
-        """Return what the agent returns. Raises what ended the episode before, EpisodeTruncated where the agent
-        fails after the policy had no turn or token left, and what the agent raises else."""
+        """Return what the agent returns. Raises what ended the episode before, EpisodeTruncated where the
+        agent fails after the policy had no turn or token left, and what the agent raises else."""
         task, limit = asyncio.ensure_future(agent), self.endpoint.seconds
         self.policy.waiting = "agent"
         try:
@@ -255,10 +266,9 @@ class Session:
             if was != now:
                 keys = {**was, **now}
                 name = next(key for key in keys if was.get(key) != now.get(key))
-                raise Refused(
-                    f"messages[{i}].{name} is {_short(now.get(name))}, and was {_short(was.get(name))}: history "
-                    "has to extend what was sampled (send it back as it was)", "history", unjudged=True,
-                )  # fmt: skip
+                differs = f"messages[{i}].{name} is {_short(now.get(name))}, and was {_short(was.get(name))}"
+                remedy = "history has to extend what was sampled (send it back as it was)"
+                raise Refused(f"{differs}: {remedy}", "history", unjudged=True)
         if len(messages) <= known:
             what = f"{len(messages)} messages do not extend this session's {known}"
             raise Refused(f"{what} (send its history and new messages)", "history", unjudged=True)
@@ -279,7 +289,8 @@ class Session:
         self.history = messages
         turn = await self.policy.generate(stop=stop, max_tokens=most)
         self._last = turn.tokens
-        text, calls = turn.text, []
+        text = turn.text
+        calls: list[Call] = []
         if tools and body.get("tool_choice") != "none":
             prefix = chat.text_behind([{"role": "user", "content": "?"}])
             said, calls = parse_calls(turn.tokens, chat.tokenizer, call_format(chat.tokenizer), prefix)
@@ -366,7 +377,8 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     if calls := message.get("tool_calls"):
         try:
             made["tool_calls"] = [
-                {"id": call["id"], "name": call["function"]["name"], "arguments": _arguments(call)} for call in calls
+                {"id": call["id"], "name": call["function"]["name"], "arguments": _arguments(call)}
+                for call in calls
             ]
         except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise Refused(f"messages[{index}].tool_calls: {type(error).__name__}: {error}") from error

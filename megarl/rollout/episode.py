@@ -56,4 +56,12 @@ async def single_turn(prompt: Prompt, policy: Policy) -> Completion:
 
 
 def row_of(prompt: Prompt) -> dict:
-    return {"uid": prompt.uid, "prompt": prompt.text, "question": prompt.question, "answer": prompt.answer, "data_source": prompt.source, "entry": prompt.entry, **prompt.extra}
+    return {
+        "uid": prompt.uid,
+        "prompt": prompt.text,
+        "question": prompt.question,
+        "answer": prompt.answer,
+        "data_source": prompt.source,
+        "entry": prompt.entry,
+        **prompt.extra,
+    }

@@ -93,7 +93,7 @@ class Spoken:
 
 @dataclass
 class ScriptedPolicy:
-    """Says the turns of `script`, each tokens or a text that is ended; keeps what it was shown, as `Policy`."""
+    """Says the turns of `script`, each tokens or a text that is ended; keeps what it was shown."""
 
     prompt: Prompt
     tokenizer: Any
@@ -137,4 +137,6 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def prompt_of(tokens: Sequence[int], question: str = "") -> Prompt:
-    return Prompt(uid=7, text=question, tokens=tuple(tokens), answer="3", question=question, extra={"level": 2})
+    return Prompt(
+        uid=7, text=question, tokens=tuple(tokens), answer="3", question=question, extra={"level": 2}
+    )

@@ -1,4 +1,4 @@
-"""Token in, token out: templates, what the policy is shown, its calls of tools, and templates that are refused."""
+"""Token in, token out: templates, what is shown, calls of tools, and templates that are refused."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def nameless(a: int) -> int:
     return a
 
 
-ANYTHING = st.lists(st.sampled_from(["one", "two", " ", "\n", "é", "\ue000", "\udc80", *SPECIALS, "<|im_"])).map(
-    "".join
-)
+ANYTHING = st.lists(
+    st.sampled_from(["one", "two", " ", "\n", "é", "\ue000", "\udc80", *SPECIALS, "<|im_"])
+).map("".join)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -107,7 +107,9 @@ def test_it_would_drift_otherwise():
     context = [*chat.first([USER]), *drawn, *chat.after([USER], drawn)]
     spoken = {"role": "assistant", "content": tokenizer.decode(drawn, skip_special_tokens=True)}
     rendered = encode(tokenizer, chat.render([USER, spoken, USER]))
-    assert rendered != context and tokenizer.decode(rendered) == tokenizer.decode(context).replace("\n one", "\none")
+    assert rendered != context and tokenizer.decode(rendered) == tokenizer.decode(context).replace(
+        "\n one", "\none"
+    )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -145,7 +147,7 @@ def test_names_of_control_tokens_stay_readable():
 
 
 def test_added_tokens_of_the_template_are_control_tokens():
-    """<tool_call> is none of the special tokens of Qwen's tokenizer, and what a tool gives must not open one."""
+    """<tool_call> is no special token of Qwen's, and what a tool gives must not open one."""
     tokenizer = merging_tokenizer(QWEN25)
     tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "one two"])
     (call,), (words,) = encode(tokenizer, "<tool_call>"), encode(tokenizer, "one two")
@@ -188,7 +190,8 @@ ENDS = "<|im_end|>\n"
 THINKING = (  # as Qwen3's: thoughts before the last question are dropped
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content.split('</think>')[-1] | trim if loop.index0 < ns.last and m.role == 'assistant' else m.content }}"
+    "{{ m.content.split('</think>')[-1] | trim if loop.index0 < ns.last and m.role == 'assistant' "
+    "else m.content }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 DRIFTS = {
@@ -197,11 +200,17 @@ DRIFTS = {
         CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"),
         "user message 0 changes: .*<think>.* becomes .*answer 1",
     ),
-    "counts messages": ("{{ messages | length }} messages\n" + CHATML, "of 3 messages, the beginning changes"),
-    "numbers turns": (CHATML.replace("{{ m.role }}", "{{ m.role }} {{ loop.revindex }}"), "the beginning changes"),
+    "counts messages": (
+        "{{ messages | length }} messages\n" + CHATML,
+        "of 3 messages, the beginning changes",
+    ),
+    "numbers turns": (
+        CHATML.replace("{{ m.role }}", "{{ m.role }} {{ loop.revindex }}"),
+        "the beginning changes",
+    ),
     "joins messages": (
-        "<|im_start|>{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}; {% endif %}{% endfor %}"
-        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}",
+        "<|im_start|>{% for m in messages if m.role == 'user' %}{{ m.content }}; {% endfor %}"
+        "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}",
         "assistant message 1 changes",
     ),
     "forgets": (CHATML.replace("in messages", "in messages[-3:]"), "user message 0 changes"),
@@ -210,7 +219,10 @@ DRIFTS = {
         "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHATML,
         "refuses user, assistant, tool, tool: roles must alternate",
     ),
-    "leaves the assistant out": (CHATML.replace("in messages", "in messages[:1]"), "leaves out what an assistant"),
+    "leaves the assistant out": (
+        CHATML.replace("in messages", "in messages[:1]"),
+        "leaves out what an assistant",
+    ),
     "writes the date": ("{{ strftime_now('%d %b %Y') }}" + CHATML, "writes today's date"),
 }
 
@@ -283,7 +295,10 @@ def test_calls_are_parsed():
 
 
 @pytest.mark.parametrize("form", ["hermes", "json", "response_template"])
-@given(text=st.text() | st.recursive(st.none() | st.text() | st.integers() | st.floats(), st.lists).map(json.dumps))
+@given(
+    text=st.text()
+    | st.recursive(st.none() | st.text() | st.integers() | st.floats(), st.lists).map(json.dumps)
+)
 @settings(max_examples=150, deadline=None)
 def test_whatever_is_written_as_a_call_is_a_call_or_an_error(form, text):
     tokenizer = merging_tokenizer()
@@ -319,7 +334,11 @@ def test_tools_are_called_until_an_answer():
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
     script = [
-        "an " + call("add", a=1, b=2) + call("nothing") + "<tool_call>{</tool_call>" + call("add", a="x", b=1),
+        "an "
+        + call("add", a=1, b=2)
+        + call("nothing")
+        + "<tool_call>{</tool_call>"
+        + call("add", a="x", b=1),
         call("add", a=1) * 17,
         "one<|im_end|>two",
         "never asked for",
