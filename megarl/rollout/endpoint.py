@@ -43,10 +43,10 @@ _IGNORED = {
     ),
     *("parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort"),
 }
-_READ = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens"}
+_READ = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "stream"}
 # What would change what is answered: it has to say what is done anyway.
 _FIXED: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "stream": (False,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
+    "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
     "response_format": ({"type": "text"},), "modalities": (["text"],),
 }  # fmt: skip
@@ -161,9 +161,28 @@ class Endpoint:
         except (ValueError, RecursionError) as error:
             return _error(400, Refused(f"the request is not JSON: {error}"))
         try:
-            return web.json_response(await session.answer(body))
+            answer = await session.answer(body)
         except Refused as refused:
             return _error(400, refused)
+        if not body.get("stream"):
+            return web.json_response(answer)
+        pieces = _streamed(answer)
+        options = body.get("stream_options")
+        if not (isinstance(options, dict) and options.get("include_usage")):
+            del pieces[-1]
+        text = "".join(f"data: {piece}\n\n" for piece in (*map(json.dumps, pieces), "[DONE]"))
+        return web.Response(text=text, content_type="text/event-stream")
+
+
+def _streamed(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return an answer as pieces of a stream: all of it in one, then the usage."""
+    choice = answer["choices"][0]
+    delta = dict(choice["message"])
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    same = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    piece = {"index": 0, "delta": delta, "finish_reason": choice["finish_reason"], "logprobs": None}
+    return [{**same, "choices": [piece]}, {**same, "choices": [], "usage": answer["usage"]}]
 
 
 def _error(status: int, refused: Refused) -> web.Response:

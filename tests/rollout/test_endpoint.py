@@ -101,6 +101,28 @@ def test_an_openai_agent_is_captured():
     )
 
 
+def test_a_stream_is_one_piece():
+    openai = pytest.importorskip("openai")
+
+    async def agent(base_url: str, api_key: str, row: dict[str, Any]) -> Any:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            asked = {"model": "x", "messages": user("one"), "tools": [TOOL]}
+            usage = {"include_usage": True}
+            async with client.chat.completions.stream(**asked, stream_options=usage) as stream:
+                answer = await stream.get_final_completion()
+            whole = await client.chat.completions.create(model="x", messages=[
+                *asked["messages"], answer.choices[0].message,
+                {"role": "tool", "tool_call_id": "c00000000", "content": "3"},
+            ], tools=[TOOL])  # fmt: skip
+            assert whole.usage.total_tokens > answer.usage.total_tokens > 0
+            return answer.choices[0]
+
+    choice = run(policy_of([f"an {CALL}", "3"], QWEN25), agent)
+    (call,) = choice.message.tool_calls
+    assert choice.message.content == "an" and choice.finish_reason == "tool_calls"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 2})
+
+
 def test_turns_that_no_encoder_writes():
     """Bytes that are no text, and letters for which there is one token: they stay what was drawn."""
     drawn = [
@@ -137,7 +159,6 @@ def test_what_is_asked_for_reaches_the_policy():
     ("body", "what"),
     [
         ({"n": 2}, "n: must be 1 here (got 2)"),
-        ({"stream": True}, "stream: must be false here"),
         ({"logit_bias": {"3": 1}}, "logit_bias: must be {} here"),
         ({"guided_json": {}}, "guided_json: is not known here"),
         ({"tool_choice": "required"}, "tool_choice: must be auto or none"),
