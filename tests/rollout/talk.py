@@ -122,7 +122,9 @@ class ScriptedPolicy:
         self._new = ()
         return Spoken(self.tokenizer.decode(tokens, skip_special_tokens=True), tokens)
 
-    def observe(self, shown: Sequence[int]) -> None:
+    def observe(self, shown: str | Sequence[int]) -> None:
+        if isinstance(shown, str):
+            shown = self.tokenizer(shown, add_special_tokens=False, split_special_tokens=True).input_ids
         self._new = (*self._new, *shown)
 
     async def call(self, tool: str, /, *arguments: Any, **keywords: Any) -> str:
