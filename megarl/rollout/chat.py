@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any
 
 from megarl.config.errors import ConfigError
@@ -166,9 +166,9 @@ def check_template(
 ) -> None:
     """Raise ConfigError, which says what the template changes and where, unless it only appends.
 
-    Conversations of 1 to 4 turns are rendered, with and without thoughts in the assistant's, and compared
-    with what the policy would have before it. White space around contents may be dropped: the policy's own
-    stays in its context.
+    Conversations of 1 to 4 turns are rendered, with thoughts in the assistant's, and also without where the
+    template has no case for them, and compared with what the policy would have before it. White space is not
+    compared: templates strip contents, and the policy's own stays in its context.
 
     shown: the roles of what the policy is shown; stop: texts that end a turn, besides the end-of-sequence"""
     if not getattr(tokenizer, "chat_template", None):
@@ -185,9 +185,10 @@ def check_template(
         if tools and chat.render(asked) == ChatTurns(tokenizer).render(asked):
             what = "does not tell the policy of tools"
             raise ConfigError(f"data.template: the chat template {what} (use one that renders `tools`)")
+        knows_thoughts = "think>" in str(source)  # then some write empty ones where there are none
         for role in sorted(shown):
-            for thought in ("", "<think>\nthought {}\n</think>\n\n"):
-                _check_appends(chat, role, thought)
+            for thinks in (True,) if knows_thoughts else (True, False):
+                _check_appends(chat, role, thinks)
     except ValueError as error:
         raise ConfigError(f"data.template: {error} (use a template that only appends)") from error
     if chat.end not in (None, tokenizer.eos_token_id) and tokenizer.decode([chat.end]) not in stop:
@@ -198,31 +199,35 @@ def check_template(
         raise ConfigError(f"data.template: {what} policy writes ({remedy})")
 
 
-def _check_appends(chat: ChatTurns, role: str, thought: str) -> None:
+def _check_appends(chat: ChatTurns, role: str, thinks: bool) -> None:
     messages: list[Message] = [{"role": "user", "content": "question 0"}]
     text = chat.render(messages)
+    _, opens, opened = text[len(chat.render(messages, generate=False)) :].partition("<think>")
+    opened = opens + opened  # thoughts that the template begins, or leaves empty, for the policy
     for turn in range(1, 5):
-        spoken = {"role": "assistant", "content": f"{thought.format(turn)}answer {turn}"}
+        thought = f"{'' if opened else '<think>'}\nthought {turn}\n</think>\n\n" if thinks else ""
+        written = f"{'' if '</think>' in opened else thought}answer {turn}"
+        spoken = {"role": "assistant", "content": opened + written}
         new: list[Message] = [{"role": role, "content": f"shown {turn}"}]
         if role == "tool":  # two calls of one turn
             new = [{**new[0], "name": "f", "tool_call_id": f"call{turn}{i:04}"} for i in range(2)]
-        text += spoken["content"] + chat.text_behind(new)
+        text += written + chat.text_behind(new)
         messages += [spoken, *new]
         now = chat.render(messages)
-        if now == text:
-            continue
-        at = next(i for i in range(len(text) + 1) if text[: i + 1] != now[: i + 1])
-        begins = [(text.find(message["content"]), i) for i, message in enumerate(messages)]
-        before = [i for begin, i in begins if 0 <= begin <= at]
-        where = f"{messages[before[-1]]['role']} message {before[-1]}" if before else "the beginning"
-        since, until = max(0, at - 8), at + 24
-        what = (
-            f"in a conversation of {len(messages)} messages, {where} changes: {text[since:until]!r} becomes"
-        )
-        raise ConfigError(
-            f"data.template: the chat template rewrites what was there: {what} {now[since:until]!r} "
-            "(use a template that only appends; chat_template.jinja in the model's folder is it)"
-        )
+        letters = [[i for i, letter in enumerate(one) if not letter.isspace()] for one in (text, now)]
+        pairs = zip_longest(*letters)
+        differs = ((i, j) for i, j in pairs if i is None or j is None or text[i] != now[j])
+        for at, then in differs:
+            at, then = len(text) if at is None else at, len(now) if then is None else then
+            begins = [(text.find(message["content"]), i) for i, message in enumerate(messages)]
+            before = [i for begin, i in begins if 0 <= begin <= at]
+            where = f"{messages[before[-1]]['role']} message {before[-1]}" if before else "the beginning"
+            was, becomes = (one[max(0, k - 8) : k + 24] for one, k in ((text, at), (now, then)))
+            what = (
+                f"in a conversation of {len(messages)} messages, {where} changes: {was!r} becomes {becomes!r}"
+            )
+            remedy = "use a template that only appends; chat_template.jinja in the model's folder is it"
+            raise ConfigError(f"data.template: the chat template rewrites what was there: {what} ({remedy})")
 
 
 @dataclass(frozen=True)
@@ -241,7 +246,7 @@ def call_format(tokenizer: Any) -> str:
     if getattr(tokenizer, "response_template", None):
         return "response_template"
     source = str(tokenizer.chat_template)
-    if "<tool_call>" in source and "<function=" not in source:
+    if re.search(r"""<tool_call>(?:\\n|\s)*\{\s*\\*["']name""", source):
         return "hermes"
     if re.search(r"""\\?["']parameters\\?["']\s*:""", source):
         return "json"

@@ -194,11 +194,12 @@ THINKING = (  # as Qwen3's: thoughts before the last question are dropped
     "else m.content }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+OPENED = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
 DRIFTS = {
     "drops thoughts": (THINKING, r"messages, assistant message 1 changes: .*thought 1.* becomes .*answer 1"),
-    "opens thoughts": (
-        CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"),
-        "user message 0 changes: .*<think>.* becomes .*answer 1",
+    "opens thoughts and drops them": (
+        OPENED.replace("m.content", "m.content.split('</think>')[-1]"),
+        "assistant message 1 changes: .*thought 1.* becomes .*answer 1",
     ),
     "counts messages": (
         "{{ messages | length }} messages\n" + CHATML,
@@ -239,6 +240,8 @@ def test_templates_that_rewrite_history_are_refused(name):
 def test_what_a_template_drops_matters_where_it_is_shown():
     """Qwen3 keeps thoughts while tools answer; a template that wants alternation has users'."""
     check_template(merging_tokenizer(THINKING), shown=("tool",))
+    check_template(merging_tokenizer(OPENED))
+    check_template(merging_tokenizer(CHATML.replace("m.content }}", "m.content | trim }} ")))
     check_template(merging_tokenizer(DRIFTS["wants turns to alternate"][0]), shown=("user",))
 
 
@@ -290,8 +293,13 @@ def test_calls_are_parsed():
     assert parsed('The answer is {"name": 1}', "json") == ('The answer is {"name": 1}', [])
     assert parsed('{"answer": 3}', "json") == ('{"answer": 3}', [])
     assert parsed("two", "hermes") == ("two", [])
-    with pytest.raises(ConfigError, match="speaks of no format of calls"):
-        call_format(merging_tokenizer())
+    for other in (
+        CHATML,
+        CHATML + "{# <tool_call>f<arg_key>a</arg_key> #}",
+        CHATML + "{# <tool_call><function=f> #}",
+    ):
+        with pytest.raises(ConfigError, match="speaks of no format of calls"):
+            call_format(merging_tokenizer(other))
 
 
 @pytest.mark.parametrize("form", ["hermes", "json", "response_template"])
