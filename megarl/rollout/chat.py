@@ -7,7 +7,6 @@ and appended. That is right for templates that only append, so the others are fo
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 from megarl.config.errors import ConfigError
 from megarl.data.prompts import Prompt
 from megarl.rollout.episode import Episode, Policy, ToolError
+from megarl.rollout.tools import schema
 
 Message = Mapping[str, Any]
 
@@ -316,24 +316,10 @@ def _failed(why: str, name: str = "") -> Call:
 
 
 def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return what a template tells of the functions `module:function`, from signature and docstring, by path.
-    Raises ConfigError where one cannot be imported, says too little, or has the name of another."""
-    from transformers.utils import get_json_schema
-
-    found: dict[str, dict[str, Any]] = {}
-    for path in tools:
-        module, _, name = path.partition(":")
-        try:
-            function = getattr(importlib.import_module(module), name)
-            found[path] = get_json_schema(function)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # a module of the user may raise anything while it is imported
-            line = (str(error).splitlines() or [""])[0]
-            remedy = "a tool needs types, and a docstring with `Args:` and a line `name: text` for each"
-            raise ConfigError(f"rollout.tools: {path}: {type(error).__name__}: {line} ({remedy})") from error
-    names = [schema["function"]["name"] for schema in found.values()]
+    """Return what a template tells of the functions `module:function`, by path. Raises ConfigError as
+    megarl.rollout.tools.schema, and where one has the name of another."""
+    found = {path: schema(path) for path in tools}
+    names = [one["function"]["name"] for one in found.values()]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"rollout.tools: several tools are called {', '.join(sorted(twice))} (rename one)")
     return found

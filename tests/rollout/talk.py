@@ -134,6 +134,15 @@ class ScriptedPolicy:
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
 
+def add(a: int) -> int:
+    """Add one.
+
+    Args:
+        a: to this
+    """
+    return a + 1
+
+
 def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False).input_ids)
 
