@@ -254,9 +254,11 @@ def read_prompts(
     held_out: Sequence[ProblemSet] = (),
     key: str = "data.train",
     tools: Tools = (),
+    opening: tuple[int, ...] = (),
 ) -> tuple[list[Prompt], ReadReport]:
     """Read the problems of the entries of data.train, or of `key`, in their order, each prompt with the same
-    answer once. The chat template tells of `tools`.
+    answer once. The chat template tells of `tools`; `opening`, if given, takes the place of each prompt's
+    tokens.
 
     Rows without prompt or answer, of a wrong type, malformed or too long are left out and listed in the
     report, and of what is generated the questions that are in `held_out`. Raises DataError for a missing or
@@ -265,7 +267,7 @@ def read_prompts(
     keys = [f"{key}[{i}]" for i in range(len(entries))]
     questions = frozenset[str]().union(*(one.questions for one in held_out))
     _check_template(data, tokenizer)
-    return _read(_sources(entries, keys), data, tokenizer, questions, tools)
+    return _read(_sources(entries, keys), data, tokenizer, questions, tools, opening)
 
 
 def _read(
@@ -274,6 +276,7 @@ def _read(
     tokenizer: PreTrainedTokenizerBase,
     held_out: frozenset[str],
     tools: Tools,
+    opening: tuple[int, ...],
 ) -> tuple[list[Prompt], ReadReport]:
     report = ReadReport()
     seen: set[int] = set()
@@ -287,20 +290,25 @@ def _read(
                 yield row
 
     prompts = [
-        Prompt(row.uid, text, tokens, row.target, row.source, row.extra, _question(row.prompt), row.entry)
+        Prompt(row.uid, text, ids, row.target, row.source, row.extra, _question(row.prompt), row.entry)
         for batch in _tokenized(unique(), data, tokenizer, report, tools)
         for row, text, tokens in batch
+        for ids in [opening or tokens]
     ]
     report.finish(list(sources), len(prompts))
     return prompts, report
 
 
 def read_problem_sets(
-    data: DataConfig, evaluation: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools = ()
+    data: DataConfig,
+    evaluation: EvaluationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Tools = (),
+    opening: tuple[int, ...] = (),
 ) -> tuple[list[ProblemSet], dict[str, ReadReport]]:
     """Read data.eval: one set of each name, and of the entries without one that have the same `samples`, in
-    the order in which they come first. Return them with the report of each, `eval` and the set's name. The
-    chat template tells of `tools`.
+    the order in which they come first. Return them with the report of each, `eval` and the set's name. `tools`
+    and `opening` are those of read_prompts.
 
     Raises the errors of read_prompts, and ConfigError where a name is also the data_source of a problem
     without one, whose scores would have the same place."""
@@ -313,7 +321,7 @@ def read_problem_sets(
     sets, reports = [], {}
     for (name, samples, every), names in together.items():
         problems, report = _read(
-            {one: all_sources[one] for one in names}, data, tokenizer, frozenset(), tools
+            {one: all_sources[one] for one in names}, data, tokenizer, frozenset(), tools, opening
         )
         questions = frozenset(problem.question for problem in problems)
         sets.append(ProblemSet(problems[: evaluation.max_problems or None], samples, name, every, questions))

@@ -392,6 +392,8 @@ def test_tools_are_told_of(tmp_path: Path) -> None:
     (without,), _ = read_prompts([file], data, tokenizer)
     assert prompt.text == sets.problems[0].text == "add, " + without.text
     assert tokenizer.decode(prompt.tokens) == prompt.text and prompt.uid == without.uid
+    (begun,), _ = read_prompts([file], data, tokenizer, tools=tools, opening=(7,))
+    assert begun.tokens == (7,) and begun.text == prompt.text
     limit = DataConfig(train=[file], max_prompt_tokens=len(without.tokens))
     validate_files(limit, None, tokenizer)
     with pytest.raises(DataError, match=r"longer than data\.max_prompt_tokens"):
