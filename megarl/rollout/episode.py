@@ -10,22 +10,19 @@ its beginning and gets from there what it got before."""
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
-import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any
 
-from megarl.config.errors import ConfigError, EngineError
-from megarl.config.schema import RolloutConfig, TurnsConfig
+from megarl.config.errors import EngineError
+from megarl.config.schema import TurnsConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.engine import EngineClient
 from megarl.rollout.sampling import Completion, SamplingParams, environment_seed, turn_seed
-from megarl.rollout.tools import Result, ToolPool, cut_bytes
+from megarl.rollout.tools import Result, State, ToolPool, described, observation
 
 
 class EpisodeAborted(BaseException):
@@ -90,6 +87,7 @@ class Policy:
     _aborted: bool = False
     _observed: list[int] = field(default_factory=list)  # behind the last turn
     _said: list[str] = field(default_factory=list)  # to the environment
+    _state: State | None = None
 
     def __post_init__(self) -> None:
         self.written = Completion(finish="stop", sampled=[], rewards=[])
@@ -191,33 +189,38 @@ class Policy:
         Raises ToolError where it raises, or takes too long or too much memory; ToolUnavailable where no
         process could run it; EpisodeAborted where the rollout has ended."""
 
-        def run() -> Awaitable[Result]:
+        def run() -> Awaitable[Result[str]]:
             if inspect.iscoroutinefunction(tool):
                 return self._run_here(tool, arguments, keywords)
             path = tool if isinstance(tool, str) else f"{tool.__module__}:{tool.__qualname__}"
-            return self._pool.call(path, list(arguments), keywords)
+            return self._pool.call(path, arguments, keywords, turn_seed(self.seed, -self.calls))
 
         return str(await self._journaled(getattr(tool, "__name__", str(tool)), run))
 
     async def reset(self) -> str:
-        """Begin the environment; return what it shows."""
-        self._said = []
-        shown, _, _ = await self._journaled("reset", lambda: self._pool.step(*self._place))
-        return str(shown)
+        """Begin the environment; return what it shows. Raises as `call`."""
+        self._said, self._state = [], None
+        return (await self._step("reset"))[0]
 
     async def step(self, text: str) -> tuple[str, float, bool]:
         """Have the environment answer a turn: return what it shows, its reward, and whether it has ended.
         Raises as `call`."""
         self._said.append(text)
-        shown, reward, done = await self._journaled("step", lambda: self._pool.step(*self._place))
+        return await self._step("step")
+
+    async def _step(self, name: str) -> tuple[str, float, bool]:
+        shown, reward, done, state = await self._journaled(name, lambda: self._pool.step(*self._place))
+        self._state = state and State(*state)
         return shown, reward, done
 
     async def verdict(self) -> Verdict:
-        """Return what the environment says of the episode. Raises as `call`."""
-        found = await self._journaled("verdict", lambda: self._pool.verdict(*self._place))
-        verdict = as_verdict(Verdict(**found) if isinstance(found, dict) else found)
-        assert verdict is not None
-        return verdict
+        """Return what the environment says of the episode, or why it cannot."""
+
+        async def run() -> Result[dict[str, Any]]:
+            found = await self._pool.verdict(*self._place)
+            return Result({**vars(found), "terms": {}})
+
+        return Verdict(**await self._journaled("verdict", run))
 
     @property
     def _pool(self) -> ToolPool:
@@ -226,21 +229,21 @@ class Policy:
         return self.tools
 
     @property
-    def _place(self) -> tuple[int, dict[str, Any], int, list[str]]:
-        return self.seed, row_of(self.prompt), environment_seed(self.seed), list(self._said)
+    def _place(self) -> tuple[int, dict[str, Any], int, list[str], State | None]:
+        row, seed = row_of(self.prompt), environment_seed(self.seed)
+        return self.seed, row, seed, list(self._said), self._state
 
-    async def _run_here(self, tool: Any, arguments: Any, keywords: Any) -> Result:
+    async def _run_here(self, tool: Any, arguments: Any, keywords: Any) -> Result[str]:
         try:
             async with asyncio.timeout(self.limits.seconds):
                 value = await tool(*arguments, **keywords)
+            return Result(observation(value, self.limits.observation))
         except TimeoutError:
             return Result(None, f"timeout after {self.limits.seconds:g} s")
         except Exception as error:  # noqa: BLE001 (a tool's error is for the policy to read)
-            return Result(None, f"{type(error).__name__}: {error}")
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
-        return Result(cut_bytes(text, self.limits.observation))
+            return Result(None, observation(described(error), self.limits.observation))
 
-    async def _journaled(self, name: str, run: Callable[[], Awaitable[Result]]) -> Any:
+    async def _journaled(self, name: str, run: Callable[[], Awaitable[Result[Any]]]) -> Any:
         """Return what a call came to, from the journal where it was made before."""
         if self._aborted:
             raise EpisodeAborted
@@ -322,51 +325,6 @@ async def play(prompt: Prompt, policy: Policy) -> Verdict:
     except EpisodeTruncated:
         pass  # what was reached until then counts
     return await policy.verdict()
-
-
-def load_episode(rollout: RolloutConfig) -> Episode:
-    """Return how responses are made. Raises ConfigError where that cannot be imported or is no coroutine
-    function."""
-    if rollout.environment:
-        kind = _named("rollout.environment", rollout.environment)
-        if missing := [name for name in ("reset", "step", "verdict") if not hasattr(kind, name)]:
-            raise ConfigError(f"rollout.environment: {rollout.environment} has no {', '.join(missing)}")
-        return play
-    if not rollout.episode:
-        return single_turn
-    episode = _named("rollout.episode", rollout.episode)
-    if not inspect.iscoroutinefunction(episode):
-        what = "is no coroutine function (write `async def episode(prompt, policy)`)"
-        raise ConfigError(f"rollout.episode: {rollout.episode} {what}")
-    made: Episode = episode
-    return made
-
-
-def _named(key: str, path: str) -> Any:
-    module, _, name = path.partition(":")
-    if not name:
-        raise ConfigError(f"{key}: {path!r} names nothing (write package.module:name)")
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except (Exception, SystemExit) as error:  # a module of the user may raise anything while it is imported
-        line = (str(error).splitlines() or [""])[0]
-        what = f"{type(error).__name__}: {line} (it must lie on PYTHONPATH or in the current folder)"
-        raise ConfigError(f"{key}: {module} cannot be imported: {what}") from error
-    if not callable(found):
-        raise ConfigError(f"{key}: {module} has no function {name}")
-    return found
-
-
-def as_verdict(result: object) -> Verdict | None:
-    """Return what an episode has returned as a verdict; None where the verifier is to judge. Raises TypeError
-    for anything else."""
-    if result is None or isinstance(result, Verdict):
-        return result
-    if isinstance(result, bool):
-        return Verdict(result)
-    if isinstance(result, Real) and math.isfinite(float(result)):
-        return Verdict(float(result) >= 1, score=float(result))
-    raise TypeError(f"it returned {str(result)[:100]!r}, not None, bool, a finite number or Verdict")
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:

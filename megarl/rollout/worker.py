@@ -5,6 +5,7 @@ facts. The engine's other ranks wait, and take part in weight transfers where en
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import re
 import time
@@ -15,24 +16,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.config.errors import EngineError, EngineFailure, MegarlError, WaitTimeout
-from megarl.config.schema import Config
+from megarl.config.errors import ConfigError, EngineError, EngineFailure, MegarlError, WaitTimeout
+from megarl.config.schema import Config, RolloutConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.shaping import soft_overlong_punishment
-from megarl.rewards.verdict import Verdict
+from megarl.rewards.verdict import Verdict, as_verdict, imported
 from megarl.rollout import messages as m
 from megarl.rollout.batch import Body, Response
+from megarl.rollout.chat import ChatTurns, check_template, schemas, tool_calls
+from megarl.rollout.endpoint import Endpoint
 from megarl.rollout.engine import EngineClient, RolloutEngine
 from megarl.rollout.episode import (
+    Episode,
     EpisodeAborted,
     EpisodeTruncated,
     Policy,
     ToolError,
-    as_verdict,
-    load_episode,
+    play,
+    single_turn,
 )
 from megarl.rollout.sampling import Completion
-from megarl.rollout.tools import ToolPool
+from megarl.rollout.tools import ToolPool, environment_class
 from megarl.rollout.weight_sync import Failures
 
 if TYPE_CHECKING:
@@ -81,8 +85,9 @@ class Worker:
         self.config, self.rank, self.ranks, self.engine = config, rank, ranks, engine
         self.verifier, self.tokenizer, self.recover = verifier, tokenizer, recover
         self.leads = rank % config.rollout.engine_tp == 0
-        self.episode = load_episode(config.rollout)
         turns = config.rollout.turns
+        self.endpoint = endpoint_of(config.rollout, tokenizer)
+        self.episode = episode_of(config.rollout, tokenizer, self.endpoint)
         self.tools = ToolPool(
             turns.calls, turns.seconds, turns.memory, turns.observation, config.rollout.environment
         )
@@ -200,7 +205,8 @@ class Worker:
         verdict: Verdict | None = None
         try:
             try:
-                verdict = as_verdict(await self.episode(policy.prompt, policy))
+                result = await self.episode(policy.prompt, policy)
+                verdict = None if result is None else as_verdict(result, "it")
             except EpisodeTruncated:
                 verdict = None
             except ToolError as error:
@@ -339,6 +345,38 @@ class Worker:
             self._recovered.clear()
             await self.link.send(m.Failed(type(failure).__name__, str(failure)))
         await self.link.send(m.Aborted(list(self.partials)))
+
+
+def endpoint_of(rollout: RolloutConfig, tokenizer: Any) -> Endpoint | None:
+    """Return the endpoint for `rollout.agent`. Raises ConfigError as Endpoint."""
+    return Endpoint(tokenizer, rollout.turns.seconds, rollout.stop) if rollout.agent else None
+
+
+def episode_of(rollout: RolloutConfig, tokenizer: Any, endpoint: Endpoint | None) -> Episode:
+    """Return how responses are made. Raises ConfigError where what the configuration names cannot be imported
+    or is no coroutine function, and where the chat template cannot tell of tools."""
+    if rollout.environment:
+        environment_class(rollout.environment)
+        return play
+    if rollout.agent:
+        assert endpoint is not None
+        return endpoint.episode(_coroutine("rollout.agent", rollout.agent, "base_url, api_key, row"))
+    if rollout.episode:
+        return _coroutine("rollout.episode", rollout.episode, "prompt, policy")
+    if rollout.tools:
+        known = schemas(rollout.tools)
+        check_template(tokenizer, [*known.values()], ("tool",), rollout.stop)
+        paths = {one["function"]["name"]: path for path, one in known.items()}
+        return tool_calls(ChatTurns(tokenizer, [*known.values()]), paths)
+    return single_turn
+
+
+def _coroutine(key: str, path: str, parameters: str) -> Any:
+    function = imported(key, path)
+    if not inspect.iscoroutinefunction(function):
+        what = f"is no coroutine function (write `async def {path.partition(':')[2]}({parameters})`)"
+        raise ConfigError(f"{key}: {path} {what}")
+    return function
 
 
 def as_completion(response: Response, version: int) -> Completion:
