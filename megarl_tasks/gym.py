@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from megarl.config.errors import ConfigError, DataError, WaitTimeout
 from megarl.config.schema import GymConfig
-from megarl.rewards.pool import follow_parent, plain_environment
+from megarl.rewards.process import follow_parent, plain_environment
 
 INSTALL = "pip install 'megarl[gym]'"
 VERIFIER = "megarl_tasks.gym_scorer:verify"

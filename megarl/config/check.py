@@ -127,7 +127,7 @@ def _problems(c: Config) -> Iterator[str]:
         what = "needs portable layers, without FP8 and context parallelism"
         yield f"update.share_prompts: {what} (set it to false)"
 
-    longest, chunks = c.data.max_prompt_tokens + c.rollout.max_response_tokens, 2 * c.parallel.cp
+    longest, chunks = c.data.max_prompt_tokens + c.rollout.max_extent, 2 * c.parallel.cp
     if chunks > max(longest, 2):
         what = f"{c.parallel.cp} ranks cut each sequence into {chunks} chunks, and none has over {longest}"
         yield f"parallel.cp: {what} tokens (lower it)"
@@ -223,6 +223,15 @@ def _rollout_problems(c: Config) -> Iterator[str]:
     if "" in r.stop:
         yield "rollout.stop: must not hold an empty text, which would end every response at once"
 
+    given = [f"rollout.{key}" for key in ("episode", "environment", "agent") if getattr(r, key)]
+    if len(given) > 1:
+        yield f"{given[1]}: cannot stand beside {given[0]}: each says how a response is made (leave one out)"
+    for key in () if r.acts else _changed(c, *(f"rollout.turns.{name}" for name in type(r.turns).model_fields)):
+        yield f"{key}: has no effect on responses of one turn (set rollout.episode, tools, environment or agent)"
+    if (most := r.turns.max_tokens) is not None and most < r.max_response_tokens:
+        what = f"must be >= rollout.max_response_tokens {r.max_response_tokens}, which it includes"
+        yield f"rollout.turns.max_tokens: {what} (got {most})"
+
     reward, longest = c.reward, r.max_response_tokens
     if reward.overlong.soft_punishment and reward.overlong.buffer > longest:
         what = f"must be <= rollout.max_response_tokens {longest}"
@@ -248,9 +257,10 @@ def _rollout_problems(c: Config) -> Iterator[str]:
         yield "evaluation.every: needs data.eval files"
     yield from evaluation_problems(c)
     prompt, positions = c.data.max_prompt_tokens, c.model.max_positions
-    if positions and prompt + longest > positions:
-        what = f"data.max_prompt_tokens {prompt} + {longest} tokens exceed the model's {positions} positions"
-        yield f"rollout.max_response_tokens: {what} (lower one of them)"
+    if positions and prompt + r.max_extent > positions:
+        sum_ = f"data.max_prompt_tokens {prompt} + {r.max_extent} tokens"
+        key = "max_response_tokens" if r.max_extent == longest else "turns.max_tokens"
+        yield f"rollout.{key}: {sum_} exceed the model's {positions} positions (lower one of them)"
 
 
 def evaluation_problems(c: Config) -> Iterator[str]:

@@ -441,6 +441,23 @@ class DynamicSamplingConfig(Section):
     oversample: float = field(1.0, "first generation batch / groups needed; the rest is used next step", ge=1)
 
 
+class TurnsConfig(Section):
+    """Limits of an episode with several turns, tools or an environment."""
+
+    max: int = field(16, "turns of the policy; an episode that wants more is truncated", "turns", ge=1)
+    max_tokens: int | None = field(
+        None,
+        "tokens behind the prompt, what the policy is shown included; null: rollout.max_response_tokens. "
+        "What the policy writes itself is limited by that in any case",
+        "tokens",
+        ge=1,
+    )
+    seconds: float = field(30.0, "longest call of a tool, or step of an environment", "seconds", gt=0)
+    observation: int = field(8192, "what the policy is shown of one result; the rest is cut", "bytes", ge=16)
+    calls: int = field(2, "processes for tools and environments of one engine: calls at once", "processes", ge=1)
+    memory: int = field(2048, "data memory of such a process", "MiB", ge=128)
+
+
 class RolloutConfig(Section):
     """Sampling of responses."""
 
@@ -458,6 +475,19 @@ class RolloutConfig(Section):
     top_p: float = field(1.0, "nucleus", gt=0, le=1)
     top_k: int = field(0, "0: off", "tokens", ge=0)
     stop: tuple[str, ...] = field((), "texts that end a response, besides the end-of-sequence token")
+    episode: str | None = field(
+        None,
+        "`module:function`, an `async def f(prompt, policy)` that is run for each response; null: one turn, or what "
+        "tools, environment or agent say (docs/episodes.md)",
+    )
+    tools: tuple[str, ...] = field(
+        (), "`module:function` each, plain functions that the policy may call by its chat template's format"
+    )
+    environment: str | None = field(None, "`module:Class` that answers each turn of the policy")
+    agent: str | None = field(
+        None, "`module:function`, an `async def f(base_url, api_key, row)` that talks to an OpenAI endpoint"
+    )
+    turns: TurnsConfig = section(TurnsConfig)
     max_batch: int = field(256, "sequences that one engine decodes at once", "sequences", ge=1)
     in_flight: int | None = field(
         None,
@@ -502,6 +532,16 @@ class RolloutConfig(Section):
     fingerprint: bool = field(
         False, "compare the engine's and the actor's weights by hashes after each transfer"
     )
+
+    @property
+    def acts(self) -> bool:
+        """Return whether responses may have several turns."""
+        return bool(self.episode or self.tools or self.environment or self.agent)
+
+    @property
+    def max_extent(self) -> int:
+        """Return the most tokens behind a prompt: the policy's, and what it is shown."""
+        return (self.turns.max_tokens if self.acts else None) or self.max_response_tokens
 
     @property
     def engine_kind(self) -> EngineKind:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, str]]
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
+Tools = Sequence[Mapping[str, Any]]  # what the chat template tells of functions, as transformers makes it
 
 # Columns, in any case, that are tried where the configured one is absent: GSM8K's, MATH's and AIME's. Of a
 # worked `solution` the last box is the answer.
@@ -252,9 +253,12 @@ def read_prompts(
     tokenizer: PreTrainedTokenizerBase,
     held_out: Sequence[ProblemSet] = (),
     key: str = "data.train",
+    tools: Tools = (),
+    opening: tuple[int, ...] = (),
 ) -> tuple[list[Prompt], ReadReport]:
     """Read the problems of the entries of data.train, or of `key`, in their order, each prompt with the same
-    answer once.
+    answer once. The chat template tells of `tools`; `opening`, if given, takes the place of each prompt's
+    tokens.
 
     Rows without prompt or answer, of a wrong type, malformed or too long are left out and listed in the
     report, and of what is generated the questions that are in `held_out`. Raises DataError for a missing or
@@ -263,11 +267,16 @@ def read_prompts(
     keys = [f"{key}[{i}]" for i in range(len(entries))]
     questions = frozenset[str]().union(*(one.questions for one in held_out))
     _check_template(data, tokenizer)
-    return _read(_sources(entries, keys), data, tokenizer, questions)
+    return _read(_sources(entries, keys), data, tokenizer, questions, tools, opening)
 
 
 def _read(
-    sources: _Sources, data: DataConfig, tokenizer: PreTrainedTokenizerBase, held_out: frozenset[str]
+    sources: _Sources,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: frozenset[str],
+    tools: Tools,
+    opening: tuple[int, ...],
 ) -> tuple[list[Prompt], ReadReport]:
     report = ReadReport()
     seen: set[int] = set()
@@ -281,19 +290,25 @@ def _read(
                 yield row
 
     prompts = [
-        Prompt(row.uid, text, tokens, row.target, row.source, row.extra, _question(row.prompt), row.entry)
-        for batch in _tokenized(unique(), data, tokenizer, report)
+        Prompt(row.uid, text, ids, row.target, row.source, row.extra, _question(row.prompt), row.entry)
+        for batch in _tokenized(unique(), data, tokenizer, report, tools)
         for row, text, tokens in batch
+        for ids in [opening or tokens]
     ]
     report.finish(list(sources), len(prompts))
     return prompts, report
 
 
 def read_problem_sets(
-    data: DataConfig, evaluation: EvaluationConfig, tokenizer: PreTrainedTokenizerBase
+    data: DataConfig,
+    evaluation: EvaluationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Tools = (),
+    opening: tuple[int, ...] = (),
 ) -> tuple[list[ProblemSet], dict[str, ReadReport]]:
     """Read data.eval: one set of each name, and of the entries without one that have the same `samples`, in
-    the order in which they come first. Return them with the report of each, `eval` and the set's name.
+    the order in which they come first. Return them with the report of each, `eval` and the set's name. `tools`
+    and `opening` are those of read_prompts.
 
     Raises the errors of read_prompts, and ConfigError where a name is also the data_source of a problem
     without one, whose scores would have the same place."""
@@ -305,7 +320,9 @@ def read_problem_sets(
     all_sources = _sources(data.eval, [f"data.eval[{i}]" for i in range(len(data.eval))])
     sets, reports = [], {}
     for (name, samples, every), names in together.items():
-        problems, report = _read({one: all_sources[one] for one in names}, data, tokenizer, frozenset())
+        problems, report = _read(
+            {one: all_sources[one] for one in names}, data, tokenizer, frozenset(), tools, opening
+        )
         questions = frozenset(problem.question for problem in problems)
         sets.append(ProblemSet(problems[: evaluation.max_problems or None], samples, name, every, questions))
         other = f" ({samples} samples)" if samples != evaluation.samples else ""
@@ -344,7 +361,10 @@ def read_pairs(
 
 
 def validate_files(
-    data: DataConfig, response_key: str | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+    data: DataConfig,
+    response_key: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    tools: Tools = (),
 ) -> list[str | Reference]:
     """Check before ranks are started that every entry of `data` holds a usable row; return what a verifier is
     to be tried on: the reference answer (or response) of the first file's first one, and of every task of
@@ -360,7 +380,7 @@ def validate_files(
         report = ReadReport()
         rows = _usable_rows(sources, data, report, target_key)
         if tokenizer is not None:
-            rows = (batch[0][0] for batch in _tokenized(rows, data, tokenizer, report))
+            rows = (batch[0][0] for batch in _tokenized(rows, data, tokenizer, report, tools))
         row = next(rows, None)
         if row is None:
             raise _nothing_usable(list(sources), report.rejected)
@@ -664,7 +684,11 @@ def answer_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str
 
 
 def _tokenized(
-    rows: Iterator[_Row], data: DataConfig, tokenizer: PreTrainedTokenizerBase, report: ReadReport
+    rows: Iterator[_Row],
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    report: ReadReport,
+    tools: Tools = (),
 ) -> Iterator[list[tuple[_Row, str, tuple[int, ...]]]]:
     """Yield batches of (row, its text as the model reads it, its tokens), none of them empty; rows that
     cannot be used go into `report`. The first batch is of one row: a caller who needs only one pays for no
@@ -675,7 +699,7 @@ def _tokenized(
     at_once = 1
     while part := list(islice(rows, at_once)):
         at_once = _TOKENIZED_AT_ONCE
-        texts = [_templated(row.prompt, data, tokenizer) for row in part]
+        texts = [_templated(row.prompt, data, tokenizer, tools) for row in part]
         good = [text for text in texts if isinstance(text, str)]
         tokens = iter(tokenizer(good, add_special_tokens=special)["input_ids"] if good else ())
         batch = []
@@ -697,7 +721,7 @@ def _tokenized(
 
 
 def _templated(
-    prompt: str | Messages, data: DataConfig, tokenizer: PreTrainedTokenizerBase
+    prompt: str | Messages, data: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools
 ) -> str | UnusableRow:
     if isinstance(prompt, str):
         prompt = data.prompt_format.replace("{prompt}", prompt)
@@ -707,6 +731,9 @@ def _templated(
     elif data.template == "raw":
         return "\n".join(message["content"] for message in prompt)
     try:
-        return str(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
+        text = tokenizer.apply_chat_template(
+            prompt, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+        )
+        return str(text)
     except Exception as error:  # noqa: BLE001 (its own errors, and whatever Python raises in a template)
         return UnusableRow("refused by the chat template", _first_line(error))

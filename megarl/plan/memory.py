@@ -119,7 +119,7 @@ class MemoryPlan:
     @property
     def longest(self) -> int:
         """Return the tokens of the longest sequence, which is never cut."""
-        return self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
+        return self.config.data.max_prompt_tokens + self.config.rollout.max_extent
 
     @property
     def pack(self) -> int:

@@ -11,30 +11,23 @@ the worker's.
 from __future__ import annotations
 
 import asyncio
-import json
-import math
-import os
-import resource
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
-import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from numbers import Real
 from types import MappingProxyType
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megarl.config.errors import ConfigError, WaitTimeout
+from megarl.rewards.process import FAILED_STARTS, FROM_OUTSIDE, START_LIMIT, LimitedProcess, serve
 from megarl.rewards.verdict import (
     Judged,
     Reference,
     Term,
+    UnusableError,
     Verdict,
     Verifier,
+    as_verdict,
+    finite,
     get_term,
     get_verifier,
     verifier_path,
@@ -43,27 +36,8 @@ from megarl.rewards.verdict import (
 if TYPE_CHECKING:  # a worker needs no pydantic
     from megarl.config.schema import RewardTerm
 
-_START_LIMIT = 60.0  # seconds; importing sympy from a busy network file system is slow
 _MAX_BATCH = 64
-_FAILED_STARTS = 3
-# What an interpreter needs to start. The launcher's and the user's variables (ranks, devices, keys) are no
-# business of a verifier.
-_KEPT_ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR")
-# Verdicts must not depend on the process that gives them, and the order of a Python set does.
-_OWN_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-# megarl, what lies beside it and the user's module are found where this process finds them, in its order.
-_BOOT = "import sys; sys.path[:] = sys.argv[1:]; from megarl.rewards.pool import work; work()"
 _MAX_TEXT = 1000  # characters of an extracted answer or an error that travel back
-_GRACE = 2.0  # seconds after the limit of an item at which a worker whose parent has died ends by itself
-_PARENT_CHECK = 5.0  # seconds
-# Address space beyond the data memory: the interpreter, its libraries and what they map. Bounds shared
-# memory, which is not data.
-_MAPPED = 1 << 30
-
-
-# How a process ends that did not do it itself. (The kernel, short of memory, kills so too; a verifier's own
-# memory has a limit.)
-FROM_OUTSIDE = {f"signal {number:d}" for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)}
 
 # Response text and reference; where the terms of the reward are wanted too, then `length`, `longest`
 # and `truncated` of `Judged`.
@@ -216,11 +190,11 @@ class VerifierPool:
             except (TimeoutError, EOFError) as error:
                 reason = f"{worker.end()}; {worker.last_line}"
                 if isinstance(error, TimeoutError):
-                    late = f"a worker process was not ready within {_START_LIMIT:g} s ({reason})"
+                    late = f"a worker process was not ready within {START_LIMIT:g} s ({reason})"
                     raise WaitTimeout(f"reward.verifier: {late}") from None
                 self._failed_starts += 1
-                if self._failed_starts >= _FAILED_STARTS:
-                    died = f"{_FAILED_STARTS} worker processes died at their start ({reason})"
+                if self._failed_starts >= FAILED_STARTS:
+                    died = f"{FAILED_STARTS} worker processes died at their start ({reason})"
                     raise ConfigError(f"reward.verifier: {died}") from None
                 continue
             if problem is not None:
@@ -229,93 +203,17 @@ class VerifierPool:
             return worker
 
 
-class _Worker:
-    """One process, its pipes, and the items that it has not answered yet."""
+class _Worker(LimitedProcess):
+    """One process, and the items that it has not answered yet."""
 
     def __init__(self) -> None:
+        super().__init__(__name__)
         self.batch: deque[int] = deque()
-        self.last_line = ""
-        self._ready = self._ended = self._killed = False
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
-        self._transports: list[asyncio.BaseTransport] = []
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, *(entry or os.getcwd() for entry in sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            bufsize=0,
-            env=plain_environment(),
-        )
-
-    @property
-    def alive(self) -> bool:
-        return not self._ended and self.process.poll() is None
-
-    async def connect(self, settings: dict[str, Any]) -> str | None:
-        """Wait until the process is ready; return the reason why it cannot be. Raises as `receive`."""
-        loop = asyncio.get_running_loop()
-        self._answers = asyncio.StreamReader(limit=1 << 20)
-        protocol = asyncio.StreamReaderProtocol(self._answers)
-        source, _ = await loop.connect_read_pipe(lambda: protocol, self.process.stdout)
-        self._transports.append(source)
-        self._sink, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self.process.stdin)
-        self._transports.append(self._sink)
-        self._send(settings)
-        problem = await self.receive(_START_LIMIT)
-        self._ready = True
-        return cast(str | None, problem)
 
     def give(self, batch: Iterable[int], items: Sequence[Item]) -> None:
-        """Put the items `batch` on their way; never waits for the process to read."""
+        """Put the items `batch` on their way."""
         self.batch.extend(batch)
-        self._send([items[i] for i in self.batch])
-
-    def _send(self, message: Any) -> None:
-        self._sink.write(json.dumps(message).encode() + b"\n")
-
-    async def receive(self, limit: float) -> Any:
-        """Return the next message. Raises TimeoutError after `limit` seconds, EOFError if there will be
-        none."""
-        try:
-            async with asyncio.timeout(limit):
-                line = await self._answers.readline()
-        except TimeoutError:
-            async with asyncio.timeout(0.01):  # if it was this process that slept, the answer is here
-                line = await self._answers.readline()
-        if not line.endswith(b"\n"):
-            raise EOFError
-        return json.loads(line)
-
-    def end(self) -> str:
-        """Kill this process (its own pid only), close its pipes and say how it ended."""
-        if not self._ended:
-            if self._transports and self._answers.at_eof():
-                # It closed its pipe, so it is about to be gone, and its own way of ending is the news. One
-                # that is killed here was not killed from outside.
-                self._wait(10.0)
-            self._killed = self.process.poll() is None
-            self.process.kill()
-            self._wait(10.0)
-            if not self._ready:
-                self._stderr.seek(0)
-                lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-                self.last_line = lines[-1] if lines else "it wrote no reason"
-            for transport in self._transports:
-                if isinstance(transport, asyncio.WriteTransport) and not transport.is_closing():
-                    transport.abort()  # `close` would first wait for what was not read
-                transport.close()
-            self._stderr.close()
-            self._ended = True
-        code = self.process.returncode
-        if code is None or self._killed:
-            return "killed"
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-    def _wait(self, limit: float) -> None:
-        try:
-            self.process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return  # killed next, or stuck in the kernel after SIGKILL: the run goes on without it
+        self.send([items[i] for i in self.batch])
 
 
 def judge(
@@ -324,56 +222,29 @@ def judge(
     """Return the verdict of the verifier, or of the reference's own, with the values of the terms where
     `size` (length, longest, truncated) is given. Whatever one of them raises or returns wrongly is a verdict
     with an error, and without terms: of nothing, as nobody has judged, unless memory or the stack ran out,
-    which an answer can bring about. A bare number is a score, and right from 1 on."""
+    which an answer can bring about."""
     at, answer = "", reference if isinstance(reference, str) else reference.answer
     try:
         if isinstance(reference, str):
             result: object = verifier(response, reference)
         else:
             result = get_verifier(reference.verifier)(response, reference.entry)
-        if isinstance(result, bool):
-            verdict = Verdict(result)
-        elif isinstance(result, tuple):
-            if len(result) != 2:
-                raise _UnusableError(f"verifier returned a tuple of {len(result)}, not (right, answer)")
-            verdict = Verdict(bool(result[0]), result[1])
-        elif not isinstance(result, Verdict):
-            score = _finite(result, "verifier returned", "not bool, number, (right, answer) or Verdict")
-            verdict = Verdict(score >= 1, score=score)
-        else:
-            verdict = Verdict(
-                bool(result.correct), result.extracted, result.error, judged=bool(result.judged)
-            )
-            if result.score is not None:
-                score = _finite(result.score, "verifier returned a score:", "not a number")
-                verdict = replace(verdict, score=score)
+        verdict = as_verdict(result, "verifier")
         if not size or verdict.error is not None:
             return verdict
         length, longest, truncated = size
         judged, values = Judged(response, answer, length, longest, truncated, verdict), {}
         for name, term in terms.items():
             at = f"reward.terms.{name}: "
-            values[name] = _finite(term(judged), "it returned", "not a number")
+            values[name] = finite(term(judged), "it returned", "not a number")
         return replace(verdict, terms=values)
     except (MemoryError, RecursionError) as error:
         what = "memory" if isinstance(error, MemoryError) else "stack"
         return Verdict(False, error=f"{at}{'it' if at else 'verifier'} ran out of {what}")
-    except _UnusableError as problem:
+    except UnusableError as problem:
         return Verdict(False, error=f"{at}{problem}", judged=False)
     except Exception as error:  # noqa: BLE001 (a verifier's bug must not end the run: it is recorded)
         return Verdict(False, error=f"{at}{type(error).__name__}: {error}".split("\n")[0], judged=False)
-
-
-class _UnusableError(Exception):
-    """What a function of the user has returned is no use."""
-
-
-def _finite(value: object, what: str, wanted: str) -> float:
-    if not isinstance(value, Real):  # numpy's numbers are
-        raise _UnusableError(f"{what} {type(value).__name__}, {wanted}")
-    if not math.isfinite(number := float(value)):
-        raise _UnusableError(f"{what} {number}, which is not finite")
-    return number
 
 
 def _functions(settings: Mapping[str, Any]) -> tuple[Verifier, dict[str, Term]]:
@@ -382,66 +253,23 @@ def _functions(settings: Mapping[str, Any]) -> tuple[Verifier, dict[str, Term]]:
 
 
 def work() -> None:
-    """Be a worker: read the settings, answer `null` (ready) or the reason why this process cannot start, and
-    judge batches until input ends."""
-    follow_parent()
-    # Signals for the job (Ctrl-C, Slurm's warning) are the trainer's business, which needs its verifiers to
-    # save and stop.
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    settings = json.loads(source.readline())
-    # What a verifier prints must not get into the messages; stderr stays for a failing start.
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
-    limit = settings["memory_mib"] << 20
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_AS, (limit + _MAPPED, limit + _MAPPED))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        verifier, terms = _functions(settings)
-        for name in settings["own"]:
-            get_verifier(name)
-    except ConfigError as error:  # goes to the parent, which raises it
-        _write(sink, str(error))
-        return
-    os.dup2(nowhere, 2)
-    _write(sink, None)
-    for batch in source:
-        for response, reference, *size in json.loads(batch):
+    """Be a worker."""
+    serve(_judging)
+
+
+def _judging(settings: dict[str, Any]) -> Callable[[Any], Iterator[Any]]:
+    verifier, terms = _functions(settings)
+    for name in settings["own"]:
+        get_verifier(name)
+
+    def verdicts(batch: Any) -> Iterator[Any]:
+        for response, reference, *size in batch:
             if isinstance(reference, list):
                 reference = Reference(*reference)
-            # The parent kills a worker that overruns. If the parent is dead nobody does: SIGALRM's default
-            # action ends it.
-            signal.setitimer(signal.ITIMER_REAL, settings["timeout"] + _GRACE)
             verdict = judge(verifier, terms, response, reference, *size)
-            signal.setitimer(signal.ITIMER_REAL, 0)
             texts = (
                 None if text is None else str(text)[:_MAX_TEXT] for text in (verdict.extracted, verdict.error)
             )
-            _write(sink, [verdict.correct, *texts, verdict.score, verdict.terms, verdict.judged])
+            yield [verdict.correct, *texts, verdict.score, verdict.terms, verdict.judged]
 
-
-def _write(sink: IO[bytes], message: Any) -> None:
-    sink.write(json.dumps(message).encode() + b"\n")
-    sink.flush()
-
-
-def plain_environment() -> dict[str, str]:
-    """Return the environment of a process whose results must depend on its input alone."""
-    return {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ} | _OWN_ENVIRONMENT
-
-
-def follow_parent() -> None:
-    """Have a thread end this process once its parent is gone.
-
-    The end of its input does not say so: a forked child of the parent may outlive it with the pipe open."""
-    parent = os.getppid()
-
-    def follow() -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_CHECK)
-        os._exit(0)
-
-    threading.Thread(target=follow, daemon=True).start()
+    return verdicts

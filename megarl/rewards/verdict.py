@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple, cast
 
 from megarl.config.errors import ConfigError
 from megarl.config.plugins import REINSTALL, plugins
@@ -75,6 +78,38 @@ class Judged:
     verdict: Verdict
 
 
+class UnusableError(Exception):
+    """What a function of the user has returned is no use."""
+
+
+def as_verdict(result: object, who: str) -> Verdict:
+    """Return the verdict that `who` means by what it returned; a bare number is a score, and right from 1 on.
+    Raises UnusableError for anything else."""
+    if isinstance(result, bool):
+        return Verdict(result)
+    if isinstance(result, tuple):
+        if len(result) != 2:
+            raise UnusableError(f"{who} returned a tuple of {len(result)}, not (right, answer)")
+        return Verdict(bool(result[0]), result[1])
+    if not isinstance(result, Verdict):
+        score = finite(result, f"{who} returned", "not bool, number, (right, answer) or Verdict")
+        return Verdict(score >= 1, score=score)
+    verdict = Verdict(bool(result.correct), result.extracted, result.error, judged=bool(result.judged))
+    if result.score is None:
+        return verdict
+    return replace(verdict, score=finite(result.score, f"{who} returned a score:", "not a number"))
+
+
+def finite(value: object, what: str, wanted: str) -> float:
+    """Return a number as float. Raises UnusableError, of the words given, for another type, and for one that
+    is not finite."""
+    if not isinstance(value, Real):  # numpy's numbers are
+        raise UnusableError(f"{what} {type(value).__name__}, {wanted}")
+    if not math.isfinite(number := float(value)):
+        raise UnusableError(f"{what} {number}, which is not finite")
+    return number
+
+
 Term = Callable[[Judged], float]  # with its arguments already bound
 
 
@@ -94,20 +129,21 @@ def get_verifier(name: str) -> Verifier:
     """Return the function that `reward.verifier` names (see `verifier_path`).
 
     Raises ConfigError if it is unknown, cannot be imported or is not callable."""
-    return _function("reward.verifier", verifier_path(name))
+    return imported("reward.verifier", verifier_path(name))
 
 
 def get_term(name: str, path: str, arguments: Mapping[str, Any]) -> Term:
     """Return the function `module:function` that the term `name` of `reward.terms` names, with its arguments.
     Raises as `get_verifier`."""
-    key = f"reward.terms.{name}.function"
-    if not all(path.partition(":")):
-        raise ConfigError(f"{key}: {path!r} names no function (write package.module:function)")
-    return partial(_function(key, path), **arguments)
+    return partial(imported(f"reward.terms.{name}.function", path), **arguments)
 
 
-def _function(key: str, path: str) -> Callable[..., Any]:
+def imported(key: str, path: str, what: str = "function") -> Callable[..., Any]:
+    """Return `module:function`, which the key `key` names; what: what it is to be. Raises ConfigError if it
+    cannot be imported or is not callable."""
     module_name, _, name = path.partition(":")
+    if not (module_name and name):
+        raise ConfigError(f"{key}: {path!r} names no {what} (write package.module:{what})")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a module of the user may raise anything while it is imported
@@ -116,7 +152,11 @@ def _function(key: str, path: str) -> Callable[..., Any]:
             f"{key}: {module_name} cannot be imported: {type(error).__name__}: {first_line} "
             f"(it must lie on PYTHONPATH or in the current folder)"
         ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"{key}: {module_name} has no function {name}")
-    return function
+    found = getattr(module, name, None)
+    if not callable(found):
+        near = difflib.get_close_matches(
+            name, [one for one, value in vars(module).items() if callable(value)]
+        )
+        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+        raise ConfigError(f"{key}: {module_name} has no {what} {name}{hint}")
+    return cast(Callable[..., Any], found)

@@ -48,6 +48,7 @@ class Body:
     routing    the experts that prompt and response went to in the engine, as Completion.routing
     sampled    bool [l], which tokens are the policy's, the last one among them; None: all are
     rewards    float32 [l], the reward of a turn on its last token; None where no turn has one
+    journal    of its episode, see Completion; it stays on the rank that drew it
     """
 
     tokens: np.ndarray
@@ -56,6 +57,7 @@ class Body:
     routing: np.ndarray | None = None
     sampled: np.ndarray | None = None
     rewards: np.ndarray | None = None
+    journal: list[Any] = field(default_factory=list)
 
     def without_tokens(self, prompt: int) -> Body:
         """Return the body of no response to a prompt of so many tokens."""

@@ -221,7 +221,7 @@ class Controller:
                 first = number - i
                 if first not in places:
                     places[first] = len(questions)
-                    questions.append(m.Question.of(request.prompt))
+                    questions.append(m.Question.of(request.prompt, whole=self.config.rollout.acts))
                 work.append(m.Work(number, places[first], i, request.seeds[i]))
             await self._tell(engine, m.Begin(self._params, self._terms, questions, work))
         if any(shared):
@@ -282,7 +282,7 @@ class Controller:
             if engine == rank // self.ranks_per_engine:
                 first = max(n for n in (*self._requests, number) if n <= number)
                 uid = self._requests[first].prompt.uid if first in self._requests else "an earlier step"
-                what = f"its oldest response is number {number - first} to prompt {uid}, turn 0"
+                what = f"its oldest response is number {number - first} to prompt {uid}"
                 return f"rollout: {m.name_of(rank)} {limit}; {what}"
         return f"rollout: {m.name_of(rank)} {limit}; it has no response to draw"
 

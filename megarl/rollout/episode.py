@@ -1,47 +1,340 @@
-"""An episode: from a prompt to a response, as a coroutine. The worker (worker.py) runs one for each response,
-many at once; what the policy wrote is verified and trained on."""
+"""An episode: from a prompt to a response, as a coroutine, of one turn of the policy or of many, with tools or
+an environment between them (docs/episodes.md). The worker (worker.py) runs one for each response, many at
+once; what the policy wrote is verified and trained on, what it was shown is context.
+
+The policy's tokens are kept as they were drawn, what it is shown is tokenised once and put behind them, and
+both are only ever appended, by `Policy` alone. What an episode draws, and what its calls come to, is written
+into a journal: an episode that was aborted, or comes back as its group was not needed yet, is run again from
+its beginning and gets from there what it got before."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from megarl.config.errors import EngineError
+from megarl.config.schema import TurnsConfig
 from megarl.data.prompts import Prompt
+from megarl.rewards.verdict import Verdict
 from megarl.rollout.engine import EngineClient
-from megarl.rollout.sampling import Completion, SamplingParams
+from megarl.rollout.sampling import Completion, SamplingParams, environment_seed, turn_seed
+from megarl.rollout.tools import Result, State, ToolPool, described, observation
 
 
-class EpisodeAborted(Exception):
-    """The rollout has what it needs: what the policy has written so far goes on in a later one."""
+class EpisodeAborted(BaseException):
+    """The rollout has what it needs: what the policy has written so far goes on in a later one. (No
+    Exception, so that an episode that catches whatever its tools raise does not catch this.)"""
+
+
+class EpisodeTruncated(BaseException):
+    """The episode has no turn or no token left."""
+
+
+class ToolError(Exception):
+    """A tool has raised, has taken too long or too much memory. The text is fit to be shown to the policy; an
+    episode that lets it through has a wrong response."""
+
+
+class ToolUnavailable(Exception):
+    """A tool could not be run, for no fault of the policy: the response is unjudged."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy wrote in one turn. finish: "stop" (end-of-sequence or a stop text, which the tokens
+    hold) or "length" (the turn's own limit or the episode's)"""
+
+    tokens: tuple[int, ...]
+    finish: str
+    tokenizer: Any
+
+    @property
+    def text(self) -> str:
+        """Return what was written, without special tokens."""
+        return str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
 
 
 @dataclass
 class Policy:
-    """The policy as one episode sees it.
+    """The policy as one episode sees it, and all that was written and shown in it.
 
-    seed     of all that it draws
-    written  what it has written, also in an earlier rollout that was aborted; None: nothing yet"""
+    client     asks the engine
+    seed       of the response; each turn has its own
+    params     how tokens are drawn; max_tokens is the most that the policy may write in all turns together
+    begun      what an earlier run of the episode came to
+    tokenizer  needed for the texts of turns and for texts that are shown
+    limits     of turns, calls and all tokens; None: those of the configuration's defaults
+    tools      processes that calls are made in
+    """
 
+    prompt: Prompt
     client: EngineClient
     seed: int
     params: SamplingParams
-    written: Completion | None = None
+    begun: Completion | None = None
+    tokenizer: Any = None
+    limits: TurnsConfig = field(default_factory=TurnsConfig)
+    tools: ToolPool | None = None
+    shared_prompts: bool = False  # update.share_prompts
+    turns: int = 0
+    calls: int = 0
+    truncated: bool = False
+    waiting: str = ""  # for what, while it does not wait for the engine
+    _aborted: bool = False
+    _observed: list[int] = field(default_factory=list)  # behind the last turn
+    _said: list[str] = field(default_factory=list)  # to the environment
+    _state: State | None = None
 
-    async def generate(self, tokens: tuple[int, ...]) -> Completion:
-        """Return what the policy writes behind `tokens`. Raises EpisodeAborted where the rollout ends
-        before."""
-        if self.written is None or self.written.finish == "abort":
-            written = await self.client.generate(tokens, self.seed, self.params, self.written)
-            self.written = written if written.tokens else self.written
-            if written.finish == "abort":
-                raise EpisodeAborted
-        assert self.written is not None
-        return self.written
+    def __post_init__(self) -> None:
+        self.written = Completion(finish="stop", sampled=[], rewards=[])
+        self._record = list(self.begun.journal) if self.begun is not None else []
+        if self.begun is not None and self.begun.tokens and not self._record:  # of one turn
+            self._record = [["turn", len(self.begun.tokens), self.begun.finish]]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Return the prompt, and all that was written and shown since."""
+        return (*self.prompt.tokens, *self.written.tokens, *self._observed)
+
+    @property
+    def room(self) -> int:
+        """Return how many tokens the policy may still write."""
+        extent = len(self.written.tokens) + len(self._observed)
+        left = self.params.max_tokens - sum(self.written.sampled or ())
+        return min(left, (self.limits.max_tokens or self.params.max_tokens) - extent)
+
+    async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Turn:
+        """Return what the policy writes next. `stop`: texts that end the turn, besides `rollout.stop`.
+
+        Raises EpisodeAborted where the rollout ends before, EpisodeTruncated where there is no turn or token
+        left; whoever catches these gets them again."""
+        if self._aborted:
+            raise EpisodeAborted
+        if self.turns >= self.limits.max or self.room < 1:
+            self.truncated = True
+            raise EpisodeTruncated
+        written, room = self.written, self.room
+        most = room if max_tokens is None else max(1, min(room, max_tokens))
+        recorded, found = self._next("turn"), None
+        if recorded is not None:
+            assert self.begun is not None
+            # An observation behind the last recorded turn was never part of the record's tokens.
+            first = len(written.tokens) + len(self._observed)
+            part = slice(first, first + recorded[1])
+            found = Completion(
+                self.begun.tokens[part], self.begun.logprobs[part], recorded[2], self.begun.versions[part],
+                self.begun.routing,
+            )  # fmt: skip
+            if list(self.begun.tokens[len(written.tokens) : first]) != self._observed:
+                raise self._differs("shows the policy something else")
+        if found is None or found.finish == "abort":
+            params = self.params
+            if stop:
+                params = replace(params, stop=(*params.stop, *stop))
+            seed = turn_seed(self.seed, self.turns)
+            begun = found
+            found = await self.client.generate(self.tokens, seed, params, begun, max_tokens=most)
+            if not found.tokens and begun is not None:
+                found = begun
+        if found.tokens:
+            version = found.versions[0] if found.versions else 0
+            for tokens, logprobs, versions, sampled in (
+                (self._observed, [0.0] * len(self._observed), [version] * len(self._observed), False),
+                (found.tokens, found.logprobs, found.versions, True),
+            ):
+                written.tokens += tokens
+                written.logprobs += logprobs
+                written.versions += versions
+                assert written.sampled is not None and written.rewards is not None
+                written.sampled += [sampled] * len(tokens)
+                written.rewards += [0.0] * len(tokens)
+            self._observed = []
+            written.routing = found.routing
+            written.journal.append(["turn", len(found.tokens), found.finish])
+        if found.finish == "abort":
+            self._aborted = True
+            raise EpisodeAborted
+        self.turns += 1
+        self.truncated = found.finish == "length" and len(found.tokens) >= room
+        return Turn(tuple(found.tokens), found.finish, self.tokenizer)
+
+    def observe(self, shown: str | Sequence[int]) -> None:
+        """Show the policy something: a text, which is tokenised here and in which special tokens are plain
+        text, or tokens. It stands before the next turn, and is dropped where there is none."""
+        if not self.turns and self.shared_prompts:
+            what = "shows something before the policy's first turn, which makes the prompts of a group differ"
+            raise EngineError(f"rollout.episode: it {what} (set update.share_prompts to false)")
+        if isinstance(shown, str):
+            shown = self.tokenizer(shown, add_special_tokens=False, split_special_tokens=True).input_ids
+        self._observed += [int(token) for token in shown]
+
+    def reward(self, value: float) -> None:
+        """Reward the newest turn: the value is added to the reward of the response, and is credited to the
+        turn's last token."""
+        if not math.isfinite(value):
+            raise EngineError(f"rollout.episode: the reward of turn {self.turns - 1} is {value}, not finite")
+        if not self.turns:
+            raise EngineError("rollout.episode: a reward before the policy's first turn")
+        assert self.written.rewards is not None
+        self.written.rewards[-1] += float(value)
+
+    async def call(self, tool: str | Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
+        """Return what a tool gives, as a text. A plain function runs in a process of its own, within
+        `rollout.turns`; an `async` one here, within its seconds.
+
+        Raises ToolError where it raises, or takes too long or too much memory; ToolUnavailable where no
+        process could run it; EpisodeAborted where the rollout has ended."""
+
+        def run() -> Awaitable[Result[str]]:
+            if inspect.iscoroutinefunction(tool):
+                return self._run_here(tool, arguments, keywords)
+            path = tool if isinstance(tool, str) else f"{tool.__module__}:{tool.__qualname__}"
+            return self._pool.call(path, arguments, keywords, turn_seed(self.seed, -self.calls))
+
+        return str(await self._journaled(getattr(tool, "__name__", str(tool)), run))
+
+    async def reset(self) -> str:
+        """Begin the environment; return what it shows. Raises as `call`."""
+        self._said, self._state = [], None
+        return (await self._step("reset"))[0]
+
+    async def step(self, text: str) -> tuple[str, float, bool]:
+        """Have the environment answer a turn: return what it shows, its reward, and whether it has ended.
+        Raises as `call`."""
+        self._said.append(text)
+        return await self._step("step")
+
+    async def _step(self, name: str) -> tuple[str, float, bool]:
+        shown, reward, done, state = await self._journaled(name, lambda: self._pool.step(*self._place))
+        self._state = state and State(*state)
+        return shown, reward, done
+
+    async def verdict(self) -> Verdict:
+        """Return what the environment says of the episode, or why it cannot."""
+
+        async def run() -> Result[dict[str, Any]]:
+            found = await self._pool.verdict(*self._place)
+            return Result({**vars(found), "terms": {}})
+
+        return Verdict(**await self._journaled("verdict", run))
+
+    @property
+    def _pool(self) -> ToolPool:
+        if self.tools is None:
+            raise EngineError("rollout.episode: there are no processes for tools here")
+        return self.tools
+
+    @property
+    def _place(self) -> tuple[int, dict[str, Any], int, list[str], State | None]:
+        row, seed = row_of(self.prompt), environment_seed(self.seed)
+        return self.seed, row, seed, list(self._said), self._state
+
+    async def _run_here(self, tool: Any, arguments: Any, keywords: Any) -> Result[str]:
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                value = await tool(*arguments, **keywords)
+            return Result(observation(value, self.limits.observation))
+        except TimeoutError:
+            return Result(None, f"timeout after {self.limits.seconds:g} s")
+        except Exception as error:  # noqa: BLE001 (a tool's error is for the policy to read)
+            return Result(None, observation(described(error), self.limits.observation))
+
+    async def _journaled(self, name: str, run: Callable[[], Awaitable[Result[Any]]]) -> Any:
+        """Return what a call came to, from the journal where it was made before."""
+        if self._aborted:
+            raise EpisodeAborted
+        self.calls += 1
+        entry = self._next("call", name)
+        if entry is None or len(entry) == 2:  # its end was not seen
+            entry = ["call", name]
+            self.written.journal.append(entry)
+            self.waiting = name
+            try:
+                result = await run()
+                entry += [result.value, result.error, result.judged]
+            finally:
+                self.waiting = ""
+        else:
+            self.written.journal.append(entry)
+        _, _, value, error, judged = entry
+        if not judged:
+            raise ToolUnavailable(f"{name}: {error}")
+        if error is not None:
+            raise ToolError(error)
+        return value
+
+    def _next(self, *expected: Any) -> list[Any] | None:
+        """Return the record's next entry; None at its end. Raises EngineError where the episode does
+        something else than it did then."""
+        if not self._record:
+            return None
+        entry: list[Any] = self._record.pop(0)
+        if entry[: len(expected)] != list(expected):
+            raise self._differs(f"wants {' '.join(map(str, expected))} where it was {entry[0]} {entry[1]}")
+        return entry
+
+    def _differs(self, what: str) -> EngineError:
+        remedy = "an episode must do the same when it is run again with the same answers"
+        return EngineError(f"rollout.episode: run again on its journal, it {what} ({remedy})")
+
+    def abort(self) -> None:
+        """Have whatever the episode asks next, and waits for now, end it."""
+        self._aborted = True
+
+    def result(self) -> Completion:
+        """Return what was written, in the form of one turn where it is one."""
+        written = self.written
+        written.finish = "length" if self.truncated else "stop"
+        if self._aborted:
+            written.finish = "abort"
+        if not any(written.rewards or ()):
+            written.rewards = None
+        if all(written.sampled or ()):
+            written.sampled = None
+        if len(written.journal) == 1 and written.journal[0][0] == "turn":
+            written.journal = []
+        return written
 
 
-Episode = Callable[[Prompt, Policy], Awaitable[Completion]]
+Episode = Callable[[Prompt, Policy], Awaitable[Verdict | bool | float | None]]
 
 
-async def single_turn(prompt: Prompt, policy: Policy) -> Completion:
+async def single_turn(prompt: Prompt, policy: Policy) -> None:
     """Let the policy answer once."""
-    return await policy.generate(prompt.tokens)
+    await policy.generate()
+
+
+async def play(prompt: Prompt, policy: Policy) -> Verdict:
+    """Let the policy act in an environment: each turn is answered, until the environment says that it has
+    ended; what it says of the episode then is the verdict."""
+    shown = await policy.reset()
+    if shown and shown not in (prompt.question, prompt.text):
+        policy.observe(shown)
+    done = False
+    try:
+        while not done:
+            turn = await policy.generate()
+            shown, reward, done = await policy.step(turn.text)
+            policy.reward(reward)
+            if not done:
+                policy.observe(shown)
+    except EpisodeTruncated:
+        pass  # what was reached until then counts
+    return await policy.verdict()
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt as environments and agents see it."""
+    return {
+        "uid": prompt.uid,
+        "prompt": prompt.text,
+        "question": prompt.question,
+        "answer": prompt.answer,
+        "data_source": prompt.source,
+        "entry": prompt.entry,
+        **prompt.extra,
+    }

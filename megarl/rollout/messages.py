@@ -35,23 +35,30 @@ class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=T
 
 
 class Question(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What a rank must know of a prompt. tokens: int32; entry: as in Prompt"""
+    """What a rank must know of a prompt. tokens: int32; answer, entry: as in Prompt; and the rest of it, where
+    episodes are not ours (`rollout.acts`)"""
 
     uid: int
     tokens: bytes
     answer: str
     entry: str
+    text: str = ""
+    source: str = ""
+    question: str = ""
+    extra: dict[str, Any] = {}
 
     @staticmethod
-    def of(prompt: Prompt) -> Question:
+    def of(prompt: Prompt, *, whole: bool = False) -> Question:
         """Return what is sent of a prompt."""
-        return Question(prompt.uid, pack(prompt.tokens, np.int32), prompt.answer, prompt.entry)
+        needed = prompt.uid, pack(prompt.tokens, np.int32), prompt.answer, prompt.entry
+        rest = (prompt.text, prompt.source, prompt.question, prompt.extra) if whole else ()
+        return Question(*needed, *rest)
 
     @property
     def prompt(self) -> Prompt:
         """Return the prompt, as far as it was sent."""
         tokens = tuple(np.frombuffer(self.tokens, np.int32).tolist())
-        return Prompt(self.uid, "", tokens, self.answer, entry=self.entry)
+        return Prompt(self.uid, self.text, tokens, self.answer, self.source, self.extra, self.question, self.entry)
 
 
 class Work(msgspec.Struct, array_like=True, forbid_unknown_fields=True):

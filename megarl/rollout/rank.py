@@ -305,10 +305,13 @@ class RolloutRank:
 
         async def end() -> None:
             self.link.close()
+            if self.worker.endpoint is not None:
+                await self.worker.endpoint.close()
             if self.controller is not None:
                 self.controller.hub.close()
 
         self._run(end())
+        self.worker.tools.close()
         self._run(self._loop.shutdown_default_executor())
         self._context.term()
         self._loop.close()

@@ -44,6 +44,12 @@ class Completion:
     finish    "stop" (end-of-sequence or a stop text), "length" (max_tokens reached) or "abort"
     versions  version of the weights that each token was sampled from
     routing   the experts that prompt and response went to, see `routing_array`; None where none was asked for
+
+    Of an episode of several turns (episode.py) it is all that stands behind the prompt:
+
+    sampled   whether each token is the policy's; None: all are. What it was shown has log-probs of 0
+    rewards   at each token: a turn's, at its last one; None: no turn has any
+    journal   what the episode is run again by
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -51,6 +57,9 @@ class Completion:
     finish: Literal["stop", "length", "abort"] = "abort"
     versions: list[int] = field(default_factory=list)
     routing: np.ndarray | None = None
+    sampled: list[bool] | None = None
+    rewards: list[float] | None = None
+    journal: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,16 @@ def response_seed(run_seed: int, step: int, prompt_uid: int, index: int) -> int:
     """Return the seed (63 bits) of response `index` to a prompt in a rollout step; the step separates
     repeated prompts."""
     return _hash("megarl.rollout", run_seed, step, prompt_uid, index)
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed (63 bits) of a turn of a response; of the first one the response's own."""
+    return _hash("megarl.turn", seed, turn) if turn else seed
+
+
+def environment_seed(seed: int) -> int:
+    """Return the seed (63 bits) of the environment that a response is made in."""
+    return _hash("megarl.environment", seed)
 
 
 def evaluation_seed(run_seed: int, problem_uid: int, index: int) -> int:

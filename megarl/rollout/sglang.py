@@ -274,7 +274,7 @@ class SGLangEngine(RolloutEngine):
             arguments["json_model_override_args"] = json.dumps({"quantization_config": FP8_CONFIG})
         if self.device.type == "cpu":
             # SGLang would give most of the machine's memory to the KV cache.
-            longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+            longest = config.data.max_prompt_tokens + rollout.max_extent
             arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
             arguments |= {"max_total_tokens": rollout.max_batch * longest}
         else:

@@ -5,26 +5,60 @@ facts. The engine's other ranks wait, and take part in weight transfers where en
 from __future__ import annotations
 
 import asyncio
+import inspect
+import math
 import re
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.config.errors import EngineFailure, MegarlError, WaitTimeout
-from megarl.config.schema import Config
+from megarl.config.errors import ConfigError, EngineError, EngineFailure, MegarlError, WaitTimeout
+from megarl.config.schema import Config, RolloutConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.shaping import soft_overlong_punishment
+from megarl.rewards.verdict import Verdict, as_verdict, imported
 from megarl.rollout import messages as m
 from megarl.rollout.batch import Body, Response
+from megarl.rollout.chat import ChatTurns, check_template, schemas, tool_calls
+from megarl.rollout.endpoint import Endpoint
 from megarl.rollout.engine import EngineClient, RolloutEngine
-from megarl.rollout.episode import Episode, EpisodeAborted, Policy, single_turn
+from megarl.rollout.episode import (
+    Episode,
+    EpisodeAborted,
+    EpisodeTruncated,
+    Policy,
+    ToolError,
+    play,
+    single_turn,
+)
 from megarl.rollout.sampling import Completion
+from megarl.rollout.tools import ToolPool, environment_class
 from megarl.rollout.weight_sync import Failures
 
 if TYPE_CHECKING:
     from megarl.rewards.pool import Item, VerifierPool
+
+
+@dataclass
+class Ended:
+    """An episode that has ended. verdict: its own; None: the verifier is to judge"""
+
+    number: int
+    prompt: Prompt
+    completion: Completion
+    verdict: Verdict | None
+    turns: int
+    calls: int
+
+    @property
+    def length(self) -> int:
+        """Return the policy's tokens."""
+        sampled = self.completion.sampled
+        return len(self.completion.tokens) if sampled is None else sum(sampled)
 
 
 class Worker:
@@ -51,12 +85,17 @@ class Worker:
         self.config, self.rank, self.ranks, self.engine = config, rank, ranks, engine
         self.verifier, self.tokenizer, self.recover = verifier, tokenizer, recover
         self.leads = rank % config.rollout.engine_tp == 0
-        self.episode: Episode = single_turn
+        turns = config.rollout.turns
+        self.endpoint = endpoint_of(config.rollout, tokenizer)
+        self.episode = episode_of(config.rollout, tokenizer, self.endpoint)
+        self.tools = ToolPool(
+            turns.calls, turns.seconds, turns.memory, turns.observation, config.rollout.environment
+        )
         self.reflection = words_pattern(config.log.reflection_words)
         self.drawn: dict[int, Response] = {}
         self.partials: dict[int, Completion] = {}
         self.seconds: dict[str, float] = {}
-        self._running: dict[int, tuple[Prompt, int, float]] = {}  # with its index, and since when
+        self._running: dict[int, tuple[Policy, int, float]] = {}  # with its index, and since when
 
     @property
     def running(self) -> int:
@@ -66,9 +105,10 @@ class Worker:
     @property
     def oldest(self) -> str:
         """Return the response that was begun first, for reports about a hang."""
-        for prompt, index, since in list(self._running.values())[:1]:
-            place = f"response {index} to prompt {prompt.uid}, turn 0, on engine rank {self.rank}"
-            return f"{place}, for {time.monotonic() - since:.0f} s"
+        for policy, index, since in list(self._running.values())[:1]:
+            what = f"response {index} to prompt {policy.prompt.uid}, turn {policy.turns}"
+            waits = f", in {policy.waiting}," if policy.waiting else ""
+            return f"{what}{waits} on engine rank {self.rank}, for {time.monotonic() - since:.0f} s"
         return "none"
 
     async def serve(self, link: m.Link) -> None:
@@ -76,7 +116,7 @@ class Worker:
         controller, which raises them; what `recover` raises, alike on all ranks, is raised here."""
         self.link, self.client = link, EngineClient(self.engine)
         self.seconds = dict.fromkeys(("generate", "verify"), 0.0)
-        self._ended: list[tuple[int, Prompt, Completion]] = []  # to be verified
+        self._ended: list[Ended] = []  # to be verified
         self._some_ended, self._recovered = asyncio.Event(), asyncio.Event()
         self._verifying = asyncio.Lock()
         self._episodes: dict[int, asyncio.Task[None]] = {}
@@ -145,20 +185,49 @@ class Worker:
         prompts = [question.prompt for question in message.questions]
         for work in message.work:
             prompt = prompts[work.question]
-            self._running[work.number] = prompt, work.index, time.monotonic()
-            policy = Policy(self.client, work.seed, message.params, self.partials.pop(work.number, None))
-            running = self._reporting_errors(self._run(work.number, prompt, policy))
+            policy = Policy(
+                prompt,
+                self.client,
+                work.seed,
+                message.params,
+                self.partials.pop(work.number, None),
+                self.tokenizer,
+                self.config.rollout.turns,
+                self.tools,
+                self.config.update.share_prompts,
+            )
+            self._running[work.number] = policy, work.index, time.monotonic()
+            running = self._reporting_errors(self._run(work.number, policy))
             self._episodes[work.number] = self._group.create_task(running)
 
-    async def _run(self, number: int, prompt: Prompt, policy: Policy) -> None:
+    async def _run(self, number: int, policy: Policy) -> None:
         """Run one episode to its end, or until it is aborted."""
+        verdict: Verdict | None = None
         try:
-            completion = await self.episode(prompt, policy)
-            self._ended.append((number, prompt, completion))
+            try:
+                result = await self.episode(policy.prompt, policy)
+                verdict = None if result is None else as_verdict(result, "it")
+            except EpisodeTruncated:
+                verdict = None
+            except ToolError as error:
+                verdict = Verdict(False, error=f"a tool failed: {error}")
+            except MegarlError:
+                raise
+            except Exception as error:  # noqa: BLE001 (of the user's code: it is recorded, nobody has judged)
+                line = f"{type(error).__name__}: {error}".split("\n")[0]
+                verdict = Verdict(False, error=f"rollout.episode: {line}", judged=False)
+            completion = policy.result()
+            if completion.finish == "abort":  # an episode that has caught it
+                raise EpisodeAborted
+            if not completion.tokens:
+                what = "the episode has ended before the policy wrote anything"
+                raise EngineError(f"rollout.episode: {what} ({verdict.error if verdict else 'await generate()'})")
+            self._ended.append(Ended(number, policy.prompt, completion, verdict, policy.turns, policy.calls))
             self._some_ended.set()
-        except EpisodeAborted:
-            if policy.written is not None:
-                self.partials[number] = policy.written
+        except (EpisodeAborted, asyncio.CancelledError):
+            written = policy.result()
+            if written.tokens:
+                self.partials[number] = written
         finally:
             del self._episodes[number], self._running[number]
 
@@ -188,19 +257,27 @@ class Worker:
                 facts = [m.Facts.of(response) for response in responses]
                 await self.link.send(m.Ended(version, facts, self.client.busy))
 
-    def _verified(self, ended: Sequence[tuple[int, Prompt, Completion]], version: int) -> list[Response]:
-        """Return the responses, with rewards. version: of the engine's weights."""
-        texts = self.tokenizer.batch_decode([c.tokens for *_, c in ended], skip_special_tokens=True)
+    def _verified(self, ended: Sequence[Ended], version: int) -> list[Response]:
+        """Return the responses, with rewards. An episode that has judged itself is not verified; the terms of
+        the reward see the verifier's judgement all the same. version: of the engine's weights."""
+        spoken = [turns_of(one.completion) for one in ended]
+        texts = iter(self.tokenizer.batch_decode([t for turns in spoken for t in turns], skip_special_tokens=True))
+        said = ["\n".join(islice(texts, len(turns))) for turns in spoken]
         reward, overlong, longest = self.config.reward, self.config.reward.overlong, self._params.max_tokens
+        with_terms = self._terms and bool(reward.terms)
         items: list[Item] = []
-        for (_, prompt, c), text in zip(ended, texts, strict=True):
-            judged = text, prompt.reference
-            with_terms = self._terms and bool(reward.terms)
-            items.append((*judged, len(c.tokens), longest, c.finish == "length") if with_terms else judged)
-        responses = []
-        verdicts = self.verifier.verify(items)
-        for (number, _, completion), text, verdict in zip(ended, texts, verdicts, strict=True):
-            length, penalty = len(completion.tokens), 0.0
+        for one, text in zip(ended, said, strict=True):
+            if one.verdict is None or with_terms:
+                judged = text, one.prompt.reference
+                size = one.length, longest, one.completion.finish == "length"
+                items.append((*judged, *size) if with_terms else judged)
+        verdicts, responses = iter(self.verifier.verify(items)), []
+        for one, text in zip(ended, said, strict=True):
+            number, completion, own = one.number, one.completion, one.verdict
+            verdict = next(verdicts) if own is None or with_terms else own
+            if own is not None:
+                verdict = replace(own, terms=verdict.terms)
+            length, penalty = one.length, 0.0
             if overlong.soft_punishment:
                 penalty = soft_overlong_punishment(length, longest, overlong.buffer)
             terms = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
@@ -210,6 +287,9 @@ class Worker:
                 logprobs=np.array(completion.logprobs, dtype=np.float32),
                 versions=versions if (versions != version).any() else None,
                 routing=completion.routing,
+                sampled=None if completion.sampled is None else np.array(completion.sampled, dtype=bool),
+                rewards=None if completion.rewards is None else np.array(completion.rewards, dtype=np.float32),
+                journal=completion.journal,
             )
             responses.append(
                 Response.of(
@@ -220,11 +300,16 @@ class Worker:
                     correct=verdict.correct,
                     extracted=verdict.extracted,
                     error=verdict.error,
-                    reward=reward.weight * verdict.reward(reward.correct, reward.incorrect) + terms + penalty,
+                    reward=reward.weight * verdict.reward(reward.correct, reward.incorrect)
+                    + terms
+                    + penalty
+                    + math.fsum(completion.rewards or ()),
                     penalty=penalty,
                     score=verdict.score,
                     terms=dict(verdict.terms),
                     judged=verdict.judged,
+                    turns=one.turns,
+                    calls=one.calls,
                     reflects=self.reflection.search(text) is not None if self.reflection else None,
                 )
             )
@@ -237,11 +322,19 @@ class Worker:
             await self.client.abort()
         except EngineFailure as error:
             failure = error
+        for number, (policy, *_) in list(self._running.items()):
+            policy.abort()
+            if policy.waiting:
+                self._episodes[number].cancel()
         if self._episodes:
-            await asyncio.wait(self._episodes.values())
+            limit = self.config.rollout.turns.seconds
+            _, left = await asyncio.wait(self._episodes.values(), timeout=limit)
+            if left:
+                what = f"{len(left)} episodes have not ended {limit:g} s after they were told to"
+                raise EngineError(f"rollout.episode: {what} (let EpisodeAborted and CancelledError through)")
         async with self._verifying:  # until the facts of what is being verified are sent
             version = self.engine.weight_version
-            ended = {number: completion for number, _, completion in self._ended}
+            ended = {one.number: one.completion for one in self._ended}
             self._ended = []
         for number in numbers:
             if number in self.drawn:  # its group was not taken: it goes back, and is verified with that later
@@ -254,12 +347,61 @@ class Worker:
         await self.link.send(m.Aborted(list(self.partials)))
 
 
+def endpoint_of(rollout: RolloutConfig, tokenizer: Any) -> Endpoint | None:
+    """Return the endpoint for `rollout.agent`. Raises ConfigError as Endpoint."""
+    return Endpoint(tokenizer, rollout.turns.seconds, rollout.stop) if rollout.agent else None
+
+
+def episode_of(rollout: RolloutConfig, tokenizer: Any, endpoint: Endpoint | None) -> Episode:
+    """Return how responses are made. Raises ConfigError where what the configuration names cannot be imported
+    or is no coroutine function, and where the chat template cannot tell of tools."""
+    if rollout.environment:
+        environment_class(rollout.environment)
+        return play
+    if rollout.agent:
+        assert endpoint is not None
+        return endpoint.episode(_coroutine("rollout.agent", rollout.agent, "base_url, api_key, row"))
+    if rollout.episode:
+        return _coroutine("rollout.episode", rollout.episode, "prompt, policy")
+    if rollout.tools:
+        known = schemas(rollout.tools)
+        check_template(tokenizer, [*known.values()], ("tool",), rollout.stop)
+        paths = {one["function"]["name"]: path for path, one in known.items()}
+        return tool_calls(ChatTurns(tokenizer, [*known.values()]), paths)
+    return single_turn
+
+
+def _coroutine(key: str, path: str, parameters: str) -> Any:
+    function = imported(key, path)
+    if not inspect.iscoroutinefunction(function):
+        what = f"is no coroutine function (write `async def {path.partition(':')[2]}({parameters})`)"
+        raise ConfigError(f"{key}: {path} {what}")
+    return function
+
+
 def as_completion(response: Response, version: int) -> Completion:
-    """Return a verified response as the engine gave it. version: of the weights of a body without any."""
+    """Return a verified response as its episode gave it. version: of the weights of a body without any."""
     body = response.body
     assert body is not None
     versions = [version] * body.tokens.size if body.versions is None else body.versions.tolist()
-    return Completion(body.tokens.tolist(), body.logprobs.tolist(), response.finish, versions, body.routing)
+    return Completion(
+        body.tokens.tolist(),
+        body.logprobs.tolist(),
+        response.finish,
+        versions,
+        body.routing,
+        None if body.sampled is None else body.sampled.tolist(),
+        None if body.rewards is None else body.rewards.tolist(),
+        body.journal,
+    )
+
+
+def turns_of(completion: Completion) -> list[list[int]]:
+    """Return the tokens of each of the policy's turns; those between which nothing was shown are one."""
+    if completion.sampled is None:
+        return [completion.tokens]
+    pairs = groupby(zip(completion.tokens, completion.sampled, strict=True), key=lambda pair: pair[1])
+    return [[token for token, _ in turn] for sampled, turn in pairs if sampled]
 
 
 def words_pattern(words: Sequence[str]) -> re.Pattern[str] | None:

@@ -35,6 +35,8 @@ from megarl.plan.memory import MemoryPlan, plan_of
 from megarl.rewards import VerifierPool
 from megarl.rewards.pool import Item
 from megarl.rewards.verdict import Reference, get_term, get_verifier
+from megarl.rollout.chat import schemas
+from megarl.rollout.worker import endpoint_of, episode_of
 from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.families import family_of, read_config
@@ -108,6 +110,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         _check_positions(config, where, folder)
         _check_engine_layout(config, folder.config, device, world)
         get_verifier(config.reward.verifier)
+        episode_of(config.rollout, tokenizer, endpoint_of(config.rollout, tokenizer))
         for name, term in config.reward.terms.items():
             get_term(name, term.function, term.arguments)
     described, near = (folder.config, critic.config if critic else None), None
@@ -119,7 +122,8 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         near = check_fits(plan_of(config, *described, world=world, cpu=True), where, memory_here(), free)
     response_key = config.supervised.response_key if not config.has_engine else None
     with without_tokenizer_threads():
-        references = validate_files(config.data, response_key, tokenizer)
+        tools = [] if config.rollout.episode else [*schemas(config.rollout.tools).values()]
+        references = validate_files(config.data, response_key, tokenizer, tools)
     if config.has_engine:
         check_verifier(config.reward, references, own_verifiers(config.data))
     check_pretraining_rollouts(config)
@@ -414,7 +418,7 @@ def _check_same_tokenizer(path: Path, key: str, tokenizer: Any) -> None:
 
 def _check_positions(config: Config, where: str, folder: ModelFolder | Described) -> None:
     positions = config.model.max_positions or folder.config.get("max_position_embeddings")
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_extent
     if isinstance(positions, int) and prompt + response > positions:
         raise ConfigError(
             f"{where}: rollout.max_response_tokens: data.max_prompt_tokens {prompt} + {response} tokens "

@@ -53,6 +53,7 @@ DECIDING = (
     *("seed", "data.shuffle", "model.dtype", "rollout.engine", "rollout.weights_dtype", "rollout.prompts"),
     *("rollout.group_size", "rollout.max_response_tokens", "rollout.temperature", "rollout.top_p"),
     *("rollout.top_k", "rollout.stop", "rollout.dynamic_sampling", "rollout.continue_partial"),
+    *("rollout.episode", "rollout.tools", "rollout.environment", "rollout.agent", "rollout.turns"),
     *("reward.verifier", "reward.correct", "reward.incorrect", "reward.timeout", "reward.weight"),
     "reward.terms",
     *("reward.overlong.soft_punishment", "reward.overlong.buffer"),

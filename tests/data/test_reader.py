@@ -383,6 +383,23 @@ def test_uids_are_fixed_for_ever() -> None:
     assert prompt_uid("a", "bc") != prompt_uid("ab", "c")
 
 
+def test_tools_are_told_of(tmp_path: Path) -> None:
+    told = "{% for tool in tools or [] %}{{ tool.function.name }}, {% endfor %}" + CHAT
+    file, tools = jsonl(tmp_path / "a.jsonl", dapo_row("2?", "2")), [{"function": {"name": "add"}}]
+    tokenizer, data = byte_tokenizer(told), DataConfig(eval=[file])
+    (prompt,), _ = read_prompts([file], data, tokenizer, tools=tools)
+    (sets,), _ = read_problem_sets(data, EvaluationConfig(), tokenizer, tools)
+    (without,), _ = read_prompts([file], data, tokenizer)
+    assert prompt.text == sets.problems[0].text == "add, " + without.text
+    assert tokenizer.decode(prompt.tokens) == prompt.text and prompt.uid == without.uid
+    (begun,), _ = read_prompts([file], data, tokenizer, tools=tools, opening=(7,))
+    assert begun.tokens == (7,) and begun.text == prompt.text
+    limit = DataConfig(train=[file], max_prompt_tokens=len(without.tokens))
+    validate_files(limit, None, tokenizer)
+    with pytest.raises(DataError, match=r"longer than data\.max_prompt_tokens"):
+        validate_files(limit, None, tokenizer, tools)
+
+
 def test_templates(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U{prompt}"}]
     file = jsonl(

@@ -1,0 +1,228 @@
+"""A process under limits: of time for each answer, of memory, and with an environment of its own. It may
+hang, die or be killed, and the process that talks to it goes on. `LimitedProcess` is the parent's side, on an
+event loop; `serve` the process's. Between them travel messages, each JSON on one line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, cast
+
+from megarl.config.errors import ConfigError
+
+START_LIMIT = 60.0  # seconds; importing sympy from a busy network file system is slow
+FAILED_STARTS = 3
+# How a process ends that did not do it itself. (The kernel, short of memory, kills so too; what runs in the
+# process has a limit of its own.)
+FROM_OUTSIDE = {f"signal {number:d}" for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)}
+# What an interpreter needs to start. The launcher's and the user's variables (ranks, devices, keys) are no
+# business of such a process.
+_KEPT_ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR")
+# Results must not depend on the process that gives them, and the order of a Python set does.
+_OWN_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+# megarl, what lies beside it and the user's module are found where this process finds them, in its order.
+_BOOT = "import sys; sys.path[:] = sys.argv[1:]; from {} import work; work()"
+_GRACE = 2.0  # seconds after the limit of an answer at which a process whose parent has died ends by itself
+_PARENT_CHECK = 5.0  # seconds
+_END_LIMIT = 10.0  # seconds in which a process that is to end is expected to be gone
+# Address space beyond the data memory: the interpreter, its libraries and what they map. Bounds shared
+# memory, which is not data.
+_MAPPED = 1 << 30
+
+
+class LimitedProcess:
+    """A process that runs `work()` of `module`, which calls `serve`; and its pipes.
+
+    longest  bytes of a message from it
+    group    whether what it starts itself ends with it"""
+
+    def __init__(self, module: str, longest: int = 1 << 20, group: bool = False) -> None:
+        self.last_line, self._longest, self._group = "", longest, group
+        self._ready = self._ended = self._killed = False
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
+        self._transports: list[asyncio.BaseTransport] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT.format(module), *(entry or os.getcwd() for entry in sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            bufsize=0,
+            env=plain_environment(),
+            process_group=0 if group else None,
+        )
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended and self.process.poll() is None
+
+    async def connect(self, settings: dict[str, Any]) -> str | None:
+        """Wait until the process is ready; return the reason why it cannot be. Raises as `receive`."""
+        self._loop = loop = asyncio.get_running_loop()
+        self._answers = asyncio.StreamReader(limit=self._longest)
+        protocol = asyncio.StreamReaderProtocol(self._answers)
+        source, _ = await loop.connect_read_pipe(lambda: protocol, self.process.stdout)
+        self._transports.append(source)
+        self._sink, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self.process.stdin)
+        self._transports.append(self._sink)
+        self.send(settings)
+        problem = await self.receive(START_LIMIT)
+        self._ready = True
+        return cast(str | None, problem)
+
+    def send(self, message: Any) -> None:
+        """Put a message on its way; never waits for the process to read."""
+        self._sink.write(json.dumps(message).encode() + b"\n")
+
+    async def receive(self, limit: float) -> Any:
+        """Return the next message. Raises TimeoutError after `limit` seconds, EOFError if there will be
+        none."""
+        try:
+            async with asyncio.timeout(limit):
+                line = await self._answers.readline()
+        except TimeoutError:
+            async with asyncio.timeout(0.01):  # if it was this process that slept, the answer is here
+                line = await self._answers.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError
+        return json.loads(line)
+
+    async def finish(self) -> str:
+        """Do what `end` does while the event loop goes on."""
+        if not self._ended:
+            if self._transports and self._answers.at_eof():
+                await self._gone(_END_LIMIT)
+            self._kill()
+            await self._gone(_END_LIMIT)
+        return self.end()
+
+    def end(self) -> str:
+        """Kill this process (its own pid only, or its own group), close its pipes and say how it ended."""
+        if not self._ended:
+            if self._transports and self._answers.at_eof():
+                # It closed its pipe, so it is about to be gone, and its own way of ending is the news. One
+                # that is killed here was not killed from outside.
+                self._wait(_END_LIMIT)
+            self._kill()
+            self._wait(_END_LIMIT)
+            if not self._ready:
+                self._stderr.seek(0)
+                lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+                self.last_line = lines[-1] if lines else "it wrote no reason"
+            if self._transports and not self._loop.is_closed():
+                for transport in self._transports:
+                    if isinstance(transport, asyncio.WriteTransport) and not transport.is_closing():
+                        transport.abort()  # `close` would first wait for what was not read
+                    transport.close()
+            else:  # nobody else closes them
+                for pipe in (self.process.stdin, self.process.stdout):
+                    assert pipe is not None
+                    pipe.close()
+            self._stderr.close()
+            self._ended = True
+        code = self.process.returncode
+        if code is None or self._killed:
+            return "killed"
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    def _kill(self) -> None:
+        self._killed = self._killed or self.process.poll() is None
+        if self._group:
+            with suppress(ProcessLookupError):  # all of it has gone
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+
+    def _wait(self, limit: float) -> None:
+        try:
+            self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return  # killed next, or stuck in the kernel after SIGKILL: the run goes on without it
+
+    async def _gone(self, limit: float) -> None:
+        """Wait as `_wait`, on the event loop."""
+        end = time.monotonic() + limit
+        while self.process.poll() is None and time.monotonic() < end:
+            await asyncio.sleep(0.005)
+
+
+def serve(prepare: Callable[[dict[str, Any]], Callable[[Any], Iterator[Any]]]) -> None:
+    """Be such a process: read the settings, answer `null` (ready) or the reason why it cannot start, and
+    answer messages until input ends.
+
+    prepare   makes of the settings the function from a message to its answers; its ConfigError goes to the
+              parent
+    settings  timeout: seconds for one answer; memory_mib: data memory, MiB; and what `prepare` needs"""
+    follow_parent()
+    # Signals for the job (Ctrl-C, Slurm's warning) are the trainer's business, which needs such processes to
+    # save and stop.
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    settings = json.loads(source.readline())
+    # What the user's code prints must not get into the messages; stderr stays for a failing start.
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    limit = settings["memory_mib"] << 20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_AS, (limit + _MAPPED, limit + _MAPPED))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def write(message: Any) -> None:
+        sink.write(json.dumps(message).encode() + b"\n")
+        sink.flush()
+
+    try:
+        answers_to = prepare(settings)
+    except ConfigError as error:  # goes to the parent, which raises it
+        write(str(error))
+        return
+    os.dup2(nowhere, 2)
+    write(None)
+    for line in source:
+        answers = answers_to(json.loads(line))
+        while True:
+            limit_answer(settings["timeout"])
+            answer = next(answers, answers)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if answer is answers:  # there is no more
+                break
+            write(answer)
+
+
+def limit_answer(seconds: float) -> None:
+    """Have this process end by itself some time after an answer was due.
+
+    The parent kills a process that overruns. If the parent is dead nobody does: SIGALRM's default action ends
+    it."""
+    signal.setitimer(signal.ITIMER_REAL, seconds + _GRACE)
+
+
+def plain_environment() -> dict[str, str]:
+    """Return the environment of a process whose results must depend on its input alone."""
+    return {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ} | _OWN_ENVIRONMENT
+
+
+def follow_parent() -> None:
+    """Have a thread end this process, with its group if it has its own, once its parent is gone.
+
+    The end of its input does not say so: a forked child of the parent may outlive it with the pipe open."""
+    parent = os.getppid()
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_CHECK)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(0)
+
+    threading.Thread(target=follow, daemon=True).start()

@@ -1,0 +1,381 @@
+"""Chat templates and tool calls of episodes: token in, token out.
+
+A conversation is rendered by the tokenizer's template once. What the policy writes stays the tokens that were
+drawn, and what it is shown next is what the template writes behind an assistant's turn: it is tokenised alone
+and appended. That is right for templates that only append, so the others are found before the run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count, zip_longest
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.data.prompts import Prompt
+from megarl.rollout.episode import Episode, Policy, ToolError
+from megarl.rollout.tools import schema
+
+Message = Mapping[str, Any]
+
+_MOST_CALLS = 16  # in one turn; a policy that repeats itself would keep the tools busy for hours
+_MARK = "\ue000"  # the first character that no text has a use for
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class ChatTurns:
+    """Makes the tokens that the policy is shown, by the tokenizer's chat template.
+
+    tools  schemas of functions that the template tells the policy of, as `schemas` makes them"""
+
+    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.tokenizer, self.tools = tokenizer, list(tools) or None
+        source = str(tokenizer.chat_template)
+        # <tool_call> is no special token of Qwen's, but a control token all the same.
+        self._control = {
+            i: token.content
+            for i, token in tokenizer.added_tokens_decoder.items()
+            if token.special or (token.content in source and re.search(r"[^\w\s]", token.content))
+        }
+        names = sorted(filter(None, self._control.values()), key=len, reverse=True)
+        self._named = re.compile("|".join(map(re.escape, names))) if names else None
+        self._closing = self._encode(self._text_behind([], _MARK, generate=False))
+        found = [i for i, token in enumerate(self._closing) if token in self._control]
+        self._closes = found[0] if found else None
+
+    @property
+    def end(self) -> int | None:
+        """Return the control token by which the template ends an assistant's turn, None if it writes none."""
+        return None if self._closes is None else self._closing[self._closes]
+
+    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens before the policy's first turn. Special tokens in the contents are plain text.
+        Raises ValueError with the template's words where it refuses the messages."""
+        neutral, hidden, mark = self._neutral(messages)
+        return tuple(self._tokens(self.render(neutral), hidden, mark, first=True))
+
+    def after(self, messages: Sequence[Message], ended_with: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens between the policy's turn and its next one, in which `messages` are shown.
+
+        ended_with: the turn's tokens. Where the last one ends a turn, the template's own end is left out.
+        Special tokens in the contents are plain text. Raises as `first`."""
+        neutral, hidden, mark = self._neutral(messages)
+        tokens = self._tokens(self._text_behind(neutral, mark), hidden, mark)
+        if ended_with and ended_with[-1] in (self.tokenizer.eos_token_id, self.end):
+            until = 0 if self._closes is None else self._closes + 1
+            if tokens[:until] == self._closing[:until]:
+                tokens = tokens[until:]
+        return tuple(tokens)
+
+    def render(self, messages: Sequence[Message], generate: bool = True) -> str:
+        """Return the text of a conversation, with the beginning of the policy's next turn if `generate`."""
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tools=self.tools, add_generation_prompt=generate, tokenize=False
+            )
+        except Exception as error:  # its own errors, and whatever Python raises in a template
+            line = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"the chat template refuses {_roles(messages)}: {line}") from error
+        return str(text)
+
+    def text_behind(self, messages: Sequence[Message]) -> str:
+        """Return what the template writes behind an assistant's turn up to the next one."""
+        return self._text_behind(messages, _MARK)
+
+    def _text_behind(self, messages: Sequence[Message], mark: str, generate: bool = True) -> str:
+        said = f"{mark}said{mark}"
+        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+        _, found, behind = self.render([*begun, *messages], generate).partition(said)
+        if not found:
+            raise ValueError("the chat template leaves out what an assistant has written")
+        return behind
+
+    def _neutral(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str], str]:
+        """Return the messages with marks in place of what in them looks like a control token, these texts,
+        and the character by which marks are known."""
+        plain = json.dumps(messages, ensure_ascii=False, default=str)
+        mark = next(character for character in map(chr, count(ord(_MARK))) if character not in plain)
+        hidden: list[str] = []
+
+        def hide(found: re.Match[str]) -> str:
+            hidden.append(found[0])
+            return f"{mark}{len(hidden) - 1}{mark}"
+
+        def neutral(value: Any) -> Any:
+            if isinstance(value, str):  # half of a surrogate pair is no text
+                value = value.encode(errors="replace").decode()
+                return self._named.sub(hide, value) if self._named else value
+            if isinstance(value, Mapping):
+                return {neutral(key): neutral(part) for key, part in value.items()}
+            return [neutral(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+        # Roles are the template's to compare.
+        made = [{k: v if k in ("role", "type") else neutral(v) for k, v in m.items()} for m in messages]
+        return made, hidden, mark
+
+    def _tokens(self, text: str, hidden: Sequence[str], mark: str, first: bool = False) -> list[int]:
+        tokens: list[int] = []
+        for i, part in enumerate(re.split(f"{mark}(\\d+){mark}", text)):
+            if i % 2:
+                tokens += self._plain(hidden[int(part)])
+            elif part:
+                tokens += self._encode(part, first and i == 0)
+        return tokens
+
+    def _encode(self, text: str, first: bool = False) -> list[int]:
+        """Return the tokens of a text of the template's; of one that is not `first` as they are behind a
+        control token: some tokenizers begin every text with a blank."""
+        before = "" if first else self.tokenizer.eos_token or ""
+        tokens = self.tokenizer(before + text, add_special_tokens=False).input_ids
+        return list(tokens[1:] if before and tokens[:1] == [self.tokenizer.eos_token_id] else tokens)
+
+    def _plain(self, text: str) -> list[int]:
+        """Return the tokens of a control token's name, none of them a control token."""
+        tokens = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        if len(text) > 1 and not self._control.keys().isdisjoint(tokens):  # none that is split by this option
+            return [*self._plain(text[0]), *self._plain(text[1:])]
+        return list(tokens)
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    return ", ".join(str(message.get("role")) for message in messages)
+
+
+def opening(tokenizer: Any) -> tuple[int, ...]:
+    """Return the token that every conversation begins with, the prompt of agents that bring messages of their
+    own. Raises ConfigError where there is none."""
+    chat, user = ChatTurns(tokenizer), {"role": "user", "content": "Why?"}
+    begun = [chat.first([user])[:1], chat.first([{"role": "user", "content": "1 + 1"}])[:1]]
+    with suppress(ValueError):  # of a template without a system's turn
+        begun.append(chat.first([{"role": "system", "content": "Be brief."}, user])[:1])
+    if len(set(begun)) > 1 or not begun[0]:
+        what = "begins conversations with different tokens, so that an agent's have no prompt in common"
+        raise ConfigError(f"data.template: the chat template {what} (let it begin with a special token)")
+    return begun[0]
+
+
+def check_template(
+    tokenizer: Any,
+    tools: Sequence[Mapping[str, Any]] = (),
+    shown: Collection[str] = ("user",),
+    stop: Collection[str] = (),
+) -> None:
+    """Raise ConfigError, which says what the template changes and where, unless it only appends.
+
+    Conversations of 1 to 4 turns are rendered, with thoughts in the assistant's, and also without where the
+    template has no case for them, and compared with what the policy would have before it. White space is not
+    compared: templates strip contents, and the policy's own stays in its context.
+
+    shown: the roles of what the policy is shown; stop: texts that end a turn, besides the end-of-sequence"""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("data.template: the tokenizer has no chat template (add one to the model's folder)")
+    source = tokenizer.chat_template
+    if "strftime_now" in (source if isinstance(source, str) else str(source)):
+        what = "writes today's date, so that a run that goes on tomorrow has other prompts"
+        raise ConfigError(
+            f"data.template: the chat template {what} (put a constant in place of strftime_now)"
+        )
+    try:
+        chat = ChatTurns(tokenizer, tools)
+        asked = [{"role": "user", "content": "question 0"}]
+        if tools and chat.render(asked) == ChatTurns(tokenizer).render(asked):
+            what = "does not tell the policy of tools"
+            raise ConfigError(f"data.template: the chat template {what} (use one that renders `tools`)")
+        knows_thoughts = "think>" in str(source)  # then some write empty ones where there are none
+        for role in sorted(shown):
+            for thinks in (True,) if knows_thoughts else (True, False):
+                _check_appends(chat, role, thinks)
+    except ValueError as error:
+        raise ConfigError(f"data.template: {error} (use a template that only appends)") from error
+    if chat.end not in (None, tokenizer.eos_token_id) and tokenizer.decode([chat.end]) not in stop:
+        what = (
+            f"the chat template ends a turn with {tokenizer.decode([chat.end])}, which does not end what the"
+        )
+        remedy = "make it the tokenizer's eos_token, or add it to rollout.stop"
+        raise ConfigError(f"data.template: {what} policy writes ({remedy})")
+
+
+def _check_appends(chat: ChatTurns, role: str, thinks: bool) -> None:
+    messages: list[Message] = [{"role": "user", "content": "question 0"}]
+    text = chat.render(messages)
+    _, opens, opened = text[len(chat.render(messages, generate=False)) :].partition("<think>")
+    opened = opens + opened  # thoughts that the template begins, or leaves empty, for the policy
+    for turn in range(1, 5):
+        thought = f"{'' if opened else '<think>'}\nthought {turn}\n</think>\n\n" if thinks else ""
+        written = f"{'' if '</think>' in opened else thought}answer {turn}"
+        spoken = {"role": "assistant", "content": opened + written}
+        new: list[Message] = [{"role": role, "content": f"shown {turn}"}]
+        if role == "tool":  # two calls of one turn
+            new = [{**new[0], "name": "f", "tool_call_id": f"call{turn}{i:04}"} for i in range(2)]
+        text += written + chat.text_behind(new)
+        messages += [spoken, *new]
+        now = chat.render(messages)
+        letters = [[i for i, letter in enumerate(one) if not letter.isspace()] for one in (text, now)]
+        pairs = zip_longest(*letters)
+        differs = ((i, j) for i, j in pairs if i is None or j is None or text[i] != now[j])
+        for at, then in differs:
+            at, then = len(text) if at is None else at, len(now) if then is None else then
+            begins = [(text.find(message["content"]), i) for i, message in enumerate(messages)]
+            before = [i for begin, i in begins if 0 <= begin <= at]
+            where = f"{messages[before[-1]]['role']} message {before[-1]}" if before else "the beginning"
+            was, becomes = (one[max(0, k - 8) : k + 24] for one, k in ((text, at), (now, then)))
+            what = (
+                f"in a conversation of {len(messages)} messages, {where} changes: {was!r} becomes {becomes!r}"
+            )
+            remedy = "use a template that only appends; chat_template.jinja in the model's folder is it"
+            raise ConfigError(f"data.template: the chat template rewrites what was there: {what} ({remedy})")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool that the policy has written. Where it is none, `error` says why."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    error: str | None = None
+
+
+def call_format(tokenizer: Any) -> str:
+    """Return how a policy of this tokenizer writes calls: by `response_template`, which transformers parses;
+    else `hermes`, JSON in <tool_call>, or `json`, an object that is the whole turn, whichever its chat
+    template speaks of. Raises ConfigError where it speaks of none."""
+    if getattr(tokenizer, "response_template", None):
+        return "response_template"
+    source = str(tokenizer.chat_template)
+    if re.search(r"""<tool_call>(?:\\n|\s)*\{\s*\\*["']name""", source):
+        return "hermes"
+    if re.search(r"""\\?["']parameters\\?["']\s*:""", source):
+        return "json"
+    what = (
+        'speaks of no format of calls that is known: <tool_call>{...}</tool_call> or {"name", "parameters"}'
+    )
+    raise ConfigError(f"rollout.tools: the chat template {what} (give the tokenizer a response_template)")
+
+
+def parse_calls(tokens: Sequence[int], tokenizer: Any, form: str, prefix: str = "") -> tuple[str, list[Call]]:
+    """Return what the policy said besides calls, and its calls in their order. Never raises for what the
+    policy wrote.
+
+    form: see `call_format`; prefix: how the template begins an assistant's turn"""
+    if form == "response_template":
+        try:
+            message = tokenizer.parse_response(list(tokens), prefix=prefix)
+        except Exception as error:  # noqa: BLE001 (whatever it raises about what the policy wrote)
+            line = str(error).splitlines()[0] if str(error) else type(error).__name__
+            return tokenizer.decode(tokens, skip_special_tokens=True), [_failed(line)]
+        found = [one.get("function") for one in message.get("tool_calls") or ()]
+        return str(message.get("content") or ""), [_call(one) for one in found]
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    if form == "hermes":
+        parts = [part.strip() for part in _CALL.split(text)]
+        return "\n".join(filter(None, parts[::2])), [_parsed(part) for part in parts[1::2]]
+    assert form == "json"
+    left = text.strip()
+    if not re.match(r"\[?\s*\{\s*\"(?:name|type|function)\"", left):
+        return text, []
+    calls: list[Call] = []
+    while left := left.lstrip("; \n\t,"):
+        try:
+            value, end = json.JSONDecoder().raw_decode(left)
+        except (ValueError, RecursionError) as error:
+            return "", [*calls, _failed(f"not JSON: {error}")]
+        calls += [_call(one) for one in (value if isinstance(value, list) else [value])]
+        left = left[end:]
+    return "", calls
+
+
+def _parsed(text: str) -> Call:
+    try:
+        return _call(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        return _failed(f"not JSON: {error}")
+
+
+def _call(value: Any) -> Call:
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return _failed('it needs {"name": ..., "arguments": {...}}')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            return _failed(f"its arguments are not JSON: {error}", value["name"])
+    if not isinstance(arguments, dict):
+        return _failed("its arguments are no object", value["name"])
+    return Call(value["name"], arguments)
+
+
+def _failed(why: str, name: str = "") -> Call:
+    return Call(name, {}, f"error: this is no call of a tool: {why}")
+
+
+def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return what a template tells of the functions `module:function`, by path. Raises ConfigError as
+    megarl.rollout.tools.schema, and where one has the name of another."""
+    found = {path: schema(path) for path in tools}
+    names = [one["function"]["name"] for one in found.values()]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"rollout.tools: several tools are called {', '.join(sorted(twice))} (rename one)")
+    return found
+
+
+def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> Episode:
+    """Return the episode of `rollout.tools`: the policy answers; while it calls tools they are run, those of
+    one turn at once, and it is shown what they give, in the order of its calls. An answer without calls is
+    the end.
+
+    paths: of the tools that `chat` tells of, by name"""
+    form = call_format(chat.tokenizer)
+    beginning = chat.text_behind([{"role": "user", "content": "?"}])
+
+    async def episode(prompt: Prompt, policy: Policy) -> None:
+        for turns in count():
+            turn = await policy.generate()
+            _, calls = parse_calls(turn.tokens, chat.tokenizer, form, beginning)
+            if (
+                not calls or turn.finish == "length"
+            ):  # the end was cut off: what it called may be another thing
+                return
+            running = (_run(policy, paths, i, call) for i, call in enumerate(calls))
+            shown: list[Message] = []
+            for call, result in zip(
+                calls, await asyncio.gather(*running, return_exceptions=True), strict=True
+            ):
+                if isinstance(result, BaseException):
+                    raise result
+                shown.append(
+                    {
+                        "role": "tool",
+                        "name": call.name or "unknown",
+                        "tool_call_id": call_id(turns, len(shown)),
+                        "content": result,
+                    }
+                )
+            policy.observe(chat.after(shown, turn.tokens))
+
+    return episode
+
+
+async def _run(policy: Policy, paths: Mapping[str, str], number: int, call: Call) -> str:
+    """Return what a call gives, or the error that the policy is shown instead."""
+    if call.error is not None:
+        return call.error
+    if number >= _MOST_CALLS:
+        return f"error: only the first {_MOST_CALLS} calls of a turn are run"
+    if call.name not in paths:
+        return f"error: there is no tool {call.name!r} (there is: {', '.join(paths)})"
+    try:
+        return str(await policy.call(paths[call.name], **call.arguments))
+    except ToolError as error:
+        return f"error: {error}"
+
+
+def call_id(turn: int, number: int) -> str:
+    """Return the name of a call: nine characters, as Mistral's templates want them."""
+    return f"c{turn % 10000:04}{number % 10000:04}"

@@ -1,0 +1,422 @@
+"""An OpenAI-compatible endpoint on loopback, for agents that know nothing of us (`rollout.agent`).
+
+Each response is a session with an address of its own. What the agent asks there is sampled by the policy and
+captured as it was drawn; what it sends is tokenised once and appended. So its history has to extend what was
+sampled: where it does not, the request is refused with the message that differs, and the response is
+unjudged. Needs aiohttp, the extra `agents`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.errors import ConfigError, EngineError, MegarlError
+from megarl.data.prompts import Prompt
+from megarl.rewards.verdict import Verdict
+from megarl.rollout.chat import Call, ChatTurns, call_format, call_id, check_template, parse_calls
+from megarl.rollout.episode import Episode, EpisodeAborted, EpisodeTruncated, Policy, row_of
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+Agent = Callable[[str, str, dict[str, Any]], Awaitable[Verdict | bool | float | None]]
+
+_MOST_BYTES = 4 << 20  # of a request: a history of a million tokens
+# How tokens are drawn is the run's to say, and agents have these written into them.
+_IGNORED = {
+    *(
+        "model",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "user",
+        "metadata",
+        "store",
+        "stream_options",
+    ),
+    *("parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort"),
+}
+_READ = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "stream"}
+# What would change what is answered: it has to say what is done anyway.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
+    "response_format": ({"type": "text"},), "modalities": (["text"],),
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """A request that cannot be answered. unjudged: the agent and the policy no longer see the same."""
+
+    def __init__(self, text: str, code: str = "invalid_request", *, unjudged: bool = False) -> None:
+        super().__init__(text)
+        self.code, self.unjudged = code, unjudged
+
+
+def check_installed() -> None:
+    """Raise ConfigError where aiohttp is missing."""
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("rollout.agent: needs aiohttp (pip install 'megarl[agents]')") from error
+
+
+class Endpoint:
+    """The server of one worker. It starts with the first session, on the loop that this is asked for on, and
+    ends with `close`.
+
+    tokenizer  with a chat template
+    seconds    longest time in which an agent asks nothing
+    stop       rollout.stop"""
+
+    def __init__(self, tokenizer: Any, seconds: float, stop: Sequence[str] = ()) -> None:
+        check_installed()
+        check_template(tokenizer, stop=stop)
+        self.tokenizer, self.seconds, self.stop = tokenizer, seconds, stop
+        self.sessions: dict[str, Session] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+        self._chats: dict[str, ChatTurns] = {}
+
+    async def address(self) -> str:
+        """Return http://127.0.0.1:port; start the server if none runs."""
+        from aiohttp import web
+
+        async with self._starting:
+            if self._runner is None:
+                app = web.Application(client_max_size=_MOST_BYTES)
+                app.router.add_post("/s/{session}/v1/chat/completions", self._completions)
+                app.router.add_get("/s/{session}/v1/models", self._models)
+                runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+                await runner.setup()
+                await web.TCPSite(runner, "127.0.0.1", 0).start()
+                self._runner = runner
+        host, port = self._runner.addresses[0][:2]
+        return f"http://{host}:{port}"
+
+    async def close(self) -> None:
+        """End the server, and the requests that wait."""
+        runner, self._runner = self._runner, None
+        self._starting = asyncio.Lock()  # the next rollout has a loop of its own
+        if runner is not None:
+            await runner.cleanup()
+
+    def chat(self, tools: Sequence[Mapping[str, Any]]) -> ChatTurns:
+        """Return what makes tokens of conversations with these tools. Raises ConfigError for a template that
+        rewrites history, or cannot tell of tools."""
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._chats:
+            check_template(self.tokenizer, tools, ("tool", "user") if tools else ("user",), self.stop)
+            if tools:
+                call_format(self.tokenizer)
+            self._chats = {**dict(list(self._chats.items())[-99:]), key: ChatTurns(self.tokenizer, tools)}
+        return self._chats[key]
+
+    def episode(self, agent: Agent) -> Episode:
+        """Return the episode in which `agent` talks to the policy."""
+
+        async def episode(prompt: Prompt, policy: Policy) -> Verdict | bool | float | None:
+            session = Session(self, policy)
+            self.sessions[session.key] = session
+            try:
+                url = f"{await self.address()}/s/{session.key}/v1"
+                return await session.run(agent(url, session.key, row_of(prompt)))
+            finally:
+                del self.sessions[session.key]
+
+        return episode
+
+    def _session(self, request: web.Request) -> Session | web.Response:
+        session = self.sessions.get(request.match_info["session"])
+        if session is None:
+            return _error(404, Refused("there is no such session, or it has ended", "not_found"))
+        if request.headers.get("Authorization") != f"Bearer {session.key}":
+            return _error(401, Refused("use the api_key that the agent was given", "invalid_api_key"))
+        return session
+
+    async def _models(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        session = self._session(request)
+        if not isinstance(session, Session):
+            return session
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "megarl"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        session = self._session(request)
+        if not isinstance(session, Session):
+            return session
+        try:
+            body = json.loads(await request.read())
+        except (ValueError, RecursionError) as error:
+            return _error(400, Refused(f"the request is not JSON: {error}"))
+        try:
+            answer = await session.answer(body)
+        except Refused as refused:
+            return _error(400, refused)
+        if not body.get("stream"):
+            return web.json_response(answer)
+        pieces = _streamed(answer)
+        options = body.get("stream_options")
+        if not (isinstance(options, dict) and options.get("include_usage")):
+            del pieces[-1]
+        text = "".join(f"data: {piece}\n\n" for piece in (*map(json.dumps, pieces), "[DONE]"))
+        return web.Response(text=text, content_type="text/event-stream")
+
+
+def _streamed(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return an answer as pieces of a stream: all of it in one, then the usage."""
+    choice = answer["choices"][0]
+    delta = dict(choice["message"])
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    same = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    piece = {"index": 0, "delta": delta, "finish_reason": choice["finish_reason"], "logprobs": None}
+    return [{**same, "choices": [piece]}, {**same, "choices": [], "usage": answer["usage"]}]
+
+
+def _error(status: int, refused: Refused) -> web.Response:
+    from aiohttp import web
+
+    error = {"message": str(refused), "type": "invalid_request_error", "param": None, "code": refused.code}
+    return web.json_response({"error": error}, status=status)
+
+
+@dataclass
+class Session:
+    """One response: what an agent has sent and was answered.
+
+    history  messages, as they are compared
+    end      what ends the episode whatever the agent makes of the answer"""
+
+    endpoint: Endpoint
+    policy: Policy
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    history: list[dict[str, Any]] = field(default_factory=list)
+    turns: int = 0
+    truncated: bool = False
+    heard: float = field(default_factory=time.monotonic)
+    chat: ChatTurns | None = None
+    _last: tuple[int, ...] = ()
+    _answering: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _end: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    async def run(self, agent: Awaitable[Any]) -> Any:
+        """Return what the agent returns. Raises what ended the episode before, EpisodeTruncated where the
+        agent fails after the policy had no turn or token left, and what the agent raises else."""
+        task, limit = asyncio.ensure_future(agent), self.endpoint.seconds
+        self.policy.waiting = "agent"
+        try:
+            while not task.done() and not self._end.done():
+                if self._answering.locked():
+                    self.heard = time.monotonic()
+                left = self.heard + limit - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"the agent has asked nothing for {limit:g} s (rollout.turns.seconds)")
+                await asyncio.wait((task, self._end), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if self._end.done():
+                self._end.result()
+            try:
+                return task.result()
+            except Exception:
+                if self.truncated:
+                    raise EpisodeTruncated from None
+                raise
+        finally:
+            task.cancel()
+            await asyncio.wait((task,), timeout=limit)
+            if not task.done():
+                what = f"the agent has not ended {limit:g} s after it was cancelled"
+                raise EngineError(f"rollout.agent: {what} (let CancelledError through)")
+            if not task.cancelled():
+                task.exception()  # it counts no more
+            self._stop(EpisodeAborted())
+            self._end.exception()
+            async with self._answering:  # what it asked, and did not wait for, is a turn all the same
+                self.policy.waiting = ""
+
+    def _stop(self, error: BaseException) -> None:
+        if not self._end.done():
+            self._end.set_exception(error)
+
+    async def answer(self, body: Any) -> dict[str, Any]:
+        """Return the answer to a request, `chat.completion`. Raises Refused."""
+        if self._end.done():
+            raise Refused("the episode has ended", "ended")
+        try:
+            if self._answering.locked():
+                what = "this session is answering another request: a response is one conversation"
+                raise Refused(f"{what} (ask one after the other)", "concurrent", unjudged=True)
+            async with self._answering:
+                try:
+                    return await self._answer(body)
+                finally:
+                    self.heard = time.monotonic()
+        except Refused as refused:
+            if refused.unjudged:
+                self._stop(RuntimeError(str(refused)))
+            raise
+        except EpisodeTruncated:
+            self.truncated = True
+            what = "the episode has no turn or token left (rollout.turns, rollout.max_response_tokens)"
+            raise Refused(what, "context_length_exceeded") from None
+        except (EpisodeAborted, MegarlError) as error:
+            self._stop(error)
+            raise Refused("the episode has ended", "ended") from None
+
+    async def _answer(self, body: Any) -> dict[str, Any]:
+        messages, tools, stop, most = _read(body)
+        if self.chat is None:
+            self.chat = self.endpoint.chat(tools)
+        elif tools != list(self.chat.tools or []):
+            raise Refused("the tools are not those of this session's first request", unjudged=True)
+        chat, known = self.chat, len(self.history)
+        for i, (was, now) in enumerate(zip(self.history, messages, strict=False)):
+            if was != now:
+                keys = {**was, **now}
+                name = next(key for key in keys if was.get(key) != now.get(key))
+                differs = f"messages[{i}].{name} is {_short(now.get(name))}, and was {_short(was.get(name))}"
+                remedy = "history has to extend what was sampled (send it back as it was)"
+                raise Refused(f"{differs}: {remedy}", "history", unjudged=True)
+        if len(messages) <= known:
+            what = f"{len(messages)} messages do not extend this session's {known}"
+            raise Refused(f"{what} (send its history and new messages)", "history", unjudged=True)
+        if messages[-1]["role"] == "assistant":
+            raise Refused("the last message is the assistant's: the policy begins its turns itself")
+        new, prompt = messages[known:], self.policy.prompt.tokens
+        try:
+            shown = chat.after(_rendered(new), self._last) if known else chat.first(_rendered(new))
+        except ValueError as error:
+            raise Refused(str(error), unjudged=bool(known)) from error
+        if not known:
+            if shown[: len(prompt)] != tuple(prompt):
+                what = "the first messages do not begin as the row's prompt does"
+                raise Refused(f"{what} (send row['question'], or render prompts by `opening`)", unjudged=True)
+            shown = shown[len(prompt) :]
+        if shown:
+            self.policy.observe(shown)
+        self.history = messages
+        turn = await self.policy.generate(stop=stop, max_tokens=most)
+        self._last = turn.tokens
+        text = turn.text
+        calls: list[Call] = []
+        if tools and body.get("tool_choice") != "none":
+            prefix = chat.text_behind([{"role": "user", "content": "?"}])
+            said, calls = parse_calls(turn.tokens, chat.tokenizer, call_format(chat.tokenizer), prefix)
+            if any(call.error for call in calls):  # it is for the agent to say what is wrong with it
+                calls = []
+            text = said if calls else text
+        for end in stop:
+            text = text.partition(end)[0]
+        message: dict[str, Any] = {"role": "assistant", "content": (text or None) if calls else text}
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": call_id(self.turns, i),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+                }
+                for i, call in enumerate(calls)
+            ]
+        self.history = [*messages, _message(message, len(messages))]
+        self.turns += 1
+        context = len(self.policy.tokens) - len(turn.tokens)
+        reason = "length" if turn.finish == "length" else "tool_calls" if calls else "stop"
+        return {
+            "id": f"chatcmpl-{self.key[:8]}-{self.turns}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": "policy",
+            "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
+            "usage": {
+                "prompt_tokens": context,
+                "completion_tokens": len(turn.tokens),
+                "total_tokens": context + len(turn.tokens),
+            },
+        }
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _read(body: Any) -> tuple[list[dict[str, Any]], list[Any], tuple[str, ...], int | None]:
+    """Return messages, tools, stop texts and max_tokens of a request. Raises Refused."""
+    if not isinstance(body, dict):
+        raise Refused("the request is no object")
+    given = {key: value for key, value in body.items() if value is not None}
+    for key, value in given.items():
+        if key in _FIXED and value not in _FIXED[key]:
+            raise Refused(f"{key}: must be {json.dumps(_FIXED[key][0])} here (got {_short(value)})")
+        if key not in _FIXED and key not in _READ and key not in _IGNORED:
+            raise Refused(f"{key}: is not known here (leave it out)")
+    if given.get("tool_choice", "auto") not in ("auto", "none"):
+        raise Refused("tool_choice: must be auto or none here: what the policy writes is its own")
+    tools, stop = given.get("tools", []), given.get("stop", [])
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Refused("tools: must be a list of objects")
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+        raise Refused("stop: must be a text or a list of texts")
+    limits = [given[key] for key in ("max_tokens", "max_completion_tokens") if key in given]
+    if not all(isinstance(limit, int) and limit >= 1 for limit in limits):
+        raise Refused("max_tokens: must be an integer >= 1")
+    messages = given.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refused("messages: must be a list of at least one message")
+    made = [_message(message, i) for i, message in enumerate(messages)]
+    return made, tools, tuple(stop), min(limits) if limits else None
+
+
+def _message(message: Any, index: int) -> dict[str, Any]:
+    """Return a message as it is compared and rendered: without what is null or empty, its content a text.
+    Raises Refused."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise Refused(f"messages[{index}]: needs a role")
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise Refused(f"messages[{index}].content: only texts can be shown here")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str | None):
+        raise Refused(f"messages[{index}].content: must be a text or a list of texts")
+    role = "system" if message["role"] == "developer" else message["role"]
+    made: dict[str, Any] = {"role": role, "content": content or ""}
+    if calls := message.get("tool_calls"):
+        try:
+            made["tool_calls"] = [
+                {"id": call["id"], "name": call["function"]["name"], "arguments": _arguments(call)}
+                for call in calls
+            ]
+        except (TypeError, KeyError, ValueError, RecursionError) as error:
+            raise Refused(f"messages[{index}].tool_calls: {type(error).__name__}: {error}") from error
+    return made | {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
+
+
+def _arguments(call: Any) -> Any:
+    arguments = call["function"]["arguments"]
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def _rendered(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as chat templates want them."""
+    made = []
+    for message in map(dict, messages):
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [
+                {"id": one["id"], "type": "function",
+                 "function": {"name": one["name"], "arguments": one["arguments"]}} for one in calls
+            ]  # fmt: skip
+        made.append(message)
+    return made

@@ -1,0 +1,31 @@
+"""reasoning-gym's tasks (extra `gym`) as an environment: megarl_tasks.gym_environment:GymEnvironment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.rewards.verdict import Verdict
+from megarl_tasks.gym_scorer import verify
+
+
+class GymEnvironment:
+    """A question, and `tries` answers to it, of which the last counts. A wrong one is said to be wrong, and
+    no more is told."""
+
+    def __init__(self, tries: int = 1) -> None:
+        if tries < 1:
+            raise ValueError(f"tries: must be >= 1 (got {tries})")
+        self.tries = tries
+
+    def reset(self, row: dict[str, Any], seed: int) -> str:
+        """Return the question. row: question, and entry, what the scorer needs (megarl_tasks.gym:GymRow)."""
+        self.entry, self.left, self.last = str(row["entry"]), self.tries, Verdict(False, score=0.0)
+        return str(row["question"])
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.last, self.left = verify(text, self.entry), self.left - 1
+        done = self.last.correct or self.left <= 0
+        return "" if done else "wrong, try again", 0.0, done
+
+    def verdict(self) -> Verdict:
+        return self.last
