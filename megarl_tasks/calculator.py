@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from megarl.data.prompts import Prompt
 from megarl.rollout.episode import Policy, ToolError
 
-TRAIN_ROWS, EVAL_ROWS = 2048, 200
+TRAIN_ROWS, EVAL_ROWS = 2048, 128
 NAMES = ("Anna", "Ben", "Chloe", "David", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jack", "Kira", "Leo")
 THINGS = ("apples", "marbles", "stamps", "books", "coins", "cards", "pens", "shells", "stickers", "beads")
 BOXES = ("boxes", "bags", "crates", "drawers", "baskets", "jars")
