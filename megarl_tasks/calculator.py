@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from megarl.data.prompts import Prompt
 from megarl.rollout.episode import Policy, ToolError
 
-TRAIN_ROWS, EVAL_ROWS = 2048, 128
+TRAIN_ROWS, EVAL_ROWS = 2048, 96
 NAMES = ("Anna", "Ben", "Chloe", "David", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jack", "Kira", "Leo")
 THINGS = ("apples", "marbles", "stamps", "books", "coins", "cards", "pens", "shells", "stickers", "beads")
 BOXES = ("boxes", "bags", "crates", "drawers", "baskets", "jars")
@@ -143,24 +143,24 @@ def calc(expression: str) -> str:
             if isinstance(op, ast.Div) and b == 0:
                 raise ValueError("division by zero")
             value = OPERATIONS[type(op)](*(Fraction(str(x)) for x in (a, b)))
-            return str(value) if value.denominator == 1 else f"{float(value):.6f}".rstrip("0")
+            return str(value) if value.denominator == 1 else f"{float(value):.6f}".rstrip("0").rstrip(".")
     raise ValueError("write calc(a op b) with two numbers and one of + - * /")
 
 
 async def episode(prompt: Prompt, policy: Policy) -> None:
-    """Let the policy write line after line until it answers; a line that calls is followed by the result, or
-    by what is wrong with the call."""
+    """Have the policy write a line, and show it the result, or what is wrong with its call, as long as the
+    line is a call. Whatever else it writes is its answer."""
     while True:
         turn = await policy.generate(stop=("\n",))
         line = turn.text.strip()
-        if line.startswith("Answer:") or "\n" not in turn.text:  # the last: its end-of-sequence token
+        if not line.startswith("Call:") or "\n" not in turn.text:  # without, it has ended its response
             return
-        if not line.startswith("Call:"):
-            continue
         call = CALL.match(line)
         try:
-            if call is None or not prompt.extra.get("calls", True):
-                raise ToolError("write calc(a op b)" if prompt.extra.get("calls", True) else "no calculator")
+            if not prompt.extra.get("calls", True):
+                raise ToolError("no calculator")
+            if call is None:
+                raise ToolError("write calc(a op b)")
             result = await policy.call("megarl_tasks.calculator:calc", call[1])
         except ToolError as error:
             result = f"error: {error}"

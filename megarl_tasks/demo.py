@@ -33,17 +33,21 @@ from megarl_tasks.pretrained import SMOLLM2, fetch
 Model = Literal["tiny", "smollm2"]
 Task = Literal["sums", "calculator"]
 FOLDERS: dict[Model, Path] = {"tiny": Path("runs/demo"), "smollm2": Path("runs/smollm2")}
-# Of the pretrained model's runs. TOKENS, by task: that a response adds to a pass, with its share of the prompt;
+# Of the pretrained model's runs. TOKENS: that a response adds to a pass, with its share of the prompt;
 # REACHED: share of the processor's rate that a forward pass reaches; ASKED: such passes that a held-out
 # answer is worth; PRETRAINED, by recipe: those of a step, drawing included, and its updates of a model, each
 # of which takes UPDATE seconds besides, most of them for memory to be read and written.
 PARAMETERS, GROUP, RANKS = 135e6, 8, 2
 TOKENS: dict[Task, int] = {"sums": 32, "calculator": 64}
-ROWS: dict[Task, int] = {"sums": pretrained.EVAL_ROWS, "calculator": 2 * calculator.EVAL_ROWS}  # that are evaluated
+ROWS: dict[Task, int] = {
+    "sums": pretrained.EVAL_ROWS,
+    "calculator": 2 * calculator.EVAL_ROWS,
+}  # that are evaluated
 REACHED = {"fp32": 0.7, "bf16": 0.55}
 ASKED, UPDATE = 5.0, 1.5
 PRETRAINED = {"vapo": (16.0, 4), "dapo": (11.0, 2)}
 QUICK, LONG = 330.0, 1140.0  # seconds
+LONGEST: dict[Task, float] = {"sums": LONG, "calculator": 780.0}
 LEAST, MOST = 8, 16  # steps
 NEVER = 1000  # steps between evaluations of what is evaluated before and after alone
 PRETRAINED_MEMORY = 12 * GIB
@@ -252,7 +256,7 @@ def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str, task: Task
         around = 2 * ROWS[task] * answer * ASKED + (step / 2 if recipe == "vapo" else 0)
         steps = int((QUICK - around) / step)
         if steps < LEAST:
-            steps = min(LEAST, int((LONG - around) / step))
+            steps = min(LEAST, int((LONGEST[task] - around) / step))
         if steps >= LEAST // 2:
             break
     steps = max(2, min(MOST, steps))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -144,8 +144,8 @@ def plan(
         float | None,
         Option(
             metavar="TOKENS",
-            help="tokens that an episode is shown between two turns; default: of all turns together a third of "
-            "the room that rollout.turns.max_tokens leaves for them",
+            help="tokens that an episode is shown between two turns; default: a third of the room that "
+            "rollout.turns.max_tokens leaves, for all turns together",
         ),
     ] = None,
     tool_seconds: Annotated[
@@ -222,11 +222,15 @@ def plan(
     drawn = default_lengths(made)
     if mean_length is not None:
         drawn = replace(drawn, mean=mean_length)
-    for name, given in (("turns", turns), ("observed", observed), ("idle", tool_seconds)):
+    assumed = {"turns": turns, "observed": observed, "idle": tool_seconds}
+    for name, given in assumed.items():
         if given is not None:
             if not config.rollout.acts:
-                raise ConfigError(f"{path}: --turns, --observed, --tool-seconds: say nothing of responses of one turn (set rollout.episode, tools, environment or agent)")
-            drawn = replace(drawn, **{name: given})
+                what = (
+                    "say nothing of responses of one turn (set rollout.episode, tools, environment or agent)"
+                )
+                raise ConfigError(f"{path}: --turns, --observed, --tool-seconds: {what}")
+            drawn = replace(drawn, **cast(dict[str, Any], {name: given}))
     if length_deviation is not None:
         drawn = with_deviation(drawn, length_deviation)
     if simulate:

@@ -190,7 +190,8 @@ def simulated(tried: Sequence[Tried], work: RolloutWork, lengths: Lengths, where
     """Yield what a simulation found: a row for each way to use the ranks, and a step of the configuration and
     of the quickest in time. where: the source of the lengths."""
     most = f"up to {lengths.longest:,}"
-    yield f"lengths  {where}: mean {lengths.mean:,.0f} tokens, median {lengths.median:,.0f}, {most}{episodes(lengths)}"
+    mean = f"mean {lengths.mean:,.0f} tokens, median {lengths.median:,.0f}"
+    yield f"lengths  {where}: {mean}, {most}{episodes(lengths)}"
     kept = f", of which dynamic sampling keeps {work.kept:.0%}" if work.kept < 1 else ""
     yield f"a step   {work.prompts} groups of {work.group} responses{kept}; {BALANCE[work.balance]}"
     yield ""

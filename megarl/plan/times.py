@@ -54,9 +54,9 @@ class Lengths:
         return (self.turns - 1) * self.observed
 
     def prefilled(self, *, cached: bool) -> float:
-        """Return the tokens that an engine prefills for a response of mean length. cached: it keeps the keys and
-        values of earlier turns, and prefills what is new; else each turn begins with all that stands before
-        it."""
+        """Return the tokens that an engine prefills for a response of mean length. cached: it keeps the keys
+        and values of earlier turns, and prefills what is new; else each turn begins with all that stands
+        before it."""
         if cached:
             return self.prompt + self.shown
         written = self.mean / self.turns + self.observed
@@ -94,9 +94,9 @@ class Estimate:
 
 
 def default_lengths(plan: MemoryPlan) -> Lengths:
-    """Return lengths of a third of the limit on average, and a quarter of it for prompts; of episodes a quarter
-    of the turns that they may have, a third of the room for what they are shown, and a second for each
-    call."""
+    """Return lengths of a third of the limit on average, and a quarter of it for prompts; of episodes a
+    quarter of the turns that they may have, a third of the room for what they are shown, and a second for
+    each call."""
     rollout, prompt = plan.config.rollout, plan.config.data.max_prompt_tokens / 4
     longest = rollout.max_response_tokens
     lengths = Lengths(longest / 3, longest, prompt)
@@ -289,8 +289,8 @@ def decoding(plan: MemoryPlan) -> Decoding:
 
 
 def decoded_at_once(plan: MemoryPlan, lengths: Lengths) -> int:
-    """Return how many responses an engine decodes at once: as many as its cache holds of mean length. One that
-    waits for a tool is not among them: its keys and values go where there is no room."""
+    """Return how many responses an engine decodes at once: as many as its cache holds of mean length. One
+    that waits for a tool is not among them: its keys and values go where there is no room."""
     mean = (fmean(lengths.quantiles()) + lengths.shown) / 2 + lengths.prompt
     rollout = plan.config.rollout
     limit = 1 << 30 if rollout.engine_kind.apart else rollout.max_batch
@@ -309,8 +309,8 @@ def rollout_seconds(plan: MemoryPlan, lengths: Lengths) -> float:
 
 @lru_cache(maxsize=256)
 def _decode(costs: Decoding, each: int, at_once: int, lengths: Lengths) -> float:
-    """Return the seconds in which an engine has decoded `each` responses, `at_once` of them at a time: it takes
-    the next one when one is done, or waits for a tool. What comes back from a tool goes first."""
+    """Return the seconds in which an engine has decoded `each` responses, `at_once` of them at a time: it
+    takes the next one when one is done, or waits for a tool. What comes back from a tool goes first."""
     quantiles, turns = lengths.quantiles(), lengths.turns
     mean = (fmean(quantiles) + lengths.shown) / 2 + lengths.prompt
     # The step of a quantile's length comes as often as its share; the longest are spread over the others.
@@ -319,16 +319,16 @@ def _decode(costs: Decoding, each: int, at_once: int, lengths: Lengths) -> float
     called: list[tuple[float, float, int]] = []  # when a tool is done, on the clock, and the same
     now = seconds = 0.0  # in decoding steps, and on the clock
     while waiting or running or called:
+        while called and called[0][0] <= seconds:
+            waiting.append(heapq.heappop(called)[1:])
         while waiting and len(running) < at_once:
             tokens, left = waiting.pop()
             heapq.heappush(running, (now + tokens, tokens, left))
         pace = costs.step(len(running), len(running) * mean) if running else math.inf
         ends = seconds + (running[0][0] - now) * pace if running else math.inf
-        if called and called[0][0] <= ends:
-            done, tokens, left = heapq.heappop(called)
-            now += (done - seconds) / pace
-            seconds = done
-            waiting.append((tokens, left))
+        if called and called[0][0] < ends:
+            now += (called[0][0] - seconds) / pace
+            seconds = called[0][0]
             continue
         now, tokens, left = heapq.heappop(running)
         seconds = ends

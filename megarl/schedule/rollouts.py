@@ -318,8 +318,8 @@ def _rounded(column: list[float]) -> list[float | None]:
 
 
 def token_worth(local: LocalBatch, rows: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """Return row of the batch -> {"tokens", "observed", "advantages", "values"}, of the response's tokens and of
-    what was observed between them, NaN there, for the rows and columns that are in `local`, a replica's
+    """Return row of the batch -> {"tokens", "observed", "advantages", "values"}, of the response's tokens and
+    of what was observed between them, NaN there, for the rows and columns that are in `local`, a replica's
     share."""
     places = {row: i for i, row in enumerate(local.rows.tolist())}
     experience, found = local.experience, {}

@@ -534,8 +534,8 @@ def test_data_sources_have_a_table(tmp_path: Path) -> None:
 
 
 def test_turns_are_folded_and_what_was_shown_stands_out() -> None:
-    """The text of an episode is whole whether it has its tokens or not, and what the policy was shown is never
-    among what it wrote."""
+    """The text of an episode is whole whether it has its tokens or not, and what the policy was shown is
+    never among what it wrote."""
     turns = [["policy", "Call: calc(1 + 2)\n"], ["observed", "Result: <3>\n"], ["policy", "Answer: 3\n"]]
     tokens = ["Call: ", "calc(1 + 2)\n", "Result: ", "<3>\n", "Answer: 3\n"]
     observed = [False, False, True, True, False]

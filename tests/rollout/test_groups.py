@@ -302,3 +302,25 @@ def test_state_survives_json_exactly():
         for name in ("reflects", "routing", "sampled", "rewards", "turns", "calls"):
             del response[name]
     assert [r.reflects for r in Group.from_state(old).responses] == [None] * SIZE
+
+
+class Words:
+    """Decodes token 7 to "7 "."""
+
+    def batch_decode(self, rows: list[list[int]], **_: object) -> list[str]:
+        return ["".join(f"{token} " for token in row) for row in rows]
+
+
+def test_samples_know_whose_each_part_is():
+    """What the parts say is the response; of one turn, or where nothing was shown, nothing is said of parts."""
+    batch = RolloutBatch(1, [of_turns(3), group(4, 1)], {}, {}, {})
+    found = batch.samples(Words(), 6)
+    for i in range(SIZE):
+        turns = found[i].turns
+        assert turns is not None and [who for who, _ in turns] == ["policy", "observed", "policy"]
+        assert "".join(text for _, text in turns) == found[i].response
+        assert turns[1][1] == f"{i + 1} "
+    assert found[SIZE].turns is None
+    silent = of_turns(5).responses[0]
+    silent.body.sampled[:] = True
+    assert Group.turns(silent, Words()) is None
