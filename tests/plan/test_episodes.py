@@ -31,7 +31,7 @@ def plan(*changes: str):
     return plan_of(config, KNOWN_MODELS["Qwen2.5-7B"])
 
 
-def by_the_token(each: int, at_once: int, lengths: Lengths, parts: int = 20) -> float:
+def by_the_token(each: int, at_once: int, lengths: Lengths, parts: int = 100) -> float:
     """Seconds of an engine by a clock that goes on by 1 / `parts` of a token, a step's pace being that of
     what is in it: turns of whole numbers of such parts, and tools that wait on the clock."""
     mean = (fmean(lengths.quantiles()) + lengths.shown) / 2 + lengths.prompt
@@ -62,7 +62,7 @@ def by_the_token(each: int, at_once: int, lengths: Lengths, parts: int = 20) -> 
     return clock
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     each=st.integers(1, 8),
     at_once=st.integers(1, 4),
