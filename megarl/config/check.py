@@ -226,8 +226,9 @@ def _rollout_problems(c: Config) -> Iterator[str]:
     given = [f"rollout.{key}" for key in ("episode", "environment", "agent") if getattr(r, key)]
     if len(given) > 1:
         yield f"{given[1]}: cannot stand beside {given[0]}: each says how a response is made (leave one out)"
-    for key in () if r.acts else _changed(c, *(f"rollout.turns.{name}" for name in type(r.turns).model_fields)):
-        yield f"{key}: has no effect on responses of one turn (set rollout.episode, tools, environment or agent)"
+    for key in () if r.acts else _changed(c, "rollout.turns"):
+        what = "has no effect on responses of one turn (set rollout.episode, tools, environment or agent)"
+        yield f"{key}: {what}"
     if (most := r.turns.max_tokens) is not None and most < r.max_response_tokens:
         what = f"must be >= rollout.max_response_tokens {r.max_response_tokens}, which it includes"
         yield f"rollout.turns.max_tokens: {what} (got {most})"

@@ -83,7 +83,8 @@ class RolloutEngine(Protocol):
 
     @abstractmethod
     def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
-        """Begin generating; `poll` gives the keys back."""
+        """Begin generating, beside what runs; `poll` gives the keys back. Requests of other params have their
+        turn too."""
 
     @abstractmethod
     def poll(self, seconds: float) -> list[tuple[int, Completion]]:
@@ -113,7 +114,7 @@ class RolloutEngine(Protocol):
 
 
 def check_positions(prompt: int, response: int, positions: float) -> None:
-    """Raise EngineError where the longest prompt and a response do not fit the model's positions."""
+    """Raise EngineError where a prompt and a response do not fit the model's positions."""
     if response < 1 or prompt + response > positions:
         raise EngineError(
             f"rollout: a prompt of {prompt} tokens and {response} response tokens do not fit the model's "
@@ -136,13 +137,18 @@ class EngineClient:
         self._polling = asyncio.Lock()
 
     async def generate(
-        self, tokens: tuple[int, ...], seed: int, params: SamplingParams, begun: Completion | None = None
+        self,
+        tokens: tuple[int, ...],
+        seed: int,
+        params: SamplingParams,
+        begun: Completion | None = None,
+        max_tokens: int | None = None,
     ) -> Completion:
         """Return what the engine writes behind `tokens`, `begun` included, which it goes on with; with finish
-        "abort" where that was ended by `abort`."""
+        "abort" where that was ended by `abort`. max_tokens: see Request."""
         key, self._count = self._count, self._count + 1
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
-        self._new.setdefault(params, {})[key] = Request(tokens, seed, begun)
+        self._new.setdefault(params, {})[key] = Request(tokens, seed, begun, max_tokens)
         self._wanted.set()
         return await answer
 

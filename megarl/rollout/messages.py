@@ -35,8 +35,8 @@ class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=T
 
 
 class Question(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What a rank must know of a prompt. tokens: int32; answer, entry: as in Prompt; and the rest of it, where
-    episodes are not ours (`rollout.acts`)"""
+    """What a rank must know of a prompt. tokens: int32; answer, entry: as in Prompt; and the rest of it where
+    responses may have several turns"""
 
     uid: int
     tokens: bytes
@@ -58,7 +58,8 @@ class Question(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     def prompt(self) -> Prompt:
         """Return the prompt, as far as it was sent."""
         tokens = tuple(np.frombuffer(self.tokens, np.int32).tolist())
-        return Prompt(self.uid, self.text, tokens, self.answer, self.source, self.extra, self.question, self.entry)
+        rest = self.source, self.extra, self.question, self.entry
+        return Prompt(self.uid, self.text, tokens, self.answer, *rest)
 
 
 class Work(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -119,9 +120,12 @@ class Content(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     def of(number: int, body: Body) -> Content:
         """Return what is sent of a body."""
         columns, routing = {name: getattr(body, name) for name in BODY}, body.routing
+        sent: dict[str, Any] = {
+            n: None if column is None else column.tobytes() for n, column in columns.items()
+        }
         return Content(
             number=number,
-            **{name: None if column is None else column.tobytes() for name, column in columns.items()},
+            **sent,
             routing=None if routing is None else (str(routing.dtype), routing.shape, routing.tobytes()),
         )
 
@@ -133,7 +137,9 @@ class Content(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         if self.routing is not None:
             kind, shape, data = self.routing
             routing = np.frombuffer(data, kind).reshape(shape)
-        columns = {n: None if data is None else np.frombuffer(data, BODY[n]) for n, data in sent.items()}
+        columns: dict[str, Any] = {
+            n: None if data is None else np.frombuffer(data, BODY[n]) for n, data in sent.items()
+        }
         return Body(**columns, routing=routing)
 
 

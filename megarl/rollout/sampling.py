@@ -24,8 +24,9 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How responses are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. routing: whether
-    the experts that each token went to are wanted too."""
+    """How responses are drawn. max_tokens: of a response whose Request has no limit of its own. `temperature`
+    0 is greedy; `top_k` 0 and `top_p` 1 are off. routing: whether the experts that each token went to are
+    wanted too."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -65,11 +66,18 @@ class Completion:
 @dataclass(frozen=True)
 class Request:
     """One response to one prompt. The same seed gives the same response, whatever else is in the batch.
-    `partial`: the aborted response that is to be continued."""
+
+    partial     the aborted response that is to be continued
+    max_tokens  of the response, what `partial` has included; None: as many as its SamplingParams allow"""
 
     prompt: tuple[int, ...]
     seed: int
     partial: Completion | None = None
+    max_tokens: int | None = None
+
+    def limit(self, params: SamplingParams) -> int:
+        """Return the tokens that the response may have."""
+        return params.max_tokens if self.max_tokens is None else self.max_tokens
 
 
 def routing_array(chosen: np.ndarray, tokens: int, experts: int) -> np.ndarray:

@@ -128,7 +128,7 @@ class EngineProcess:
             raise EngineFailure(f"SGLang: {name}: {problem}")
 
     def submit(
-        self, requests: Sequence[tuple[int, Sequence[int], int, int]], params: Mapping[str, Any]
+        self, requests: Sequence[tuple[int, Sequence[int], int, int, int]], params: Mapping[str, Any]
     ) -> None:
         """Send requests, see sglang_host.Host."""
         self._silent = 0.0
@@ -426,18 +426,20 @@ class SGLangEngine(RolloutEngine):
                 "rollout engine: submit was called while it has no weights: "
                 "an update must follow start and wake"
             )
-        longest = max(len(r.prompt) for r in requests.values())
         positions = self.hf_config.get("max_position_embeddings", math.inf)
-        check_positions(longest, params.max_tokens, positions)
+        for request in requests.values():
+            begun = len(request.partial.tokens) if request.partial else 0
+            check_positions(len(request.prompt) + begun, request.limit(params) - begun, positions)
         self._outstanding |= {number: (request, params) for number, request in requests.items()}
         self._send(requests, params)
 
     def _send(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
         assert self.process is not None, "only the leader takes requests"
-        rows = [
-            (n, [*r.prompt, *(r.partial.tokens if r.partial else ())], len(r.prompt), r.seed)
-            for n, r in requests.items()
-        ]
+        rows = []
+        for number, request in requests.items():
+            begun = request.partial.tokens if request.partial else []
+            left = request.limit(params) - len(begun)
+            rows.append((number, [*request.prompt, *begun], len(request.prompt), request.seed, left))
         settings = vars(params) | {"stop": list(params.stop), "stop_token_ids": list(self.eos_ids)}
         self.process.submit(rows, settings)
 

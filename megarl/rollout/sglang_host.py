@@ -159,7 +159,8 @@ class Calls:
 class Host:
     """Answers messages (kind, ...) until the other end is gone:
 
-    submit [(id, prompt and partial response, prompt length, seed), ...], params -> done [(id, answer), ...]
+    submit [(id, prompt and partial response, prompt length, seed, tokens that may come), ...], params
+                                                       -> done [(id, answer), ...]
     abort                                              -> done, of what was running
     call number, name, arguments of a method of Calls  -> answer number, error or None
     """
@@ -221,13 +222,13 @@ class Host:
             problem = f"{type(error).__name__}: {error}"
         self.outbox.put(("answer", number, problem))
 
-    def _submit(self, requests: list[tuple[int, list[int], int, int]], params: dict[str, Any]) -> None:
-        """Begin the responses; SGLang queues those beyond what it may run at once. `params`: max_tokens,
-        temperature, top_p, top_k, stop, stop_token_ids, routing."""
+    def _submit(self, requests: list[tuple[int, list[int], int, int, int]], params: dict[str, Any]) -> None:
+        """Begin the responses; SGLang queues those beyond what it may run at once. `params`: temperature,
+        top_p, top_k, stop, stop_token_ids, routing."""
         drawn = {key: params[key] for key in ("temperature", "top_p", "top_k")}
-        for number, prompt, length, seed in requests:
+        for number, prompt, length, seed, left in requests:
             sampling = {
-                "max_new_tokens": params["max_tokens"] - (len(prompt) - length),
+                "max_new_tokens": left,
                 "stop_token_ids": params["stop_token_ids"],
                 "stop": params["stop"] or None,
                 "custom_params": {"seed": seed, "prompt": length, **drawn},

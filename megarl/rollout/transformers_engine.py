@@ -63,7 +63,9 @@ class TransformersEngine(RolloutEngine):
         self._model: Any = None
         self._has_weights = self._asleep = False
         self._aborted = threading.Event()
-        self._loops: list[DecodeLoop] = []  # of what was submitted; the first is the one that decodes
+        self._loops: list[
+            DecodeLoop
+        ] = []  # of what was submitted, one for each params; the first decodes next
         self._stopping: dict[tuple[str, ...], Stopping] = {}
 
     def start(self) -> None:
@@ -220,10 +222,11 @@ class TransformersEngine(RolloutEngine):
         request that does not fit the model."""
         if not requests:
             return
-        if not self._loops or self._loops[-1].params != params:
-            self._loops.append(self._loop(params))
+        loop = next((loop for loop in self._loops if loop.params == params), None) or self._loop(params)
         self._check(requests.values(), params)
-        self._loops[-1].add(requests)
+        loop.add(requests)
+        if loop not in self._loops:
+            self._loops.append(loop)
 
     @property
     def running(self) -> int:
@@ -231,16 +234,18 @@ class TransformersEngine(RolloutEngine):
 
     @torch.inference_mode()
     def poll(self, seconds: float) -> list[tuple[int, Completion]]:
-        """Generate for `seconds`, or until all has ended; return what has ended. Raises EngineError for NaN
-        logits."""
+        """Generate for `seconds`, or until all has ended; return what has ended. Requests of one params are
+        decoded together, those of different params in turns, a call each. Raises EngineError for NaN logits.
+        """
         self._aborted.clear()
         ended: list[tuple[int, Completion]] = []
         end = time.monotonic() + seconds
         while self._loops and not (ended and time.monotonic() >= end):
             ended += self._run(self._loops[0], end - time.monotonic())
-            if self._loops[0].requests:
+            loop = self._loops.pop(0)
+            if loop.requests:
+                self._loops.append(loop)
                 break
-            self._loops.pop(0)
         return ended
 
     def abort(self) -> list[tuple[int, Completion]]:
@@ -281,8 +286,10 @@ class TransformersEngine(RolloutEngine):
     def _check(self, requests: Iterable[Request], params: SamplingParams) -> None:
         """Raise EngineError for a request that does not fit the model."""
         positions, vocab = self._model.config.max_position_embeddings, self._model.config.vocab_size
-        prompts = dict.fromkeys(r.prompt for r in requests)
-        check_positions(max(map(len, prompts)), params.max_tokens, positions)
+        prompts: dict[tuple[int, ...], None] = {}
+        for request in requests:
+            check_positions(len(request.prompt), request.limit(params), positions)
+            prompts[request.prompt] = None
         for i, prompt in enumerate(prompts):
             if not prompt or min(prompt) < 0 or max(prompt) >= vocab:
                 problem = f"is empty or has a token id outside the model's vocabulary of {vocab}"
@@ -364,11 +371,13 @@ class DecodeLoop:
         self.experts = model.config.num_experts if params.routing else 0
         self.chosen: list[Tensor] = []
         self.cache = KVCache(model, self.experts)
-        # Per row: the key of its request (-1: none), its seed, newest token, that token's position, and the
-        # number of response tokens so far. Rows up to `used` are responses, of which some have ended; those
-        # behind them, up to a whole number of blocks, are computed but mean nothing.
-        self.state = torch.zeros(5, self.block.room(max_batch), dtype=torch.int64, device=self.device)
-        self.key, self.seed, self.token, self.position, self.count = self.state
+        # Per row: the key of its request (-1: none), its seed, newest token, that token's position, the
+        # number of response tokens so far, and how many there may be. Rows up to `used` are responses, of
+        # which some have ended; those behind them, up to a whole number of blocks, are computed but mean
+        # nothing.
+        self.state = torch.zeros(6, self.block.room(max_batch), dtype=torch.int64, device=self.device)
+        self.key, self.seed, self.token, self.position, self.count, self.limit = self.state
+        self.highest = 0  # no row's limit is higher
         self.live = torch.zeros_like(self.key, dtype=torch.bool)
         self.nan = torch.zeros_like(self.live)
         self.key.fill_(-1)
@@ -378,6 +387,7 @@ class DecodeLoop:
     def add(self, requests: Mapping[int, Request]) -> None:
         """Let requests wait for free rows. The keys must be free."""
         self.requests |= requests
+        self.highest = max(self.highest, *(request.limit(self.params) for request in requests.values()))
         groups: dict[tuple[int, ...], list[int]] = {}
         for key, request in requests.items():
             groups.setdefault(request.prompt, []).append(key)
@@ -456,9 +466,10 @@ class DecodeLoop:
         cache.place(self.used, len(groups[-1][0]), source, chosen)
         rows = slice(self.used, self.used + source.numel())
         self.key[rows], self.live[rows] = keys.to(device), True
-        self.seed[rows] = torch.tensor([self.requests[key].seed for _, keys in groups for key in keys]).to(
-            device
-        )
+        asked = [self.requests[key] for _, keys in groups for key in keys]
+        self.seed[rows], self.limit[rows] = torch.tensor(
+            [[request.seed for request in asked], [request.limit(self.params) for request in asked]]
+        ).to(device)
         self.position[rows] = lengths[source] - 1
         self.count[rows] = 0
         self.used = rows.stop
@@ -508,7 +519,7 @@ class DecodeLoop:
         cache.logprobs.view(-1).index_copy_(0, at, logprob)
         if self.stopping.texts:
             self._stop_texts(rows, token)
-        live &= ~self.stopping.eos[token] & (count < self.params.max_tokens)
+        live &= ~self.stopping.eos[token] & (count < self.limit[rows])
 
     def _stop_texts(self, rows: slice, token: Tensor) -> None:
         """End rows whose newest tokens hold a stop text. Only those that may complete one are decoded."""
@@ -546,13 +557,13 @@ class DecodeLoop:
         cache, columns = self.cache, self.longest + 1
         tokens, logprobs = cache.tokens[rows, :columns].cpu(), cache.logprobs[rows, :columns].cpu()
         chosen = cache.chosen[rows].cpu().numpy() if self.experts else None
-        state = torch.stack([*self.state[[0, 3, 4]][:, rows], self.live[rows]]).T.tolist()
+        state = torch.stack([*self.state[[0, 3, 4, 5]][:, rows], self.live[rows]]).T.tolist()
         taken = []
-        for row, (key, end, count, live) in enumerate(state):
+        for row, (key, end, count, limit, live) in enumerate(state):
             span = slice(end + 1 - count, end + 1)
             completion = Completion(tokens[row, span].tolist(), logprobs[row, span].tolist(), "abort")
             if not live:
-                by_itself = count < self.params.max_tokens or self.stopping.ends(completion.tokens)
+                by_itself = count < limit or self.stopping.ends(completion.tokens)
                 completion.finish = "stop" if by_itself else "length"
             if chosen is not None:
                 completion.routing = routing_array(chosen[row, :end], end + 1, self.experts)
@@ -566,7 +577,7 @@ class DecodeLoop:
         # Behind a row's newest token there is a place for what is computed after its end.
         rows, columns = self.block.room(rows), self.longest + 3
         if rows > self.cache.rows or columns > self.cache.columns:
-            grown = min(columns * 3 // 2 + 128, columns + self.params.max_tokens)
+            grown = min(columns * 3 // 2 + 128, columns + self.highest)
             self.cache.reserve(rows, grown if columns > self.cache.columns else 0)
 
 

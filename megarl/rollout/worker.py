@@ -220,8 +220,8 @@ class Worker:
             if completion.finish == "abort":  # an episode that has caught it
                 raise EpisodeAborted
             if not completion.tokens:
-                what = "the episode has ended before the policy wrote anything"
-                raise EngineError(f"rollout.episode: {what} ({verdict.error if verdict else 'await generate()'})")
+                why = (verdict and verdict.error) or "let it await policy.generate()"
+                raise EngineError(f"rollout.episode: it ended before the policy had written anything ({why})")
             self._ended.append(Ended(number, policy.prompt, completion, verdict, policy.turns, policy.calls))
             self._some_ended.set()
         except (EpisodeAborted, asyncio.CancelledError):
@@ -261,7 +261,8 @@ class Worker:
         """Return the responses, with rewards. An episode that has judged itself is not verified; the terms of
         the reward see the verifier's judgement all the same. version: of the engine's weights."""
         spoken = [turns_of(one.completion) for one in ended]
-        texts = iter(self.tokenizer.batch_decode([t for turns in spoken for t in turns], skip_special_tokens=True))
+        tokens = [turn for turns in spoken for turn in turns]
+        texts = iter(self.tokenizer.batch_decode(tokens, skip_special_tokens=True))
         said = ["\n".join(islice(texts, len(turns))) for turns in spoken]
         reward, overlong, longest = self.config.reward, self.config.reward.overlong, self._params.max_tokens
         with_terms = self._terms and bool(reward.terms)
@@ -282,13 +283,14 @@ class Worker:
                 penalty = soft_overlong_punishment(length, longest, overlong.buffer)
             terms = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
             versions = np.array(completion.versions, dtype=np.int32)
+            sampled, rewards = completion.sampled, completion.rewards
             body = Body(
                 tokens=np.array(completion.tokens, dtype=np.int32),
                 logprobs=np.array(completion.logprobs, dtype=np.float32),
                 versions=versions if (versions != version).any() else None,
                 routing=completion.routing,
-                sampled=None if completion.sampled is None else np.array(completion.sampled, dtype=bool),
-                rewards=None if completion.rewards is None else np.array(completion.rewards, dtype=np.float32),
+                sampled=None if sampled is None else np.array(sampled, dtype=bool),
+                rewards=None if rewards is None else np.array(rewards, dtype=np.float32),
                 journal=completion.journal,
             )
             responses.append(

@@ -16,8 +16,8 @@ from megarl.parallel.comm import barrier, shares_on_0
 from megarl.parallel.offload import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.chat import opening, schemas
+from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.rank import RolloutRank, joined
 from megarl.rollout.sglang import SGLangEngine
 from megarl.rollout.transformers_engine import TransformersEngine

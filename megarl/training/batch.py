@@ -161,9 +161,7 @@ def distribute(
             if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:
                 for replica in range(runtime.layout.dp):
                     theirs = [i for shares in shares_of[first:stop] for i in shares[replica]]
-                    packs = _pack(
-                        batch.prompt_lengths[theirs], batch.lengths[theirs], groups[theirs], budget
-                    )
+                    packs = _pack(batch.prompt_lengths[theirs], batch.lengths[theirs], groups[theirs], budget)
                     at_least = max(at_least, len(packs))
             own = range(stops[first], stops[stop])
             prompts_of = batch.prompt_lengths[rows] if shared else None

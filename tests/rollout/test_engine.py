@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import re
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -255,6 +256,49 @@ def test_poll_comes_back_in_time(make_engine):
     assert set(ended) == {7, 9} and engine.running == 1
     ended |= engine.poll(100.0)
     assert ended[8] == ended[7] != ended[9] and engine.running == 0
+
+
+@settings(max_examples=3, deadline=None)
+@given(chance=st.integers(0, 2**32), max_batch=st.integers(1, 40))
+def test_each_request_has_a_limit_of_its_own(make_engine, chance, max_batch):
+    """What it gets is the beginning of the response without one, in any company."""
+    rng, params = random.Random(chance), SamplingParams(max_tokens=20)
+    if "qwen3" not in TOGETHER:
+        TOGETHER["qwen3"] = make_engine("qwen3").generate(COMPANY, params)
+    limits = [rng.choice([None, *range(1, 21)]) for _ in COMPANY]
+    asked = [replace(request, max_tokens=limit) for request, limit in zip(COMPANY, limits, strict=True)]
+    found = make_engine("qwen3", max_batch=max_batch).generate(asked, replace(params, max_tokens=20))
+    for whole, limit, got in zip(TOGETHER["qwen3"], limits, found, strict=True):
+        count = min(len(whole.tokens), limit or 20)
+        assert (got.tokens, got.logprobs) == (whole.tokens[:count], whole.logprobs[:count])
+        assert got.finish == (whole.finish if count == len(whole.tokens) else "length")
+
+
+def test_a_limit_above_that_of_the_params(make_engine):
+    """The cache grows for it."""
+    engine = make_engine(eos_ids=())
+    [whole] = engine.generate([Request((5, 6), 3)], SamplingParams(300))
+    short, long = engine.generate([Request((5, 6), 2), Request((5, 6), 3, max_tokens=300)], SamplingParams(2))
+    assert (len(short.tokens), short.finish) == (2, "length") and long == whole
+
+
+def test_requests_of_other_params_take_turns(make_engine):
+    """None waits until those of other stop texts have ended; each is what it is alone."""
+    engine, kinds = (
+        make_engine(eos_ids=()),
+        [SamplingParams(30, stop=stop) for stop in ((), ("~~",), ("^^",))],
+    )
+    alone = [engine.generate([Request((5, 6), i)], params)[0] for i, params in enumerate(kinds)]
+    for i, params in enumerate(kinds):
+        engine.submit({i: Request((5, 6), i)}, params)
+    ended = {}
+    for _ in range(89):
+        ended |= engine.poll(0.0)
+        assert len({loop.longest for loop in engine._loops}) <= 2  # no more than a token apart
+    engine.submit({3: Request((5, 6), 0)}, kinds[0])
+    while engine.running:
+        ended |= engine.poll(1.0)
+    assert ended == {**dict(enumerate(alone)), 3: alone[0]}
 
 
 def test_long_responses_outgrow_the_cache_and_late_prompts_join(make_engine, reference, monkeypatch):

@@ -8,6 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from megarl.config.errors import EngineFailure
+from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
@@ -257,3 +258,27 @@ def test_the_experts_of_an_answer(tmp_path: Path) -> None:
     ):
         with pytest.raises(EngineFailure, match=message):
             answered(wrong)
+
+
+def test_each_request_brings_its_own_limit(tmp_path: Path) -> None:
+    """What is left of it behind a partial response; what does not fit the model is refused."""
+    config = Config(
+        recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout={"engine": "sglang"}
+    )
+    model = {"vocab_size": 307, "max_position_embeddings": 30}
+    engine = SGLangEngine(config, model, 0, torch.device("cpu"), (1,))  # never started
+    sent: list[Any] = []
+    engine.process = SimpleNamespace(submit=lambda rows, params: sent.extend(rows))  # type: ignore[assignment]
+    engine._has_weights = True
+    begun = Completion([9, 9], [-1.0, -1.0], "abort", [3, 3])
+    asked = {
+        0: Request((7, 8), 5),
+        1: Request((7, 8), 6, max_tokens=4),
+        2: Request((7, 8), 7, begun, max_tokens=3),
+    }
+    engine.submit(asked, SamplingParams(20))
+    assert sent == [(0, [7, 8], 2, 5, 20), (1, [7, 8], 2, 6, 4), (2, [7, 8, 9, 9], 2, 7, 1)]
+    for number, limit in enumerate((2, 29)):
+        with pytest.raises(EngineError, match="do not fit the model's 30 positions"):
+            engine.submit({9 + number: Request((7, 8), 7, begun, limit)}, SamplingParams(20))
+    assert engine.running == 3
