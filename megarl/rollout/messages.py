@@ -111,22 +111,26 @@ class Content(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     @staticmethod
     def of(number: int, body: Body) -> Content:
         """Return what is sent of a body."""
-        columns, routing = {name: getattr(body, name) for name in BODY}, body.routing
+        routing = body.routing
         return Content(
-            number=number,
-            **{name: None if column is None else column.tobytes() for name, column in columns.items()},
+            number,
+            body.tokens.tobytes(),
+            body.logprobs.tobytes(),
+            *(None if c is None else c.tobytes() for c in (body.versions, body.sampled, body.rewards)),
             routing=None if routing is None else (str(routing.dtype), routing.shape, routing.tobytes()),
         )
 
     @property
     def body(self) -> Body:
         """Return the body."""
-        sent = {name: getattr(self, name) for name in BODY}
+        columns: dict[str, Any] = {}
+        for name, kind in BODY.items():
+            data = getattr(self, name)
+            columns[name] = None if data is None else np.frombuffer(data, kind)
         routing = None
         if self.routing is not None:
             kind, shape, data = self.routing
             routing = np.frombuffer(data, kind).reshape(shape)
-        columns = {n: None if data is None else np.frombuffer(data, BODY[n]) for n, data in sent.items()}
         return Body(**columns, routing=routing)
 
 
