@@ -111,12 +111,15 @@ class Content(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     @staticmethod
     def of(number: int, body: Body) -> Content:
         """Return what is sent of a body."""
-        routing = body.routing
+        routing, some = body.routing, (body.versions, body.sampled, body.rewards)
+        versions, sampled, rewards = (None if column is None else column.tobytes() for column in some)
         return Content(
-            number,
-            body.tokens.tobytes(),
-            body.logprobs.tobytes(),
-            *(None if c is None else c.tobytes() for c in (body.versions, body.sampled, body.rewards)),
+            number=number,
+            tokens=body.tokens.tobytes(),
+            logprobs=body.logprobs.tobytes(),
+            versions=versions,
+            sampled=sampled,
+            rewards=rewards,
             routing=None if routing is None else (str(routing.dtype), routing.shape, routing.tobytes()),
         )
 
