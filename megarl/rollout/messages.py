@@ -119,27 +119,29 @@ class Content(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     @staticmethod
     def of(number: int, body: Body) -> Content:
         """Return what is sent of a body."""
-        columns, routing = {name: getattr(body, name) for name in BODY}, body.routing
-        sent: dict[str, Any] = {
-            n: None if column is None else column.tobytes() for n, column in columns.items()
-        }
+        routing, some = body.routing, (body.versions, body.sampled, body.rewards)
+        versions, sampled, rewards = (None if column is None else column.tobytes() for column in some)
         return Content(
             number=number,
-            **sent,
+            tokens=body.tokens.tobytes(),
+            logprobs=body.logprobs.tobytes(),
+            versions=versions,
+            sampled=sampled,
+            rewards=rewards,
             routing=None if routing is None else (str(routing.dtype), routing.shape, routing.tobytes()),
         )
 
     @property
     def body(self) -> Body:
         """Return the body."""
-        sent = {name: getattr(self, name) for name in BODY}
+        columns: dict[str, Any] = {}
+        for name, kind in BODY.items():
+            data = getattr(self, name)
+            columns[name] = None if data is None else np.frombuffer(data, kind)
         routing = None
         if self.routing is not None:
             kind, shape, data = self.routing
             routing = np.frombuffer(data, kind).reshape(shape)
-        columns: dict[str, Any] = {
-            n: None if data is None else np.frombuffer(data, BODY[n]) for n, data in sent.items()
-        }
         return Body(**columns, routing=routing)
 
 
