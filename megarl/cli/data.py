@@ -50,6 +50,7 @@ def show(
         name, entries = "data.eval", config.data.eval
     if not entries:
         raise ConfigError(f"{path}: {name}: names no file")
+    from megarl.rollout.chat import prompting
     from megarl.schedule.preflight import check_tokenizer
     from megarl.weights.megatron import open_model
 
@@ -67,7 +68,8 @@ def show(
         sets: list[ProblemSet] = []
         if config.data.has_gym and not held_out:  # its rows are never those of data.eval
             sets, _ = read_problem_sets(config.data, config.evaluation, tokenizer)
-        prompts, report = read_prompts(entries, config.data, tokenizer, sets, name)
+        tools = prompting(config.rollout, tokenizer)["tools"]
+        prompts, report = read_prompts(entries, config.data, tokenizer, sets, name, tools)
         shown = [(one.tokens, f", uid {one.uid}", _reference(one)) for one in prompts]
     print("\n".join(report.lines()))
     lengths = sorted(len(tokens) for tokens, _, _ in shown)

@@ -223,12 +223,19 @@ def _rollout_problems(c: Config) -> Iterator[str]:
     if "" in r.stop:
         yield "rollout.stop: must not hold an empty text, which would end every response at once"
 
-    given = [f"rollout.{key}" for key in ("episode", "environment", "agent") if getattr(r, key)]
+    given = [f"rollout.{key}" for key in ("episode", "tools", "environment", "agent") if getattr(r, key)]
     if len(given) > 1:
         yield f"{given[1]}: cannot stand beside {given[0]}: each says how a response is made (leave one out)"
-    for key in () if r.acts else _changed(c, "rollout.turns"):
-        what = "has no effect on responses of one turn (set rollout.episode, tools, environment or agent)"
-        yield f"{key}: {what}"
+    for key in ("tools", "agent"):
+        if getattr(r, key) and c.data.template != "chat":
+            yield f"rollout.{key}: needs a chat template (set data.template=chat)"
+    if r.agent and c.update.share_prompts:
+        what = "an agent's messages differ within a group"
+        yield f"update.share_prompts: has no effect with rollout.agent: {what} (set it to false)"
+    for key in (
+        () if r.acts else _changed(c, *(f"rollout.turns.{name}" for name in type(r.turns).model_fields))
+    ):
+        yield f"{key}: has no effect on responses of one turn (set rollout.episode, tools, environment or agent)"
     if (most := r.turns.max_tokens) is not None and most < r.max_response_tokens:
         what = f"must be >= rollout.max_response_tokens {r.max_response_tokens}, which it includes"
         yield f"rollout.turns.max_tokens: {what} (got {most})"

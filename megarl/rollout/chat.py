@@ -16,8 +16,10 @@ from itertools import count, zip_longest
 from typing import Any
 
 from megarl.config.errors import ConfigError
+from megarl.config.schema import RolloutConfig
 from megarl.data.prompts import Prompt
-from megarl.rollout.episode import Episode, Policy, ToolError
+from megarl.rewards.verdict import Verdict
+from megarl.rollout.episode import Episode, EpisodeTruncated, Policy, ToolError
 from megarl.rollout.tools import schema
 
 Message = Mapping[str, Any]
@@ -325,6 +327,13 @@ def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def prompting(rollout: RolloutConfig, tokenizer: Any) -> dict[str, Any]:
+    """Return what of a run's episodes decides how prompts are read: the arguments `tools` and `opening` of
+    megarl.data.prompts.read_prompts. Raises as `schemas` and `opening`."""
+    begun = opening(tokenizer) if rollout.agent else ()
+    return {"tools": list(schemas(rollout.tools).values()), "opening": begun}
+
+
 def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> Episode:
     """Return the episode of `rollout.tools`: the policy answers; while it calls tools they are run, those of
     one turn at once, and it is shown what they give, in the order of its calls. An answer without calls is
@@ -374,6 +383,29 @@ async def _run(policy: Policy, paths: Mapping[str, str], number: int, call: Call
         return str(await policy.call(paths[call.name], **call.arguments))
     except ToolError as error:
         return f"error: {error}"
+
+
+def play(chat: ChatTurns | None) -> Episode:
+    """Return the episode of `rollout.environment`: each turn of the policy is answered, as by a user where
+    `chat` is given, until the environment says that this is the end; its verdict is the response's."""
+
+    async def episode(prompt: Prompt, policy: Policy) -> Verdict:
+        written: Sequence[int] = ()
+        done, shown = False, await policy.reset()
+        if shown in (prompt.question, prompt.text):
+            shown = ""
+        with suppress(EpisodeTruncated):  # what was reached until then counts
+            while not done:
+                if shown:
+                    said = [{"role": "user", "content": shown}]
+                    policy.observe(chat.after(said, written) if chat else shown)
+                turn = await policy.generate()
+                written = turn.tokens
+                shown, reward, done = await policy.step(turn.text)
+                policy.reward(reward)
+        return await policy.verdict()
+
+    return episode
 
 
 def call_id(turn: int, number: int) -> str:

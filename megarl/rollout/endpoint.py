@@ -124,6 +124,7 @@ class Endpoint:
 
         async def episode(prompt: Prompt, policy: Policy) -> Verdict | bool | float | None:
             session = Session(self, policy)
+            policy.lenient = True  # agents have clocks and threads of their own
             self.sessions[session.key] = session
             try:
                 url = f"{await self.address()}/s/{session.key}/v1"

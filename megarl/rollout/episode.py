@@ -69,6 +69,7 @@ class Policy:
     tokenizer  needed for the texts of turns and for texts that are shown
     limits     of turns, calls and all tokens; None: those of the configuration's defaults
     tools      processes that calls are made in
+    lenient    whether an episode that does something else when it is run again goes on from there anew
     """
 
     prompt: Prompt
@@ -80,6 +81,7 @@ class Policy:
     limits: TurnsConfig = field(default_factory=TurnsConfig)
     tools: ToolPool | None = None
     shared_prompts: bool = False  # update.share_prompts
+    lenient: bool = False
     turns: int = 0
     calls: int = 0
     truncated: bool = False
@@ -130,7 +132,9 @@ class Policy:
                 self.begun.routing,
             )  # fmt: skip
             if list(self.begun.tokens[len(written.tokens) : first]) != self._observed:
-                raise self._differs("shows the policy something else")
+                self._record, found = [], None
+                if not self.lenient:
+                    raise self._differs("shows the policy something else")
         if found is None or found.finish == "abort":
             params = self.params
             if stop:
@@ -182,7 +186,7 @@ class Policy:
         assert self.written.rewards is not None
         self.written.rewards[-1] += float(value)
 
-    async def call(self, tool: str | Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
+    async def call(self, tool: str | Callable[..., Any], /, *arguments: Any, **keywords: Any) -> str:
         """Return what a tool gives, as a text. A plain function runs in a process of its own, within
         `rollout.turns`; an `async` one here, within its seconds.
 
@@ -306,25 +310,6 @@ Episode = Callable[[Prompt, Policy], Awaitable[Verdict | bool | float | None]]
 async def single_turn(prompt: Prompt, policy: Policy) -> None:
     """Let the policy answer once."""
     await policy.generate()
-
-
-async def play(prompt: Prompt, policy: Policy) -> Verdict:
-    """Let the policy act in an environment: each turn is answered, until the environment says that it has
-    ended; what it says of the episode then is the verdict."""
-    shown = await policy.reset()
-    if shown and shown not in (prompt.question, prompt.text):
-        policy.observe(shown)
-    done = False
-    try:
-        while not done:
-            turn = await policy.generate()
-            shown, reward, done = await policy.step(turn.text)
-            policy.reward(reward)
-            if not done:
-                policy.observe(shown)
-    except EpisodeTruncated:
-        pass  # what was reached until then counts
-    return await policy.verdict()
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:

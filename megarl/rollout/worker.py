@@ -23,7 +23,7 @@ from megarl.rewards.shaping import soft_overlong_punishment
 from megarl.rewards.verdict import Verdict, as_verdict, imported
 from megarl.rollout import messages as m
 from megarl.rollout.batch import Body, Response
-from megarl.rollout.chat import ChatTurns, check_template, schemas, tool_calls
+from megarl.rollout.chat import ChatTurns, check_template, play, schemas, tool_calls
 from megarl.rollout.endpoint import Endpoint
 from megarl.rollout.engine import EngineClient, RolloutEngine
 from megarl.rollout.episode import (
@@ -32,7 +32,6 @@ from megarl.rollout.episode import (
     EpisodeTruncated,
     Policy,
     ToolError,
-    play,
     single_turn,
 )
 from megarl.rollout.sampling import Completion
@@ -87,7 +86,7 @@ class Worker:
         self.leads = rank % config.rollout.engine_tp == 0
         turns = config.rollout.turns
         self.endpoint = endpoint_of(config.rollout, tokenizer)
-        self.episode = episode_of(config.rollout, tokenizer, self.endpoint)
+        self.episode = episode_of(config, tokenizer, self.endpoint)
         self.tools = ToolPool(
             turns.calls, turns.seconds, turns.memory, turns.observation, config.rollout.environment
         )
@@ -216,12 +215,16 @@ class Worker:
             except Exception as error:  # noqa: BLE001 (of the user's code: it is recorded, nobody has judged)
                 line = f"{type(error).__name__}: {error}".split("\n")[0]
                 verdict = Verdict(False, error=f"rollout.episode: {line}", judged=False)
+            if verdict is not None and not verdict.judged and not policy.turns:
+                await policy.generate(max_tokens=1)  # a response has a token, also one that does not count
             completion = policy.result()
             if completion.finish == "abort":  # an episode that has caught it
                 raise EpisodeAborted
             if not completion.tokens:
-                why = (verdict and verdict.error) or "let it await policy.generate()"
-                raise EngineError(f"rollout.episode: it ended before the policy had written anything ({why})")
+                what = "the episode has ended before the policy wrote anything"
+                raise EngineError(
+                    f"rollout.episode: {what} ({verdict.error if verdict else 'await generate()'})"
+                )
             self._ended.append(Ended(number, policy.prompt, completion, verdict, policy.turns, policy.calls))
             self._some_ended.set()
         except (EpisodeAborted, asyncio.CancelledError):
@@ -261,8 +264,9 @@ class Worker:
         """Return the responses, with rewards. An episode that has judged itself is not verified; the terms of
         the reward see the verifier's judgement all the same. version: of the engine's weights."""
         spoken = [turns_of(one.completion) for one in ended]
-        tokens = [turn for turns in spoken for turn in turns]
-        texts = iter(self.tokenizer.batch_decode(tokens, skip_special_tokens=True))
+        texts = iter(
+            self.tokenizer.batch_decode([t for turns in spoken for t in turns], skip_special_tokens=True)
+        )
         said = ["\n".join(islice(texts, len(turns))) for turns in spoken]
         reward, overlong, longest = self.config.reward, self.config.reward.overlong, self._params.max_tokens
         with_terms = self._terms and bool(reward.terms)
@@ -283,14 +287,15 @@ class Worker:
                 penalty = soft_overlong_punishment(length, longest, overlong.buffer)
             terms = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
             versions = np.array(completion.versions, dtype=np.int32)
-            sampled, rewards = completion.sampled, completion.rewards
             body = Body(
                 tokens=np.array(completion.tokens, dtype=np.int32),
                 logprobs=np.array(completion.logprobs, dtype=np.float32),
                 versions=versions if (versions != version).any() else None,
                 routing=completion.routing,
-                sampled=None if sampled is None else np.array(sampled, dtype=bool),
-                rewards=None if rewards is None else np.array(rewards, dtype=np.float32),
+                sampled=None if completion.sampled is None else np.array(completion.sampled, dtype=bool),
+                rewards=None
+                if completion.rewards is None
+                else np.array(completion.rewards, dtype=np.float32),
                 journal=completion.journal,
             )
             responses.append(
@@ -354,12 +359,16 @@ def endpoint_of(rollout: RolloutConfig, tokenizer: Any) -> Endpoint | None:
     return Endpoint(tokenizer, rollout.turns.seconds, rollout.stop) if rollout.agent else None
 
 
-def episode_of(rollout: RolloutConfig, tokenizer: Any, endpoint: Endpoint | None) -> Episode:
+def episode_of(config: Config, tokenizer: Any, endpoint: Endpoint | None) -> Episode:
     """Return how responses are made. Raises ConfigError where what the configuration names cannot be imported
-    or is no coroutine function, and where the chat template cannot tell of tools."""
+    or is no coroutine function, and where the chat template rewrites history or cannot tell of tools."""
+    rollout = config.rollout
     if rollout.environment:
         environment_class(rollout.environment)
-        return play
+        if config.data.template != "chat":
+            return play(None)
+        check_template(tokenizer, stop=rollout.stop)
+        return play(ChatTurns(tokenizer))
     if rollout.agent:
         assert endpoint is not None
         return endpoint.episode(_coroutine("rollout.agent", rollout.agent, "base_url, api_key, row"))

@@ -15,6 +15,7 @@ from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.batch import EvaluationResult
+from megarl.rollout.chat import prompting
 from megarl.rollout.rank import RolloutRank
 from megarl.schedule.generation import make_engine, start_engine
 from megarl.schedule.run import load_tokenizer, load_weights, make_weight_sync
@@ -81,7 +82,8 @@ class Evaluation:
         # A run may be writing there: all ranks read what rank 0 has found.
         self.weights = from_rank_0(runtime, weights)
         self.tokenizer = load_tokenizer(config.model.path)
-        self.sets, self.reports = read_problem_sets(config.data, config.evaluation, self.tokenizer)
+        shown = prompting(config.rollout, self.tokenizer)
+        self.sets, self.reports = read_problem_sets(config.data, config.evaluation, self.tokenizer, **shown)
         self.engine = make_engine(config, self.tokenizer, runtime)
         # Load the weights into Megatron's actor at this job's layout, sync them into the engine, drop the
         # actor.

@@ -16,7 +16,7 @@ from megarl.parallel.comm import barrier, shares_on_0
 from megarl.parallel.offload import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.chat import opening, schemas
+from megarl.rollout.chat import prompting
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.rank import RolloutRank, joined
 from megarl.rollout.sglang import SGLangEngine
@@ -65,13 +65,9 @@ class Generation(BatchSource):
     ) -> None:
         self.config, self.runtime, self.tokenizer = config, runtime, tokenizer
         self._waited = 0.0
-        rollout = config.rollout
-        tools = [] if rollout.episode else [*schemas(rollout.tools).values()]
-        begin = opening(tokenizer) if rollout.agent else ()
-        self.sets, reports = read_problem_sets(config.data, config.evaluation, tokenizer, tools, begin)
-        self.prompts, report = read_prompts(
-            config.data.train, config.data, tokenizer, self.sets, tools=tools, opening=begin
-        )
+        shown = prompting(config.rollout, tokenizer)
+        self.sets, reports = read_problem_sets(config.data, config.evaluation, tokenizer, **shown)
+        self.prompts, report = read_prompts(config.data.train, config.data, tokenizer, self.sets, **shown)
         self.reports = {"train": report, **reports}
         self.prompt_sampler = PromptSampler(len(self.prompts), config.seed, config.data.shuffle)
         reward = config.reward

@@ -35,7 +35,7 @@ from megarl.plan.memory import MemoryPlan, plan_of
 from megarl.rewards import VerifierPool
 from megarl.rewards.pool import Item
 from megarl.rewards.verdict import Reference, get_term, get_verifier
-from megarl.rollout.chat import schemas
+from megarl.rollout.chat import prompting
 from megarl.rollout.worker import endpoint_of, episode_of
 from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
@@ -110,7 +110,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         _check_positions(config, where, folder)
         _check_engine_layout(config, folder.config, device, world)
         get_verifier(config.reward.verifier)
-        episode_of(config.rollout, tokenizer, endpoint_of(config.rollout, tokenizer))
+        episode_of(config, tokenizer, endpoint_of(config.rollout, tokenizer))
         for name, term in config.reward.terms.items():
             get_term(name, term.function, term.arguments)
     described, near = (folder.config, critic.config if critic else None), None
@@ -122,7 +122,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         near = check_fits(plan_of(config, *described, world=world, cpu=True), where, memory_here(), free)
     response_key = config.supervised.response_key if not config.has_engine else None
     with without_tokenizer_threads():
-        tools = [] if config.rollout.episode else [*schemas(config.rollout.tools).values()]
+        tools = prompting(config.rollout, tokenizer)["tools"]
         references = validate_files(config.data, response_key, tokenizer, tools)
     if config.has_engine:
         check_verifier(config.reward, references, own_verifiers(config.data))
@@ -167,9 +167,11 @@ def preflight_evaluation(
     _check_positions(config, where, folder)
     _check_engine_layout(config, folder.config, device)
     get_verifier(config.reward.verifier)
+    episode_of(config, tokenizer, endpoint_of(config.rollout, tokenizer))
     with without_tokenizer_threads():
         held_out = config.data.model_copy(update={"train": ()})
-        references = validate_files(held_out, tokenizer=tokenizer)
+        tools = prompting(config.rollout, tokenizer)["tools"]
+        references = validate_files(held_out, tokenizer=tokenizer, tools=tools)
     check_verifier(config.reward.model_copy(update={"terms": {}}), references, own_verifiers(held_out))
 
 

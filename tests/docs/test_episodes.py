@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 
 from megarl.config.load import parse_yaml
-from megarl.rollout.chat import ChatTurns, schemas, tool_calls
+from megarl.rollout.chat import ChatTurns, play, schemas, tool_calls
 from tests.docs.test_docs import ROOT, blocks, written
-from tests.rollout.talk import CHATML, END, QWEN25, ScriptedPolicy, encode, merging_tokenizer, prompt_of
+from tests.rollout.talk import (
+    CHATML,
+    END,
+    QWEN25,
+    ScriptedPolicy,
+    encode,
+    merging_tokenizer,
+    prompt_of,
+    trained_on,
+)
 
 FILES = written("episodes.md")
 USER = {"role": "user", "content": "1 + 2?"}
@@ -59,7 +68,7 @@ def test_its_configurations_name_its_examples() -> None:
 
 def test_calculator() -> None:
     policy = policy_of([" Call: calc(1 + 2)", " Call: calc(one)", " Answer: 3"])
-    policy.tools["calculator:calc"] = example("calculator:calc")
+    policy.tools.functions = {"calculator:calc": example("calculator:calc")}  # type: ignore[union-attr]
     assert asyncio.run(example("calculator:solve")(policy.prompt, policy)) is True
     text = policy.tokenizer.decode(policy.tokens)
     assert "Call: calc(1 + 2)<|im_end|>\nResult: 3\n" in text and "\nResult: error: AttributeError" in text
@@ -79,7 +88,7 @@ def test_shop() -> None:
     tools = schemas(["shop:price"])
     script = ['<tool_call>{"name": "price", "arguments": {"fruit": "pear"}}</tool_call>', "4"]
     policy = policy_of(script, QWEN25, tools.values())
-    policy.tools["shop:price"] = example("shop:price")
+    policy.tools.functions = {"shop:price": example("shop:price")}  # type: ignore[union-attr]
     episode = tool_calls(ChatTurns(policy.tokenizer, tools.values()), {"price": "shop:price"})
     assert asyncio.run(episode(policy.prompt, policy)) is None  # type: ignore[arg-type]
     text = policy.tokenizer.decode(policy.tokens)
@@ -99,6 +108,20 @@ def test_guess() -> None:
     again = example("guess:Guess")()
     again.reset(row, 7)
     assert again.number == guess.number and not again.verdict()
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_guess_is_played(chat: bool) -> None:
+    """By the template what the environment says is a user's turn; without one it is text."""
+    policy = policy_of(["1", "100", "nothing"])
+    policy.tools.environment = example("guess:Guess")  # type: ignore[union-attr]
+    episode = play(ChatTurns(policy.tokenizer) if chat else None)
+    verdict = asyncio.run(episode(policy.prompt, policy))
+    assert not verdict.correct and verdict.judged and policy.truncated
+    text = policy.tokenizer.decode(policy.result().tokens)
+    said = "1<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n100<|im_end|>"
+    assert text.startswith(said if chat else "1<|im_end|>higher100<|im_end|>lower")
+    assert trained_on(policy) == policy.said
 
 
 def agent_of(policy: ScriptedPolicy, agent: Any) -> Any:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megarl.config.schema import TurnsConfig
 from megarl.data.prompts import Prompt
-from megarl.rollout.episode import EpisodeTruncated, ToolError
+from megarl.rewards.verdict import Verdict, as_verdict
+from megarl.rollout.episode import Policy
+from megarl.rollout.sampling import Completion, SamplingParams
+from megarl.rollout.tools import Result, Step
 
 SPECIALS = ("<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", "<|eot|>")
 END = 4
@@ -84,54 +88,91 @@ def merging_tokenizer(template: str | None = CHATML, end: str = "<|im_end|>") ->
     return fast
 
 
-@dataclass(frozen=True)
-class Spoken:
-    text: str
-    tokens: tuple[int, ...]
-    finish: str = "stop"
+class ScriptedClient:
+    """An engine that says the turns of `script`, each tokens or a text that is ended, whatever it is asked.
+
+    asked  what it was asked behind, and the limits"""
+
+    def __init__(self, tokenizer: Any, script: Sequence[str | Sequence[int]]) -> None:
+        self.tokenizer, self.script = tokenizer, script
+        self.said: list[tuple[int, ...]] = []
+        self.asked: list[tuple[tuple[int, ...], SamplingParams, int | None]] = []
+
+    async def generate(
+        self, tokens: tuple[int, ...], seed: int, params: SamplingParams, begun: Any, max_tokens: int
+    ) -> Completion:
+        turn = self.script[len(self.said)]
+        made = [*encode(self.tokenizer, turn), self.tokenizer.eos_token_id] if isinstance(turn, str) else turn
+        self.asked.append((tokens, params, max_tokens))
+        self.said.append(tuple(made))
+        return Completion(list(made), [-1.0] * len(made), "stop", [3] * len(made))
 
 
-@dataclass
-class ScriptedPolicy:
-    """Says the turns of `script`, each tokens or a text that is ended; keeps what it was shown."""
+class Functions:
+    """Tools in this process, by name, and an environment, by its class."""
 
-    prompt: Prompt
-    tokenizer: Any
-    script: Sequence[str | Sequence[int]]
-    tools: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    seed: int = 0
-    waiting: str = ""
-    said: list[tuple[int, ...]] = field(default_factory=list)
-    shown: list[tuple[int, ...]] = field(default_factory=list)  # before each turn
-    asked: list[dict[str, Any]] = field(default_factory=list)
-    _new: tuple[int, ...] = ()
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], environment: Any = None) -> None:
+        self.functions, self.environment = functions, environment
+
+    async def call(self, name: str, arguments: Any, keywords: Any, seed: int) -> Result[str]:
+        try:
+            return Result(str(self.functions[name](*arguments, **keywords)))
+        except Exception as error:  # noqa: BLE001 (a tool's)
+            return Result(None, f"{type(error).__name__}: {error}")
+
+    async def step(self, key: int, row: Any, seed: int, said: Sequence[str], state: Any) -> Result[Step]:
+        made = self.environment()
+        step = Step(made.reset(row, seed), 0.0, False)
+        for text in said:
+            step = Step(*made.step(text))
+        return Result(step)
+
+    async def verdict(self, key: int, row: Any, seed: int, said: Sequence[str], state: Any) -> Verdict:
+        made = self.environment()
+        made.reset(row, seed)
+        for text in said:
+            made.step(text)
+        return as_verdict(made.verdict(), "it")
+
+
+class ScriptedPolicy(Policy):
+    """The policy of one episode, whose turns are those of `script`; there are no others."""
+
+    client: Any
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        tokenizer: Any,
+        script: Sequence[str | Sequence[int]],
+        tools: Mapping[str, Callable[..., Any]] | None = None,
+        begun: Completion | None = None,
+    ) -> None:
+        limits = TurnsConfig(max=max(1, len(script)), max_tokens=10_000)
+        client: Any = ScriptedClient(tokenizer, script)
+        pool: Any = Functions(tools or {})
+        super().__init__(prompt, client, 5, SamplingParams(10_000), begun, tokenizer, limits, pool)
 
     @property
-    def tokens(self) -> tuple[int, ...]:
-        parts = [token for pair in zip(self.shown, self.said, strict=True) for part in pair for token in part]
-        return (*self.prompt.tokens, *parts, *self._new)
+    def said(self) -> list[tuple[int, ...]]:
+        return self.client.said
 
-    async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Spoken:
-        if len(self.said) == len(self.script):
-            raise EpisodeTruncated
-        turn = self.script[len(self.said)]
-        tokens = tuple(turn) if not isinstance(turn, str) else (*encode(self.tokenizer, turn), END)
-        self.shown.append(self._new)
-        self.said.append(tokens)
-        self.asked.append({"stop": tuple(stop), "max_tokens": max_tokens})
-        self._new = ()
-        return Spoken(self.tokenizer.decode(tokens, skip_special_tokens=True), tokens)
+    @property
+    def shown(self) -> list[tuple[int, ...]]:
+        """What it was shown before each turn; before the first one, behind the prompt."""
+        found, behind = [], len(self.prompt.tokens)
+        for (tokens, *_), said in zip(self.client.asked, self.said, strict=True):
+            found.append(tokens[behind:])
+            behind = len(tokens) + len(said)
+        return found
 
-    def observe(self, shown: str | Sequence[int]) -> None:
-        if isinstance(shown, str):
-            shown = self.tokenizer(shown, add_special_tokens=False, split_special_tokens=True).input_ids
-        self._new = (*self._new, *shown)
 
-    async def call(self, tool: str, /, *arguments: Any, **keywords: Any) -> str:
-        try:
-            return str(self.tools[tool](*arguments, **keywords))
-        except Exception as error:
-            raise ToolError(f"{type(error).__name__}: {error}") from error
+def trained_on(policy: Policy) -> list[tuple[int, ...]]:
+    """The turns that a finished response is trained on."""
+    written = policy.result()
+    sampled = written.sampled or [True] * len(written.tokens)
+    runs = groupby(zip(written.tokens, sampled, strict=True), key=lambda pair: pair[1])
+    return [tuple(token for token, _ in run) for mine, run in runs if mine]
 
 
 def add(a: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from tests.rollout.talk import (
     encode,
     merging_tokenizer,
     prompt_of,
+    trained_on,
 )
 
 USER = {"role": "user", "content": "one"}
@@ -350,6 +352,10 @@ def test_tools_are_called_until_an_answer():
     ]
     policy = ScriptedPolicy(prompt, tokenizer, script, {"here:add": add})
     assert asyncio.run(tool_calls(chat, {"add": "here:add"})(prompt, policy)) is None
+    again = ScriptedPolicy(prompt, tokenizer, [], begun=policy.result())
+    again.limits = policy.limits
+    asyncio.run(tool_calls(chat, {"add": "here:add"})(prompt, again))
+    assert not again.said and again.result() == policy.result() and trained_on(policy) == policy.said
     assert len(policy.said) == 3
     shown = [tokenizer.decode(tokens) for tokens in policy.shown[1:]]
     results = [part.partition("\n</tool_response>")[0] for part in shown[0].split("<tool_response>\n")[1:]]
@@ -368,7 +374,7 @@ def test_a_turn_that_was_cut_calls_nothing():
     class Cut(ScriptedPolicy):
         async def generate(self, *args, **kwargs):
             turn = await super().generate(*args, **kwargs)
-            return type(turn)(turn.text, turn.tokens, "length")
+            return replace(turn, finish="length")
 
     policy = Cut(prompt, tokenizer, ['<tool_call>{"name": "f"}</tool_call>'], {"f": lambda: 1 / 0})
     asyncio.run(tool_calls(chat, {"f": "f"})(prompt, policy))

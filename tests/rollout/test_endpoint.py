@@ -12,7 +12,16 @@ import pytest
 from megarl.config.errors import ConfigError, EngineError
 from megarl.rollout.chat import opening
 from megarl.rollout.episode import EpisodeAborted, EpisodeTruncated
-from tests.rollout.talk import CHATML, END, QWEN25, ScriptedPolicy, encode, merging_tokenizer, prompt_of
+from tests.rollout.talk import (
+    CHATML,
+    END,
+    QWEN25,
+    ScriptedPolicy,
+    encode,
+    merging_tokenizer,
+    prompt_of,
+    trained_on,
+)
 
 aiohttp = pytest.importorskip("aiohttp")
 
@@ -57,7 +66,7 @@ def run(policy: ScriptedPolicy, agent: Any, seconds: float = 20.0) -> Any:
     async def running() -> Any:
         endpoint = Endpoint(policy.tokenizer, seconds)
         try:
-            return await endpoint.episode(agent)(policy.prompt, policy)  # type: ignore[arg-type]
+            return await endpoint.episode(agent)(policy.prompt, policy)
         finally:
             await endpoint.close()
             assert not endpoint.sessions
@@ -93,6 +102,10 @@ def test_an_openai_agent_is_captured():
     tokenizer = policy.tokenizer
     assert run(policy, openai_agent) == 1.0
     assert policy.said == [(*encode(tokenizer, f"an {CALL}"), END), (*encode(tokenizer, "3"), END)]
+    assert trained_on(policy) == policy.said
+    again = ScriptedPolicy(policy.prompt, tokenizer, [], begun=policy.result())
+    again.limits = policy.limits
+    assert run(again, openai_agent) == 1.0 and not again.said and again.result() == policy.result()
     text = tokenizer.decode(policy.tokens)
     assert text.startswith("<|im_start|>system\nUse the tool.") and '"name": "add"' in text
     assert f"<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\nan {CALL}<|im_end|>\n" in text
@@ -135,7 +148,7 @@ def test_turns_that_no_encoder_writes():
     agent, answers = asking(*bodies)
     assert run(policy, agent) is True
     assert [status for status, _ in answers] == [200] * 3
-    assert [list(tokens) for tokens in policy.said[:2]] == drawn
+    assert [list(tokens) for tokens in policy.said[:2]] == drawn and trained_on(policy) == policy.said
     assert policy.shown[0] == ()
     usage = answers[1][1]["usage"]
     assert usage["completion_tokens"] == len(drawn[1])
@@ -148,7 +161,8 @@ def test_what_is_asked_for_reaches_the_policy():
             "temperature": 0, "response_format": {"type": "text"}, "tools": None}  # fmt: skip
     agent, answers = asking(body)
     assert run(policy, agent) is True
-    assert policy.asked == [{"stop": (" two",), "max_tokens": 7}]
+    ((_, params, most),) = policy.client.asked
+    assert params.stop == (" two",) and most == 7
     ((status, answer),) = answers
     message = {"role": "assistant", "content": "an one"}
     assert status == 200 and answer["object"] == "chat.completion"
@@ -317,7 +331,7 @@ def test_an_abort_ends_the_agent():
     async def cancelled() -> None:
         policy = policy_of(["two"])
         endpoint = Endpoint(policy.tokenizer, 20.0)
-        task = asyncio.ensure_future(endpoint.episode(agent)(policy.prompt, policy))  # type: ignore[arg-type]
+        task = asyncio.ensure_future(endpoint.episode(agent)(policy.prompt, policy))
         while not policy.said:
             await asyncio.sleep(0.01)
         assert policy.waiting == "agent"
@@ -331,6 +345,18 @@ def test_an_abort_ends_the_agent():
     assert len(ended) == 2
 
 
+def test_an_agent_that_differs_when_it_is_run_again_goes_on_anew():
+    policy = policy_of(["two", "one"])
+    said = [{"messages": user(*texts)} for texts in (["one"], ["one", "two", "an"], ["one", "two", "ans"])]
+    run(policy, asking(*said[:2])[0])
+    again = ScriptedPolicy(policy.prompt, policy.tokenizer, ["an"], begun=policy.result())
+    again.limits = policy.limits
+    agent, answers = asking(said[0], said[2])
+    assert run(again, agent) is True
+    assert [answer["choices"][0]["message"]["content"] for _, answer in answers] == ["two", "an"]
+    assert trained_on(again) == [policy.said[0], again.said[0]]
+
+
 def test_an_endpoint_outlives_a_loop():
     """Each rollout has a loop of its own."""
     policy = policy_of([])
@@ -339,7 +365,7 @@ def test_an_endpoint_outlives_a_loop():
     async def once() -> int:
         policy = policy_of(["two"])
         agent, answers = asking({"messages": user("one")})
-        await endpoint.episode(agent)(policy.prompt, policy)  # type: ignore[arg-type]
+        await endpoint.episode(agent)(policy.prompt, policy)
         await endpoint.close()
         return answers[0][0]
 
