@@ -145,10 +145,11 @@ class Policy:
             if not found.tokens and begun is not None:
                 found = begun
         if found.tokens:
-            version = found.versions[0] if found.versions else 0
+            # The transformers engine names no version: all are of its present weights.
+            by_token = found.versions or [self.client.engine.weight_version] * len(found.tokens)
             for tokens, logprobs, versions, sampled in (
-                (self._observed, [0.0] * len(self._observed), [version] * len(self._observed), False),
-                (found.tokens, found.logprobs, found.versions, True),
+                (self._observed, [0.0] * len(self._observed), [by_token[0]] * len(self._observed), False),
+                (found.tokens, found.logprobs, by_token, True),
             ):
                 written.tokens += tokens
                 written.logprobs += logprobs
