@@ -145,7 +145,10 @@ class Policy:
             if not found.tokens and begun is not None:
                 found = begun
         if found.tokens:
-            version = found.versions[0] if found.versions else 0
+            if len(found.versions) < len(found.tokens):  # the transformers engine tells none
+                since = len(found.tokens) - len(found.versions)
+                found.versions = [*found.versions, *[self.client.engine.weight_version] * since]
+            version = found.versions[0]
             for tokens, logprobs, versions, sampled in (
                 (self._observed, [0.0] * len(self._observed), [version] * len(self._observed), False),
                 (found.tokens, found.logprobs, found.versions, True),
