@@ -9,6 +9,8 @@ SEED ?= 0
 TP ?=
 # Model of `make demo`: tiny, or smollm2, a pretrained one.
 MODEL ?= tiny
+# Task of `make demo MODEL=smollm2`: sums, or calculator, word problems with a tool to call.
+TASK ?= sums
 # Rollout engine of `make demo`: transformers or sglang.
 ENGINE ?= transformers
 # Test processes. Tests start ranks of their own, one thread each: two of them keep two cores busy.
@@ -83,10 +85,10 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 ifeq ($(ENGINE),sglang)
 # One rank and one engine: with the config's two ranks there would be two engines, of three processes each.
 demo: $(SGLANG)/installed
-	$(SGLANG)/bin/megarl demo --model $(MODEL) --recipe $(RECIPE) --seed $(SEED) rollout.engine=sglang parallel.tp=$(or $(TP),1) $(ARGS)
+	$(SGLANG)/bin/megarl demo --model $(MODEL) --task $(TASK) --recipe $(RECIPE) --seed $(SEED) rollout.engine=sglang parallel.tp=$(or $(TP),1) $(ARGS)
 else
-demo: $(STAMP) ## a tiny model learns multi-step addition: RECIPE=vapo|dapo|sao|rloo|... MODEL=smollm2 SEED=0 TP=2 ENGINE=sglang
-	$(BIN)/megarl demo --model $(MODEL) --recipe $(RECIPE) --seed $(SEED) rollout.engine=$(ENGINE) $(if $(TP),parallel.tp=$(TP)) $(ARGS)
+demo: $(STAMP) ## a tiny model learns multi-step addition: RECIPE=vapo|dapo|sao|rloo|... MODEL=smollm2 TASK=calculator SEED=0 TP=2 ENGINE=sglang
+	$(BIN)/megarl demo --model $(MODEL) --task $(TASK) --recipe $(RECIPE) --seed $(SEED) rollout.engine=$(ENGINE) $(if $(TP),parallel.tp=$(TP)) $(ARGS)
 endif
 
 demo-te: $(STAMP) $(TE)/installed ## the DAPO demo on Transformer Engine's layers, kernels emulated: FP8=tensorwise, or FP8= for bf16

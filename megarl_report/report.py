@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.files import why, write_whole
-from megarl.observe.run_log import Sample, shorten
+from megarl.observe.run_log import OBSERVED, Sample, shorten
 from megarl.observe.runs import RecordedRun, layout_text, load_run
 from megarl.observe.terminal import MISSING, duration, evaluated_sources, number
 from megarl_report.figures import SECTIONS, draw, families
@@ -35,6 +35,7 @@ EVALUATED = {
 }
 TRAINED = {"responses": ".0f", "accuracy": ".3f", "score": ".3f", "length": ".0f"}
 MORE_STEPS, MORE_CHARACTERS = 6, 1500  # folded steps of the sample browser, characters of a response there
+UNFOLDED = 3  # turns of an episode that are all shown; of more all but the last are folded
 
 _templates = Environment(
     loader=PackageLoader("megarl_report"),
@@ -82,6 +83,7 @@ def render(runs: Sequence[RecordedRun]) -> str:
         missing=[spec.title for _, figures in drawn for spec, found in figures if not found],
         browsers=[browser(run) for run in runs],
         spans=spans,
+        turns=turns,
         shorten=shorten,
         alarms=alarms(runs),
         sources=[sources(run) for run in runs],
@@ -263,8 +265,50 @@ def _worth(sample: Sample, name: str) -> Sequence[float | None]:
     return (sample.advantages if name == "advantage" else sample.values) or ()
 
 
-def spans(sample: Sample, scales: Mapping[str, float] | None) -> list[tuple[str, str, str]]:
-    """Return a response as (CSS classes, title, text), one for neighbouring tokens that are worth the same.
+class TurnShown(NamedTuple):
+    """A turn of the policy, as `spans` has it, and what it was shown behind it.
+
+    brief: its first line; unfolded: whether it is shown at once"""
+
+    said: list[tuple[str, str, str]]
+    observed: str
+    brief: str
+    unfolded: bool
+
+
+def turns(sample: Sample, scales: Mapping[str, float] | None) -> list[TurnShown]:
+    """Return the turns of an episode; [] for a response of one turn."""
+    parts: list[tuple[bool, str, list[tuple[str, str, str]]]] = []  # observed, text, spans
+    tokens = sample.tokens or []
+    if scales is not None and sample.observed:
+        flags = sample.observed
+        changes = [i for i in range(1, len(tokens)) if flags[i] != flags[i - 1]]
+        for begin, end in pairwise([0, *changes, len(tokens)]):
+            parts.append((flags[begin], "".join(tokens[begin:end]), spans(sample, scales, begin, end)))
+    elif sample.turns:
+        most = MORE_CHARACTERS if scales is None else None
+        for who, text in sample.turns:
+            text = shorten(text, most // len(sample.turns)) if most else text
+            parts.append((who == OBSERVED, text, [("", "", text)]))
+    if not parts:
+        return []
+    if parts[0][0]:  # shown before the first turn
+        parts.insert(0, (False, "", []))
+    said = parts[::2]
+    shown = [text for _, text, _ in parts[1::2]] + [""]
+    found = []
+    for i, (_, text, pieces) in enumerate(said):
+        unfolded = len(said) <= UNFOLDED or i == len(said) - 1
+        brief = shorten((text.strip().splitlines() or [""])[0], 60).replace("\n", " ")
+        found.append(TurnShown(pieces, shown[i] if i < len(shown) else "", brief, unfolded))
+    return found
+
+
+def spans(
+    sample: Sample, scales: Mapping[str, float] | None, begin: int = 0, end: int | None = None
+) -> list[tuple[str, str, str]]:
+    """Return a response, or its tokens `begin` to `end`, as (CSS classes, title, text), one for neighbouring
+    tokens that are worth the same.
 
     scales None: the text alone, shortened."""
     if scales is None:
@@ -274,10 +318,10 @@ def spans(sample: Sample, scales: Mapping[str, float] | None) -> list[tuple[str,
     columns = {name: _worth(sample, name) for name in scales}
     found = []
     worths = []
-    for i in range(len(sample.tokens)):
+    for i in range(len(sample.tokens))[begin:end]:
         known = ((name, column[i]) for name, column in columns.items() if i < len(column))
         worths.append({name: x for name, x in known if x is not None})
-    for worth, tokens in groupby(zip(worths, sample.tokens, strict=True), key=itemgetter(0)):
+    for worth, tokens in groupby(zip(worths, sample.tokens[begin:end], strict=True), key=itemgetter(0)):
         levels = {name: level(x, scales[name]) for name, x in worth.items()}
         classes = " ".join(f"{name[0]}{'p' if n > 0 else 'n'}{abs(n)}" for name, n in levels.items() if n)
         title = ", ".join(f"{name} {x:+.3g}" for name, x in worth.items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, NamedTuple
@@ -24,22 +24,28 @@ from megarl.config import check_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import config_file, set_key
 from megarl.config.schema import Config
+from megarl.observe.run_log import OBSERVED
 from megarl.parallel.lease import leased, make_anew
 from megarl.parallel.machine import GIB, cores, matrix_rates
-from megarl_tasks.pretrained import EVAL_ROWS, SMOLLM2, fetch, write_task
+from megarl_tasks import calculator, pretrained
+from megarl_tasks.pretrained import SMOLLM2, fetch
 
 Model = Literal["tiny", "smollm2"]
+Task = Literal["sums", "calculator"]
 FOLDERS: dict[Model, Path] = {"tiny": Path("runs/demo"), "smollm2": Path("runs/smollm2")}
-# Of the pretrained model's runs. TOKENS: that a response adds to a pass, with its share of the prompt;
+# Of the pretrained model's runs. TOKENS, by task: that a response adds to a pass, with its share of the prompt;
 # REACHED: share of the processor's rate that a forward pass reaches; ASKED: such passes that a held-out
 # answer is worth; PRETRAINED, by recipe: those of a step, drawing included, and its updates of a model, each
 # of which takes UPDATE seconds besides, most of them for memory to be read and written.
-PARAMETERS, TOKENS, GROUP, RANKS = 135e6, 32, 8, 2
+PARAMETERS, GROUP, RANKS = 135e6, 8, 2
+TOKENS: dict[Task, int] = {"sums": 32, "calculator": 64}
+ROWS: dict[Task, int] = {"sums": pretrained.EVAL_ROWS, "calculator": 2 * calculator.EVAL_ROWS}  # that are evaluated
 REACHED = {"fp32": 0.7, "bf16": 0.55}
 ASKED, UPDATE = 5.0, 1.5
 PRETRAINED = {"vapo": (16.0, 4), "dapo": (11.0, 2)}
 QUICK, LONG = 330.0, 1140.0  # seconds
 LEAST, MOST = 8, 16  # steps
+NEVER = 1000  # steps between evaluations of what is evaluated before and after alone
 PRETRAINED_MEMORY = 12 * GIB
 
 MARK = ".megarl-demo"  # in --folder: it was made here
@@ -60,6 +66,10 @@ def demo(
             "(93 MB)"
         ),
     ] = "tiny",
+    task: Annotated[
+        Task,
+        Option(help="sums; calculator: with --model smollm2, word problems with a calculator to call"),
+    ] = "sums",
     folder: Annotated[
         Path | None,
         Option(
@@ -91,21 +101,28 @@ def demo(
     if model != "tiny" and recipe not in PRETRAINED:
         known = " or ".join(PRETRAINED)
         raise ConfigError(f"--recipe: with --model {model} it is {known} (got {recipe})")
+    if model == "tiny" and task != "sums":
+        raise ConfigError(f"--task: {task} is for a pretrained model (add --model smollm2)")
     started = time.time()
     folder = folder or FOLDERS[model]
-    place = folder if seed == 0 else folder / f"seed-{seed}"
+    place = folder if task == "sums" else folder / task
+    place = place if seed == 0 else place / f"seed-{seed}"
     place = place / f"experts-{experts}" if experts else place
     first, sizes = place / "sft" / "hf", []
     file = config_file(f"configs/demo_{recipe}.yaml")
     if model != "tiny":
-        file, first = config_file(f"configs/demo_{model}_{recipe}.yaml"), folder / "model"
-        found = choose_sizes(matrix_rates(min(RANKS, cores())), cores(), recipe)
+        named = model if task == "sums" else task
+        file, first = config_file(f"configs/demo_{named}_{recipe}.yaml"), folder / "model"
+        found = choose_sizes(matrix_rates(min(RANKS, cores())), cores(), recipe, task)
         sizes = found.overrides()
         print(found, flush=True)
+    evaluated: list[Any] = [place / "eval.jsonl"]
+    if task == "calculator":
+        evaluated.append({"path": place / "without_tool.jsonl", "name": "without_tool", "every": NEVER})
     reinforcement = [
         set_key("seed", seed),
         set_key("data.train", [place / "train.jsonl"]),
-        set_key("data.eval", [place / "eval.jsonl"]),
+        set_key("data.eval", evaluated),
         set_key("model.path", first),
         set_key("run_dir", place / recipe),
         *sizes,
@@ -120,7 +137,7 @@ def demo(
         if model == "tiny":
             code = _make_tiny(place, seed, layers, experts, config, data_only=data_only)
         else:
-            code = _make_pretrained(folder, place, seed)
+            code = _make_pretrained(folder, place, seed, task)
         if code:
             return code
         if data_only:
@@ -131,7 +148,7 @@ def demo(
         _make_anew(config.run_dir, MARK_RUN)
         if code := train(file, reinforcement):
             return code
-        _print_result(config, model)
+        _print_result(config, model, task)
         print(f"took {time.time() - started:.0f} s")
         return 0
 
@@ -174,12 +191,12 @@ def _make_tiny(place: Path, seed: int, layers: int, experts: int, config: Config
     return _warm_start(config_file("configs/demo_sft.yaml"), supervised)
 
 
-def _make_pretrained(folder: Path, place: Path, seed: int) -> int:
+def _make_pretrained(folder: Path, place: Path, seed: int, task: Task) -> int:
     """Fetch the pretrained model, unless it is there, and write its task; return the exit code."""
     from megarl.weights.gguf import gguf_to_hf
 
     place.mkdir(parents=True, exist_ok=True)
-    write_task(place, seed)
+    {"sums": pretrained, "calculator": calculator}[task].write_task(place, seed)
     out = folder / "model"
     what = f"SmolLM2-135M-Instruct, of the package {SMOLLM2.package} {SMOLLM2.version}"
     if (out / "SHA256SUMS").is_file():  # written last
@@ -221,18 +238,18 @@ class RunSizes(NamedTuple):
         return f"{rates}: {size}, about {self.seconds / 60:.0f} minutes ({change})"
 
 
-def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str) -> RunSizes:
+def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str, task: Task = "sums") -> RunSizes:
     """Choose precision, responses and steps by what a core multiplies: QUICK seconds of training where that
     is enough for LEAST steps, else as many as LONG has room for, at last with half of the responses."""
     dtype = max(rates, key=lambda one: rates[one] * REACHED[one])
     ranks = min(RANKS, cores)
     threads = cores // ranks
     speed = rates[dtype] * REACHED[dtype] * ranks * threads * 1e9
-    answer = TOKENS * 2 * PARAMETERS / speed  # seconds of one forward pass over a response
+    answer = TOKENS[task] * 2 * PARAMETERS / speed  # seconds of one forward pass over a response
     passes, updates = PRETRAINED[recipe]
     for prompts in (8, 4):
         step = prompts * GROUP * answer * passes + updates * UPDATE
-        around = 2 * EVAL_ROWS * answer * ASKED + (step / 2 if recipe == "vapo" else 0)
+        around = 2 * ROWS[task] * answer * ASKED + (step / 2 if recipe == "vapo" else 0)
         steps = int((QUICK - around) / step)
         if steps < LEAST:
             steps = min(LEAST, int((LONG - around) / step))
@@ -288,7 +305,7 @@ def _make_anew(folder: Path, mark: str) -> None:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror} (choose another folder)") from None
 
 
-def _print_result(config: Config, model: Model) -> None:
+def _print_result(config: Config, model: Model, task: Task) -> None:
     """Print accuracy before and after, for the tiny model how the shares of the kinds of answers moved (what
     the policy learned besides being right more often), and where report and model are."""
     from megarl.algorithms.evaluation import interval
@@ -296,11 +313,13 @@ def _print_result(config: Config, model: Model) -> None:
     from megarl.observe.runs import read_jsonl
     from megarl_tasks.arithmetic import Style, style_shares
 
-    answers: dict[int, list[dict[str, Any]]] = {}
-    for answer in read_jsonl(config.run_dir / ANSWERS_FILE, lambda record: "step" in record).records:
-        answers.setdefault(answer["step"], []).append(answer)
+    read = read_jsonl(config.run_dir / ANSWERS_FILE, lambda record: "step" in record).records
     print()
-    if answers:
+    for named in dict.fromkeys(answer["set"] for answer in read):
+        answers: dict[int, list[dict[str, Any]]] = {}
+        for answer in read:
+            if answer["set"] == named:
+                answers.setdefault(answer["step"], []).append(answer)
         first, last = min(answers), max(answers)
         said = {}
         for step in (first, last):
@@ -311,7 +330,11 @@ def _print_result(config: Config, model: Model) -> None:
             low, high = interval(means, config.evaluation.samples)
             said[step] = f"{fmean(means):.3f} ({low:.3f} to {high:.3f})"
         accuracy = f"{said[first]} before, {said[last]} after {last} steps"
-        print(f"accuracy on {len(right)} held-out problems (95 % confidence): {accuracy}")
+        without = ", without the calculator" if named else ""
+        print(f"accuracy on {len(right)} held-out problems{without} (95 % confidence): {accuracy}")
+        if task == "calculator" and not named:
+            calls = [_calls(answers[step]) for step in (first, last)]
+            print(f"calls of the calculator a response: {calls[0]:.2f} before, {calls[1]:.2f} after")
         if model == "tiny":
             before, after = (
                 style_shares([(one["response"], not one["truncated"]) for one in answers[step]])
@@ -328,3 +351,9 @@ def _print_result(config: Config, model: Model) -> None:
     for name, path in (("report:  ", config.run_dir / "report.html"), ("HF model:", config.run_dir / "hf")):
         if path.exists():
             print(f"{name}   {path}")
+
+
+def _calls(answers: Sequence[Mapping[str, Any]]) -> float:
+    """Return how often the policy was shown a result, on average."""
+    shown = [[who for who, _ in answer["turns"] or () if who == OBSERVED] for answer in answers]
+    return fmean(map(len, shown))

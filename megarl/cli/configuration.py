@@ -136,6 +136,21 @@ def plan(
             help="standard deviation of response lengths; default: as of a log-normal's with sigma 0.6",
         ),
     ] = None,
+    turns: Annotated[
+        int | None,
+        Option(metavar="N", help="turns of an episode; default: a quarter of rollout.turns.max"),
+    ] = None,
+    observed: Annotated[
+        float | None,
+        Option(
+            metavar="TOKENS",
+            help="tokens that an episode is shown between two turns; default: of all turns together a third of "
+            "the room that rollout.turns.max_tokens leaves for them",
+        ),
+    ] = None,
+    tool_seconds: Annotated[
+        float | None, Option(metavar="SECONDS", help="that a tool takes between two turns; default: 1")
+    ] = None,
     everything: Annotated[bool, Option("--all", help="list every layout")] = False,
     best: Annotated[
         bool,
@@ -182,6 +197,9 @@ def plan(
     for option, value, most in (
         ("--mean-length", mean_length, None),
         ("--length-deviation", length_deviation, None),
+        ("--turns", turns, None),
+        ("--observed", observed, None),
+        ("--tool-seconds", tool_seconds, None),
         ("--kept", kept, 1.0),
     ):
         if value is not None and not 0 < value <= (most or value):
@@ -204,6 +222,11 @@ def plan(
     drawn = default_lengths(made)
     if mean_length is not None:
         drawn = replace(drawn, mean=mean_length)
+    for name, given in (("turns", turns), ("observed", observed), ("idle", tool_seconds)):
+        if given is not None:
+            if not config.rollout.acts:
+                raise ConfigError(f"{path}: --turns, --observed, --tool-seconds: say nothing of responses of one turn (set rollout.episode, tools, environment or agent)")
+            drawn = replace(drawn, **{name: given})
     if length_deviation is not None:
         drawn = with_deviation(drawn, length_deviation)
     if simulate:

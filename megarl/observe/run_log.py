@@ -35,6 +35,7 @@ STAGES = (
 )  # in the order of a run; "eval" is between its steps
 DIGITS = 9  # significant digits of a recorded number
 SAMPLE_CHARACTERS = 20_000  # of a prompt or a response
+POLICY, OBSERVED = "policy", "observed"  # whose a stretch of a response is
 
 Record = dict[str, Any]
 Tables = Mapping[str, Mapping[str, Sequence[float]]]
@@ -90,7 +91,9 @@ class Sample:
 
     prompt: as the model read it; question: what the user asked in it;
     reward: as it entered the advantages, with penalties; length: response tokens; group_size, group_right:
-    responses to the same prompt, and how many are right; advantage_*: over all tokens; tokens: texts."""
+    responses to the same prompt, and how many are right; advantage_*: over all tokens; tokens: texts;
+    turns: of an episode of several, [POLICY or OBSERVED, text] each, which joined are the response; observed:
+    which of the tokens were shown to the policy."""
 
     step: int
     prompt: str
@@ -110,6 +113,8 @@ class Sample:
     advantages: list[float | None] | None = None
     values: list[float | None] | None = None
     question: str = ""
+    turns: list[list[str]] | None = None
+    observed: list[bool] | None = None
 
 
 def choose_samples(samples: Sequence[Sample], limit: int) -> list[Sample]:
@@ -270,6 +275,9 @@ class RunLog:
             record["prompt"] = shorten(sample.prompt, SAMPLE_CHARACTERS)
             record["question"] = shorten(sample.question, SAMPLE_CHARACTERS)
             record["response"] = shorten(sample.response, SAMPLE_CHARACTERS)
+            if sample.turns is not None:
+                most = SAMPLE_CHARACTERS // max(1, len(sample.turns))
+                record["turns"] = [[who, shorten(text, most)] for who, text in sample.turns]
             self._files[SAMPLES_FILE].write(record)
         return len(chosen)
 

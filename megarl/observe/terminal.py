@@ -57,6 +57,7 @@ COLUMNS = (
     Column("reward", "reward", ("reward/mean",), "+.3f", 6),
     Column("nll", "NLL loss", ("policy/nll_loss",), ".4f", 6),
     Column("len", "response length", ("response/length_mean",), "tokens", 6),
+    Column("calls", "turns / calls", ("episode/turns_mean", "episode/calls_mean"), ".2f", 4),
     Column("r/w", "length right / wrong", _LENGTHS, "tokens", 6),
     Column("refl", "reflecting / right", ("reflection/share", "reflection/accuracy"), ".3f", 5),
     Column("cut", "truncated", ("reward/truncated",), ".3f", 5),

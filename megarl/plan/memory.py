@@ -427,7 +427,7 @@ class MemoryPlan:
         tokens = sequences * self.longest
         if config.update.share_prompts:
             prompts = -(-sequences // config.rollout.group_size)
-            responses = sequences * config.rollout.max_response_tokens
+            responses = sequences * config.rollout.max_extent
             tokens = prompts * config.data.max_prompt_tokens + responses
         return min(self.pack, tokens)
 

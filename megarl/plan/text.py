@@ -71,7 +71,8 @@ def lines(plan: MemoryPlan, where: str, lengths: Lengths, made: Estimate) -> Ite
     yield f"log-prob head at work on a micro-batch  {head:.1f} GiB, at another time than the layers"
     if config.has_engine:
         full = f"{plan.cache_tokens / plan.longest:,.0f} of full length"
-        mean = f"{plan.cache_tokens / (config.data.max_prompt_tokens + lengths.mean):,.0f} of mean length"
+        usual = config.data.max_prompt_tokens + lengths.mean + lengths.shown
+        mean = f"{plan.cache_tokens / usual:,.0f} of mean length"
         yield f"responses decoded at once by an engine  {full}, {mean}"
         yield f"weights into a GPU at each transfer  {plan.transferred / 1e9:.2f} GB"
     host, there = plan.host(), config.cluster.host_memory
@@ -84,11 +85,19 @@ def lines(plan: MemoryPlan, where: str, lengths: Lengths, made: Estimate) -> Ite
     yield ""
     yield (
         f"a step takes about {clock(made.total)}, estimated from data sheets, with responses of "
-        f"{lengths.mean:,.0f} tokens on average (up to {lengths.longest:,}), "
+        f"{lengths.mean:,.0f} tokens on average (up to {lengths.longest:,}){episodes(lengths)}, "
         f"{made.tokens / 1e6:.1f} M tokens a step"
     )
     for name, seconds in made.parts.items():
         yield f"    {name:24s}{clock(seconds):>10s}  {seconds / made.total:4.0%}"
+
+
+def episodes(lengths: Lengths) -> str:
+    """Return what is assumed of responses with several turns; "" for others."""
+    if lengths.turns == 1:
+        return ""
+    shown = f"{lengths.observed:,.0f} tokens shown and {clock(lengths.idle)} of a tool between two"
+    return f" in {lengths.turns} turns, {shown}"
 
 
 def on_cpu(plan: MemoryPlan, where: str, memory: float) -> Iterator[str]:
@@ -181,7 +190,7 @@ def simulated(tried: Sequence[Tried], work: RolloutWork, lengths: Lengths, where
     """Yield what a simulation found: a row for each way to use the ranks, and a step of the configuration and
     of the quickest in time. where: the source of the lengths."""
     most = f"up to {lengths.longest:,}"
-    yield f"lengths  {where}: mean {lengths.mean:,.0f} tokens, median {lengths.median:,.0f}, {most}"
+    yield f"lengths  {where}: mean {lengths.mean:,.0f} tokens, median {lengths.median:,.0f}, {most}{episodes(lengths)}"
     kept = f", of which dynamic sampling keeps {work.kept:.0%}" if work.kept < 1 else ""
     yield f"a step   {work.prompts} groups of {work.group} responses{kept}; {BALANCE[work.balance]}"
     yield ""

@@ -36,12 +36,31 @@ QUANTILES = 64
 class Lengths:
     """Response lengths: log-normal, cut at the limit.
     mean: of what is sampled, cut ones included; longest: the limit; spread: sigma of the logarithm; prompt:
-    mean tokens of a prompt."""
+    mean tokens of a prompt.
+    turns: of a response, which share its tokens evenly; observed: tokens that the policy is shown between two
+    of them; idle: seconds from the end of a turn to that, in which a tool or an environment works."""
 
     mean: float
     longest: int
     prompt: float
     spread: float = 0.6
+    turns: int = 1
+    observed: float = 0.0
+    idle: float = 0.0
+
+    @property
+    def shown(self) -> float:
+        """Return the tokens that a response is shown in all."""
+        return (self.turns - 1) * self.observed
+
+    def prefilled(self, *, cached: bool) -> float:
+        """Return the tokens that an engine prefills for a response of mean length. cached: it keeps the keys and
+        values of earlier turns, and prefills what is new; else each turn begins with all that stands before
+        it."""
+        if cached:
+            return self.prompt + self.shown
+        written = self.mean / self.turns + self.observed
+        return sum(self.prompt + turn * written for turn in range(self.turns))
 
     @lru_cache(maxsize=8)  # noqa: B019 (a search asks for the same ones over and over)
     def quantiles(self) -> tuple[float, ...]:
@@ -75,9 +94,17 @@ class Estimate:
 
 
 def default_lengths(plan: MemoryPlan) -> Lengths:
-    """Return lengths of a third of the limit on average, and a quarter of it for prompts."""
-    longest = plan.config.rollout.max_response_tokens
-    return Lengths(longest / 3, longest, plan.config.data.max_prompt_tokens / 4)
+    """Return lengths of a third of the limit on average, and a quarter of it for prompts; of episodes a quarter
+    of the turns that they may have, a third of the room for what they are shown, and a second for each
+    call."""
+    rollout, prompt = plan.config.rollout, plan.config.data.max_prompt_tokens / 4
+    longest = rollout.max_response_tokens
+    lengths = Lengths(longest / 3, longest, prompt)
+    if not rollout.acts:
+        return lengths
+    turns = max(2, rollout.turns.max // 4)
+    observed = (rollout.max_extent - longest) / 3 / (turns - 1)
+    return replace(lengths, turns=turns, observed=observed, idle=1.0)
 
 
 def with_deviation(lengths: Lengths, deviation: float) -> Lengths:
@@ -89,7 +116,7 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
     """Estimate a step's time on this layout."""
     config, layout, cluster = plan.config, plan.layout, plan.config.cluster
     quantiles = lengths.quantiles()
-    whole = [length + lengths.prompt for length in quantiles]
+    whole = [length + lengths.shown + lengths.prompt for length in quantiles]
     tokens = plan.step_tokens(fmean(whole))
     parts: dict[str, float] = {}
     if config.has_engine:
@@ -262,8 +289,9 @@ def decoding(plan: MemoryPlan) -> Decoding:
 
 
 def decoded_at_once(plan: MemoryPlan, lengths: Lengths) -> int:
-    """Return how many responses an engine decodes at once: as many as its cache holds of mean length."""
-    mean = fmean(lengths.quantiles()) / 2 + lengths.prompt
+    """Return how many responses an engine decodes at once: as many as its cache holds of mean length. One that
+    waits for a tool is not among them: its keys and values go where there is no room."""
+    mean = (fmean(lengths.quantiles()) + lengths.shown) / 2 + lengths.prompt
     rollout = plan.config.rollout
     limit = 1 << 30 if rollout.engine_kind.apart else rollout.max_batch
     return max(1, min(int(plan.cache_tokens / mean), limit))
@@ -275,24 +303,35 @@ def rollout_seconds(plan: MemoryPlan, lengths: Lengths) -> float:
     sampled = config.responses / (GROUPS_KEPT if config.rollout.dynamic_sampling.enabled else 1.0)
     each = max(1, round(sampled * plan.engine_tp / ranks))
     at_once = min(decoded_at_once(plan, lengths), each)
-    return _decode(decoding(plan), each, at_once, lengths)
+    costs, cached = decoding(plan), config.rollout.engine_kind.apart
+    return _decode(costs, each, at_once, lengths) + each * lengths.prefilled(cached=cached) * costs.prefill
 
 
 @lru_cache(maxsize=256)
 def _decode(costs: Decoding, each: int, at_once: int, lengths: Lengths) -> float:
-    """Return the seconds in which an engine has made `each` responses, `at_once` of them at a time: it takes
-    the next one when one is done."""
-    quantiles = lengths.quantiles()
-    mean = fmean(quantiles) / 2 + lengths.prompt
+    """Return the seconds in which an engine has decoded `each` responses, `at_once` of them at a time: it takes
+    the next one when one is done, or waits for a tool. What comes back from a tool goes first."""
+    quantiles, turns = lengths.quantiles(), lengths.turns
+    mean = (fmean(quantiles) + lengths.shown) / 2 + lengths.prompt
     # The step of a quantile's length comes as often as its share; the longest are spread over the others.
-    waiting = [quantiles[(i * 37) % len(quantiles)] for i in range(each)]
-    running: list[float] = []
+    waiting = [(quantiles[(i * 37) % len(quantiles)] / turns, turns) for i in range(each)]
+    running: list[tuple[float, float, int]] = []  # when a turn ends, its tokens, turns with it that are left
+    called: list[tuple[float, float, int]] = []  # when a tool is done, on the clock, and the same
     now = seconds = 0.0  # in decoding steps, and on the clock
-    while waiting or running:
+    while waiting or running or called:
         while waiting and len(running) < at_once:
-            heapq.heappush(running, now + waiting.pop())
-        until = heapq.heappop(running)
-        count = len(running) + 1
-        seconds += (until - now) * costs.step(count, count * mean)
-        now = until
-    return seconds + each * lengths.prompt * costs.prefill
+            tokens, left = waiting.pop()
+            heapq.heappush(running, (now + tokens, tokens, left))
+        pace = costs.step(len(running), len(running) * mean) if running else math.inf
+        ends = seconds + (running[0][0] - now) * pace if running else math.inf
+        if called and called[0][0] <= ends:
+            done, tokens, left = heapq.heappop(called)
+            now += (done - seconds) / pace
+            seconds = done
+            waiting.append((tokens, left))
+            continue
+        now, tokens, left = heapq.heappop(running)
+        seconds = ends
+        if left > 1:
+            heapq.heappush(called, (seconds + lengths.idle, tokens, left - 1))
+    return seconds

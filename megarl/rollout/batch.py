@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from megarl.algorithms.evaluation import avg_at_k, interval, ks_up_to, majority_at_k, pass_at_k
 from megarl.data.experience import Experience, StepBatch
 from megarl.data.prompts import ProblemSet, Prompt
-from megarl.observe.run_log import Sample, choose_samples
+from megarl.observe.run_log import OBSERVED, POLICY, Sample, choose_samples
 
 DERIVED = (
     "number",
@@ -173,6 +174,19 @@ class Group:
         tokens = [r.body.tokens.tolist() for r in here if r.body is not None]
         return zip(here, tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True)
 
+    @staticmethod
+    def turns(response: Response, tokenizer: Any) -> list[list[str]] | None:
+        """Return what the policy wrote and what it was shown, in turn, as [POLICY or OBSERVED, text]; None where
+        it was shown nothing."""
+        body = response.body
+        if body is None or body.sampled is None or body.sampled.all():
+            return None
+        ends = [*(np.flatnonzero(np.diff(body.sampled)) + 1).tolist(), body.tokens.size]
+        stretches = [(begin, body.tokens[begin:end].tolist()) for begin, end in pairwise([0, *ends])]
+        texts = tokenizer.batch_decode([tokens for _, tokens in stretches], skip_special_tokens=True)
+        who = [POLICY if body.sampled[begin] else OBSERVED for begin, _ in stretches]
+        return [[name, text] for name, text in zip(who, texts, strict=True)]
+
     def state_dict(self) -> dict[str, Any]:
         """Return lists, dicts, numbers and texts only; exact (a float32 survives as a float64). All bodies
         must be here."""
@@ -230,8 +244,8 @@ def response_stats(responses: Sequence[Response]) -> dict[str, float]:
     """Return reward/*, response/* and reflection/* over those of `responses` (at least one) that were judged;
     no mean over nothing. response/length_* count sampled tokens. reward/score where the verifier has graded
     one; reward/term_<name> without weights, and 0 where the answer has an error. Where there are turns or
-    calls to speak of, episode/*: their means, and that of observed tokens. Of all: reward/unverified, the share with an error of the verifier,
-    and reward/unjudged, the share on which that says nothing."""
+    calls to speak of, episode/*: their means, and that of observed tokens. Of all: reward/unverified, the
+    share with an error of the verifier, and reward/unjudged, the share on which that says nothing."""
     failures = {
         "reward/unverified": sum(r.error is not None for r in responses) / len(responses),
         "reward/unjudged": sum(not r.judged for r in responses) / len(responses),
@@ -308,7 +322,7 @@ class RolloutBatch:
     """The rollout of one step.
 
     groups   to train on, in the order of their prompts (surplus of the step before first)
-    stats    rollout/*, reward/*, response/*, reflection/*, the same on every rank
+    stats    rollout/*, reward/*, response/*, episode/*, reflection/*, the same on every rank
     seconds  of this rank, per part; of rank 0 where this one has no engine to itself
     errors   verifiers' failures, and how often each occurred
     """
@@ -427,6 +441,7 @@ class RolloutBatch:
                     answer=group.prompt.answer,
                     group_size=len(group.responses),
                     group_right=group.correct,
+                    turns=group.turns(r, tokenizer),
                 )
                 for r, text in group.texts(tokenizer)
             ]
@@ -582,6 +597,7 @@ class EvaluationResult:
                     "answer": group.prompt.answer,
                     "index": i,
                     "response": text,
+                    "turns": group.turns(r, tokenizer),
                     "extracted": r.extracted,
                     "correct": r.correct,
                     "score": r.score,

@@ -1,5 +1,5 @@
-"""An episode: from a prompt to a response, as a coroutine, of one turn of the policy or of many, with tools or
-an environment between them (docs/episodes.md). The worker (worker.py) runs one for each response, many at
+"""An episode: from a prompt to a response, as a coroutine, of one turn of the policy or of many, with tools
+or an environment between them (docs/episodes.md). The worker (worker.py) runs one for each response, many at
 once; what the policy wrote is verified and trained on, what it was shown is context.
 
 The policy's tokens are kept as they were drawn, what it is shown is tokenised once and put behind them, and
@@ -145,13 +145,11 @@ class Policy:
             if not found.tokens and begun is not None:
                 found = begun
         if found.tokens:
-            if len(found.versions) < len(found.tokens):  # the transformers engine tells none
-                since = len(found.tokens) - len(found.versions)
-                found.versions = [*found.versions, *[self.client.engine.weight_version] * since]
-            version = found.versions[0]
+            # The transformers engine names no version: all are of its present weights.
+            by_token = found.versions or [self.client.engine.weight_version] * len(found.tokens)
             for tokens, logprobs, versions, sampled in (
-                (self._observed, [0.0] * len(self._observed), [version] * len(self._observed), False),
-                (found.tokens, found.logprobs, found.versions, True),
+                (self._observed, [0.0] * len(self._observed), [by_token[0]] * len(self._observed), False),
+                (found.tokens, found.logprobs, by_token, True),
             ):
                 written.tokens += tokens
                 written.logprobs += logprobs

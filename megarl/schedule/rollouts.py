@@ -46,7 +46,12 @@ if TYPE_CHECKING:  # the preflight, which imports this file, says whether Megatr
 KEY = "value_pretraining.rollouts"
 FOLDER = "step-{:06d}"
 MANIFEST = "manifest.json"
-OF_TOKENS = ("engine_logprobs", "token_versions", "turn_rewards", "routing")  # columns [T] of a file; the others are [n]
+OF_TOKENS = (
+    "engine_logprobs",
+    "token_versions",
+    "turn_rewards",
+    "routing",
+)  # columns [T] of a file; the others are [n]
 # Keys, and sections, on which the frozen policy's samples and their rewards depend: nothing of the critic,
 # and not the number of rollouts.
 DECIDING = (
@@ -293,7 +298,7 @@ def with_tokens(
     complete = []
     for row, sample in samples.items():
         worth = {name: column.tolist() for name, column in found[row].items()}
-        ids = worth.pop("tokens")
+        ids, observed = worth.pop("tokens"), worth.pop("observed")
         if advantages := [a for a in worth.get("advantages", ()) if not math.isnan(a)]:
             mean = math.fsum(advantages) / len(advantages)
             sample = replace(
@@ -305,10 +310,11 @@ def with_tokens(
             texts = token_texts(tokenizer, ids)
             shown = {name: _rounded(column) for name, column in worth.items()}
         else:
+            observed = [*observed[:half], False, *observed[-half:]]
             gap = f"\n[... {left_out} tokens left out ...]\n"
             texts = [*token_texts(tokenizer, ids[:half]), gap, *token_texts(tokenizer, ids[-half:])]
             shown = {name: [*_rounded(c[:half]), None, *_rounded(c[-half:])] for name, c in worth.items()}
-        complete.append(replace(sample, tokens=texts, **shown))
+        complete.append(replace(sample, tokens=texts, observed=observed if any(observed) else None, **shown))
     return complete
 
 
@@ -317,14 +323,16 @@ def _rounded(column: list[float]) -> list[float | None]:
 
 
 def token_worth(local: LocalBatch, rows: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """Return row of the batch -> {"tokens", "advantages", "values"}, of the response's tokens and of what was
-    observed between them, NaN there, for the rows and columns that are in `local`, a replica's share."""
+    """Return row of the batch -> {"tokens", "observed", "advantages", "values"}, of the response's tokens and of
+    what was observed between them, NaN there, for the rows and columns that are in `local`, a replica's
+    share."""
     places = {row: i for i, row in enumerate(local.rows.tolist())}
     experience, found = local.experience, {}
     for row in rows:
         if row in places:
             tokens = response_indices(experience, places[row])
-            observed, columns = ~experience.response_mask[tokens], {"tokens": experience.tokens[tokens]}
+            observed = ~experience.response_mask[tokens]
+            columns = {"tokens": experience.tokens[tokens], "observed": observed}
             for name in ("advantages", "values"):
                 if name in experience:
                     columns[name] = experience[name][tokens].float().masked_fill(observed, math.nan)

@@ -98,6 +98,7 @@ def test_report_of_a_vapo_run(vapo: Path, tmp_path: Path) -> None:
         and "<script" not in html
     )
     assert left_out(parsed) == {
+        "Calls and turns of an episode",
         "Filter waste",
         "Load of the experts",
         "Parts of the reward",
@@ -107,7 +108,7 @@ def test_report_of_a_vapo_run(vapo: Path, tmp_path: Path) -> None:
         "Supervised gradient norm",
     }
     assert set(TITLES) - set(parsed.headings) == left_out(parsed)
-    assert html.count("<svg") == len(TITLES) - 7
+    assert html.count("<svg") == len(TITLES) - 8
     text = " ".join(parsed.text)
     run = load_run(vapo)
     first, last = (
@@ -530,3 +531,28 @@ def test_data_sources_have_a_table(tmp_path: Path) -> None:
     assert (rows[0]["avg"], rows[0]["trained: accuracy"], rows[0]["score"]) == ("0.000", "-", "-")
     html = (write_report([tmp_path], tmp_path)).read_text()
     assert "<h2>Data sources</h2>" in html and "0.250 to 0.750" in html
+
+
+def test_turns_are_folded_and_what_was_shown_stands_out() -> None:
+    """The text of an episode is whole whether it has its tokens or not, and what the policy was shown is never
+    among what it wrote."""
+    turns = [["policy", "Call: calc(1 + 2)\n"], ["observed", "Result: <3>\n"], ["policy", "Answer: 3\n"]]
+    tokens = ["Call: ", "calc(1 + 2)\n", "Result: ", "<3>\n", "Answer: 3\n"]
+    observed = [False, False, True, True, False]
+    worth = [1.0, 1.0, None, None, -1.0]
+    for fields in (
+        {"turns": turns},
+        {"turns": turns, "tokens": tokens, "observed": observed, "advantages": worth},
+    ):
+        html = browser([sample(response="".join(text for _, text in turns), **fields)])
+        assert html.count('<details class="turn" open>') == 2 and "2 turns" in html
+        assert re.findall(r'<pre class="observed">(.*?)</pre>', html, re.DOTALL) == ["Result: &lt;3&gt;\n"]
+        said = re.findall(r"<pre>(.*?)</pre>", html, re.DOTALL)
+        assert all("Result" not in text for text in said)
+        plain = [unescape(re.sub("<[^>]*>", "", text)).replace("↵", "") for text in said]
+        assert plain[-2:] == ["Call: calc(1 + 2)\n", "Answer: 3\n"]
+    many = [["policy", f"look {i}\n"] if i % 2 == 0 else ["observed", f"seen {i}\n"] for i in range(11)]
+    html = browser([sample(turns=many)])
+    assert html.count('<details class="turn">') == 5 and html.count('<details class="turn" open>') == 1
+    one = browser([sample()])
+    assert 'class="turn"' not in one and "<pre>r</pre>" in one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -101,12 +102,12 @@ def run(folder: Path, name: str, code: int = 0, **rollout: Any) -> tuple[list[di
     return [record for record in records if record["stage"] == "train"], done.stderr
 
 
-def check(records: list[dict[str, Any]], turns: float) -> None:
+def check(records: list[dict[str, Any]], turns: tuple[float, float]) -> None:
     """What was drawn, behind what was shown, is what was trained on: log-probs are the engine's."""
     assert [record["step"] for record in records] == [1, 2]
     for record in records:
         assert record["mismatch/logprob_abs_max"] < 1e-4
-        assert record["episode/turns_mean"] == turns and record["episode/observed_mean"] > 0
+        assert turns[0] <= record["episode/turns_mean"] <= turns[1] and record["episode/observed_mean"] > 0
     assert any(record["policy/grad_norm"] > 0 for record in records)
 
 
@@ -116,16 +117,17 @@ def test_an_openai_agent_is_trained(folder: Path) -> None:
     pytest.importorskip("openai")
     pytest.importorskip("aiohttp")
     records, _ = run(folder, "talker", agent="talker:agent")
-    check(records, 2)
+    check(records, (2, 2))
     assert 0 < records[0]["reward/unjudged"] + records[1]["reward/unjudged"] < 2
 
 
 @pytest.mark.slow
 def test_an_environment_is_trained_on(folder: Path) -> None:
     """The same to the bit when it is done again."""
-    records, _ = run(folder, "echo", environment="echo:Echo")
-    again, _ = run(folder, "again", environment="echo:Echo")
-    check(records, 3)
+    ends = ["<|im_end|>", *string.ascii_letters]  # one in six tokens of a random policy
+    records, _ = run(folder, "echo", environment="echo:Echo", stop=ends, max_response_tokens=60)
+    again, _ = run(folder, "again", environment="echo:Echo", stop=ends, max_response_tokens=60)
+    check(records, (2, 3))
     for name in ("policy/grad_norm", "reward/mean", "mismatch/kl", "response/length_mean"):
         assert [record[name] for record in records] == [record[name] for record in again]
 

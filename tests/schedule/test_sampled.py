@@ -57,7 +57,7 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
             share.spread(numbers).float() + torch.arange(share.num_tokens) / 1e4
         ) * share.response_mask
     theirs = token_worth(locals_[1], [0, 1, 4])
-    assert theirs.keys() == {1} and theirs[1].keys() == {"tokens", "advantages"}
+    assert theirs.keys() == {1} and theirs[1].keys() == {"tokens", "observed", "advantages"}
     monkeypatch.setattr(rollouts, "from_rank_0", lambda runtime, value: value)
     monkeypatch.setattr(rollouts, "gather_on_0", lambda runtime, value: [value, theirs])
     runtime: Any = SimpleNamespace(rank=0, world=1, is_replica_leader=True)
@@ -92,6 +92,7 @@ def test_what_was_observed_is_shown_without_numbers(monkeypatch: pytest.MonkeyPa
     samples = {0: Sample(1, "p", "2+2=4.", 1.0, True, False, 4)}
     [found] = with_tokens(samples, LocalBatch(batch, torch.tensor([0]), [], []), tokenizer, runtime)
     assert found.tokens == list("2+2=4.") and found.advantages == [2, 3, None, None, 6, 7]
+    assert found.observed == [False, False, True, True, False, False]
     assert (found.advantage_mean, found.advantage_min, found.advantage_max) == (4.5, 2, 7)
 
 
