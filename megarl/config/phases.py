@@ -253,7 +253,8 @@ def with_parity(phases: Sequence[Phase]) -> tuple[Phase, ...]:
 
 def check_phases(phases: Sequence[Phase]) -> None:
     """Raise ValueError for an order that cannot work: a column read that no earlier phase writes or may
-    write, an unknown tensor group, or a phase that needs the KV cache and an optimizer on the GPU together."""
+    write, an unknown tensor group, or a phase that needs the KV cache and an optimizer on the GPU
+    together."""
     written: set[str] = set()
     for phase in phases:
         if missing := phase.reads - written:

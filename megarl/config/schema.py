@@ -454,7 +454,7 @@ class TurnsConfig(Section):
     )
     seconds: float = field(30.0, "longest call of a tool, or step of an environment", "seconds", gt=0)
     observation: int = field(8192, "what the policy is shown of one result; the rest is cut", "bytes", ge=16)
-    calls: int = field(2, "processes for tools and environments of one engine: calls at once", "processes", ge=1)
+    calls: int = field(2, "processes for tools and environments of one engine", "processes", ge=1)
     memory: int = field(2048, "data memory of such a process", "MiB", ge=128)
 
 
@@ -477,8 +477,8 @@ class RolloutConfig(Section):
     stop: tuple[str, ...] = field((), "texts that end a response, besides the end-of-sequence token")
     episode: str | None = field(
         None,
-        "`module:function`, an `async def f(prompt, policy)` that is run for each response; null: one turn, or what "
-        "tools, environment or agent say (docs/episodes.md)",
+        "`module:function`, an `async def f(prompt, policy)` run for each response (docs/episodes.md); "
+        "null: one turn, or what tools, environment or agent say",
     )
     tools: tuple[str, ...] = field(
         (), "`module:function` each, plain functions that the policy may call by its chat template's format"

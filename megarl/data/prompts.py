@@ -307,8 +307,8 @@ def read_problem_sets(
     opening: tuple[int, ...] = (),
 ) -> tuple[list[ProblemSet], dict[str, ReadReport]]:
     """Read data.eval: one set of each name, and of the entries without one that have the same `samples`, in
-    the order in which they come first. Return them with the report of each, `eval` and the set's name. `tools`
-    and `opening` are those of read_prompts.
+    the order in which they come first. Return them with the report of each, `eval` and the set's name.
+    `tools` and `opening` are those of read_prompts.
 
     Raises the errors of read_prompts, and ConfigError where a name is also the data_source of a problem
     without one, whose scores would have the same place."""

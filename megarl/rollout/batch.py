@@ -244,8 +244,8 @@ def response_stats(responses: Sequence[Response]) -> dict[str, float]:
     """Return reward/*, response/* and reflection/* over those of `responses` (at least one) that were judged;
     no mean over nothing. response/length_* count sampled tokens. reward/score where the verifier has graded
     one; reward/term_<name> without weights, and 0 where the answer has an error. Where there are turns or
-    calls to speak of, episode/*: their means, and that of observed tokens. Of all: reward/unverified, the share with an error of the verifier,
-    and reward/unjudged, the share on which that says nothing."""
+    calls to speak of, episode/*: their means, and that of observed tokens. Of all: reward/unverified, the
+    share with an error of the verifier, and reward/unjudged, the share on which that says nothing."""
     failures = {
         "reward/unverified": sum(r.error is not None for r in responses) / len(responses),
         "reward/unjudged": sum(not r.judged for r in responses) / len(responses),
@@ -322,7 +322,7 @@ class RolloutBatch:
     """The rollout of one step.
 
     groups   to train on, in the order of their prompts (surplus of the step before first)
-    stats    rollout/*, reward/*, response/*, reflection/*, the same on every rank
+    stats    rollout/*, reward/*, response/*, episode/*, reflection/*, the same on every rank
     seconds  of this rank, per part; of rank 0 where this one has no engine to itself
     errors   verifiers' failures, and how often each occurred
     """

@@ -1,5 +1,5 @@
-"""An episode: from a prompt to a response, as a coroutine, of one turn of the policy or of many, with tools or
-an environment between them (docs/episodes.md). The worker (worker.py) runs one for each response, many at
+"""An episode: from a prompt to a response, as a coroutine, of one turn of the policy or of many, with tools
+or an environment between them (docs/episodes.md). The worker (worker.py) runs one for each response, many at
 once; what the policy wrote is verified and trained on, what it was shown is context.
 
 The policy's tokens are kept as they were drawn, what it is shown is tokenised once and put behind them, and

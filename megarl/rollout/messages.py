@@ -35,8 +35,8 @@ class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=T
 
 
 class Question(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What a rank must know of a prompt. tokens: int32; answer, entry: as in Prompt; and the rest of it, where
-    episodes are not ours (`rollout.acts`)"""
+    """What a rank must know of a prompt. tokens: int32; answer, entry: as in Prompt; and the rest of it where
+    responses may have several turns"""
 
     uid: int
     tokens: bytes
@@ -58,7 +58,8 @@ class Question(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     def prompt(self) -> Prompt:
         """Return the prompt, as far as it was sent."""
         tokens = tuple(np.frombuffer(self.tokens, np.int32).tolist())
-        return Prompt(self.uid, self.text, tokens, self.answer, self.source, self.extra, self.question, self.entry)
+        rest = self.source, self.extra, self.question, self.entry
+        return Prompt(self.uid, self.text, tokens, self.answer, *rest)
 
 
 class Work(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -118,22 +119,29 @@ class Content(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     @staticmethod
     def of(number: int, body: Body) -> Content:
         """Return what is sent of a body."""
-        columns, routing = {name: getattr(body, name) for name in BODY}, body.routing
+        routing, some = body.routing, (body.versions, body.sampled, body.rewards)
+        versions, sampled, rewards = (None if column is None else column.tobytes() for column in some)
         return Content(
             number=number,
-            **{name: None if column is None else column.tobytes() for name, column in columns.items()},
+            tokens=body.tokens.tobytes(),
+            logprobs=body.logprobs.tobytes(),
+            versions=versions,
+            sampled=sampled,
+            rewards=rewards,
             routing=None if routing is None else (str(routing.dtype), routing.shape, routing.tobytes()),
         )
 
     @property
     def body(self) -> Body:
         """Return the body."""
-        sent = {name: getattr(self, name) for name in BODY}
+        columns: dict[str, Any] = {}
+        for name, kind in BODY.items():
+            data = getattr(self, name)
+            columns[name] = None if data is None else np.frombuffer(data, kind)
         routing = None
         if self.routing is not None:
             kind, shape, data = self.routing
             routing = np.frombuffer(data, kind).reshape(shape)
-        columns = {n: None if data is None else np.frombuffer(data, BODY[n]) for n, data in sent.items()}
         return Body(**columns, routing=routing)
 
 

@@ -161,9 +161,7 @@ def distribute(
             if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:
                 for replica in range(runtime.layout.dp):
                     theirs = [i for shares in shares_of[first:stop] for i in shares[replica]]
-                    packs = _pack(
-                        batch.prompt_lengths[theirs], batch.lengths[theirs], groups[theirs], budget
-                    )
+                    packs = _pack(batch.prompt_lengths[theirs], batch.lengths[theirs], groups[theirs], budget)
                     at_least = max(at_least, len(packs))
             own = range(stops[first], stops[stop])
             prompts_of = batch.prompt_lengths[rows] if shared else None
@@ -258,7 +256,8 @@ def make_micro_batches(
     shared: Tensor | None = None,
 ) -> list[MicroBatch]:
     """Pack the sequences `indices` by token budget. shared: int64 [n], of each sequence of the experience how
-    many tokens it begins with that stand once for all with equal `group_ids`: the prompt's. Returns at least so many micro-batches, if only of one token that counts nowhere: every
+    many tokens it begins with that stand once for all with equal `group_ids`: the prompt's; None: each stands
+    alone. Returns at least so many micro-batches, if only of one token that counts nowhere: every
     data-parallel replica must take part in an update, with or without sequences. With virtual stages their
     number is a multiple of the pipeline's ranks, each of which takes so many through a chunk before it turns
     to the next."""

@@ -215,9 +215,7 @@ def test_response_lengths_of_any_mask(rows):
     # Of each response its prompt, and (observed before, sampled) of each turn; the last may end in something
     # observed, and an episode may begin with it.
     st.lists(
-        st.tuples(
-            st.integers(1, 4), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 40)), max_size=5)
-        ),
+        st.tuples(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 40)), max_size=5)),
         min_size=1,
         max_size=7,
     ),

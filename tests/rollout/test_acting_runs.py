@@ -1,0 +1,153 @@
+"""Whole runs whose responses have several turns: an OpenAI agent, an environment, tools."""
+
+from __future__ import annotations
+
+import json
+import os
+import string
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.test_docs import ROOT
+from tests.rollout.talk import QWEN25
+from tests.tiny_models import make_tiny_model
+
+# Nothing in them is of megarl, but for what a page of its documentation promises.
+FILES = {
+    "talker.py": """
+from openai import AsyncOpenAI
+
+async def agent(base_url, api_key, row):
+    if row["question"].startswith("3"):
+        raise ConnectionError("its sandbox is down")
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": row["question"]}]
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for again in ("Are you sure?", None):
+            answer = await client.chat.completions.create(
+                model="x", messages=messages, max_tokens=6, temperature=0.3
+            )
+            messages.append(answer.choices[0].message)
+            if again:
+                messages.append({"role": "user", "content": again})
+    return len(messages[-1].content) % 3 / 2
+""",
+    "echo.py": """
+class Echo:
+    def reset(self, row, seed):
+        self.said = []
+        return row["question"]
+
+    def step(self, text):
+        self.said.append(text)
+        return f"{len(text)} <|im_end|>", len(self.said) / 4, len(self.said) == 3
+
+    def verdict(self):
+        return len("".join(self.said)) % 2 == 0
+""",
+    "shop.py": '''
+def price(fruit: str) -> int:
+    """
+    Look up the price of a fruit.
+
+    Args:
+        fruit: its name
+    """
+    return 3
+''',
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("acting")
+    make_tiny_model(folder / "model", "qwen3", chat_template=False, max_positions=2048)
+    (folder / "model" / "chat_template.jinja").write_text(QWEN25)
+    rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def run(folder: Path, name: str, code: int = 0, **rollout: Any) -> tuple[list[dict[str, Any]], str]:
+    """Two steps of a run with these keys of `rollout`: its records, and what it printed."""
+    sums = str(folder / "sums.jsonl")
+    config = {
+        "recipe": "grpo", "run_dir": str(folder / name), "steps": 2,
+        "model": {"path": str(folder / "model"), "dtype": "fp32"}, "parallel": {"device": "cpu"},
+        "data": {"train": [sums], "eval": [sums], "max_prompt_tokens": 512},
+        "evaluation": {"samples": 1, "max_problems": 4},
+        "log": {"report": False, "terminal": "quiet"}, "update": {"mini_batch": 8},
+        "reward": {"max_unjudged": 0.9},
+        "rollout": {"prompts": 4, "group_size": 4, "max_response_tokens": 24, "stop": ["<|im_end|>"],
+                    "turns": {"max_tokens": 400}, **rollout},
+    }  # fmt: skip
+    (folder / f"{name}.json").write_text(json.dumps(config))
+    path = f"{ROOT}{os.pathsep}{folder}"
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl", "train", str(folder / f"{name}.json")],
+        cwd=folder, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == code, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    metrics = folder / name / "metrics.jsonl"
+    if code:
+        return [], done.stderr
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert sum(record["stage"] == "eval" for record in records) == 2
+    return [record for record in records if record["stage"] == "train"], done.stderr
+
+
+def check(records: list[dict[str, Any]], turns: tuple[float, float]) -> None:
+    """What was drawn, behind what was shown, is what was trained on: log-probs are the engine's."""
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        assert record["mismatch/logprob_abs_max"] < 1e-4
+        assert turns[0] <= record["episode/turns_mean"] <= turns[1] and record["episode/observed_mean"] > 0
+    assert any(record["policy/grad_norm"] > 0 for record in records)
+
+
+@pytest.mark.slow
+def test_an_openai_agent_is_trained(folder: Path) -> None:
+    """Two turns each; those to prompts that begin with 3 are left out, and end nothing."""
+    pytest.importorskip("openai")
+    pytest.importorskip("aiohttp")
+    records, _ = run(folder, "talker", agent="talker:agent")
+    check(records, (2, 2))
+    assert 0 < records[0]["reward/unjudged"] + records[1]["reward/unjudged"] < 2
+
+
+@pytest.mark.slow
+def test_an_environment_is_trained_on(folder: Path) -> None:
+    """The same to the bit when it is done again."""
+    ends = ["<|im_end|>", *string.ascii_letters]  # one in six tokens of a random policy
+    records, _ = run(folder, "echo", environment="echo:Echo", stop=ends, max_response_tokens=60)
+    again, _ = run(folder, "again", environment="echo:Echo", stop=ends, max_response_tokens=60)
+    check(records, (2, 3))
+    for name in ("policy/grad_norm", "reward/mean", "mismatch/kl", "response/length_mean"):
+        assert [record[name] for record in records] == [record[name] for record in again]
+
+
+@pytest.mark.slow
+def test_tools_are_told_of(folder: Path) -> None:
+    run(folder, "shop", tools=["shop:price"])
+    samples = (folder / "shop" / "samples.jsonl").read_text()
+    assert "Look up the price of a fruit." in samples
+
+
+@pytest.mark.slow
+def test_what_cannot_be_is_said_before_the_run(folder: Path) -> None:
+    """An agent that is no coroutine, a tool without a docstring, a template that rewrites history."""
+    (folder / "wrong.py").write_text("def f(x):\n    return x\n")
+    for rollout, what in (
+        ({"agent": "wrong:f"}, "rollout.agent: wrong:f is no coroutine function"),
+        ({"tools": ["wrong:f"]}, "rollout.tools: wrong:f"),
+        ({"tools": ["shop:price"], "environment": "echo:Echo"}, "rollout.environment: cannot stand beside"),
+        ({"environment": "echo:Echo", "stop": []}, "ends a turn with <|im_end|>, which does not end"),
+    ):
+        _, said = run(folder, "wrong", 2, **rollout)
+        assert what in said and said.count("\n") == 1, said
