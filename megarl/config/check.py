@@ -232,10 +232,9 @@ def _rollout_problems(c: Config) -> Iterator[str]:
     if r.agent and c.update.share_prompts:
         what = "an agent's messages differ within a group"
         yield f"update.share_prompts: has no effect with rollout.agent: {what} (set it to false)"
-    for key in (
-        () if r.acts else _changed(c, *(f"rollout.turns.{name}" for name in type(r.turns).model_fields))
-    ):
-        yield f"{key}: has no effect on responses of one turn (set rollout.episode, tools, environment or agent)"
+    for key in () if r.acts else _changed(c, "rollout.turns"):
+        what = "has no effect on responses of one turn (set rollout.episode, tools, environment or agent)"
+        yield f"{key}: {what}"
     if (most := r.turns.max_tokens) is not None and most < r.max_response_tokens:
         what = f"must be >= rollout.max_response_tokens {r.max_response_tokens}, which it includes"
         yield f"rollout.turns.max_tokens: {what} (got {most})"

@@ -176,8 +176,8 @@ class Group:
 
     @staticmethod
     def turns(response: Response, tokenizer: Any) -> list[list[str]] | None:
-        """Return what the policy wrote and what it was shown, in turn, as [POLICY or OBSERVED, text]; None where
-        it was shown nothing."""
+        """Return what the policy wrote and what it was shown, in turn, as [POLICY or OBSERVED, text]; None
+        where it was shown nothing."""
         body = response.body
         if body is None or body.sampled is None or body.sampled.all():
             return None

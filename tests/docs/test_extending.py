@@ -31,7 +31,7 @@ from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import verifier_path
 from megarl.rollout.engine import EngineClient
 from megarl.rollout.episode import EpisodeAborted, Policy
-from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sampling import Completion, Request, SamplingParams, turn_seed
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.weights import families
 from megarl.weights.plan import engine_plan
@@ -127,8 +127,9 @@ def config_of(folder: Path, recipe: str = "grpo", **sections: Any) -> dict[str, 
     }
 
 
+TWICE: dict[str, Any] = {"episode": "twice:again", "turns": {"max_tokens": 40}}
 OURS: dict[str, Any] = {
-    "rollout": {"engine": "plain", "prompts": 4, "group_size": 4, "max_response_tokens": 12},
+    "rollout": {"engine": "plain", "prompts": 4, "group_size": 4, "max_response_tokens": 12, **TWICE},
     "reward": {"verifier": "nearness:near"},
     "algorithm": {"surrogate": "spo", "advantage_limit": 0.5},
     "update": {"mini_batch": 8},
@@ -153,7 +154,7 @@ def test_no_more_files_than_the_page_promises() -> None:
         title: re.findall(r"`(\w+/\w+\.py)`", files) + ["its own"] * ("of its own" in files)
         for title, files in re.findall(r"^\| \[.*?\]\(#([\w-]+)\) \|.*?\| (.+?) \|$", PAGE, flags=re.M)
     }
-    assert len(touched) == 7
+    assert len(touched) == 6
     for section, files in touched.items():
         own = {name for name in FILES if f"# {name}\n" in PAGE.split(f"## {section}\n")[1].split("\n## ")[0]}
         promised = table[section.lower().replace(" ", "-")]
@@ -254,36 +255,40 @@ def test_an_engine_draws_what_others_draw(engines: list[TransformersEngine]) -> 
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
-def test_an_episode(engines: list[TransformersEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an engine, and on what an engine that stammers would write."""
-    episode = module_of("quiet", FILES["quiet.py"]).without_stammer
-    prompt = prompts.Prompt(1, "", (5, 6, 7), "")
+def test_an_episode(engines: list[TransformersEngine], sums: Path) -> None:
+    """Its tokens are those that the engine draws behind what stands there, each turn with a seed of its
+    own; run again on its journal, and cut off in its second turn, it comes to the same."""
+    episode, prompt = module_of("twice", FILES["twice.py"]).again, prompts.Prompt(1, "", (5, 6, 7), "")
+    tokenizer, params = AutoTokenizer.from_pretrained(sums / "model"), SamplingParams(40)
 
-    async def answered() -> Completion:
-        client = EngineClient(engines[0])
+    async def run(begun: Completion | None) -> Completion:
+        client = EngineClient(engines[1])
         running = asyncio.create_task(client.run())
-        written = await episode(prompt, Policy(client, 0, SamplingParams(8)))
+        policy = Policy(prompt, client, 3, params, begun, tokenizer)
+        await episode(prompt, policy)
         running.cancel()
-        return written
+        return policy.result()
 
-    [drawn] = engines[0].generate([Request(prompt.tokens, 0)], SamplingParams(8))
-    end = len(drawn.tokens)
-    while end > 1 and drawn.tokens[end - 1] == drawn.tokens[end - 2]:
-        end -= 1
-    assert asyncio.run(answered()).tokens == drawn.tokens[:end]
-    client: Any = None
-    stammer = Completion([4, 7, 7, 9, 9, 9], [-1.0, -2, -3, -4, -5, -6], "length", [2] * 6)
-    cut = asyncio.run(episode(prompt, Policy(client, 0, SamplingParams(6), stammer)))
-    assert cut == Completion([4, 7, 7, 9], [-1.0, -2, -3, -4], "stop", [2] * 4)
+    found = asyncio.run(run(None))
+    shown = tokenizer(" Again: ", add_special_tokens=False).input_ids
+    [first] = engines[0].generate([Request(prompt.tokens, 3, max_tokens=4)], params)
+    behind = (*prompt.tokens, *first.tokens, *shown)
+    left = 40 - len(first.tokens) - len(shown)
+    [second] = engines[0].generate([Request(behind, turn_seed(3, 1), max_tokens=left)], params)
+    assert found.tokens == [*first.tokens, *shown, *second.tokens]
+    assert found.sampled == [True] * len(first.tokens) + [False] * len(shown) + [True] * len(second.tokens)
+    assert found.finish == second.finish
+    assert asyncio.run(run(found)).tokens == found.tokens
 
     class Ends:
-        async def generate(self, *_: object) -> Completion:
+        async def generate(self, *_: object, **__: object) -> Completion:
             return Completion([4], [-1.0], "abort", [2])
 
-    policy = Policy(Ends(), 0, SamplingParams(6))  # type: ignore[arg-type]
+    policy = Policy(prompt, Ends(), 3, params, None, tokenizer)  # type: ignore[arg-type]
     with pytest.raises(EpisodeAborted):
         asyncio.run(episode(prompt, policy))
-    assert policy.written is not None and policy.written.tokens == [4]
+    cut = policy.result()
+    assert (cut.tokens, cut.finish, cut.journal) == ([4], "abort", [["turn", 1, "abort"]]) or not cut.journal
 
 
 def test_a_policy_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,7 +279,7 @@ def test_a_body_and_facts_survive_the_wire():
             assert found is None if column is None else np.array_equal(found, column), name
             assert name == "journal" or found is None or found.dtype == column.dtype, name
         left = body.without_tokens(2)
-        assert all(column is None or not column.size for column in vars(left).values())
+        assert all(column is None or not len(column) for column in vars(left).values())
 
 
 def test_state_survives_json_exactly():
@@ -306,7 +306,7 @@ class Words:
 
 
 def test_samples_know_whose_each_part_is():
-    """What the parts say is the response; of one turn, or where nothing was shown, nothing is said of parts."""
+    """What the parts say is the response; where nothing was shown, nothing is said of parts."""
     batch = RolloutBatch(1, [of_turns(3), group(4, 1)], {}, {}, {})
     found = batch.samples(Words(), 6)
     for i in range(SIZE):

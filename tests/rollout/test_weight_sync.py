@@ -398,8 +398,8 @@ def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(
             monkeypatch.setattr(run, name, MagicMock(return_value=MagicMock()))
         for name in ("PromptSampler", "VerifierPool", "RolloutRank"):
             monkeypatch.setattr(generation, name, MagicMock(return_value=MagicMock()))
-        monkeypatch.setattr(generation, "read_prompts", lambda *arguments: ([], MagicMock()))
-        monkeypatch.setattr(generation, "read_problem_sets", lambda *arguments: ([], {}))
+        monkeypatch.setattr(generation, "read_prompts", lambda *_, **__: ([], MagicMock()))
+        monkeypatch.setattr(generation, "read_problem_sets", lambda *_, **__: ([], {}))
         monkeypatch.setattr(run.Run, "_settled", says("settles"))
         monkeypatch.setattr(generation, "make_engine", lambda *arguments: engine)
         monkeypatch.setattr(run, "make_weight_sync", says("weight sync"))
@@ -410,7 +410,7 @@ def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(
         for name in ("load_tokenizer", "read_hf_config", "read_config", "open_model"):
             monkeypatch.setattr(evaluation, name, MagicMock())
         monkeypatch.setattr(evaluation, "from_rank_0", lambda runtime, value: value)
-        monkeypatch.setattr(evaluation, "read_problem_sets", lambda *arguments: ([], {}))
+        monkeypatch.setattr(evaluation, "read_problem_sets", lambda *_, **__: ([], {}))
         monkeypatch.setattr(evaluation, "make_engine", lambda *arguments: engine)
         monkeypatch.setattr(evaluation, "build_actor", says("builds"))
         monkeypatch.setattr(evaluation, "load_weights", says("loads"))
