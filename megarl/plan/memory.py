@@ -116,7 +116,7 @@ class MemoryPlan:
         """Return the kind of layers that the run has on a GPU: portable or te."""
         return "portable" if self.config.model.layers == "portable" else "te"
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Return the tokens of the longest sequence, which is never cut."""
         return self.config.data.max_prompt_tokens + self.config.rollout.max_extent

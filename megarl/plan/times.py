@@ -116,7 +116,8 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
     """Estimate a step's time on this layout."""
     config, layout, cluster = plan.config, plan.layout, plan.config.cluster
     quantiles = lengths.quantiles()
-    whole = [length + lengths.shown + lengths.prompt for length in quantiles]
+    beside = lengths.prompt + lengths.shown
+    whole = [length + beside for length in quantiles]
     tokens = plan.step_tokens(fmean(whole))
     parts: dict[str, float] = {}
     if config.has_engine:
