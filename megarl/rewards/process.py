@@ -208,8 +208,10 @@ def limit_answer(seconds: float) -> None:
 
 
 def plain_environment() -> dict[str, str]:
-    """Return the environment of a process whose results must depend on its input alone."""
-    return {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ} | _OWN_ENVIRONMENT
+    """Return the environment of a process whose results must depend on its input alone. It writes bytecode
+    only if this process does."""
+    kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ} | _OWN_ENVIRONMENT
+    return kept | ({"PYTHONDONTWRITEBYTECODE": "1"} if sys.dont_write_bytecode else {})
 
 
 def follow_parent() -> None:

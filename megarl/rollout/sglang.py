@@ -261,7 +261,7 @@ class SGLangEngine(RolloutEngine):
             "max_running_requests": rollout.max_batch,
             "random_seed": 0,
             "skip_server_warmup": True,
-            "skip_tokenizer_init": not rollout.stop,
+            "skip_tokenizer_init": not (rollout.stop or rollout.acts),
             "sampling_backend": "pytorch",
             "enable_custom_logit_processor": True,
             "custom_weight_loader": [LOADER],
