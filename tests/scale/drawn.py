@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from megarl.config.schema import LogConfig, ParallelConfig, RewardConfig, RolloutConfig
+from megarl.config.schema import LogConfig, ParallelConfig, RewardConfig, RolloutConfig, UpdateConfig
 from megarl.data.prompts import Prompt
 from megarl.parallel.delivery import deliver, row_bytes
 from megarl.parallel.layout import Layout
@@ -94,6 +94,7 @@ def count(
         rollout=RolloutConfig(engine="sglang", engine_tp=each),
         log=LogConfig(),
         parallel=ParallelConfig(timeout=600),
+        update=UpdateConfig(),
     )
     engine, right = Drawn(tokens), Right()
     rank = RolloutRank(config, ranks, engine, right, right)  # type: ignore[arg-type]
