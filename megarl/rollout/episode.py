@@ -67,9 +67,13 @@ class Policy:
     params     how tokens are drawn; max_tokens is the most that the policy may write in all turns together
     begun      what an earlier run of the episode came to
     tokenizer  needed for the texts of turns and for texts that are shown
-    limits     of turns, calls and all tokens; None: those of the configuration's defaults
+    limits     of turns, calls and all tokens
     tools      processes that calls are made in
+    shared_prompts  update.share_prompts: nothing may be shown before the first turn
     lenient    whether an episode that does something else when it is run again goes on from there anew
+    turns, calls    how many there were; truncated: whether it had no turn or token left
+    waiting    for what, while it does not wait for the engine; ""
+    aborted    whether whatever the episode asks next ends it
     """
 
     prompt: Prompt
@@ -80,13 +84,14 @@ class Policy:
     tokenizer: Any = None
     limits: TurnsConfig = field(default_factory=TurnsConfig)
     tools: ToolPool | None = None
-    shared_prompts: bool = False  # update.share_prompts
+    shared_prompts: bool = False
     lenient: bool = False
     turns: int = 0
     calls: int = 0
     truncated: bool = False
-    waiting: str = ""  # for what, while it does not wait for the engine
-    _aborted: bool = False
+    waiting: str = ""
+    aborted: bool = False
+    _refused: bool = False  # by EpisodeAborted: the episode has not come to its end
     _observed: list[int] = field(default_factory=list)  # behind the last turn
     _said: list[str] = field(default_factory=list)  # to the environment
     _state: State | None = None
@@ -114,8 +119,7 @@ class Policy:
 
         Raises EpisodeAborted where the rollout ends before, EpisodeTruncated where there is no turn or token
         left; whoever catches these gets them again."""
-        if self._aborted:
-            raise EpisodeAborted
+        self._refuse_if_aborted()
         if self.turns >= self.limits.max or self.room < 1:
             self.truncated = True
             raise EpisodeTruncated
@@ -161,8 +165,8 @@ class Policy:
             written.routing = found.routing
             written.journal.append(["turn", len(found.tokens), found.finish])
         if found.finish == "abort":
-            self._aborted = True
-            raise EpisodeAborted
+            self.aborted = True
+            self._refuse_if_aborted()
         self.turns += 1
         self.truncated = found.finish == "length" and len(found.tokens) >= room
         return Turn(tuple(found.tokens), found.finish, self.tokenizer)
@@ -250,8 +254,7 @@ class Policy:
 
     async def _journaled(self, name: str, run: Callable[[], Awaitable[Result[Any]]]) -> Any:
         """Return what a call came to, from the journal where it was made before."""
-        if self._aborted:
-            raise EpisodeAborted
+        self._refuse_if_aborted()
         self.calls += 1
         entry = self._next("call", name)
         if entry is None or len(entry) == 2:  # its end was not seen
@@ -286,21 +289,29 @@ class Policy:
         remedy = "an episode must do the same when it is run again with the same answers"
         return EngineError(f"rollout.episode: run again on its journal, it {what} ({remedy})")
 
-    def abort(self) -> None:
-        """Have whatever the episode asks next, and waits for now, end it."""
-        self._aborted = True
+    def _refuse_if_aborted(self) -> None:
+        if self.aborted:
+            self._refused = True
+            raise EpisodeAborted
 
-    def result(self) -> Completion:
-        """Return what was written, in the form of one turn where it is one."""
+    async def give_up(self) -> None:
+        """Write one token behind the prompt, and nothing that was shown: a response has a token, also one
+        that does not count. Raises EpisodeAborted."""
+        self._observed = []
+        await self.generate(max_tokens=1)
+
+    def result(self, *, ended: bool = True) -> Completion:
+        """Return what was written, in the form of one turn where it is one; with finish "abort" where the
+        episode has not `ended`, or has caught an EpisodeAborted and ended for that."""
         written = self.written
         written.finish = "length" if self.truncated else "stop"
-        if self._aborted:
+        if not ended or self._refused:
             written.finish = "abort"
         if not any(written.rewards or ()):
             written.rewards = None
         if all(written.sampled or ()):
             written.sampled = None
-        if len(written.journal) == 1 and written.journal[0][0] == "turn":
+        if [entry[::2] for entry in written.journal] == [["turn", written.finish]]:
             written.journal = []
         return written
 

@@ -208,27 +208,33 @@ class Worker:
                 verdict = None if result is None else as_verdict(result, "it")
             except EpisodeTruncated:
                 verdict = None
+            except asyncio.CancelledError:
+                if policy.aborted or asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                    raise
+                verdict = Verdict(False, error="rollout.episode: it was cancelled by itself", judged=False)
             except ToolError as error:
                 verdict = Verdict(False, error=f"a tool failed: {error}")
             except MegarlError:
                 raise
-            except Exception as error:  # noqa: BLE001 (of the user's code: it is recorded, nobody has judged)
-                line = f"{type(error).__name__}: {error}".split("\n")[0]
-                verdict = Verdict(False, error=f"rollout.episode: {line}", judged=False)
-            if verdict is not None and not verdict.judged and not policy.turns:
-                await policy.generate(max_tokens=1)  # a response has a token, also one that does not count
+            # Of the user's code: it is recorded, nobody has judged. (A group where it has tasks of its own.)
+            except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001
+                if not isinstance(error, BaseExceptionGroup) or error.split(EpisodeTruncated)[1] is not None:
+                    line = f"{type(error).__name__}: {error}".split("\n")[0]
+                    verdict = Verdict(False, error=f"rollout.episode: {line}", judged=False)
+            if not policy.turns and not policy.aborted:
+                if verdict is None or verdict.judged:
+                    what = "it ended, or had no room left, before the policy had written anything"
+                    verdict = Verdict(False, error=f"rollout.episode: {what}", judged=False)
+                await policy.give_up()
             completion = policy.result()
-            if completion.finish == "abort":  # an episode that has caught it
+            if completion.finish == "abort" or not completion.tokens:  # an episode that has caught it
                 raise EpisodeAborted
-            if not completion.tokens:
-                what = "the episode has ended before the policy wrote anything"
-                raise EngineError(
-                    f"rollout.episode: {what} ({verdict.error if verdict else 'await generate()'})"
-                )
             self._ended.append(Ended(number, policy.prompt, completion, verdict, policy.turns, policy.calls))
             self._some_ended.set()
-        except (EpisodeAborted, asyncio.CancelledError):
-            written = policy.result()
+        except (EpisodeAborted, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not policy.aborted:
+                raise
+            written = policy.result(ended=False)
             if written.tokens:
                 self.partials[number] = written
         finally:
@@ -325,15 +331,15 @@ class Worker:
     async def _abort(self, numbers: Sequence[int]) -> None:
         """End what runs, and keep what there is of these responses."""
         failure: EngineFailure | None = None
+        for policy, *_ in self._running.values():  # first of all: none asks the engine for more meanwhile
+            policy.aborted = True
         try:
             await self.client.abort()
         except EngineFailure as error:
             failure = error
-        for number, (policy, *_) in list(self._running.items()):
-            policy.abort()
-            if policy.waiting:
-                self._episodes[number].cancel()
         if self._episodes:
+            for number in [n for n, (policy, *_) in self._running.items() if policy.waiting]:
+                self._episodes[number].cancel()
             limit = self.config.rollout.turns.seconds
             _, left = await asyncio.wait(self._episodes.values(), timeout=limit)
             if left:

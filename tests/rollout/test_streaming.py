@@ -7,6 +7,7 @@ import base64
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
+from megarl.rollout.episode import Policy
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.rollout.sglang import SGLangEngine
@@ -33,7 +35,7 @@ from tests.weights.folders import described
 
 class OutOfOrder(TransformersEngine):
     """The transformers engine, whose answers are handed out a few at a time, in an order of chance; what is
-    aborted has got half-way."""
+    aborted has got half-way, or has just ended, which no later request may go on with."""
 
     streams = True
     chance = random.Random(0)
@@ -42,13 +44,12 @@ class OutOfOrder(TransformersEngine):
     def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
         if not hasattr(self, "ready_made"):
             self.ready_made: dict[int, Completion] = {}
-        wholes = self.generate(
-            [Request(request.prompt, request.seed) for request in requests.values()], params
-        )
+        wholes = self.generate([replace(request, partial=None) for request in requests.values()], params)
         for (number, request), whole in zip(requests.items(), wholes, strict=True):
             whole.versions = [self.weight_version] * len(whole.tokens)
             if request.partial is not None:
                 assert whole.tokens[: len(request.partial.tokens)] == request.partial.tokens
+                assert len(request.partial.tokens) < len(whole.tokens)
                 whole.versions[: len(request.partial.tokens)] = request.partial.versions
             self.ready_made[number] = whole
 
@@ -68,6 +69,9 @@ class OutOfOrder(TransformersEngine):
     def abort(self) -> list[tuple[int, Completion]]:
         ended = []
         for number, whole in self.ready_made.items():
+            if number % 3 == 0:
+                ended.append((number, whole))
+                continue
             half = len(whole.tokens) // 2
             versions = [self.weight_version] * half
             ended.append((number, Completion(whole.tokens[:half], whole.logprobs[:half], versions=versions)))
@@ -183,6 +187,31 @@ def test_partial_responses_go_on_in_the_next_step(world: Any) -> None:
     assert uids == sorted(uids) and len(uids) == len(set(uids))
     mixed = [not fresh for step in steps[1:] for _, responses in step for _, fresh in responses]
     assert any(mixed), "no response went on under new weights"
+
+
+async def twice(prompt: Prompt, policy: Policy) -> None:
+    """Three tokens, something that is shown, and the rest."""
+    await policy.generate(max_tokens=3)
+    policy.observe(prompt.tokens[:2])
+    await policy.generate()
+
+
+def test_episodes_of_two_turns_go_on_where_they_stopped(world: Any) -> None:
+    """In whichever turn; the tokens are those of an undisturbed rollout."""
+    settings: dict[str, Any] = {
+        "continue_partial": True,
+        "episode": f"{__name__}:twice",
+        "turns": {"max_tokens": 12},
+    }
+    found = [collect(world, order, **settings)[0] for order in range(4)]
+    drawn = [
+        {(uid, i): tokens for step in steps for uid, each in step for i, (tokens, _) in enumerate(each)}
+        for steps in found
+    ]
+    for others in drawn[1:]:
+        assert all(others[key] == tokens for key, tokens in drawn[0].items() if key in others)
+        assert len(drawn[0].keys() & others.keys()) > len(drawn[0]) // 2
+    assert any(not fresh for steps in found for step in steps for _, each in step for _, fresh in each)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
