@@ -68,7 +68,11 @@ def megarl(*arguments: str | Path) -> list[str]:
 
 def train(model: str, recipe: str, seed: int, run_dir: Path, dtype: str) -> dict[str, Any]:
     """Run, or go on with, one run; return its curve."""
-    arguments = [f"configs/results/{model}_{recipe}.yaml", f"seed={seed}", f"run_dir={run_dir}"]
+    arguments = [
+        f"configs/results/{model}_{recipe}.yaml",
+        f"seed={seed}",
+        f"run_dir={run_dir.relative_to(ROOT)}",
+    ]
     command = megarl("train", *arguments, f"model.dtype={dtype}")
     return {
         "recipe": recipe,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -219,18 +219,12 @@ def plan(
             print(f"\nmegarl: {path}: {problem or near}", file=sys.stderr)
         return 2 if problem else 0
     made = plan_of(config, described)
-    drawn = default_lengths(made)
-    if mean_length is not None:
-        drawn = replace(drawn, mean=mean_length)
-    assumed = {"turns": turns, "observed": observed, "idle": tool_seconds}
-    for name, given in assumed.items():
-        if given is not None:
-            if not config.rollout.acts:
-                what = (
-                    "say nothing of responses of one turn (set rollout.episode, tools, environment or agent)"
-                )
-                raise ConfigError(f"{path}: --turns, --observed, --tool-seconds: {what}")
-            drawn = replace(drawn, **cast(dict[str, Any], {name: given}))
+    options = {"mean": mean_length, "turns": turns, "observed": observed, "idle": tool_seconds}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if given.keys() - {"mean"} and not config.rollout.acts:
+        what = "say nothing of responses of one turn (set rollout.episode, tools, environment or agent)"
+        raise ConfigError(f"{path}: --turns, --observed, --tool-seconds: {what}")
+    drawn = replace(default_lengths(made), **given)
     if length_deviation is not None:
         drawn = with_deviation(drawn, length_deviation)
     if simulate:

@@ -63,9 +63,8 @@ class TransformersEngine(RolloutEngine):
         self._model: Any = None
         self._has_weights = self._asleep = False
         self._aborted = threading.Event()
-        self._loops: list[
-            DecodeLoop
-        ] = []  # of what was submitted, one for each params; the first decodes next
+        # Of what was submitted, one for each params; the first decodes next.
+        self._loops: list[DecodeLoop] = []
         self._stopping: dict[tuple[str, ...], Stopping] = {}
 
     def start(self) -> None:

@@ -46,12 +46,8 @@ if TYPE_CHECKING:  # the preflight, which imports this file, says whether Megatr
 KEY = "value_pretraining.rollouts"
 FOLDER = "step-{:06d}"
 MANIFEST = "manifest.json"
-OF_TOKENS = (
-    "engine_logprobs",
-    "token_versions",
-    "turn_rewards",
-    "routing",
-)  # columns [T] of a file; the others are [n]
+# Columns [T] of a file; the others are [n].
+OF_TOKENS = ("engine_logprobs", "token_versions", "turn_rewards", "routing")
 # Keys, and sections, on which the frozen policy's samples and their rewards depend: nothing of the critic,
 # and not the number of rollouts.
 DECIDING = (
