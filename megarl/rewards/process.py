@@ -52,7 +52,11 @@ class LimitedProcess:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self._transports: list[asyncio.BaseTransport] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT.format(module), *(entry or os.getcwd() for entry in sys.path)],
+            # It writes bytecode only where this process does: under a limit of file size it is cut off.
+            [
+                *(sys.executable, *(["-B"] if sys.dont_write_bytecode else []), "-c", _BOOT.format(module)),
+                *(entry or os.getcwd() for entry in sys.path),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -208,10 +212,8 @@ def limit_answer(seconds: float) -> None:
 
 
 def plain_environment() -> dict[str, str]:
-    """Return the environment of a process whose results must depend on its input alone. It writes bytecode
-    only if this process does."""
-    kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ} | _OWN_ENVIRONMENT
-    return kept | ({"PYTHONDONTWRITEBYTECODE": "1"} if sys.dont_write_bytecode else {})
+    """Return the environment of a process whose results must depend on its input alone."""
+    return {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ} | _OWN_ENVIRONMENT
 
 
 def follow_parent() -> None:
