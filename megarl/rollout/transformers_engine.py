@@ -104,7 +104,7 @@ class TransformersEngine(RolloutEngine):
             for module in model.modules():
                 if type(module) is nn.Linear:
                     module.__class__ = BlockLinear
-                    cast(BlockLinear, module).block = Block.of(config.hidden_size)
+                    cast(BlockLinear, module).block = Block.of(module.weight, config.hidden_size)
         self._has_weights = self._asleep = False
         self.weight_version = -1
 
@@ -362,7 +362,7 @@ class DecodeLoop:
     def __init__(self, model: Any, max_batch: int, params: SamplingParams, stopping: Stopping) -> None:
         self.params, self.stopping, self.max_batch = params, stopping, max_batch
         self.body, self.head, self.device = model.get_decoder(), model.get_output_embeddings(), model.device
-        self.block = Block.of(model.config.hidden_size)
+        self.block = Block.of(self.head.weight, model.config.hidden_size)
         self.requests: dict[int, Request] = {}  # that have not come back
         self.waiting: list[tuple[tuple[int, ...], list[int]]] = []  # the next one is popped from the end
         # Of a mixture whose routing is wanted: what the routers of the layers have just chosen, [tokens,
@@ -692,10 +692,12 @@ class Block(NamedTuple):
     fewest: int
 
     @staticmethod
-    def of(hidden: int) -> Block:
-        """Return the block for a model of this width. In a narrow one blocks are small and go into one
-        batched product, for which MKL has another path where there is but one; in a wide one each is a
-        product of its own."""
+    def of(weight: Tensor, hidden: int) -> Block:
+        """Return the block for a model of such weights and this width. In a narrow one blocks are small and
+        go into one batched product, for which MKL has another path where there is but one; in a wide one each
+        is a product of its own. Where no order is fixed they only keep the number of shapes small."""
+        if not in_fixed_order(weight):
+            return Block(8, 1)
         return Block(16, 2) if hidden < NARROW else Block(64, 1)
 
     def whole(self, rows: int) -> int:
