@@ -1,8 +1,8 @@
 """The demo of a model that acts: word problems of one step, and a calculator that the policy may call.
 
 The model is shown two problems with their calls and results. It writes `Call: calc(214 + 377)`, reads
-`Result: 591`, and ends with `Answer: 591`. Numbers have three digits and more: without the tool it is right
-next to never.
+`Result: 591`, and ends with `Answer: 591`. Numbers have three digits: without the tool it is right next to
+never.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from megarl.rollout.episode import Policy, ToolError
 TRAIN_ROWS, EVAL_ROWS = 2048, 96
 NAMES = ("Anna", "Ben", "Chloe", "David", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jack", "Kira", "Leo")
 THINGS = ("apples", "marbles", "stamps", "books", "coins", "cards", "pens", "shells", "stickers", "beads")
-BOXES = ("boxes", "bags", "crates", "drawers", "baskets", "jars")
 # How each operation is asked for, and the sign by which it is called.
 WORDINGS = {
     "addition": (
@@ -38,23 +37,11 @@ WORDINGS = {
         "{name} has {a} {things}, {other} has {b}. How many more does {name} have?",
         "Of {a} {things} {b} are broken. How many are not broken?",
     ),
-    "multiplication": (
-        "{name} has {a} {boxes} with {b} {things} in each. How many {things} is that?",
-        "One of the {boxes} holds {b} {things}. How many {things} do {a} of them hold?",
-        "{a} children get {b} {things} each. How many {things} is that in total?",
-        "{name} packs {b} {things} every day. How many does {name} pack in {a} days?",
-    ),
-    "division": (
-        "{name} shares {a} {things} equally among {b} children. How many does each child get?",
-        "{a} {things} are packed into {b} {boxes}, the same number into each. How many are in each?",
-        "{name} needs {b} days for {a} {things}, as many every day. How many {things} is that a day?",
-        "A machine sorts {a} {things} into {b} equal heaps. How many {things} are in a heap?",
-    ),
 }
-SIGNS = {"addition": "+", "subtraction": "-", "multiplication": "*", "division": "/"}
+SIGNS = {"addition": "+", "subtraction": "-"}
 SHOWN = (
     ("Tom has 214 marbles and finds 377 more. How many marbles does he have now?", "214 + 377", "591"),
-    ("There are 412 rows with 153 seats in each. How many seats are there?", "412 * 153", "63036"),
+    ("Nora has 845 sweets and eats 231 of them. How many sweets are left?", "845 - 231", "614"),
 )
 OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -83,12 +70,10 @@ def problems(seed: int) -> Iterator[Problem]:
         a, b = rng.sample(range(101, 1000), 2)
         if source == "subtraction":
             a, b = max(a, b), min(a, b)
-        if source == "division":
-            a = rng.randint(11, 99) * b
         call = f"{a} {SIGNS[source]} {b}"
         name, other = rng.sample(NAMES, 2)
-        said = {"name": name, "other": other, "things": rng.choice(THINGS), "boxes": rng.choice(BOXES)}
-        question = rng.choice(WORDINGS[source]).format(a=a, b=b, **said)
+        things = rng.choice(THINGS)
+        question = rng.choice(WORDINGS[source]).format(a=a, b=b, name=name, other=other, things=things)
         if call not in seen:
             seen.add(call)
             yield Problem(source, question, call, calc(call))

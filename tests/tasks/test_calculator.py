@@ -51,11 +51,11 @@ def test_nothing_but_a_value_error(text: str) -> None:
 def test_problems_are_the_seeds_and_right() -> None:
     made = list(islice(problems(3), 400))
     assert made == list(islice(problems(3), 400)) != list(islice(problems(4), 400))
-    assert {one.source for one in made} == {"addition", "subtraction", "multiplication", "division"}
+    assert {one.source for one in made} == {"addition", "subtraction"}
     for one in made:
         a, sign, b = one.call.split()
         assert sorted(re.findall(r"\d+", one.question)) == sorted([a, b])
-        values = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b), "/": int(a) // int(b)}
+        values = {"+": int(a) + int(b), "-": int(a) - int(b)}
         assert one.answer == str(values[sign]) and int(one.answer) > 0
 
 
