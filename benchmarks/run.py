@@ -1,5 +1,6 @@
 """All benchmarks with a target, one after the other, and one table of what was met. Exit code 1 if a result
-was WRONG or a benchmark failed; a time that a busy machine missed is `not met` and no failure.
+was WRONG or a benchmark failed; a time that a busy machine missed is `not met` and no failure. history.jsonl
+keeps the figures, see history.py.
 
     make bench                                # all of them, about 20 minutes on an idle core
     make bench BENCH='gae packing'            # some
@@ -10,10 +11,12 @@ was WRONG or a benchmark failed; a time that a busy machine missed is `not met` 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import history
 from measure import MARKS
 
 FOLDER = Path(__file__).parent
@@ -69,6 +72,10 @@ def main() -> int:
         print("\n".join(verdicts))
         if code:
             print(f"WRONG   | {name}: exit code {code}")
+    with history.FILE.open("a", encoding="utf-8") as file:
+        for name, (verdicts, _) in results.items():
+            file.writelines(json.dumps(record) + "\n" for record in history.records(name, verdicts))
+    print("\n".join(history.worse(history.read())))
     return int(any(code for _, code in results.values()))
 
 

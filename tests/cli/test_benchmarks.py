@@ -77,3 +77,31 @@ def test_ratios_are_of_rounds_and_to_the_better_of_the_others(
     out = capsys.readouterr().out
     assert "ratios of 3 rounds: quartiles 0.250, 0.500, 0.500" in out
     assert "not met | step, time / TRL's, median of the rounds' ratios: 0.5 x | target: at most 0.33 x" in out
+
+
+def test_what_has_become_worse_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the median of runs before on the same kind of machine, whichever way is worse."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    history, measure = importlib.import_module("history"), importlib.import_module("measure")
+
+    def run(seconds: float, speed: float) -> list[dict[str, Any]]:
+        verdicts = measure.Verdicts()
+        verdicts.at_most("time of TRL's", seconds, 0.33, " x")
+        verdicts.at_least("tokens a second", speed, 1e4)
+        verdicts.holds("the same bits", True)
+        return list(history.records("step", capsys.readouterr().out.splitlines()))
+
+    usual = [*run(0.5, 2000.0), *run(0.7, 2200.0), *run(0.51, 1950.0)]
+    assert [(one["what"], one["figure"], one["at"]) for one in usual[:2]] == [
+        ("time of TRL's", 0.5, "most"), ("tokens a second", 2000.0, "least"),
+    ]  # fmt: skip
+    assert not list(history.worse([*usual, *run(0.56, 1850.0)]))
+    slower = list(history.worse([*usual, *run(0.57, 1800.0)]))
+    assert [line.split(":")[0] for line in slower] == [
+        "worse   | step, time of TRL's", "worse   | step, tokens a second",
+    ]  # fmt: skip
+    assert "0.57 at" in slower[0] and "0.51 in the 3 runs before" in slower[0]
+    elsewhere = [{**one, "machine": "another"} for one in run(5.0, 1.0)]
+    assert not list(history.worse([*usual, *elsewhere])) and not list(history.worse(run(1.0, 1.0)))
