@@ -22,6 +22,7 @@ SAMPLED = (
     "reward.model",
     "reward.terms",
     "reward.weight",
+    "teacher",
     *(f"algorithm.{key}" for key in ("surrogate", "old_logprobs", "dual_clip", "whiten")),
     *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight")),
     "algorithm.mismatch",
@@ -65,6 +66,7 @@ def _problems(c: Config) -> Iterator[str]:
     # A run never writes into the folder of a model that it reads.
     written = {"run_dir": c.run_dir, "value_pretraining.rollouts": c.value_pretraining.rollouts}
     models = {"critic.path": c.critic.path, "reward.model.path": c.reward.model.path}
+    models |= {"teacher.path": c.teacher.path}
     for key, model in {"model.path": c.model.path, **models}.items():
         if model is None:
             continue
@@ -256,6 +258,8 @@ def _rollout_problems(c: Config) -> Iterator[str]:
         yield f"rollout.dynamic_sampling.by: {what} (set it to accuracy, or weigh verifier or terms)"
     for key in () if scored else _changed(c, "reward.model.weight"):
         yield f"{key}: has no effect without a reward model (set reward.model.path)"
+    for key in () if c.teacher.path else _changed(c, "teacher.weight"):
+        yield f"{key}: has no effect without a teacher (set teacher.path)"
     for name in reward.terms:
         if not re.fullmatch("[A-Za-z0-9_]+", name):
             what = "a name must be of letters, digits and _, as its metric is reward/term_<name>"

@@ -134,7 +134,8 @@ class Phase:
 
     @cached_property
     def model(self) -> str | None:
-        """The model that runs in this phase (actor, critic, reference or reward); None where none does."""
+        """The model that runs in this phase (actor, critic, reference, reward or teacher); None where none
+        does."""
         owners = {group.partition(".")[0] for group in self.on_gpu}
         return None if "engine" in owners else next(iter(owners), None)
 
@@ -180,6 +181,9 @@ PARITY = declare(
 )
 REFERENCE_LOGPROBS = declare(
     "reference_logprobs", reads="tokens", writes="ref_logprobs", on_gpu="reference.weights"
+)
+TEACHER_ADVANTAGES = declare(
+    "teacher_advantages", reads="tokens advantages", writes="advantages", on_gpu="teacher.weights"
 )
 REWARD_MODEL = declare("reward_model", reads="tokens rewards", writes="rewards", on_gpu="reward.weights")
 VALUES = declare("values", reads="tokens", writes="values", on_gpu="critic.weights")
@@ -232,12 +236,14 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
     if config.has_reward_model:
         before.append(REWARD_MODEL)
     kl_columns = {a.old_column, "ref_logprobs"} if a.kl_reward else set()
+    judged = replace(TEACHER_ADVANTAGES, reads=TEACHER_ADVANTAGES.reads | {a.old_column})
+    taught = [judged] if config.has_teacher else []
     if config.has_critic:  # PPO and VAPO: advantages from a critic, which is updated first
         gae_advantages = replace(GAE_ADVANTAGES, reads=GAE_ADVANTAGES.reads | kl_columns)
-        before += [VALUES, gae_advantages, CRITIC_UPDATE]
+        before += [VALUES, gae_advantages, *taught, CRITIC_UPDATE]
     else:  # GRPO and DAPO: advantages within the group; REINFORCE++: none
         advantages = RETURN_ADVANTAGES if a.advantage == "return" else GROUP_ADVANTAGES
-        before.append(replace(advantages, reads=advantages.reads | kl_columns))
+        before += [replace(advantages, reads=advantages.reads | kl_columns), *taught]
     loss_columns = {a.old_column} | ({"ref_logprobs"} if a.kl_weight else set())
     actor_update = replace(ACTOR_UPDATE, reads=ACTOR_UPDATE.reads | loss_columns)
     return (*before, actor_update, WEIGHT_TRANSFER)

@@ -216,7 +216,7 @@ class ParallelConfig(Section):
 TensorGroup = Literal[
     "actor.weights", "actor.gradients", "actor.optimizer",
     "critic.weights", "critic.gradients", "critic.optimizer",
-    "reference.weights", "reward.weights",
+    "reference.weights", "reward.weights", "teacher.weights",
     "engine.weights", "engine.kv_cache",
 ]  # fmt: skip
 
@@ -744,6 +744,22 @@ class AlgorithmConfig(Section):
         return "engine_logprobs" if self.old_logprobs == "engine" else "old_logprobs"
 
 
+class TeacherConfig(Section):
+    """On-policy distillation: a teacher on the same ranks judges each token that the policy has sampled, and
+    its judgement is added to the token's advantage."""
+
+    path: Path | None = field(
+        None,
+        "Hugging Face folder of a causal model of any size, with the actor's tokenizer; null: none",
+    )
+    weight: float = field(
+        1.0,
+        "c: c (log pi_teacher - log pi_old) is added to each token's advantage, after any whitening",
+        source="Thinking Machines, On-Policy Distillation: the reverse KL of each token, undiscounted",
+        gt=0,
+    )
+
+
 class UpdateConfig(Section):
     """How a rollout becomes optimizer steps."""
 
@@ -881,7 +897,8 @@ class GuardConfig(Section):
 WatchedPhase = Literal[
     "start", "choose a checkpoint", "resume", "rollout", "group_advantages", "distribute", "old_logprobs",
     "parity", "reference_logprobs", "reward_model", "values", "gae_advantages", "return_advantages",
-    "monte_carlo_returns", "critic_update", "actor_update", "weight_transfer", "read_pairs",
+    "teacher_advantages", "monte_carlo_returns", "critic_update", "actor_update", "weight_transfer",
+    "read_pairs",
     "supervised_update", "residency", "evaluation", "checkpoint", "export actor", "export critic",
 ]  # fmt: skip
 
@@ -969,6 +986,7 @@ class Config(Section):
     cluster: ClusterConfig = section(ClusterConfig)
     reward: RewardConfig = section(RewardConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    teacher: TeacherConfig = section(TeacherConfig)
     update: UpdateConfig = section(UpdateConfig)
     value_pretraining: ValuePretrainingConfig = section(ValuePretrainingConfig)
     supervised: SupervisedConfig = section(SupervisedConfig)
@@ -999,6 +1017,11 @@ class Config(Section):
         """Return whether a reward model scores this run's responses."""
         return self.has_engine and self.reward.model.path is not None
 
+    @property
+    def has_teacher(self) -> bool:
+        """Return whether a teacher judges the tokens of this run's responses."""
+        return self.has_engine and self.teacher.path is not None
+
     def evaluates(self, step: int, every: int | None = None) -> bool:
         """Return whether a set of data.eval with this `every` is evaluated after a step. Before the first and
         after the last all are."""
@@ -1009,6 +1032,7 @@ class Config(Section):
         """Return whether this run has such tensors on its devices."""
         present = {"actor": True, "critic": self.has_critic, "engine": self.has_engine}
         present |= {"reference": self.algorithm.has_reference, "reward": self.has_reward_model}
+        present |= {"teacher": self.has_teacher}
         return present[group.partition(".")[0]]
 
     @property

@@ -61,13 +61,14 @@ class Need:
 @dataclass(frozen=True)
 class MemoryPlan:
     """One layout of a run. config: with the layout in it; actor, critic: their sizes; device: the GPU;
-    reward: sizes of the reward model, None: the actor's."""
+    reward, teacher: sizes of these models, None: the actor's."""
 
     config: Config
     actor: Shape
     critic: Shape
     device: Device
     reward: Shape | None = None
+    teacher: Shape | None = None
 
     @cached_property
     def phases(self) -> list[Phase]:
@@ -127,7 +128,8 @@ class MemoryPlan:
         return max(self.longest, self.config.update.tokens_per_micro_batch)
 
     def shape(self, model: str) -> Shape:
-        return {"critic": self.critic, "reward": self.reward or self.actor}.get(model, self.actor)
+        others = {"critic": self.critic, "reward": self.reward, "teacher": self.teacher}
+        return others.get(model) or self.actor
 
     def held(self, model: str, stage: int) -> Held:
         return self.shape(model).held(self.layout, stage, critic=model in SCALAR)
@@ -591,8 +593,8 @@ def plan_of(
     cpu: bool = False,
     memory: float | None = None,
 ) -> MemoryPlan:
-    """Return the plan of a configuration whose models have these config.json; a reward model has its own, or
-    is as large as the actor where it is not on this machine.
+    """Return the plan of a configuration whose models have these config.json; a reward model and a teacher
+    have their own, or are as large as the actor where they are not on this machine.
 
     world   ranks of the job, which decide parallel.dp
     cpu     the ranks are on CPUs, with portable layers
@@ -605,15 +607,19 @@ def plan_of(
         config = config.model_copy(update={"parallel": sizes.model_copy(update={"dp": dp})})
     if cpu:
         config = config.model_copy(update={"model": config.model.model_copy(update={"layers": "portable"})})
-    parallel, dtype, scorer = config.parallel, config.model.dtype, config.reward.model.path
-    reward = read_config(scorer) if scorer and (scorer / "config.json").is_file() else actor
-    for described in (actor, critic or actor, reward):
+    parallel, dtype = config.parallel, config.model.dtype
+    reward, teacher = (
+        read_config(path) if path and (path / "config.json").is_file() else actor
+        for path in (config.reward.model.path, config.teacher.path)
+    )
+    for described in (actor, critic or actor, reward, teacher):
         check_layout(described, parallel.tp, parallel.pp, parallel.ep, parallel.vpp)
         check_recomputed(described, config.model)
     check_frozen(actor, config.actor, "actor")
     check_frozen(critic or actor, config.critic, "critic")
     shapes = Shape(actor, dtype), Shape(critic or actor, dtype)
-    plan = MemoryPlan(config, *shapes, device_of(config.cluster, memory), Shape(reward, dtype))
+    device = device_of(config.cluster, memory)
+    plan = MemoryPlan(config, *shapes, device, Shape(reward, dtype), Shape(teacher, dtype))
     try:
         _ = plan.layout
     except ValueError as error:

@@ -32,7 +32,7 @@ CHOSEN = (
 KEPT = tuple(
     f"{model}.{part}"
     for part in ("optimizer", "weights")
-    for model in ("critic", "actor", "reference", "reward")
+    for model in ("critic", "actor", "reference", "reward", "teacher")
 )
 VIRTUAL = (1, 2, 4)  # stages of a pipeline rank that are tried
 # Of a GPU's memory that a choice leaves free, as some of the plan is estimated (docs/planning.md).
@@ -138,7 +138,7 @@ def _judge(plan: MemoryPlan, engines: list[int], lengths: Lengths) -> Found:
     """Return a layout with the quickest of the other choices that fit."""
     layout = plan.layout
     try:
-        for shape in (plan.actor, plan.critic, plan.shape("reward")):
+        for shape in (plan.actor, plan.critic, plan.shape("reward"), plan.shape("teacher")):
             check_layout(shape.config, layout.tp, layout.pp, layout.ep, layout.vpp)
         check_config(plan.config, "plan")
     except MegarlError as error:

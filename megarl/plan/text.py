@@ -15,9 +15,10 @@ from megarl.plan.simulate import RolloutWork, Tried
 from megarl.plan.sizes import GIB
 from megarl.plan.times import Estimate, Lengths
 
+MODELS = ("actor", "critic", "reference", "reward", "teacher")
 COLUMNS = (
-    ("weights", ("actor.weights", "critic.weights", "reference.weights", "reward.weights", "copied weights")),
-    ("FP8 copies", tuple(f"{model}.fp8_copies" for model in ("actor", "critic", "reference", "reward"))),
+    ("weights", (*(f"{model}.weights" for model in MODELS), "copied weights")),
+    ("FP8 copies", tuple(f"{model}.fp8_copies" for model in MODELS)),
     ("gradients", ("actor.gradients", "critic.gradients")),
     ("optimizer", ("actor.optimizer", "critic.optimizer")),
     ("engine", ("engine.weights",)),

@@ -195,7 +195,7 @@ def _token_seconds(plan: MemoryPlan, name: str, update: bool, whole: list[float]
     # Causal attention: a token looks at half of its sequence, which is a longer one the more tokens it has.
     square = fmean(length**2 for length in whole) / fmean(whole)
     attention = 2 * square * sizes.q / tp / peak
-    head = products((h, sizes.vocab / tp)) if name in ("actor", "reference") else 0.0
+    head = products((h, sizes.vocab / tp)) if name in ("actor", "reference", "teacher") else 0.0
 
     node, network = cluster.node_speed * 1e9 * LINKS, cluster.network_speed * 1e9 * LINKS
 

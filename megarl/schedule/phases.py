@@ -24,6 +24,7 @@ from megarl.training.advantages import (
     add_group_advantages,
     add_return_advantages,
     add_returns,
+    add_teacher,
     correct_mismatch,
     mismatch,
     policy_statistics,
@@ -132,6 +133,16 @@ def gae_advantages(run: Run, step: Step) -> None:
     """Compute decoupled and length-adaptive GAE (VAPO eq. 3 and 5)."""
     longest = run.config.rollout.max_response_tokens
     step.add(*add_gae(run.config.algorithm, step.local.experience, longest, run.runtime))
+
+
+def teacher_advantages(run: Run, step: Step) -> None:
+    """Add a teacher's judgement of each sampled token to its advantage (on-policy distillation)."""
+    assert run.teacher is not None
+    experience, config = step.local.experience, run.config
+    step.count_tokens(passes=1)
+    teacher = run.teacher.logprob_columns(experience, step.local.micro_batches)["logprobs"]
+    old = experience[config.algorithm.old_column]
+    step.metrics |= add_teacher(config.teacher.weight, old, teacher, experience, run.runtime)
 
 
 def monte_carlo_returns(run: Run, step: Step) -> None:

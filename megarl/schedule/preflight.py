@@ -94,6 +94,11 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         _check_vocabulary(scorer, key, tokenizer)
         _check_same_tokenizer(scorer.path, key, tokenizer)
         _check_positions(config, where, scorer)
+    if config.has_teacher and config.teacher.path is not None:
+        teacher = check_model(config.teacher.path, "teacher.path", config)
+        _check_vocabulary(teacher, "teacher.path", tokenizer)
+        _check_same_tokenizer(teacher.path, "teacher.path", tokenizer)
+        _check_positions(config, where, teacher)
     of_mixtures = {
         "rollout.routing_replay": config.rollout.routing_replay,
         "model.grouped_experts": config.model.grouped_experts,

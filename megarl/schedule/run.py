@@ -120,6 +120,7 @@ class Run:
         self.reward_model: InferenceModel | None = (
             self._settled("reward") if config.has_reward_model else None
         )
+        self.teacher: InferenceModel | None = self._settled("teacher") if config.has_teacher else None
         self.engine: RolloutEngine | None = None  # of this rank
         self.source = self._source()
         self.data_reports = self.source.reports
@@ -142,14 +143,18 @@ class Run:
         return generation
 
     def _settled(self, name: str) -> Any:
-        """Build the actor, critic, reference or reward model with its weights, and offload it."""
+        """Build the actor, critic, reference, teacher or reward model with its weights, and offload it."""
         config, runtime, folder, hf = self.config, self.runtime, self.folder, self.hf
         with self.offload.explained("start"):
             scalar = name in ("critic", "reward")  # the head gives one number
-            if scalar:
-                key = "critic.path" if name == "critic" else "reward.model.path"
-                path = config.critic.path if name == "critic" else config.reward.model.path
-                folder = open_model(path or config.model.path, critic=True)
+            own = {
+                "critic": ("critic.path", config.critic.path),
+                "reward": ("reward.model.path", config.reward.model.path),
+                "teacher": ("teacher.path", config.teacher.path),
+            }
+            if name in own:
+                key, path = own[name]
+                folder = open_model(path or config.model.path, critic=scalar)
                 hf = read_hf_config(folder.path)
                 if hf.vocab_size < len(self.tokenizer):
                     raise ConfigError(
@@ -158,7 +163,7 @@ class Run:
                     )
             built = (build_critic if scalar else build_actor)(config, hf, runtime)
             load_weights(built, folder, runtime, critic=scalar)
-            if name in ("reference", "reward"):
+            if name in ("reference", "reward", "teacher"):
                 model = InferenceModel(name, built.requires_grad_(False), runtime)
             else:
                 settings = config.critic if name == "critic" else config.actor
@@ -213,7 +218,7 @@ class Run:
 
     def megatron_seconds(self) -> float:
         """Return this rank's seconds in Megatron's forward and backward passes and optimizers so far."""
-        models = (self.actor, self.critic, self.reference, self.reward_model)
+        models = (self.actor, self.critic, self.reference, self.reward_model, self.teacher)
         return sum(model.megatron_seconds for model in models if model is not None)
 
     def export(self, which: str, out: Path) -> None:

@@ -130,6 +130,22 @@ def add_gae(
     }
 
 
+def add_teacher(
+    weight: float, old: Tensor, teacher: Tensor, experience: Experience, runtime: Runtime
+) -> dict[str, float]:
+    """Add weight (log pi_teacher - log pi_old) to the advantages [T] of the sampled tokens; `old` and
+    `teacher` are log-probs [T]. Return policy/teacher_kl, the mean of log pi_old - log pi_teacher, which
+    estimates the reverse KL from the policy to its teacher, in nats a token.
+
+    On-policy distillation (Thinking Machines, 2025): a token's own log-ratio, without what follows it, and no
+    gradient through it. (The gradient of the log-ratio itself is 0 on average: nothing would be learned.)"""
+    mask = experience.response_mask
+    kl = torch.where(mask, old - teacher, 0.0)
+    experience["advantages"] = experience["advantages"] - weight * kl
+    tokens, total = sum_over_replicas(runtime, torch.stack([mask.sum().double(), kl.double().sum()])).tolist()
+    return {"policy/teacher_kl": total / max(tokens, 1)}
+
+
 def add_returns(
     config: AlgorithmConfig, experience: Experience, runtime: Runtime, rewards: Tensor
 ) -> tuple[dict[str, float], Tables]:

@@ -501,6 +501,10 @@ class TestContradictions:
         "recipe=dapo reward.weight=0 reward.model.path=m rollout.dynamic_sampling.by=score": (
             "rollout.dynamic_sampling.by: score: only the reward model rewards, and groups are"
         ),
+        "teacher.weight=2": "teacher.weight: has no effect without a teacher (set teacher.path)",
+        "recipe=sft teacher.path=m": "teacher.path: recipe sft learns from given responses",
+        "residency.keep=[teacher.weights]": "residency.keep: teacher.weights: this run has none",
+        "run_dir=s/run teacher.path=s": "run_dir: s/run is in teacher.path s",
         "reward.model.weight=2": "reward.model.weight: has no effect without a reward model",
         "recipe=sft reward.model.path=m": "reward.model.path: recipe sft learns from given responses",
         "recipe=sft algorithm.surrogate=gspo": "algorithm.surrogate: recipe sft learns from given responses",

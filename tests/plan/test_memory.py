@@ -151,6 +151,22 @@ def test_a_reward_model_is_planned(tmp_path: Path) -> None:
     assert 0 < smaller.group("reward.weights", 0) < smaller.group("critic.weights", 0) / 3
 
 
+def test_a_teacher_is_planned(tmp_path: Path) -> None:
+    """It takes the memory of its weights, whatever its size, in a phase of its own, and a policy's pass."""
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen2.5-7B"]))
+    layout = "parallel.tp=4", "parallel.pp=4", "parallel.dp=8"
+    alike, smaller = (plan_32b(f"teacher.path={path}", *layout) for path in ("/no/such/folder", tmp_path))
+    assert alike.group("teacher.weights", 0) == alike.group("actor.weights", 0)
+    assert 0 < smaller.group("teacher.weights", 0) < alike.group("teacher.weights", 0) / 3
+    needs = {need.phase: need for need in alike.needs()}
+    assert needs.keys() - {need.phase for need in plan_32b(*layout).needs()} == {"teacher_advantages"}
+    parts, old = needs["teacher_advantages"].parts, needs["old_logprobs"].parts
+    assert parts["teacher.weights"] == old["actor.weights"] and parts["activations"] == old["activations"]
+    times = [estimate(plan, default_lengths(plan)).parts for plan in (alike, smaller)]
+    assert times[0]["teacher_advantages"] == pytest.approx(times[0]["old_logprobs"], rel=0.01)
+    assert times[1]["teacher_advantages"] < times[1]["old_logprobs"] / 3
+
+
 def plan_32b(*overrides: str) -> MemoryPlan:
     return plan_of(load_config(ROOT / "configs/vapo_32b.yaml", overrides), KNOWN_MODELS["Qwen2.5-32B"])
 

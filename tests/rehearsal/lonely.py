@@ -165,7 +165,7 @@ class LonelyRun(Run):
         self.host = HostPool(runtime.device)
         self.actor = self._settled("actor")
         self.critic = self._settled("critic") if config.has_critic else None
-        self.reference = self.reward_model = None
+        self.reference = self.reward_model = self.teacher = None
         self.source: Any = None
         self.engine: Any = None
 

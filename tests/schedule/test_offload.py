@@ -58,6 +58,12 @@ ORDERS = {
     ),
     "vapo with a reward model": training_phases(make_config(recipe="vapo", **SCORED)),
     "dapo with a reward model": training_phases(make_config(recipe="dapo", reward=SCORED["reward"])),
+    "vapo with a teacher": training_phases(
+        make_config(recipe="vapo", algorithm={"advantage": "gae"}, teacher={"path": Path("m")})
+    ),
+    "sao with a teacher": training_phases(
+        make_config(recipe="sao", algorithm={"old_logprobs": "engine"}, teacher={"path": Path("m")})
+    ),
     "value pretraining": pretraining_phases(make_config(recipe="vapo")),
     "value pretraining with a reward model": pretraining_phases(make_config(recipe="vapo", **SCORED)),
     "sft": training_phases(make_config(recipe="sft")),

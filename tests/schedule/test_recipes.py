@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import megarl.config.phases as config_phases
 from megarl.config.phases import Phase, check_phases, declare
@@ -67,6 +67,30 @@ def test_a_reward_model(warm: Path, tmp_path: Path) -> None:
     for record in records:
         if record["stage"] != "eval":
             assert math.isfinite(record["reward/model_mean"]) and record["time/reward_model"] > 0
+
+
+@pytest.mark.slow
+def test_a_teacher(warm: Path, tmp_path: Path) -> None:
+    """One of another size: its log-probs are those of transformers, on every layout, and what the policy
+    does is drawn to what it says though no reward says so."""
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(warm / "sft" / "hf", num_hidden_layers=3, intermediate_size=96)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "teacher")
+    AutoTokenizer.from_pretrained(warm / "sft" / "hf").save_pretrained(tmp_path / "teacher")
+    common = [f"teacher.path={tmp_path / 'teacher'}", "checkpoint.rollouts=true", "residency.offload=true"]
+    for name, layout in {"dp": ["parallel.tp=1", "parallel.dp=2"], "tp": ["parallel.tp=2"]}.items():
+        records = train(warm, "dapo", tmp_path / name, *common, *layout)
+        [first, _] = [record for record in records if record["stage"] == "train"]
+        files = sorted((tmp_path / name / "rollouts/step-000001").glob("*.safetensors"))
+        batch = join([read_experience(file) for file in files])
+        ends, mask, judged = batch.cu_seqlens.tolist(), batch.response_mask, torch.zeros(batch.num_tokens)
+        with torch.no_grad():
+            for a, b in pairwise(ends):
+                logprobs = model(batch.tokens[a:b][None]).logits[0, :-1].log_softmax(-1)
+                judged[a + 1 : b] = logprobs.gather(1, batch.tokens[a + 1 : b, None])[:, 0]
+        kl = float((batch["engine_logprobs"] - judged)[mask].double().mean())
+        assert kl > 1 and first["policy/teacher_kl"] == pytest.approx(kl, abs=1e-3)
 
 
 @pytest.fixture(scope="module")

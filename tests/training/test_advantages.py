@@ -28,6 +28,15 @@ CASES: dict[str, dict[str, Any]] = {
     "REINFORCE++": {"advantage": "return", "kl_reward": BETA, "whiten": True, "gamma": GAMMA},
     "REINFORCE++ with baseline": {"advantage": "group_mean", "whiten": True},
     "PPO with KL": {"advantage": "gae", "kl_reward": BETA, "lambda_policy": 0.8, "lambda_critic": 1.0},
+    "DAPO with a teacher": {"advantage": "group", "teacher": 0.7},
+    "PPO with KL and a teacher": {
+        "advantage": "gae",
+        "kl_reward": BETA,
+        "lambda_policy": 0.8,
+        "lambda_critic": 1.0,
+        "teacher": 0.7,
+    },
+    "SAO with a teacher": {"advantage": "return", "old_logprobs": "engine", "teacher": 0.7, "whiten": True},
     "SAO with KL": {"advantage": "return", "kl_reward": BETA, "old_logprobs": "engine"},
 }
 
@@ -48,7 +57,7 @@ def make_batch(turns: bool = False) -> Experience:
         batch.response_mask &= sampled
         ends = batch.response_mask & ~batch.response_mask.roll(-1)
         batch["turn_rewards"] = torch.where(ends, torch.randn(batch.num_tokens, generator=g), 0.0)
-    for name in ("old_logprobs", "ref_logprobs", "engine_logprobs", "values"):
+    for name in ("old_logprobs", "ref_logprobs", "engine_logprobs", "values", "teacher"):
         column = torch.randn(batch.num_tokens, generator=g)
         batch[name] = torch.where(batch.response_mask, column, 0.0)
     return batch
@@ -61,6 +70,8 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     from megarl.training import advantages
     from megarl.training.batch import distribute
 
+    weight = algorithm.get("teacher", 0.0)
+    algorithm = {key: value for key, value in algorithm.items() if key != "teacher"}
     config = make_config(folder, mini_batch=6, **algorithm)
     model = build_actor(config, read_hf_config(folder), runtime)
     batch = make_batch(turns)
@@ -72,6 +83,9 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
         metrics = advantages.add_return_advantages(config.algorithm, experience, runtime)
     else:
         metrics = advantages.add_group_advantages(config.algorithm, batch, local, runtime)
+    if weight:
+        old, teacher = experience[config.algorithm.old_column], experience["teacher"]
+        metrics |= advantages.add_teacher(weight, old, teacher, experience, runtime)
     names = [name for name in ("advantages", "returns") if name in experience]
     assert training_phases(config)[-1].name == "weight_transfer"
     spans = zip(experience["number"].tolist(), experience.cu_seqlens.tolist(), strict=False)
@@ -137,6 +151,10 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
         mean, deviation = statistics.fmean(everything), statistics.stdev(everything)
         for columns in found.values():
             columns["advantages"] = [(x - mean) / deviation for x in columns["advantages"]]
+    teacher, weight = batch["teacher"].tolist(), algorithm.get("teacher", 0.0)
+    for i, span in enumerate(spans):
+        judged = [weight * (teacher[t] - old[t]) for t in span]
+        found[i]["advantages"] = [a + b for a, b in zip(found[i]["advantages"], judged, strict=True)]
     return found
 
 
