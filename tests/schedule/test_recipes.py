@@ -74,7 +74,8 @@ def test_a_teacher(warm: Path, tmp_path: Path) -> None:
     """One of another size: its log-probs are those of transformers, on every layout, and what the policy
     does is drawn to what it says though no reward says so."""
     torch.manual_seed(1)
-    config = AutoConfig.from_pretrained(warm / "sft" / "hf", num_hidden_layers=3, intermediate_size=96)
+    sizes = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, "intermediate_size": 96}
+    config = AutoConfig.from_pretrained(warm / "sft" / "hf", **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(tmp_path / "teacher")
     AutoTokenizer.from_pretrained(warm / "sft" / "hf").save_pretrained(tmp_path / "teacher")
