@@ -550,6 +550,22 @@ class TestModelFolder:
         tokenizer.unlink()
         assert scene.train_refused(f"{key}={scorer}").startswith(f"{key}: {scorer}: its tokenizer cannot be")
 
+    def test_teacher(self, scene: Scene, model_copy: Path) -> None:
+        key = "teacher.path"
+        assert scene.train_refused(f"{key}=/no/model").startswith(f"{key}: /no/model: no such folder")
+        config = json.loads((model_copy / "config.json").read_text())
+        edit_json(model_copy / "config.json", max_position_embeddings=100)
+        assert f"exceed the 100 positions of {model_copy}" in scene.train_refused(f"{key}={model_copy}")
+        edit_json(model_copy / "config.json", **config)
+        model = json.loads((model_copy / "tokenizer.json").read_text())["model"]
+        model["vocab"] |= {"a": model["vocab"]["b"], "b": model["vocab"]["a"]}
+        edit_json(model_copy / "tokenizer.json", model=model)
+        line = scene.train_refused(f"{key}={model_copy}")
+        assert (
+            line.startswith(f"{key}: {model_copy}: its tokenizer is not the actor's: ")
+            and "is number" in line
+        )
+
     def test_critic_with_two_labels(self, scene: Scene, tmp_path: Path) -> None:
         folder = make_tiny_model(tmp_path / "m", "qwen2", max_positions=256, classification="sequence")
         weights = load_file(folder / "model.safetensors")
