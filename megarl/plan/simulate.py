@@ -565,16 +565,21 @@ def recorded(run_dir: Path, lengths: Lengths) -> tuple[Lengths, Draw, str]:
             with safe_open(path, "np") as file:
                 ends, mask = file.get_tensor("cu_seqlens"), file.get_tensor("response_mask")
                 ids = file.get_tensor("column.group_ids")
+                windows = "column.unfinished" in file.keys()  # noqa: SIM118 (not a mapping)
+                goes_on = file.get_tensor("column.unfinished") if windows else ids < 0
         except (OSError, SafetensorError) as error:
             raise DataError(f"{path}: is damaged ({error})") from None
-        for begin, end, group in zip(ends[:-1], ends[1:], ids, strict=True):
+        for begin, end, group, unfinished in zip(ends[:-1], ends[1:], ids, goes_on, strict=True):
+            if unfinished:
+                continue
             own = mask[begin:end].nonzero()[0]  # what lies between is neither the prompt's nor drawn
             groups.setdefault((path.parent, int(group)), []).append(own.size)
             prompts.append(int(own[0] if own.size else end - begin))
     if groups:
         alone = [max(1, n) for group in groups.values() for n in group]
         logs = [math.log(n) for n in alone]
-        fitted = Lengths(fmean(alone), max(lengths.longest, *alone), fmean(prompts), max(1e-3, pstdev(logs)))
+        known = fmean(alone), max(lengths.longest, *alone), fmean(prompts), max(1e-3, pstdev(logs))
+        fitted = Lengths(*known, window=lengths.window)
 
         def draw(chance: random.Random, responses: int) -> list[float]:
             group = chance.choice(own_groups)
@@ -598,7 +603,8 @@ def recorded(run_dir: Path, lengths: Lengths) -> tuple[Lengths, Draw, str]:
     low, high = 1e-3, 3.0
     for _ in range(40):
         middle = (low + high) / 2
-        fitted = Lengths(mean, max(lengths.longest, longest), lengths.prompt, middle)
+        known = mean, max(lengths.longest, longest), lengths.prompt, middle
+        fitted = Lengths(*known, window=lengths.window)
         beyond = fitted.median * math.exp(middle * NormalDist().inv_cdf(1 - share)) > longest
         low, high = (low, middle) if beyond else (middle, high)
     return fitted, log_normal(fitted), f"mean and longest of {len(records)} steps of {run_dir}"
