@@ -147,7 +147,7 @@ class Controller:
         requests, rest = waiting[:wanted], waiting[wanted:]
         await self._submit(requests)
         numbers = list(self._requests)
-        while self._running or any(map(len, self._waiting)):
+        while self._running or any(self._waiting):
             await self._handle_messages()
         responses = [group.responses[0] for group in self._pop_complete(None)]
         groups: list[Group] = []

@@ -151,7 +151,7 @@ class Policy:
             begun, older = found, found.versions if found else []
             now = min(most, self.window + len(begun.tokens if begun else ())) if self.window else most
             found = await self.client.generate(self.tokens, seed, params, begun, max_tokens=now)
-            if found.finish == "length" and len(found.tokens) < most:
+            if self.window and found.finish == "length" and len(found.tokens) < most:
                 found.finish, self.windowed = "abort", True
             if not found.tokens and begun is not None:
                 found = begun
