@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
@@ -98,11 +98,28 @@ class Lengths:
             low, high = (middle, high) if short else (low, middle)
         return tuple(min(high * s, self.longest) for s in shape)
 
-    @property
+    @lru_cache(maxsize=8)  # noqa: B019 (as for quantiles)
     def windows(self) -> tuple[Window, ...]:
         """Return what a step has of responses, as often each, once as many end as begin: with `window` a
         response has a place in as many steps as it has windows."""
         return tuple(one for length in self.quantiles() for one in windows_of(length, self.window))
+
+    @cached_property
+    def sequences(self) -> tuple[list[float], list[float]]:
+        """Return the tokens of a step's sequences, and of those whose responses end, as often each."""
+        beside = self.prompt + self.shown
+        each = [(window.length + beside, window.ends) for window in self.windows()]
+        return [length for length, _ in each], [length for length, ends in each if ends]
+
+    @cached_property
+    def begun(self) -> float:
+        """Return the tokens of a response that earlier steps drew, on average."""
+        return fmean(window.begun for window in self.windows())
+
+    @cached_property
+    def half_way(self) -> float:
+        """Return the tokens of a response half way through its window, on average."""
+        return fmean(window.begun + window.drawn / 2 for window in self.windows())
 
     @property
     def median(self) -> float:
@@ -145,9 +162,7 @@ def with_deviation(lengths: Lengths, deviation: float) -> Lengths:
 def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
     """Estimate a step's time on this layout."""
     config, layout, cluster = plan.config, plan.layout, plan.config.cluster
-    windows, beside = lengths.windows, lengths.prompt + lengths.shown
-    of_all = [window.length + beside for window in windows]
-    of_ended = [window.length + beside for window in windows if window.ends]
+    of_all, of_ended = lengths.sequences
     tokens = plan.step_tokens(fmean(of_all))
     parts: dict[str, float] = {}
     if config.has_engine:
@@ -331,8 +346,7 @@ def decoded_at_once(plan: MemoryPlan, lengths: Lengths) -> int:
 
 def cached_tokens(lengths: Lengths) -> float:
     """Return the tokens in an engine's cache of a response that it decodes, on average."""
-    half_way = fmean(window.begun + window.drawn / 2 for window in lengths.windows)
-    return half_way + lengths.shown / 2 + lengths.prompt
+    return lengths.half_way + lengths.shown / 2 + lengths.prompt
 
 
 def rollout_seconds(plan: MemoryPlan, lengths: Lengths) -> float:
@@ -343,7 +357,7 @@ def rollout_seconds(plan: MemoryPlan, lengths: Lengths) -> float:
     at_once = min(decoded_at_once(plan, lengths), each)
     costs, cached = decoding(plan), config.rollout.engine_kind.apart
     # The weights are new: what was drawn before is read again.
-    prefilled = lengths.prefilled(cached=cached) + fmean(window.begun for window in lengths.windows)
+    prefilled = lengths.prefilled(cached=cached) + lengths.begun
     return _decode(costs, each, at_once, lengths) + each * prefilled * costs.prefill
 
 
@@ -351,7 +365,7 @@ def rollout_seconds(plan: MemoryPlan, lengths: Lengths) -> float:
 def _decode(costs: Decoding, each: int, at_once: int, lengths: Lengths) -> float:
     """Return the seconds in which an engine has decoded `each` responses, `at_once` of them at a time: it
     takes the next one when one is done, or waits for a tool. What comes back from a tool goes first."""
-    drawn, turns = sorted(window.drawn for window in lengths.windows), lengths.turns
+    drawn, turns = sorted(window.drawn for window in lengths.windows()), lengths.turns
     mean = cached_tokens(lengths)
     # A stride that has no factor in common with their number: each length comes as often as its share, and
     # the longest are spread over the others.

@@ -66,9 +66,9 @@ def test_a_steady_step_is_what_many_steps_come_to() -> None:
     drawn = [a_window(work, chance) for _ in range(8000)]
     for begun, new, ends in (
         (
-            fmean(one.begun for one in LENGTHS.windows),
-            fmean(one.drawn for one in LENGTHS.windows),
-            fmean(one.ends for one in LENGTHS.windows),
+            fmean(one.begun for one in LENGTHS.windows()),
+            fmean(one.drawn for one in LENGTHS.windows()),
+            fmean(one.ends for one in LENGTHS.windows()),
         ),
         (fmean(one.begun for one in drawn), fmean(one.lengths[0] for one in drawn), None),
     ):
@@ -90,9 +90,9 @@ def test_a_rollout_of_windows_counts_what_is_new_once() -> None:
     batch = simulate_rollout(work, costs_of(plan, lengths), 32, random.Random(0))
     responses = plan.config.responses
     assert batch.generated < batch.fresh < batch.tokens
-    mean = fmean(one.drawn for one in lengths.windows)
+    mean = fmean(one.drawn for one in lengths.windows())
     assert batch.generated / responses == pytest.approx(mean, rel=0.05)
-    whole = fmean(one.length for one in lengths.windows) + lengths.prompt
+    whole = fmean(one.length for one in lengths.windows()) + lengths.prompt
     assert batch.tokens / responses == pytest.approx(whole, rel=0.05)
     course = simulate(work, costs_of(plan, lengths), Split.of(plan, 0))
     assert course.idle < 0.05
@@ -102,8 +102,8 @@ def test_only_the_critics_update_is_shorter_by_what_goes_on() -> None:
     plan = plan_32b()
     lengths = default_lengths(plan)
     windows, whole = estimate(plan, lengths).parts, estimate(plan, replace(lengths, window=0)).parts
-    ended = [one.length + lengths.prompt for one in lengths.windows if one.ends]
-    everything = [one.length + lengths.prompt for one in lengths.windows]
+    ended = [one.length + lengths.prompt for one in lengths.windows() if one.ends]
+    everything = [one.length + lengths.prompt for one in lengths.windows()]
     assert sum(ended) < sum(everything)
     # Attention makes long sequences dearer than their tokens, a little.
     ratio = (windows["critic_update"] / windows["actor_update"]) / (
