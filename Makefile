@@ -87,7 +87,7 @@ ifeq ($(ENGINE),sglang)
 demo: $(SGLANG)/installed
 	$(SGLANG)/bin/megarl demo --model $(MODEL) --task $(TASK) --recipe $(RECIPE) --seed $(SEED) rollout.engine=sglang parallel.tp=$(or $(TP),1) $(ARGS)
 else
-demo: $(STAMP) ## a tiny model learns multi-step addition: RECIPE=vapo|dapo|sao|rloo|... MODEL=smollm2 TASK=calculator SEED=0 TP=2 ENGINE=sglang
+demo: $(STAMP) ## a tiny model learns multi-step addition: RECIPE=vapo|dapo|tppo|sao|... MODEL=smollm2 TASK=calculator SEED=0 TP=2 ENGINE=sglang
 	$(BIN)/megarl demo --model $(MODEL) --task $(TASK) --recipe $(RECIPE) --seed $(SEED) rollout.engine=$(ENGINE) $(if $(TP),parallel.tp=$(TP)) $(ARGS)
 endif
 

@@ -49,13 +49,13 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, kind: GroupBaseline = "
     return centred.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
-def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """Return lambda = 1 - 1 / (alpha * l) (VAPO eq. 5), float64 [n], clamped to [0, 1]: the formula is
-    negative for l < 1 / alpha.
+def length_adaptive_lambda(lengths: Tensor, alpha: float, floor: float = 0.0) -> Tensor:
+    """Return lambda = 1 - 1 / (alpha * l) (VAPO eq. 5), float64 [n], clamped to [floor, 1]: the formula is
+    negative for l < 1 / alpha. (T-PPO has a floor of 0.95.)
 
     lengths: response lengths in tokens, int [n]. float64 because rounding lambda to float32 moves lambda^t, t
     in the thousands, by 1e-4."""
-    return (1.0 - 1.0 / (alpha * lengths.double())).clamp(0.0, 1.0)
+    return (1.0 - 1.0 / (alpha * lengths.double())).clamp(floor, 1.0)
 
 
 def response_lengths(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor | None:
@@ -86,6 +86,7 @@ def gae(
     cu_seqlens: Tensor,
     lam: float | Tensor,
     gamma: float = 1.0,
+    after: Tensor | None = None,
 ) -> Tensor:
     """Return A_t = delta_t + gamma * lambda * A_{t+1}, delta_t = R_t + gamma * V(s_{t+1}) - V(s_t) (VAPO eq.
     3, with a discount).
@@ -93,11 +94,11 @@ def gae(
     t counts the tokens of a response that the policy sampled. Where it has several turns, s_{t+1} of a turn's
     last token is the state before the next turn's first token, which holds what was observed between them: an
     observation is the environment's transition, costs no discount, and has no V and no R of its own. V after
-    the last token of a response is 0. Returns [T], float32 (float64 if an input is), 0 outside the mask,
-    whose rewards and values are not used.
+    the last token of a response is `after`. Returns [T], float32 (float64 if an input is), 0 outside the
+    mask, whose rewards and values are not used.
 
     rewards, values: float [T]. response_mask: bool [T]. cu_seqlens: int64 [n+1]. lam: one number, or [n], one
-    for each response.
+    for each response. after: [n]; None: 0.
 
     The recurrence runs backwards in time for all responses at once: sorted by length, those that are still
     alive are the first ones, and windows of their tokens, counted from the end, are gathered time-major. No
@@ -107,10 +108,11 @@ def gae(
     if lengths_of_all is None:  # without all that was not sampled; what is left is of one piece
         sampled = response_mask.nonzero().squeeze(-1)
         ends = torch.searchsorted(sampled, cu_seqlens)
-        of_sampled = gae(rewards[sampled], values[sampled], response_mask[sampled], ends, lam, gamma)
+        of_sampled = gae(rewards[sampled], values[sampled], response_mask[sampled], ends, lam, gamma, after)
         return of_sampled.new_zeros(total).index_copy_(0, sampled, of_sampled)
     all_lengths, order = lengths_of_all.sort(descending=True, stable=True)
     lam = torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).expand(all_lengths.shape)
+    last_values = lam.new_zeros(all_lengths.shape) if after is None else after.double()
     # One entry more than tokens: a window reaches back beyond the start of short responses, and its values
     # there are written to the extra entry.
     dtype = torch.promote_types(torch.result_type(rewards, values), torch.float32)
@@ -119,7 +121,8 @@ def gae(
         rows = slice(first, first + GAE_ROWS)
         lengths, ends, decays = all_lengths[rows], cu_seqlens[1:][order][rows], gamma * lam[order][rows]
         longest = int(lengths[0])
-        next_advantage = next_value = torch.zeros(lengths.shape, dtype=torch.float64, device=ends.device)
+        next_advantage = torch.zeros(lengths.shape, dtype=torch.float64, device=ends.device)
+        next_value = last_values[order][rows]
         done = 0
         while done < longest:
             alive = int(torch.searchsorted(-lengths, -done))
@@ -137,6 +140,39 @@ def gae(
             window.write(advantage, out)
             done += steps
     return out[:total]
+
+
+def extended_gae(
+    rewards: Tensor,
+    values: Tensor,
+    window: Tensor,
+    cu_seqlens: Tensor,
+    lam: float | Tensor,
+    unfinished: Tensor,
+    gamma: float = 1.0,
+    tail: int = 0,
+) -> Tensor:
+    """Return the advantages of windows of responses, as `gae`, where a response that is `unfinished` goes on
+    behind its window: the value there is taken to be that of the state before, V(s_l) = V(s_{l-1}), so that
+    delta_{l-1} = R_{l-1} + (gamma - 1) V(s_{l-1}) (EGAE of T-PPO, arXiv 2506.15050, as its authors'
+    implementation has it, verl pull request 3728). The last `tail` tokens of such a window get 0.
+
+    window: bool [T], the tokens that a step has drawn, the last ones of each response. unfinished: bool [n].
+    The rest as in `gae`."""
+    own, after = window.nonzero().squeeze(-1), None
+    if own.numel():
+        last = own[(torch.searchsorted(own, cu_seqlens[1:]) - 1).clamp(min=0)]
+        after = torch.where(unfinished, values[last].double(), 0.0)
+    advantages = gae(rewards, values, window, cu_seqlens, lam, gamma, after)
+    return advantages.masked_fill(window_tail(window, cu_seqlens, unfinished, tail), 0.0)
+
+
+def window_tail(window: Tensor, cu_seqlens: Tensor, unfinished: Tensor, tail: int) -> Tensor:
+    """Return the last `tail` tokens of the windows of unfinished responses, bool [T]."""
+    behind = window.flip(0).cumsum(0).flip(0)  # of a token, those of this and all later windows from it on
+    ends = torch.cat([behind, behind.new_zeros(1)])[cu_seqlens[1:]]
+    left = behind - torch.repeat_interleave(ends, cu_seqlens.diff())
+    return window & (left <= tail) & torch.repeat_interleave(unfinished, cu_seqlens.diff())
 
 
 class _Window:

@@ -16,6 +16,7 @@ CRITICS = ("critic", "value_pretraining", "algorithm.value_clip")
 SAMPLED = (
     *CRITICS,
     "rollout.dynamic_sampling",
+    "rollout.window",
     "rollout.routing_replay",
     "rollout.routing_compare",
     "reward.overlong",
@@ -176,6 +177,10 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
     if isinstance(a.lambda_policy, float) and not 0 <= a.lambda_policy <= 1:
         yield f"algorithm.lambda_policy: must be in [0, 1] or length_adaptive (got {a.lambda_policy})"
 
+    if a.lambda_floor and a.lambda_policy != "length_adaptive":
+        what = "has no effect unless algorithm.lambda_policy is length_adaptive"
+        yield f"algorithm.lambda_floor: {what} (set it to 0)"
+
     if a.dual_clip and (a.dual_clip <= 1 or a.surrogate not in ("ppo", "gspo")):
         what = "must be > 1, or 0, and 0 for another algorithm.surrogate than ppo and gspo"
         yield f"algorithm.dual_clip: {what} (got {a.dual_clip:g} with {a.surrogate})"
@@ -241,6 +246,11 @@ def _rollout_problems(c: Config) -> Iterator[str]:
         what = f"must be >= rollout.max_response_tokens {r.max_response_tokens}, which it includes"
         yield f"rollout.turns.max_tokens: {what} (got {most})"
 
+    if r.window is not None:
+        yield from _window_problems(c, r.window)
+    elif c.algorithm.window_tail:
+        yield "algorithm.window_tail: has no effect without rollout.window (set it to 0)"
+
     reward, longest = c.reward, r.max_response_tokens
     if reward.overlong.soft_punishment and reward.overlong.buffer > longest:
         what = f"must be <= rollout.max_response_tokens {longest}"
@@ -272,6 +282,34 @@ def _rollout_problems(c: Config) -> Iterator[str]:
         sum_ = f"data.max_prompt_tokens {prompt} + {r.max_extent} tokens"
         key = "max_response_tokens" if r.max_extent == longest else "turns.max_tokens"
         yield f"rollout.{key}: {sum_} exceed the model's {positions} positions (lower one of them)"
+
+
+def _window_problems(c: Config, window: int) -> Iterator[str]:
+    r = c.rollout
+    if c.algorithm.advantage != "gae":
+        what = "a response that has not ended has no reward, and only a critic knows what it is worth"
+        yield f"rollout.window: {what} (set algorithm.advantage=gae, or leave it out)"
+    if window >= r.max_response_tokens:
+        what = f"{window} holds every response of rollout.max_response_tokens {r.max_response_tokens}"
+        yield f"rollout.window: {what} (lower it, or leave it out)"
+    if c.algorithm.window_tail >= window:
+        what = f"must be less than rollout.window {window}"
+        yield f"algorithm.window_tail: {what} (got {c.algorithm.window_tail})"
+    within = "with rollout.window a response is trained on before it, and its group, have ended"
+    for key, given in (
+        ("rollout.dynamic_sampling.enabled", r.dynamic_sampling.enabled),
+        ("reward.overlong.filter", c.reward.overlong.filter),
+    ):
+        if given:
+            yield f"{key}: {within} (set it to false)"
+    if r.continue_partial:
+        what = "has no effect with rollout.window, with which what has not ended goes on in any case"
+        yield f"rollout.continue_partial: {what} (set it to false)"
+    if r.acts:
+        yield "rollout.window: cuts responses of one turn only (leave it out, or the episode)"
+    if c.reward.model.path is not None:
+        what = "scores whole responses, and with rollout.window a batch holds parts"
+        yield f"reward.model.path: {what} (leave one of them out)"
 
 
 def evaluation_problems(c: Config) -> Iterator[str]:

@@ -59,6 +59,28 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reward": {"overlong": {"soft_punishment": True}},
         "value_pretraining": {"steps": 50},
     },
+    # T-PPO, arXiv 2506.15050: VAPO on windows of responses. Numbers are those of its authors' implementation
+    # (verl pull request 3728); overlong punishment is our choice, as for VAPO.
+    "tppo": {
+        "algorithm": {
+            "advantage": "gae",
+            "lambda_critic": 1.0,
+            "lambda_policy": "length_adaptive",
+            "alpha": 0.05,
+            "lambda_floor": 0.95,
+            "window_tail": 8,
+            "whiten": True,
+            "aggregation": "token",
+            "clip_high": 0.28,
+            "dual_clip": 10.0,
+            "nll_weight": 0.1,
+        },
+        "rollout": {"window": 8192},
+        "reward": {"overlong": {"soft_punishment": True}},
+        "actor": {"lr": 8e-7, "weight_decay": 0.1},
+        "critic": {"weight_decay": 0.1},
+        "value_pretraining": {"steps": 10},
+    },
     # The baselines that the papers and surveys name: docs/algorithms.md, "Other methods".
     "vc_ppo": {  # arXiv 2503.01491: PPO with value pretraining and decoupled GAE
         "algorithm": {
@@ -158,8 +180,8 @@ ROLLOUT = declare(
     "rollout",
     writes="tokens engine_logprobs policy_version rewards correct truncated group_ids response_index",
     # Where responses were continued under newer weights; where turns have rewards of their own; where the
-    # engine's choice of experts was recorded.
-    may_write="token_versions turn_rewards routing",
+    # engine's choice of experts was recorded; windows of responses.
+    may_write="token_versions turn_rewards routing begun unfinished",
     on_gpu="engine.weights engine.kv_cache",
 )
 DISTRIBUTE = declare(
@@ -216,6 +238,11 @@ def _distribution(config: Config) -> Phase:
     return DISTRIBUTE
 
 
+def _of_windows(phase: Phase) -> Phase:
+    """Return a phase that sees which tokens a step has drawn, and which responses go on in the next one."""
+    return replace(phase, reads=phase.reads | {"begun", "unfinished"})
+
+
 def pretraining_phases(config: Config) -> tuple[Phase, ...]:
     """Return the phases of one step of value pretraining, in order: the policy stands still, the critic is
     fitted to Monte-Carlo returns (VAPO section 4.1)."""
@@ -244,6 +271,9 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
     else:  # GRPO and DAPO: advantages within the group; REINFORCE++: none
         advantages = RETURN_ADVANTAGES if a.advantage == "return" else GROUP_ADVANTAGES
         before += [replace(advantages, reads=advantages.reads | kl_columns), *taught]
+    if config.rollout.window is not None:
+        windowed = {DISTRIBUTE.name, OLD_LOGPROBS.name, GAE_ADVANTAGES.name, TEACHER_ADVANTAGES.name}
+        before = [_of_windows(phase) if phase.name in windowed else phase for phase in before]
     loss_columns = {a.old_column} | ({"ref_logprobs"} if a.kl_weight else set())
     actor_update = replace(ACTOR_UPDATE, reads=ACTOR_UPDATE.reads | loss_columns)
     return (*before, actor_update, WEIGHT_TRANSFER)

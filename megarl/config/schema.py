@@ -517,6 +517,14 @@ class RolloutConfig(Section):
     continue_partial: bool = field(
         False, "continue responses aborted at a step's end in the next one; false: draw their prompts anew"
     )
+    window: int | None = field(
+        None,
+        "tokens of a response that one step draws and trains the policy on; one that has not ended then goes "
+        "on in the next step, before new prompts fill the batch; null: whole responses",
+        "tokens",
+        "T-PPO, arXiv 2506.15050: 8192",
+        ge=1,
+    )
     routing_replay: bool = field(
         False,
         "record which experts the engine chose for each token, and have the actor's routers choose them too",
@@ -692,6 +700,17 @@ class AlgorithmConfig(Section):
         source="VC-PPO 0.95; VAPO eq. 5",
     )
     alpha: float = field(0.05, "alpha of the length-adaptive lambda", source="VAPO eq. 5", gt=0)
+    lambda_floor: float = field(
+        0.0, "lowest length-adaptive lambda", "", "T-PPO, arXiv 2506.15050: 0.95", ge=0, le=1
+    )
+    window_tail: int = field(
+        0,
+        "last tokens of a window that goes on (rollout.window) whose advantage is 0, as little is known of "
+        "what follows",
+        "tokens",
+        "T-PPO's implementation: 8",
+        ge=0,
+    )
     whiten: bool = field(False, "whiten advantages over the tokens of the batch", source="REINFORCE++")
     surrogate: Literal["ppo", "gspo", "cispo", "masked"] = field(
         "ppo",
@@ -970,7 +989,7 @@ class Config(Section):
     """A run."""
 
     recipe: Literal[
-        "sft", "grpo", "dapo", "ppo", "vapo", "sao",
+        "sft", "grpo", "dapo", "ppo", "vapo", "tppo", "sao",
         "vc_ppo", "orz", "r1_zero", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo",
     ] = field(..., "algorithm; sets the defaults of the switches (see config/phases.py)")  # fmt: skip
     run_dir: Path = field(..., "folder of this run: config, metrics, samples, checkpoints, report")

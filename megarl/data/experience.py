@@ -100,6 +100,28 @@ class Experience:
         own = torch.cat([self.response_mask.nonzero().squeeze(-1), self.cu_seqlens[-1:]])
         return torch.minimum(own[torch.searchsorted(own, start)], end) - start
 
+    @property
+    def window(self) -> Tensor:
+        """Return the response tokens that the step's rollout has drawn, bool [T]: all but, where a column
+        `begun` [n] says so, the first of each response, which earlier steps drew (`rollout.window`)."""
+        if "begun" not in self:
+            return self.response_mask
+        drawn = torch.cat([self.cu_seqlens[:1], self.response_mask.cumsum(0)])
+        before = drawn[self.cu_seqlens[:-1]] + self["begun"]
+        return self.response_mask & (drawn[1:] > torch.repeat_interleave(before, self.lengths))
+
+    @property
+    def unfinished(self) -> Tensor:
+        """Return which responses go on in the next step, bool [n]."""
+        if "unfinished" not in self:
+            return torch.zeros(self.num_sequences, dtype=torch.bool)
+        return self["unfinished"]
+
+    @property
+    def window_lengths(self) -> Tensor:
+        """Return the tokens of each response in `window`, int64 [n]."""
+        return self.response_lengths - self["begun"] if "begun" in self else self.response_lengths
+
     def spread(self, values: Tensor) -> Tensor:
         """Return one value per response [n] at each of its tokens, [T]; 0 outside the response mask."""
         return torch.where(self.response_mask, torch.repeat_interleave(values, self.lengths), 0)

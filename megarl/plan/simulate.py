@@ -35,6 +35,7 @@ from megarl.plan.times import (
     decoding,
     estimate,
     rollout_seconds,
+    windows_of,
 )
 
 ALIKE = 0.5  # our estimate: of the variance of log lengths, what the responses to one prompt have in common
@@ -73,6 +74,8 @@ class RolloutWork:
     kept            share of the groups that dynamic sampling keeps; 1: it is off
     streams         whether groups are drawn as long as some are missing (SGLang), or batch after batch
     oversample      first generation batch / groups needed
+    window          tokens of a response that a step draws (rollout.window); 0: all
+    most_windows    of any response
     balance         stretches: requests stay where equal stretches of them were submitted; queue: those that
                     have not begun move to an engine that has room; longest: those that are expected to be
                     longest are also begun first, as earlier epochs tell"""
@@ -85,15 +88,19 @@ class RolloutWork:
     streams: bool = True
     oversample: float = 1.0
     balance: Balance = "queue"
+    window: int = 0
+    most_windows: int = 1
 
 
 @dataclass
 class SimulatedGroup:
-    """A prompt's responses: their lengths, and how many of them have not ended."""
+    """A prompt's responses: their lengths, and how many of them have not ended; of a response that earlier
+    steps have begun, alone, the tokens that are there."""
 
     lengths: Sequence[float]
     kept: bool
     left: int
+    begun: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -103,11 +110,13 @@ class SimulatedRollout:
     seconds    until the last group that it needs is complete
     busy       of each engine, the stretches of time in which it had something to decode
     tokens     of the groups that are trained on, with prompts
+    fresh      of these, without those that earlier steps drew
     generated  tokens of all responses, those that are thrown away as well"""
 
     seconds: float
     busy: list[list[tuple[float, float]]]
     tokens: float
+    fresh: float
     generated: float
 
 
@@ -137,7 +146,7 @@ class Engine:
         """Give the groups of the responses that have ended by now."""
         while self.running and self.running[0][0] <= self.step + 1e-9:
             _, _, length, group = heapq.heappop(self.running)
-            self.tokens -= self.prompt + length
+            self.tokens -= self.prompt + group.begun + length
             self.generated += length
             yield group
 
@@ -149,8 +158,8 @@ class Engine:
                 self.busy.append((self.now, self.now))
             self.count += 1
             heapq.heappush(self.running, (self.step + length, self.count, length, group))
-            self.tokens += self.prompt
-            self.now += self.costs.prefill
+            self.tokens += self.prompt + group.begun
+            self.now += self.costs.prefill * (1 + group.begun / max(self.prompt, 1.0))
 
     def next_end(self) -> float:
         """Return when the next response ends; the pace is that of half way until then."""
@@ -170,14 +179,18 @@ def simulate_rollout(
     now = 0.0
     complete = kept = 0  # groups, and how many of them dynamic sampling keeps
     offered = accepted = 0  # the same, up to the first that is not complete
+    groups = work.prompts * (work.group if work.window else 1)  # windows are on their own
     longest_first = work.balance == "longest"
     moves = work.balance != "stretches" and engines > 1
 
     def submit(prompts: int) -> None:
         rows = []
         for _ in range(prompts):
-            lengths = work.draw(chance, work.group)
-            group = SimulatedGroup(lengths, chance.random() < work.kept, len(lengths))
+            if work.window:
+                group = a_window(work, chance)
+            else:
+                lengths = work.draw(chance, work.group)
+                group = SimulatedGroup(lengths, chance.random() < work.kept, len(lengths))
             submitted.append(group)
             rows += [(length, group) for length in group.lengths]
         if longest_first:  # by what its group's are on average, as earlier epochs would tell
@@ -205,19 +218,19 @@ def simulate_rollout(
 
     def wanted() -> int:
         """Return how many prompts to submit now: what GroupCollector (rollout/collector.py) would."""
-        missing = work.prompts - accepted
+        missing = groups - accepted
         if not submitted:
             return math.ceil(missing * work.oversample) if work.kept < 1 else missing
         if work.streams:  # those that are complete behind one that is not count as well
-            missing = work.prompts - kept
+            missing = groups - kept
         if missing <= 0:
             return 0
         estimated = math.ceil(missing * (complete + 2) / (kept + 1))
         if not work.streams:
-            return min(work.prompts, max(missing, estimated))
-        return max(0, min(estimated, work.prompts) - (len(submitted) - complete))
+            return min(groups, max(missing, estimated))
+        return max(0, min(estimated, groups) - (len(submitted) - complete))
 
-    while accepted < work.prompts:
+    while accepted < groups:
         if not events:
             submit(wanted())
         now, number, version = heapq.heappop(events)
@@ -233,7 +246,7 @@ def simulate_rollout(
         go_on(number)
         if complete == before:
             continue
-        while offered < len(submitted) and not submitted[offered].left and accepted < work.prompts:
+        while offered < len(submitted) and not submitted[offered].left and accepted < groups:
             accepted += submitted[offered].kept
             offered += 1
         if work.streams and work.kept < 1 and (more := wanted()):
@@ -241,10 +254,22 @@ def simulate_rollout(
     for engine in all_engines:  # what still runs is aborted
         engine.advance(now)
         engine.generated += sum(length - (end - engine.step) for end, _, length, _ in engine.running)
-    used = [group for group in submitted[:offered] if group.kept][: work.prompts]
-    tokens = sum(length + work.prompt for group in used for length in group.lengths)
+    used = [group for group in submitted[:offered] if group.kept][:groups]
+    tokens = sum(length + work.prompt + group.begun for group in used for length in group.lengths)
+    fresh = sum(length + work.prompt * (not group.begun) for group in used for length in group.lengths)
     generated = sum(engine.generated for engine in all_engines)
-    return SimulatedRollout(now, [engine.busy for engine in all_engines], tokens, generated)
+    return SimulatedRollout(now, [engine.busy for engine in all_engines], tokens, fresh, generated)
+
+
+def a_window(work: RolloutWork, chance: random.Random) -> SimulatedGroup:
+    """Draw a response of a step and its window, of a job that has gone on for long: a response is there the
+    more often the more windows it has."""
+    while True:
+        [length] = work.draw(chance, 1)
+        windows = windows_of(length, work.window)
+        if chance.randrange(work.most_windows) < len(windows):
+            found = chance.choice(windows)
+            return SimulatedGroup([found.drawn], True, 1, found.begun)
 
 
 class Span(NamedTuple):
@@ -285,7 +310,8 @@ class Course:
 
     @property
     def tokens_second(self) -> float:
-        """Return the tokens of batches, with prompts, a second of the job."""
+        """Return the tokens of batches, with prompts, a second of the job; each once, however many steps have
+        trained on what stands behind it."""
         return fmean(self.tokens[FIRST:]) / self.step
 
     def waits(self, name: str) -> dict[str, float]:
@@ -391,7 +417,7 @@ def simulate(work: RolloutWork, costs: Costs, split: Split, seed: int = 0) -> Co
                 put(name, step, phase, trainer_now, trainer_now + seconds)
             trainer_now += seconds
         course.marks.append(trainer_now)
-        course.tokens.append(batch.tokens)
+        course.tokens.append(batch.fresh)
         course.generated.append(batch.generated)
         if not trainers:
             for name in names:
@@ -441,6 +467,8 @@ def work_of(
         streams=rollout.engine_kind.apart,
         oversample=rollout.dynamic_sampling.oversample,
         balance=balance,
+        window=rollout.window or 0,
+        most_windows=max(1, math.ceil(lengths.longest / (rollout.window or lengths.longest))),
     )
 
 
@@ -537,16 +565,21 @@ def recorded(run_dir: Path, lengths: Lengths) -> tuple[Lengths, Draw, str]:
             with safe_open(path, "np") as file:
                 ends, mask = file.get_tensor("cu_seqlens"), file.get_tensor("response_mask")
                 ids = file.get_tensor("column.group_ids")
+                windows = "column.unfinished" in file.keys()  # noqa: SIM118 (not a mapping)
+                goes_on = file.get_tensor("column.unfinished") if windows else ids < 0
         except (OSError, SafetensorError) as error:
             raise DataError(f"{path}: is damaged ({error})") from None
-        for begin, end, group in zip(ends[:-1], ends[1:], ids, strict=True):
+        for begin, end, group, unfinished in zip(ends[:-1], ends[1:], ids, goes_on, strict=True):
+            if unfinished:
+                continue
             own = mask[begin:end].nonzero()[0]  # what lies between is neither the prompt's nor drawn
             groups.setdefault((path.parent, int(group)), []).append(own.size)
             prompts.append(int(own[0] if own.size else end - begin))
     if groups:
         alone = [max(1, n) for group in groups.values() for n in group]
         logs = [math.log(n) for n in alone]
-        fitted = Lengths(fmean(alone), max(lengths.longest, *alone), fmean(prompts), max(1e-3, pstdev(logs)))
+        known = fmean(alone), max(lengths.longest, *alone), fmean(prompts), max(1e-3, pstdev(logs))
+        fitted = Lengths(*known, window=lengths.window)
 
         def draw(chance: random.Random, responses: int) -> list[float]:
             group = chance.choice(own_groups)
@@ -570,7 +603,8 @@ def recorded(run_dir: Path, lengths: Lengths) -> tuple[Lengths, Draw, str]:
     low, high = 1e-3, 3.0
     for _ in range(40):
         middle = (low + high) / 2
-        fitted = Lengths(mean, max(lengths.longest, longest), lengths.prompt, middle)
+        known = mean, max(lengths.longest, longest), lengths.prompt, middle
+        fitted = Lengths(*known, window=lengths.window)
         beyond = fitted.median * math.exp(middle * NormalDist().inv_cdf(1 - share)) > longest
         low, high = (low, middle) if beyond else (middle, high)
     return fitted, log_normal(fitted), f"mean and longest of {len(records)} steps of {run_dir}"

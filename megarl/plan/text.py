@@ -94,7 +94,9 @@ def lines(plan: MemoryPlan, where: str, lengths: Lengths, made: Estimate) -> Ite
 
 
 def episodes(lengths: Lengths) -> str:
-    """Return what is assumed of responses with several turns; "" for others."""
+    """Return what is assumed of responses in windows or with several turns; "" for others."""
+    if lengths.window:
+        return f", at most {lengths.window:,} of them in a step"
     if lengths.turns == 1:
         return ""
     shown = f"{lengths.observed:,.0f} tokens shown and {clock(lengths.idle)} of a tool between two"

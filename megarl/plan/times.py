@@ -10,8 +10,9 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import NormalDist, fmean
+from typing import NamedTuple
 
 from megarl.parallel.layout import Layout
 from megarl.plan.memory import MemoryPlan
@@ -32,13 +33,35 @@ GROUPS_KEPT = 0.5  # share of groups that dynamic sampling keeps
 QUANTILES = 64
 
 
+class Window(NamedTuple):
+    """What a step draws of a response: tokens that earlier steps drew, tokens of this one, and whether it
+    ends."""
+
+    begun: float
+    drawn: float
+    ends: bool
+
+    @property
+    def length(self) -> float:
+        """Return the tokens that there are then."""
+        return self.begun + self.drawn
+
+
+def windows_of(length: float, window: int) -> list[Window]:
+    """Return the windows of a response, at most `window` tokens each; 0: it is one."""
+    size = window or length
+    count = max(1, math.ceil(length / size))
+    return [Window(i * size, min(size, length - i * size), i == count - 1) for i in range(count)]
+
+
 @dataclass(frozen=True)
 class Lengths:
     """Response lengths: log-normal, cut at the limit.
     mean: of what is sampled, cut ones included; longest: the limit; spread: sigma of the logarithm; prompt:
     mean tokens of a prompt.
     turns: of a response, which share its tokens evenly; observed: tokens that the policy is shown between two
-    of them; idle: seconds from the end of a turn to that, in which a tool or an environment works."""
+    of them; idle: seconds from the end of a turn to that, in which a tool or an environment works.
+    window: tokens of a response that one step draws; 0: all."""
 
     mean: float
     longest: int
@@ -47,6 +70,7 @@ class Lengths:
     turns: int = 1
     observed: float = 0.0
     idle: float = 0.0
+    window: int = 0
 
     @property
     def shown(self) -> float:
@@ -74,6 +98,29 @@ class Lengths:
             low, high = (middle, high) if short else (low, middle)
         return tuple(min(high * s, self.longest) for s in shape)
 
+    @lru_cache(maxsize=8)  # noqa: B019 (as for quantiles)
+    def windows(self) -> tuple[Window, ...]:
+        """Return what a step has of responses, as often each, once as many end as begin: with `window` a
+        response has a place in as many steps as it has windows."""
+        return tuple(one for length in self.quantiles() for one in windows_of(length, self.window))
+
+    @cached_property
+    def sequences(self) -> tuple[list[float], list[float]]:
+        """Return the tokens of a step's sequences, and of those whose responses end, as often each."""
+        beside = self.prompt + self.shown
+        each = [(window.length + beside, window.ends) for window in self.windows()]
+        return [length for length, _ in each], [length for length, ends in each if ends]
+
+    @cached_property
+    def begun(self) -> float:
+        """Return the tokens of a response that earlier steps drew, on average."""
+        return fmean(window.begun for window in self.windows())
+
+    @cached_property
+    def half_way(self) -> float:
+        """Return the tokens of a response half way through its window, on average."""
+        return fmean(window.begun + window.drawn / 2 for window in self.windows())
+
     @property
     def median(self) -> float:
         """Return the length that half of the responses do not reach."""
@@ -99,7 +146,7 @@ def default_lengths(plan: MemoryPlan) -> Lengths:
     each call."""
     rollout, prompt = plan.config.rollout, plan.config.data.max_prompt_tokens / 4
     longest = rollout.max_response_tokens
-    lengths = Lengths(longest / 3, longest, prompt)
+    lengths = Lengths(longest / 3, longest, prompt, window=rollout.window or 0)
     if not rollout.acts:
         return lengths
     turns = max(2, rollout.turns.max // 4)
@@ -115,10 +162,8 @@ def with_deviation(lengths: Lengths, deviation: float) -> Lengths:
 def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
     """Estimate a step's time on this layout."""
     config, layout, cluster = plan.config, plan.layout, plan.config.cluster
-    quantiles = lengths.quantiles()
-    beside = lengths.prompt + lengths.shown
-    whole = [length + beside for length in quantiles]
-    tokens = plan.step_tokens(fmean(whole))
+    of_all, of_ended = lengths.sequences
+    tokens = plan.step_tokens(fmean(of_all))
     parts: dict[str, float] = {}
     if config.has_engine:
         parts["rollout"] = rollout_seconds(plan, lengths)
@@ -126,18 +171,20 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
         if phase.model is None:
             continue
         model, epochs = plan.shape(phase.model), 1
-        updates = 1
+        updates, whole, own = 1, of_all, tokens
         if phase.updates_weights:
             settings, size = (
                 (config.critic, config.critic.mini_batch or config.update.mini_batch)
                 if phase.model == "critic"
                 else (config.update, config.mini_batch)
             )
+            if phase.model == "critic":  # learns from what has ended
+                whole, own = of_ended, tokens * sum(of_ended) / sum(of_all)
             epochs = settings.epochs if config.has_engine else 1
             updates = max(1, config.responses // size)
         # Each optimizer step begins and ends a pipeline of its own, and waits for the replica whose longest
         # sequence is more than an even share.
-        share = tokens / updates / layout.dp
+        share = own / updates / layout.dp
         uneven = max(1.0, max(whole) / share)
         # The largest micro-batches keep all stages waiting.
         budget = config.update.tokens_per_micro_batch
@@ -292,10 +339,14 @@ def decoding(plan: MemoryPlan) -> Decoding:
 def decoded_at_once(plan: MemoryPlan, lengths: Lengths) -> int:
     """Return how many responses an engine decodes at once: as many as its cache holds of mean length. One
     that waits for a tool is not among them: its keys and values go where there is no room."""
-    mean = (fmean(lengths.quantiles()) + lengths.shown) / 2 + lengths.prompt
     rollout = plan.config.rollout
     limit = 1 << 30 if rollout.engine_kind.apart else rollout.max_batch
-    return max(1, min(int(plan.cache_tokens / mean), limit))
+    return max(1, min(int(plan.cache_tokens / cached_tokens(lengths)), limit))
+
+
+def cached_tokens(lengths: Lengths) -> float:
+    """Return the tokens in an engine's cache of a response that it decodes, on average."""
+    return lengths.half_way + lengths.shown / 2 + lengths.prompt
 
 
 def rollout_seconds(plan: MemoryPlan, lengths: Lengths) -> float:
@@ -305,17 +356,21 @@ def rollout_seconds(plan: MemoryPlan, lengths: Lengths) -> float:
     each = max(1, round(sampled * plan.engine_tp / ranks))
     at_once = min(decoded_at_once(plan, lengths), each)
     costs, cached = decoding(plan), config.rollout.engine_kind.apart
-    return _decode(costs, each, at_once, lengths) + each * lengths.prefilled(cached=cached) * costs.prefill
+    # The weights are new: what was drawn before is read again.
+    prefilled = lengths.prefilled(cached=cached) + lengths.begun
+    return _decode(costs, each, at_once, lengths) + each * prefilled * costs.prefill
 
 
 @lru_cache(maxsize=256)
 def _decode(costs: Decoding, each: int, at_once: int, lengths: Lengths) -> float:
     """Return the seconds in which an engine has decoded `each` responses, `at_once` of them at a time: it
     takes the next one when one is done, or waits for a tool. What comes back from a tool goes first."""
-    quantiles, turns = lengths.quantiles(), lengths.turns
-    mean = (fmean(quantiles) + lengths.shown) / 2 + lengths.prompt
-    # The step of a quantile's length comes as often as its share; the longest are spread over the others.
-    waiting = [(quantiles[(i * 37) % len(quantiles)] / turns, turns) for i in range(each)]
+    drawn, turns = sorted(window.drawn for window in lengths.windows()), lengths.turns
+    mean = cached_tokens(lengths)
+    # A stride that has no factor in common with their number: each length comes as often as its share, and
+    # the longest are spread over the others.
+    stride = next(n for n in range(37, 37 + len(drawn)) if math.gcd(n, len(drawn)) == 1)
+    waiting = [(drawn[(i * stride) % len(drawn)] / turns, turns) for i in range(each)]
     running: list[tuple[float, float, int]] = []  # when a turn ends, its tokens, turns with it that are left
     called: list[tuple[float, float, int]] = []  # when a tool is done, on the clock, and the same
     now = seconds = 0.0  # in decoding steps, and on the clock

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -86,12 +86,13 @@ class Response:
     oldest     the least of the body's versions; None where it has none
     routed     dtype and shape of a token's entry in the body's routing; None where it has none
     rewarded   whether turns have rewards of their own, which are in `reward` too
+    begun      tokens that earlier steps have drawn (`rollout.window`)
     """
 
     body: Body | None
     owner: int
     length: int
-    finish: Literal["stop", "length"]
+    finish: Literal["stop", "length", "window"]
     correct: bool
     extracted: str | None
     error: str | None
@@ -108,6 +109,7 @@ class Response:
     turns: int = 1
     calls: int = 0
     rewarded: bool = False
+    begun: int = 0
 
     def __post_init__(self) -> None:
         self.extent = self.extent or self.length
@@ -136,6 +138,11 @@ class Response:
     def truncated(self) -> bool:
         """Return whether it reached the limit of tokens."""
         return self.finish == "length"
+
+    @property
+    def unfinished(self) -> bool:
+        """Return whether it goes on in the next step: nobody has judged it yet, and its reward is 0."""
+        return self.finish == "window"
 
 
 @dataclass
@@ -350,7 +357,9 @@ class RolloutBatch:
         group_ids[i] is the position of its group in `groups`, response_index[i] its position in the group.
         policy_version is that of a response's oldest token; where some were continued under new weights,
         token_versions int32 [T] has each token's. Where the engine's choice of experts was recorded, routing
-        [T, layers, topk] has it (`routing_array`).
+        [T, layers, topk] has it (`routing_array`). In a batch of windows (`rollout.window`) begun
+        int64 [n] is the tokens of each response that earlier steps drew, unfinished bool [n] whether it goes
+        on in the next.
 
         first: the number of the first rank that has an engine, among those that deliver the batch."""
         rows = [(g, i, r) for g, group in enumerate(self.groups) for i, r in enumerate(group.responses)]
@@ -362,7 +371,11 @@ class RolloutBatch:
         prompts = [np.array(group.prompt.tokens, dtype=np.int64) for group in self.groups]
         of_prompts = torch.tensor([prompts[g].size for g, _, _ in rows])
         versions = [self.groups[g].version if r.oldest is None else r.oldest for g, _, r in rows]
-        columns = {
+        windows = {}
+        if any(r.begun or r.unfinished for r in self.responses):
+            windows["begun"] = torch.tensor([r.begun for _, _, r in rows]) * torch.tensor(counts)
+            windows["unfinished"] = torch.tensor([r.unfinished for _, _, r in rows])
+        columns = windows | {
             "rewards": torch.tensor(
                 [r.reward if id(r) in counted else 0.0 for _, _, r in rows], dtype=torch.float32
             ),
@@ -425,7 +438,7 @@ class RolloutBatch:
 
     def samples(self, tokenizer: Any, limit: int) -> dict[int, Sample]:
         """Return at most `limit` responses of the first groups, as `choose_samples` takes them, by their row
-        of the batch. The bodies of `shown` must be here."""
+        of the batch; none that goes on in the next step. The bodies of `shown` must be here."""
         found: list[Sample] = []
         for group in self.shown(limit):
             found += [
@@ -445,7 +458,9 @@ class RolloutBatch:
                 )
                 for r, text in group.texts(tokenizer)
             ]
-        chosen = {id(sample) for sample in choose_samples(found, limit)}
+        here = [r for group in self.shown(limit) for r in group.responses if r.body is not None]
+        ended = [*compress(found, (not r.unfinished for r in here))]
+        chosen = {id(sample) for sample in choose_samples(ended, limit)}
         return {row: sample for row, sample in enumerate(found) if id(sample) in chosen}
 
 

@@ -70,7 +70,7 @@ class Controller:
 
     def _reset(self) -> None:
         self.moved, self.idle, self.version = 0, 0.0, -1
-        self._params, self._terms = SamplingParams(0), True
+        self._params, self._terms, self._window = SamplingParams(0), True, 0
         # By the number of the first response, in the order of the prompts, until the group is taken.
         self._requests: dict[int, GroupRequest] = {}
         self._arrived: dict[int, Response] = {}
@@ -94,6 +94,9 @@ class Controller:
         responses of this step, whether their groups were accepted or not, so that dynamic sampling does not
         hide the policy's accuracy.
 
+        With `rollout.window` the groups are those parts of groups whose responses the step has drawn tokens
+        of: reward/*, response/* and reflection/* then count those that have ended.
+
         Raises DataError at the limit of generation batches where the configuration says so, and what engines
         and verifiers raise."""
         self._reset()
@@ -102,6 +105,9 @@ class Controller:
         routing = rollout.routing_replay and step > 0
         drawn_as = rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop
         self._params = SamplingParams(rollout.max_response_tokens, *drawn_as, routing=routing)
+        if rollout.window is not None and step > 0:  # value pretraining wants whole responses
+            groups, stats = await self._collect_windows(step, rollout.window)
+            return self._batch(step, groups, groups, stats)
         collector = GroupCollector(rollout.prompts, rollout.dynamic_sampling, self.surplus)
         times_drawn: Counter[int] = Counter()
 
@@ -126,8 +132,52 @@ class Controller:
             self.lengths[group.prompt.uid] = sum(lengths) / len(lengths)
         groups, self.surplus = collector.result()
         # Nothing was offered where the surplus of the step before was enough.
-        counted = collector.offered or groups
-        responses = [r for group in counted for r in group.responses]
+        return self._batch(step, groups, collector.offered or groups, collector.stats())
+
+    async def _collect_windows(self, step: int, window: int) -> tuple[list[Group], dict[str, float]]:
+        """Draw the next tokens of as many responses as a step has: first of those that have not ended in the
+        step before, then of new ones, prompt after prompt (T-PPO's successive batching). What is drawn does
+        not depend on time. Return them by their prompts, and rollout/*."""
+        self._window, size = window, self.config.rollout.group_size
+        waiting, self.returned = self.returned, []
+        wanted = self.config.responses
+        prompts = max(0, math.ceil((wanted - len(waiting)) / size))
+        for request in self._draw(prompts, step, Counter()):
+            waiting += [GroupRequest(request.prompt, [seed]) for seed in request.seeds]
+        requests, rest = waiting[:wanted], waiting[wanted:]
+        await self._submit(requests)
+        numbers = list(self._requests)
+        while self._running or any(self._waiting):
+            await self._handle_messages()
+        responses = [group.responses[0] for group in self._pop_complete(None)]
+        groups: list[Group] = []
+        for request, number, response in zip(requests, numbers, responses, strict=True):
+            if not groups or groups[-1].prompt.uid != request.prompt.uid:
+                groups.append(Group(request.prompt, [], self.version))
+            groups[-1].responses.append(response)
+            if response.unfinished:
+                holders = [self._given[number]]
+                self.returned.append(replace(request, first=number, holders=holders))
+        drawn = sum(r.length - r.begun for r in responses)
+        stats = {
+            "rollout/prompts": len(groups),
+            "rollout/tokens": drawn,
+            "rollout/continued": sum(r.begun > 0 for r in responses) / len(responses),
+            "rollout/unfinished": len(self.returned) / len(responses),
+        }
+        self.returned += rest
+        return groups, stats
+
+    def _batch(
+        self, step: int, groups: list[Group], counted: Sequence[Group], stats: Mapping[str, float]
+    ) -> RolloutBatch:
+        """Return a step's batch, with statistics of the responses of `counted` that have ended."""
+        ended = [
+            replace(group, responses=some)
+            for group in counted
+            if (some := [r for r in group.responses if not r.unfinished])
+        ]
+        responses = [r for group in ended for r in group.responses]
         problems = Counter(r.error for r in responses if r.error is not None)
         unjudged = [r.error for r in responses if not r.judged]
         if len(unjudged) > self.config.reward.max_unjudged * len(responses):
@@ -135,9 +185,9 @@ class Controller:
             limit = f"more than {self.config.reward.max_unjudged:g} of them"
             raise ConfigError(f"reward.max_unjudged: {share}, {limit}: {unjudged[0]}")
         stats = {
-            **collector.stats(),
-            **response_stats(responses),
-            **source_stats(counted),
+            **stats,
+            **(response_stats(responses) if responses else {}),
+            **source_stats(ended),
             "rollout/moved": self.moved,
         }
         return RolloutBatch(step, groups, stats, {}, dict(problems))
@@ -214,16 +264,16 @@ class Controller:
                 continue
             self._running |= {number: engine for number, *_ in rows}
             self._given |= {number: engine for number, *_ in rows}
-            places: dict[int, int] = {}  # of questions in the message, by the first number of their request
+            places: dict[int, int] = {}  # of questions in the message, by their prompts' identity
             questions: list[m.Question] = []
             work: list[m.Work] = []
             for number, request, i in rows:
-                first = number - i
+                first = id(request.prompt)
                 if first not in places:
                     places[first] = len(questions)
                     questions.append(m.Question.of(request.prompt, whole=self.config.rollout.acts))
                 work.append(m.Work(number, places[first], i, request.seeds[i]))
-            await self._tell(engine, m.Begin(self._params, self._terms, questions, work))
+            await self._tell(engine, m.Begin(self._params, self._terms, self._window, questions, work))
         if any(shared):
             self._waiting = [[number for number in those if number in self._rows] for those in self._waiting]
 

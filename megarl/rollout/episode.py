@@ -70,10 +70,11 @@ class Policy:
     limits     of turns, calls and all tokens
     tools      processes that calls are made in
     shared_prompts  update.share_prompts: nothing may be shown before the first turn
+    window     the most tokens that are drawn now, of a single turn, which then goes on later; 0: no limit
     lenient    whether an episode that does something else when it is run again goes on from there anew
     turns, calls    how many there were; truncated: whether it had no turn or token left
     waiting    for what, while it does not wait for the engine; ""
-    aborted    whether whatever the episode asks next ends it
+    aborted    whether whatever the episode asks next ends it; windowed: as it has got its window
     """
 
     prompt: Prompt
@@ -85,12 +86,14 @@ class Policy:
     limits: TurnsConfig = field(default_factory=TurnsConfig)
     tools: ToolPool | None = None
     shared_prompts: bool = False
+    window: int = 0
     lenient: bool = False
     turns: int = 0
     calls: int = 0
     truncated: bool = False
     waiting: str = ""
     aborted: bool = False
+    windowed: bool = False
     _refused: bool = False  # by EpisodeAborted: the episode has not come to its end
     _observed: list[int] = field(default_factory=list)  # behind the last turn
     _said: list[str] = field(default_factory=list)  # to the environment
@@ -126,6 +129,7 @@ class Policy:
         written, room = self.written, self.room
         most = room if max_tokens is None else max(1, min(room, max_tokens))
         recorded, found = self._next("turn"), None
+        older: list[int] = []  # versions of what is gone on with
         if recorded is not None:
             assert self.begun is not None
             # An observation behind the last recorded turn was never part of the record's tokens.
@@ -144,13 +148,17 @@ class Policy:
             if stop:
                 params = replace(params, stop=(*params.stop, *stop))
             seed = turn_seed(self.seed, self.turns)
-            begun = found
-            found = await self.client.generate(self.tokens, seed, params, begun, max_tokens=most)
+            begun, older = found, found.versions if found else []
+            now = min(most, self.window + len(begun.tokens if begun else ())) if self.window else most
+            found = await self.client.generate(self.tokens, seed, params, begun, max_tokens=now)
+            if self.window and found.finish == "length" and len(found.tokens) < most:
+                found.finish, self.windowed = "abort", True
             if not found.tokens and begun is not None:
                 found = begun
         if found.tokens:
             # The transformers engine names no version: all are of its present weights.
-            by_token = found.versions or [self.client.engine.weight_version] * len(found.tokens)
+            new = len(found.tokens) - len(older)
+            by_token = found.versions or [*older, *[self.client.engine.weight_version] * new]
             for tokens, logprobs, versions, sampled in (
                 (self._observed, [0.0] * len(self._observed), [by_token[0]] * len(self._observed), False),
                 (found.tokens, found.logprobs, by_token, True),

@@ -94,6 +94,7 @@ class Facts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     oldest: int | None
     routed: tuple[str, tuple[int, ...]] | None
     rewarded: bool
+    begun: int
 
     @staticmethod
     def of(response: Response) -> Facts:
@@ -156,10 +157,12 @@ class Alive(Message):
 
 
 class Begin(Message):
-    """Draw these responses beside those that you draw. terms: whether the reward's terms are wanted too."""
+    """Draw these responses beside those that you draw. terms: whether the reward's terms are wanted too;
+    window: the most tokens that each gets, and then comes back unfinished; 0: no such limit."""
 
     params: SamplingParams
     terms: bool
+    window: int
     questions: list[Question]
     work: list[Work]
 

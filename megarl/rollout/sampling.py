@@ -75,6 +75,16 @@ class Request:
     partial: Completion | None = None
     max_tokens: int | None = None
 
+    @property
+    def begun(self) -> int:
+        """Return the response's tokens that are there already."""
+        return len(self.partial.tokens) if self.partial else 0
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """Return all tokens that are there, behind which the next one is drawn."""
+        return (*self.prompt, *self.partial.tokens) if self.partial else self.prompt
+
     def limit(self, params: SamplingParams) -> int:
         """Return the tokens that the response may have."""
         return params.max_tokens if self.max_tokens is None else self.max_tokens

@@ -389,7 +389,7 @@ class DecodeLoop:
         self.highest = max(self.highest, *(request.limit(self.params) for request in requests.values()))
         groups: dict[tuple[int, ...], list[int]] = {}
         for key, request in requests.items():
-            groups.setdefault(request.prompt, []).append(key)
+            groups.setdefault(request.text, []).append(key)
         most = self.max_batch
         new = [(p, keys[i : i + most]) for p, keys in groups.items() for i in range(0, len(keys), most)]
         self.waiting = new[::-1] + self.waiting
@@ -470,7 +470,9 @@ class DecodeLoop:
             [[request.seed for request in asked], [request.limit(self.params) for request in asked]]
         ).to(device)
         self.position[rows] = lengths[source] - 1
-        self.count[rows] = 0
+        self.count[rows] = torch.tensor([request.begun for request in asked], device=device)
+        longest = len(groups[-1][0])
+        cache.tokens[rows, :longest] = tokens[source, :longest]
         self.used = rows.stop
         # The head, and what draws from its logits, see whole blocks too.
         last = hidden.new_zeros(self.block.whole(len(groups)), hidden.shape[2])
@@ -561,6 +563,8 @@ class DecodeLoop:
         for row, (key, end, count, limit, live) in enumerate(state):
             span = slice(end + 1 - count, end + 1)
             completion = Completion(tokens[row, span].tolist(), logprobs[row, span].tolist(), "abort")
+            if (partial := self.requests[key].partial) is not None:
+                completion.logprobs[: len(partial.logprobs)] = partial.logprobs
             if not live:
                 by_itself = count < limit or self.stopping.ends(completion.tokens)
                 completion.finish = "stop" if by_itself else "length"

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Ended:
-    """An episode that has ended. verdict: its own; None: the verifier is to judge"""
+    """An episode that has ended, or its window (finish "abort"). verdict: its own; None: the verifier is to
+    judge; begun: tokens that earlier steps drew"""
 
     number: int
     prompt: Prompt
@@ -52,6 +53,12 @@ class Ended:
     verdict: Verdict | None
     turns: int
     calls: int
+    begun: int = 0
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether only its window has ended."""
+        return self.completion.finish == "abort"
 
     @property
     def length(self) -> int:
@@ -194,6 +201,7 @@ class Worker:
                 self.config.rollout.turns,
                 self.tools,
                 self.config.update.share_prompts,
+                message.window,
             )
             self._running[work.number] = policy, work.index, time.monotonic()
             running = self._reporting_errors(self._run(work.number, policy))
@@ -229,16 +237,24 @@ class Worker:
             completion = policy.result()
             if completion.finish == "abort" or not completion.tokens:  # an episode that has caught it
                 raise EpisodeAborted
-            self._ended.append(Ended(number, policy.prompt, completion, verdict, policy.turns, policy.calls))
-            self._some_ended.set()
+            self._note(number, policy, completion, verdict)
         except (EpisodeAborted, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and not policy.aborted:
                 raise
             written = policy.result(ended=False)
             if written.tokens:
                 self.partials[number] = written
+            if policy.windowed:
+                self._note(number, policy, written, None)
         finally:
             del self._episodes[number], self._running[number]
+
+    def _note(self, number: int, policy: Policy, completion: Completion, verdict: Verdict | None) -> None:
+        """Have what has ended verified and told."""
+        begun = len(policy.begun.tokens) if policy.begun is not None and policy.window else 0
+        facts = policy.turns, policy.calls, begun
+        self._ended.append(Ended(number, policy.prompt, completion, verdict, *facts))
+        self._some_ended.set()
 
     async def _generate(self) -> None:
         """Keep the engine going. Where it fails, the controller has all ranks start it again."""
@@ -267,8 +283,9 @@ class Worker:
                 await self.link.send(m.Ended(version, facts, self.client.busy))
 
     def _verified(self, ended: Sequence[Ended], version: int) -> list[Response]:
-        """Return the responses, with rewards. An episode that has judged itself is not verified; the terms of
-        the reward see the verifier's judgement all the same. version: of the engine's weights."""
+        """Return the responses, with rewards; of one that goes on it is 0. An episode that has judged itself
+        is not verified; the terms of the reward see the verifier's judgement all the same. version: of the
+        engine's weights."""
         spoken = [turns_of(one.completion) for one in ended]
         texts = iter(
             self.tokenizer.batch_decode([t for turns in spoken for t in turns], skip_special_tokens=True)
@@ -278,18 +295,21 @@ class Worker:
         with_terms = self._terms and bool(reward.terms)
         items: list[Item] = []
         for one, text in zip(ended, said, strict=True):
-            if one.verdict is None or with_terms:
+            if (one.verdict is None or with_terms) and not one.goes_on:
                 judged = text, one.prompt.reference
                 size = one.length, longest, one.completion.finish == "length"
                 items.append((*judged, *size) if with_terms else judged)
         verdicts, responses = iter(self.verifier.verify(items)), []
         for one, text in zip(ended, said, strict=True):
             number, completion, own = one.number, one.completion, one.verdict
-            verdict = next(verdicts) if own is None or with_terms else own
+            if one.goes_on:
+                verdict = own = Verdict(False)
+            else:
+                verdict = next(verdicts) if own is None or with_terms else own
             if own is not None:
                 verdict = replace(own, terms=verdict.terms)
             length, penalty = one.length, 0.0
-            if overlong.soft_punishment:
+            if overlong.soft_punishment and not one.goes_on:
                 penalty = soft_overlong_punishment(length, longest, overlong.buffer)
             terms = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
             versions = np.array(completion.versions, dtype=np.int32)
@@ -309,11 +329,13 @@ class Worker:
                     body,
                     self.rank,
                     number=number,
-                    finish="length" if completion.finish == "length" else "stop",
+                    finish="window" if completion.finish == "abort" else completion.finish,
                     correct=verdict.correct,
                     extracted=verdict.extracted,
                     error=verdict.error,
-                    reward=reward.weight * verdict.reward(reward.correct, reward.incorrect)
+                    reward=0.0
+                    if one.goes_on
+                    else reward.weight * verdict.reward(reward.correct, reward.incorrect)
                     + terms
                     + penalty
                     + math.fsum(completion.rewards or ()),
@@ -323,6 +345,7 @@ class Worker:
                     judged=verdict.judged,
                     turns=one.turns,
                     calls=one.calls,
+                    begun=one.begun,
                     reflects=self.reflection.search(text) is not None if self.reflection else None,
                 )
             )
@@ -404,7 +427,7 @@ def as_completion(response: Response, version: int) -> Completion:
     return Completion(
         body.tokens.tolist(),
         body.logprobs.tolist(),
-        response.finish,
+        "abort" if response.finish == "window" else response.finish,
         versions,
         body.routing,
         None if body.sampled is None else body.sampled.tolist(),

@@ -130,9 +130,10 @@ def return_advantages(run: Run, step: Step) -> None:
 
 
 def gae_advantages(run: Run, step: Step) -> None:
-    """Compute decoupled and length-adaptive GAE (VAPO eq. 3 and 5)."""
-    longest = run.config.rollout.max_response_tokens
-    step.add(*add_gae(run.config.algorithm, step.local.experience, longest, run.runtime))
+    """Compute decoupled and length-adaptive GAE (VAPO eq. 3 and 5), of windows EGAE (T-PPO)."""
+    rollout, experience = run.config.rollout, step.local.experience
+    longest, window = rollout.max_response_tokens, rollout.window or 0
+    step.add(*add_gae(run.config.algorithm, experience, longest, run.runtime, window))
 
 
 def teacher_advantages(run: Run, step: Step) -> None:
@@ -152,9 +153,13 @@ def monte_carlo_returns(run: Run, step: Step) -> None:
 
 
 def critic_update(run: Run, step: Step) -> None:
-    """Update the critic over its mini-batches."""
+    """Update the critic over its mini-batches; with `rollout.window` there may be none, as no response has
+    ended."""
     assert run.critic is not None
     config, mini_batches = run.config, step.local.critic_mini_batches
+    if not mini_batches:
+        run.critic.begin_step()
+        return
     epochs = config.value_pretraining.epochs if step.stage == PRETRAINING else config.critic.epochs
     loss = critic_loss(config.algorithm, step.local.experience)
     step.count_tokens(epochs)

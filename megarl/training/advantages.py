@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import (
     error_by_position,
+    extended_gae,
     gae,
     gae_metrics,
     gae_sums,
@@ -21,6 +22,7 @@ from megarl.algorithms.advantages import (
     returns,
     sums_by_position,
     whiten,
+    window_tail,
 )
 from megarl.algorithms.evaluation import explained_variance, variance_sums
 from megarl.algorithms.mismatch import difference_histogram, mismatch_factors, mismatch_metrics, mismatch_sums
@@ -87,6 +89,7 @@ def turn_rewards(experience: Experience) -> Tensor:
         of_turns = torch.zeros_like(outcome, dtype=torch.float64)
         of_turns.index_add_(0, experience.sequence_ids, rewards.double())
         outcome = (outcome.double() - of_turns).to(outcome.dtype)
+    outcome = outcome.masked_fill(experience.unfinished, 0)  # which has none yet
     # The last True of each sequence that has one.
     own = experience.response_mask.nonzero().squeeze(-1)
     last = torch.searchsorted(own, experience.cu_seqlens[1:]) - 1
@@ -98,27 +101,42 @@ def turn_rewards(experience: Experience) -> Tensor:
 def _write_advantages(
     config: AlgorithmConfig, experience: Experience, advantages: Tensor, runtime: Runtime
 ) -> None:
-    """Write advantages [T], whitened over the response tokens of all replicas where `whiten` says so."""
+    """Write advantages [T], whitened over the tokens of all replicas that were drawn in this step where
+    `whiten` says so; not over those that have none (`window_tail`)."""
     if config.whiten:
-        mask = experience.response_mask
+        mask = experience.window
+        if config.window_tail:
+            unfinished = experience.unfinished
+            mask = mask & ~window_tail(mask, experience.cu_seqlens, unfinished, config.window_tail)
         sums = sum_over_replicas(runtime, moments(advantages, mask))
         advantages = whiten(advantages, mask, *mean_and_variance(sums))
     experience["advantages"] = advantages
 
 
 def add_gae(
-    config: AlgorithmConfig, experience: Experience, longest: int, runtime: Runtime
+    config: AlgorithmConfig, experience: Experience, longest: int, runtime: Runtime, window: int = 0
 ) -> tuple[dict[str, float], Tables]:
-    """Write advantages and returns [T] from rewards and values, each with its own lambda (VAPO section 4.1).
-    Return gae/* and what `add_returns` does, with a table of lambda by response length (at most `longest`
-    tokens)."""
-    mask, lengths = experience.response_mask, experience.response_lengths
+    """Write advantages and returns [T] from rewards and values, each with its own lambda (VAPO section 4.1);
+    of windows of at most `window` tokens EGAE (T-PPO), for whose lambda an unfinished response is taken to be
+    half a window longer than it is. Return gae/* and what `add_returns` does, with a table of lambda by
+    response length (at most `longest` tokens)."""
+    mask, lengths, unfinished = experience.window, experience.response_lengths, experience.unfinished
     if config.lambda_policy == "length_adaptive":  # VAPO eq. 5
-        lam = length_adaptive_lambda(lengths, config.alpha)
+        expected = lengths + unfinished * (window // 2)
+        lam = length_adaptive_lambda(expected, config.alpha, config.lambda_floor)
     else:
         lam = torch.full((experience.num_sequences,), float(config.lambda_policy), dtype=torch.float64)
     rewards, metrics = token_rewards(config, experience, runtime)
-    advantages = gae(rewards, experience["values"], mask, experience.cu_seqlens, lam, config.gamma)
+    advantages = extended_gae(
+        rewards,
+        experience["values"],
+        mask,
+        experience.cu_seqlens,
+        lam,
+        unfinished,
+        config.gamma,
+        config.window_tail,
+    )
     some = lengths > 0  # a response that nobody has judged has no token
     metrics |= gae_metrics(sum_over_replicas(runtime, gae_sums(advantages, mask, lam[some])))
     _write_advantages(config, experience, advantages, runtime)
@@ -133,13 +151,13 @@ def add_gae(
 def add_teacher(
     weight: float, old: Tensor, teacher: Tensor, experience: Experience, runtime: Runtime
 ) -> dict[str, float]:
-    """Add weight (log pi_teacher - log pi_old) to the advantages [T] of the sampled tokens; `old` and
-    `teacher` are log-probs [T]. Return policy/teacher_kl, the mean of log pi_old - log pi_teacher, which
-    estimates the reverse KL from the policy to its teacher, in nats a token.
+    """Add weight (log pi_teacher - log pi_old) to the advantages [T] of the tokens that the step has drawn;
+    `old` and `teacher` are log-probs [T]. Return policy/teacher_kl, the mean of log pi_old - log pi_teacher
+    over them, which estimates the reverse KL from the policy to its teacher, in nats a token.
 
     On-policy distillation (Thinking Machines, 2025): a token's own log-ratio, without what follows it, and no
     gradient through it. (The gradient of the log-ratio itself is 0 on average: nothing would be learned.)"""
-    mask = experience.response_mask
+    mask = experience.window
     kl = torch.where(mask, old - teacher, 0.0)
     experience["advantages"] = experience["advantages"] - weight * kl
     tokens, total = sum_over_replicas(runtime, torch.stack([mask.sum().double(), kl.double().sum()])).tolist()
@@ -149,29 +167,31 @@ def add_teacher(
 def add_returns(
     config: AlgorithmConfig, experience: Experience, runtime: Runtime, rewards: Tensor
 ) -> tuple[dict[str, float], Tables]:
-    """Write returns [T], the critic's targets: Monte-Carlo returns of `rewards` [T] where lambda_critic is 1.
-    Return value/explained_variance, and a table of values against returns by position
-    (`error_by_position`)."""
-    mask, values = experience.response_mask, experience["values"]
+    """Write returns [T], the critic's targets: Monte-Carlo returns of `rewards` [T] where lambda_critic is 1;
+    0 in responses that go on in the next step. Return value/explained_variance, and a table of values against
+    returns by position (`error_by_position`)."""
+    goes_on = experience.unfinished
+    mask = experience.response_mask & ~torch.repeat_interleave(goes_on, experience.lengths)
+    lengths, values = experience.response_lengths.masked_fill(goes_on, 0), experience["values"]
     errors_ahead = gae(rewards, values, mask, experience.cu_seqlens, config.lambda_critic, config.gamma)
     targets = returns(errors_ahead, values, mask)
     experience["returns"] = targets
     variance = sum_over_replicas(runtime, variance_sums(targets, values, mask))
-    errors = error_by_position(values, targets, mask, experience.response_lengths)
+    errors = error_by_position(values, targets, mask, lengths)
     by_position = sum_over_replicas(runtime, errors).tolist()
     table = dict(zip(("tokens", "error", "absolute"), by_position, strict=True))
     return {"value/explained_variance": explained_variance(variance)}, {"value_error": table}
 
 
 def policy_statistics(experience: Experience, runtime: Runtime) -> tuple[dict[str, float], Tables]:
-    """Return the mean entropy and the mean probability of the step's response tokens, and a table of entropy
-    by position (`sums_by_position`)."""
-    mask = experience.response_mask
+    """Return the mean entropy and the mean probability of the tokens that the step has drawn, and a table of
+    entropy by position (`sums_by_position`)."""
+    mask = experience.window
     probabilities = experience["old_logprobs"][mask].double().exp()
     sums = torch.stack([mask.sum().double(), experience["entropy"][mask].double().sum(), probabilities.sum()])
     tokens, entropy, probability = sum_over_replicas(runtime, sums).tolist()
     metrics = {"policy/entropy": entropy / max(tokens, 1), "policy/mean_prob": probability / max(tokens, 1)}
-    by_position = sums_by_position(mask, experience.response_lengths, experience["entropy"])
+    by_position = sums_by_position(mask, experience.window_lengths, experience["entropy"])
     table = dict(zip(("tokens", "entropy"), sum_over_replicas(runtime, by_position).tolist(), strict=True))
     return metrics, {"entropy": table}
 
@@ -183,9 +203,11 @@ def mismatch(
     drawn with the present weights, `version`; and how many of these tokens are in each bin of
     `difference_histogram`.
 
-    Dynamic sampling's surplus of the step before was drawn with older weights, and is left out."""
-    engine = experience["engine_logprobs"]
-    drawn_now = experience.response_mask & (experience["policy_version"] == version)[experience.sequence_ids]
+    Dynamic sampling's surplus of the step before was drawn with older weights, and is left out; so are
+    earlier windows."""
+    engine, drawn_now = experience["engine_logprobs"], experience.window
+    if "begun" not in experience:
+        drawn_now = drawn_now & (experience["policy_version"] == version)[experience.sequence_ids]
     sums, largest = mismatch_sums(trainer, engine, drawn_now)
     metrics = mismatch_metrics(sum_over_replicas(runtime, sums), max_over_ranks(runtime, float(largest)))
     counts = sum_over_replicas(runtime, difference_histogram(trainer, engine, drawn_now))
@@ -204,7 +226,7 @@ def correct_mismatch(config: MismatchConfig, experience: Experience, runtime: Ru
     factors, counts = mismatch_factors(
         experience["old_logprobs"],
         experience["engine_logprobs"],
-        experience.response_mask,
+        experience.window,
         experience.sequence_ids,
         weight=config.weight,
         cap=config.cap,

@@ -82,7 +82,8 @@ class MicroBatch:
 class LocalBatch:
     """The sequences that this data-parallel replica trains on, where they stand in the whole batch (int64
     [n]), and its micro-batches of each mini-batch of the actor and of the critic, in update order. Both cover
-    all of the sequences; they are the same lists unless `critic.mini_batch` is set."""
+    all of the sequences, but for the critic those that go on in the next step; they are the same lists unless
+    `critic.mini_batch` is set, or there are such."""
 
     experience: Experience
     rows: Tensor
@@ -151,26 +152,33 @@ def distribute(
         local = deliver(runtime, batch, of_replicas, trained_by)
     for name, of_responses in loss_weights(batch, ids, critic_ids, config).items():
         local[name] = local.spread(of_responses[rows])
+    if "begun" in batch:
+        local["policy_loss_weights"] = torch.where(local.window, local["policy_loss_weights"], 0.0)
+    ended = ~batch["unfinished"] if "unfinished" in batch else torch.ones_like(batch["truncated"])
     stops = torch.tensor([0, *map(len, mine)]).cumsum(0).tolist()
 
-    def micro_batches_of(size: int) -> list[list[MicroBatch]]:
+    def micro_batches_of(size: int, chosen: Tensor) -> list[list[MicroBatch]]:
+        """Return those of mini-batches of `size`, of the chosen sequences (bool [n]); none of a mini-batch
+        without any."""
         budget, made = config.update.tokens_per_micro_batch, []
         for first in range(0, len(mine), size // finest):
             stop, at_least = min(first + size // finest, len(mine)), 1
+            if not any(chosen[share].any() for shares in shares_of[first:stop] for share in shares):
+                continue
             # Where experts lie on other replicas too, all replicas do as many passes.
             if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:
                 for replica in range(runtime.layout.dp):
-                    theirs = [i for shares in shares_of[first:stop] for i in shares[replica]]
+                    theirs = [i for shares in shares_of[first:stop] for i in shares[replica] if chosen[i]]
                     packs = _pack(batch.prompt_lengths[theirs], batch.lengths[theirs], groups[theirs], budget)
                     at_least = max(at_least, len(packs))
-            own = range(stops[first], stops[stop])
+            own = [i for i in range(stops[first], stops[stop]) if chosen[rows[i]]]
             prompts_of = batch.prompt_lengths[rows] if shared else None
             made.append(make_micro_batches(local, own, budget, models[0], at_least, prompts_of))
         return made
 
-    mini_batches = micro_batches_of(mini_batch)
-    same = critic_mini_batch == mini_batch
-    critics = mini_batches if same else micro_batches_of(critic_mini_batch)
+    mini_batches = micro_batches_of(mini_batch, torch.ones_like(ended))
+    same = critic_mini_batch == mini_batch and bool(ended.all())
+    critics = mini_batches if same else micro_batches_of(critic_mini_batch, ended)
     return LocalBatch(local, rows, mini_batches, critics)
 
 
@@ -193,17 +201,21 @@ def loss_weights(
 ) -> dict[str, Tensor]:
     """Return policy_loss_weights, nll_loss_weights and value_loss_weights of each token of a response,
     float32 [n]: the denominators of every loss term, global over each mini-batch (docs/design.md, "Numbers
-    that must hold everywhere"). Reads correct and truncated.
+    that must hold everywhere"). Reads correct, truncated, begun and unfinished. Of windows the policy's are
+    counted by the tokens that the step has drawn, and stand for these alone; the others, by whole responses
+    that have ended.
 
     ids, critic_ids: int64 [n], the actor's and the critic's mini-batch of each sequence."""
     truncated = batch["truncated"]
     kept = ~truncated if config.reward.overlong.filter else torch.ones_like(truncated)
     aggregation, longest = config.algorithm.aggregation, config.rollout.max_response_tokens
     lengths = batch.response_lengths
+    drawn = lengths - batch["begun"] if "begun" in batch else lengths
+    ended = kept & ~batch["unfinished"] if "unfinished" in batch else kept
     return {
-        "policy_loss_weights": token_weights(lengths, aggregation, ids, kept, longest),
-        "nll_loss_weights": token_weights(lengths, "token", ids, kept & batch["correct"]),
-        "value_loss_weights": token_weights(lengths, "token", critic_ids, kept),
+        "policy_loss_weights": token_weights(drawn, aggregation, ids, kept, longest),
+        "nll_loss_weights": token_weights(lengths, "token", ids, ended & batch["correct"]),
+        "value_loss_weights": token_weights(lengths, "token", critic_ids, ended),
     }
 
 

@@ -56,7 +56,8 @@ FREE = (
 # Keys that decide the result and that checkpoints of older versions lack, with what those versions did.
 ADDED: dict[str, Any] = {f"{model}.frozen": [] for model in ("actor", "critic")}
 ADDED |= {f"{model}.frozen_layers": 0 for model in ("actor", "critic")}
-ADDED["rollout.routing_replay"] = False
+ADDED |= {"rollout.routing_replay": False, "rollout.window": None}
+ADDED |= {"algorithm.lambda_floor": 0.0, "algorithm.window_tail": 0}
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,29 @@ def sum_gae(
     return out
 
 
+def sum_extended_gae(
+    rewards: list[float],
+    values: list[float],
+    windows: list[tuple[int, int]],
+    unfinished: list[bool],
+    lams: list[float],
+    gamma: float,
+    tail: int,
+) -> list[float]:
+    """T-PPO's EGAE as its sum: A_t = delta_t + gamma lambda delta_{t+1} + ... + (gamma lambda)^(l-1-t)
+    delta_{l-1} over the window; where the response goes on, V(s_l) = V(s_{l-1}), and the last `tail` tokens
+    have none."""
+    out = [0.0] * len(values)
+    for (start, end), goes_on, lam in zip(windows, unfinished, lams, strict=True):
+        after = [*values[start + 1 : end], values[end - 1] if goes_on else 0.0]
+        deltas = [
+            r + gamma * v - w for r, v, w in zip(rewards[start:end], after, values[start:end], strict=True)
+        ]
+        for t in range(start, end - tail * goes_on):
+            out[t] = math.fsum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t - start :]))
+    return out
+
+
 def loop_weights(batch: Batch, aggregation: str, include: list[bool], constant: int = 1) -> list[float]:
     """1/N (VAPO eq. 7), 1/(G |o_i|) (eq. 6) or 1/(G constant) (Dr. GRPO) on the included responses."""
     kept = [span for span, flag in zip(batch.spans, include, strict=True) if flag]

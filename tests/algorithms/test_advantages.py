@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms import advantages as adv
-from tests.algorithms.loops import batches, loop_gae, make_batch, sum_gae
+from tests.algorithms.loops import batches, loop_gae, make_batch, sum_extended_gae, sum_gae
 
 LAMBDAS = [0.0, 0.5, 0.95, 1.0]
 
@@ -83,6 +83,8 @@ def test_group_advantages_by_hand():
 def test_length_adaptive_lambda():
     lam = adv.length_adaptive_lambda(torch.tensor([0, 1, 19, 20, 40, 20480]), alpha=0.05)
     assert lam.tolist() == pytest.approx([0, 0, 0, 0, 0.5, 1 - 1 / 1024], abs=1e-15)
+    floored = adv.length_adaptive_lambda(torch.tensor([1, 399, 400, 4000]), alpha=0.05, floor=0.95)
+    assert floored.tolist() == pytest.approx([0.95, 0.95, 0.95, 0.995], abs=1e-15)
 
 
 @settings(max_examples=80, deadline=None)
@@ -183,6 +185,58 @@ def test_returns_of_lambda_one_are_monte_carlo(batch):
         for t in range(start, end):
             expected[t] = e["rewards"][t:end].sum()
     torch.testing.assert_close(targets, expected, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    batches(),
+    st.data(),
+    st.sampled_from(LAMBDAS),
+    st.sampled_from([1.0, 0.9]),
+    st.integers(0, 3),
+)
+def test_extended_gae_equals_the_sum_of_the_paper(batch, data, lam, gamma, tail):
+    """On the last tokens of each response, of which some go on; of what is no window nothing is read."""
+    e, windows = batch.experience, []
+    mask = torch.zeros_like(e.response_mask)
+    for start, end in batch.spans:
+        windows.append((data.draw(st.integers(start, end - 1)), end))
+        mask[windows[-1][0] : end] = True
+    goes_on = data.draw(st.lists(st.booleans(), min_size=len(windows), max_size=len(windows)))
+    lams = [lam * 0.9**i for i in range(len(windows))]
+    e["begun"] = torch.tensor([a - b for (a, _), (b, _) in zip(windows, batch.spans, strict=True)])
+    assert e.window.equal(mask)
+    assert e.window_lengths.tolist() == [end - start for start, end in windows]
+    rewards, values = (torch.where(mask, e[name], torch.nan) for name in ("rewards", "values"))
+    found = adv.extended_gae(
+        rewards, values, mask, e.cu_seqlens, torch.tensor(lams), torch.tensor(goes_on), gamma, tail
+    )
+    shortened = [min(tail, end - start) for start, end in windows]
+    expected = [0.0] * batch.total
+    for i, (window, short) in enumerate(zip(windows, shortened, strict=True)):
+        one = [windows[i]], [goes_on[i]], [lams[i]], gamma, short
+        of_one = sum_extended_gae(e["rewards"].tolist(), e["values"].tolist(), *one)
+        expected[slice(*window)] = of_one[slice(*window)]
+    torch.testing.assert_close(found.tolist(), expected, rtol=1e-6, atol=1e-9)
+    none = torch.zeros(len(windows), dtype=torch.bool)
+    plain = adv.gae(rewards, values, mask, e.cu_seqlens, torch.tensor(lams), gamma)
+    given = rewards, values, mask, e.cu_seqlens, torch.tensor(lams), none, gamma, tail
+    assert adv.extended_gae(*given).equal(plain)
+
+
+def test_extended_gae_by_hand():
+    """Three tokens that go on, lambda 1/2: delta 1, 2, 0 (V after the last is V(s_2)); and three that end."""
+    values, rewards = torch.tensor([1.0, 2.0, 4.0] * 2), torch.tensor([0.0] * 5 + [1.0])
+    mask, ends, goes_on = (
+        torch.ones(6, dtype=torch.bool),
+        torch.tensor([0, 3, 6]),
+        torch.tensor([True, False]),
+    )
+    found = adv.extended_gae(rewards, values, mask, ends, 0.5, goes_on)
+    assert found.tolist() == [2.0, 2.0, 0.0, 1.25, 0.5, -3.0]
+    assert adv.extended_gae(rewards, values, mask, ends, 0.5, goes_on, tail=2).tolist()[:3] == [2.0, 0.0, 0.0]
+    nothing = adv.extended_gae(rewards, values, ~mask, ends, 0.5, goes_on)
+    assert nothing.tolist() == [0.0] * 6
 
 
 def test_one_token_response():

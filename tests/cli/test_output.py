@@ -190,14 +190,16 @@ class TestConfig:
             assert str(extra["unit"]) in fact and fact.endswith(f"source: {extra['source']}"), key
         said = dict(zip(heads, facts, strict=True))
         assert said["algorithm.clip_high"] == (
-            "    number; default 0.2 (grpo 0.2, dapo 0.28, ppo 0.2, vapo 0.28, gspo 0.0004, cispo 4.0, "
-            "sao 3.0); source: DAPO eq. 8, VAPO eq. 8: 0.28"
+            "    number; default 0.2 (grpo 0.2, dapo 0.28, ppo 0.2, vapo 0.28, tppo 0.28, gspo 0.0004, "
+            "cispo 4.0, sao 3.0); source: DAPO eq. 8, VAPO eq. 8: 0.28"
         )
         assert said["actor.betas"] == "    list of 2 numbers; default [0.9, 0.999]; source: our choice"
         assert said["parallel.dp"] == "    whole number or null, in devices; default null; source: our choice"
-        assert said["recipe"].startswith("    sft or grpo or dapo or ppo or vapo or sao or vc_ppo or orz or ")
+        assert said["recipe"].startswith(
+            "    sft or grpo or dapo or ppo or vapo or tppo or sao or vc_ppo or "
+        )
         assert said["recipe"].endswith("; required; source: our choice")
-        assert said["actor.lr"].startswith("    number; default 1.0e-06; source: DAPO")
+        assert said["actor.lr"].startswith("    number; default 1.0e-06 (tppo 8.0e-07); source: DAPO")
         assert said["rollout.dynamic_sampling.enabled"].startswith(
             "    true or false; default false (dapo true, cispo true); source: DAPO eq. 11"
         )

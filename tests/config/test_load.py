@@ -142,6 +142,19 @@ class TestPresets:
             "nll_weight": 0.1,
         },
         # Other methods, from their own papers (docs/algorithms.md).
+        "tppo": {
+            "advantage": "gae",
+            "aggregation": "token",
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "dual_clip": 10.0,
+            "lambda_critic": 1.0,
+            "lambda_policy": "length_adaptive",
+            "lambda_floor": 0.95,
+            "window_tail": 8,
+            "whiten": True,
+            "nll_weight": 0.1,
+        },
         "vc_ppo": {"advantage": "gae", "aggregation": "sample", "lambda_critic": 1.0, "lambda_policy": 0.95},
         "orz": {"advantage": "gae", "lambda_critic": 1.0, "lambda_policy": 1.0, "kl_weight": 0.0},
         "r1_zero": {"advantage": "group", "aggregation": "sample", "kl_weight": 0.001, "kl_reward": 0.0},
@@ -160,7 +173,7 @@ class TestPresets:
             "clip_high": 3.0,
         },
     }
-    PRETRAINED = {"vapo": 50, "vc_ppo": 50, "sao": 10}
+    PRETRAINED = {"vapo": 50, "vc_ppo": 50, "tppo": 10, "sao": 10}
 
     def test_all_are_here(self) -> None:
         assert set(self.EXPECTED) == set(PRESETS) - {"sft"}
@@ -170,10 +183,11 @@ class TestPresets:
         config = load_config(minimum, [f"recipe={recipe}"])
         assert {key: getattr(config.algorithm, key) for key in self.EXPECTED[recipe]} == self.EXPECTED[recipe]
         assert config.rollout.dynamic_sampling.enabled == (recipe in ("dapo", "cispo"))
-        assert config.reward.overlong.soft_punishment == (recipe in ("dapo", "vapo", "cispo"))
+        assert config.reward.overlong.soft_punishment == (recipe in ("dapo", "vapo", "tppo", "cispo"))
+        assert config.rollout.window == (8192 if recipe == "tppo" else None)
         assert config.value_pretraining.steps == self.PRETRAINED.get(recipe, 0)
         assert config.responses == 8192
-        assert config.has_critic == (recipe in ("ppo", "vapo", "vc_ppo", "orz", "sao"))
+        assert config.has_critic == (recipe in ("ppo", "vapo", "vc_ppo", "orz", "tppo", "sao"))
 
     def test_a_file_turns_a_switch_of_its_recipe_off(self, minimum: Path) -> None:
         config = load_config(minimum, ["recipe=vapo", "algorithm.clip_high=0.2", "value_pretraining.steps=0"])
@@ -325,7 +339,7 @@ class TestRefusals:
         "actor.frozen_layers=-1": (
             "command line: actor.frozen_layers: must be greater than or equal to 0 (got -1)"
         ),
-        "recipe=dappo": "command line: recipe: must be 'sft', 'grpo', 'dapo', 'ppo', 'vapo', 'sao', ",
+        "recipe=dappo": "command line: recipe: must be 'sft', 'grpo', 'dapo', 'ppo', 'vapo', 'tppo', ",
         "rollout=": "command line: rollout: is an empty section: give it keys, or leave it out (got None)",
         "rollout=3": "command line: rollout: must be a section of `key: value` lines (got 3)",
         "rollout={1: 2}": "command line: rollout.1: a key must be a text, not 1",
@@ -432,6 +446,29 @@ class TestContradictions:
         "recipe=sao algorithm.mismatch.weight=token": (
             "algorithm.mismatch: has nothing to correct with algorithm.old_logprobs engine"
         ),
+        "recipe=dapo rollout.window=8192": (
+            "rollout.window: a response that has not ended has no reward, and only a critic knows what it is "
+            "worth (set algorithm.advantage=gae, or leave it out)"
+        ),
+        "recipe=tppo rollout.window=20480": (
+            "rollout.window: 20480 holds every response of rollout.max_response_tokens 20480"
+        ),
+        "recipe=tppo rollout.window=8": "algorithm.window_tail: must be less than rollout.window 8 (got 8)",
+        "recipe=tppo rollout.window=null": "algorithm.window_tail: has no effect without rollout.window",
+        "recipe=tppo rollout.dynamic_sampling.enabled=true": (
+            "rollout.dynamic_sampling.enabled: with rollout.window a response is trained on before it, and "
+            "its group, have ended (set it to false)"
+        ),
+        "recipe=tppo reward.overlong.filter=true": "reward.overlong.filter: with rollout.window a response ",
+        "recipe=tppo rollout.continue_partial=true": (
+            "rollout.continue_partial: has no effect with rollout.window"
+        ),
+        "recipe=tppo rollout.episode=a:b": "rollout.window: cuts responses of one turn only",
+        "recipe=tppo reward.model.path=m": "reward.model.path: scores whole responses, and with rollout.",
+        "recipe=tppo algorithm.lambda_policy=0.95": (
+            "algorithm.lambda_floor: has no effect unless algorithm.lambda_policy is length_adaptive"
+        ),
+        "recipe=sft rollout.window=8": "rollout.window: recipe sft learns from given responses",
         "algorithm.dual_clip=1": "algorithm.dual_clip: must be > 1, or 0",
         "recipe=cispo algorithm.dual_clip=3": (
             "algorithm.dual_clip: must be > 1, or 0, and 0 for another algorithm.surrogate than ppo and gspo "

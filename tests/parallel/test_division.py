@@ -55,15 +55,29 @@ def make_batch() -> Experience:
     return batch
 
 
+def in_windows(batch: Experience, none_ended_in: list[int] | None = None) -> Experience:
+    """Let some responses have begun in earlier steps, and some go on: wrong ones, and all of a mini-batch."""
+    g = torch.Generator().manual_seed(6)
+    batch["begun"] = (torch.rand(RESPONSES, generator=g) * batch.response_lengths).long()
+    batch["unfinished"] = ~batch["correct"] & (torch.rand(RESPONSES, generator=g) > 0.4)
+    batch["unfinished"][none_ended_in or []] = True
+    batch["correct"] &= ~batch["unfinished"]
+    return batch
+
+
 def divide(
-    runtime: Runtime, folders: tuple[Path, Path], mini_batch: int, critic_mini_batch: int | None
+    runtime: Runtime,
+    folders: tuple[Path, Path],
+    mini_batch: int,
+    critic_mini_batch: int | None,
+    batch: Experience | None = None,
 ) -> dict[str, Any]:
     """The shapes of actor and critic, and this rank's responses of each mini-batch of either."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.training.batch import distribute
 
     actor, critic = folders
-    config = make_config(actor, mini_batch=mini_batch, overlong=True)
+    config = make_config(actor, mini_batch=mini_batch, overlong=batch is None)
     config = config.model_copy(
         update={"critic": config.critic.model_copy(update={"mini_batch": critic_mini_batch})}
     )
@@ -71,7 +85,7 @@ def divide(
         build_actor(config, read_hf_config(actor), runtime),
         build_critic(config, read_hf_config(critic), runtime),
     ]
-    batch = make_batch()
+    batch = make_batch() if batch is None else batch
     local = distribute(batch, config, mini_batch, 7, models, runtime)
     numbers = local.experience.spread(local.experience["number"])
 
@@ -150,3 +164,35 @@ def test_mini_batches_of_the_critic(
                 for n in own:
                     mine = weights[n][2:].double().tolist()
                     assert mine == pytest.approx([1 / tokens if kept[n] else 0.0] * lengths[n], rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2)], ids=str)
+def test_mini_batches_of_windows(
+    layout: tuple[int, int, int], folders: tuple[Path, Path], ranks: Callable[[int, int, int], RankPool]
+) -> None:
+    """The policy's tokens are those of the step, in all responses; the critic's and the positive examples'
+    all tokens of those that have ended. A mini-batch of which none has is none for the critic."""
+    plain = ranks(1, 1, 1).run(divide, folders=folders, mini_batch=4, critic_mini_batch=None)[0]["actor"]
+    batch = in_windows(make_batch(), none_ended_in=plain[2])
+    found = ranks(*layout).run(divide, folders=folders, mini_batch=4, critic_mini_batch=None, batch=batch)
+    lengths, begun = batch.response_lengths.tolist(), batch["begun"].tolist()
+    ended, right = (~batch["unfinished"]).tolist(), batch["correct"].tolist()
+    assert any(begun) and 0 < sum(right) < sum(ended) < RESPONSES - 4
+    actors = [sorted(n for rank in found for n in rank["actor"][k]) for k in range(4)]
+    assert actors == plain
+    critics = [sorted(n for rank in found for n in rank["critic"][k]) for k in range(len(found[0]["critic"]))]
+    assert critics == [[n for n in own if ended[n]] for k, own in enumerate(plain) if k != 2]
+    weights = {
+        kind: {n: own[2:].tolist() for rank in found for n, own in rank["weights"][kind].items()}
+        for kind in ("policy", "nll", "value")
+    }
+    for own in plain:
+        drawn = sum(lengths[n] - begun[n] for n in own)
+        of_ended, of_right = (sum(lengths[n] for n in own if flags[n]) for flags in (ended, right))
+        for n in own:
+            policy = [0.0] * begun[n] + [1 / drawn] * (lengths[n] - begun[n])
+            assert weights["policy"][n] == pytest.approx(policy, rel=1e-6)
+            value = 1 / of_ended if ended[n] else 0.0
+            assert weights["value"][n] == pytest.approx([value] * lengths[n], rel=1e-6)
+            nll = 1 / of_right if right[n] else 0.0
+            assert weights["nll"][n] == pytest.approx([nll] * lengths[n], rel=1e-6)

@@ -47,8 +47,10 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     "entropy": ("actor", {"entropy_weight": 0.5}),
     "value": ("critic", {}),
     "value, clipped": ("critic", {"value_clip": 0.1}),
+    "T-PPO": ("actor", {"clip_high": 0.28, "dual_clip": 10.0, "nll_weight": 0.1}),
+    "T-PPO, value": ("critic", {}),
 }
-FAST = {"DAPO", "VAPO", "entropy", "value"}
+FAST = {"DAPO", "VAPO", "entropy", "value", "T-PPO"}
 """The terms of both recipes, and one that they do not hold; the others are two seconds each, of six
 layouts."""
 
@@ -101,6 +103,9 @@ def test_gradients_do_not_depend_on_the_layout(
         classification="token" if which == "critic" else None,
     )
     batch = make_batch(only_first_correct="NLL" in term)
+    if "T-PPO" in term:  # the last tokens of responses, of which half go on; of the right ones all have ended
+        batch["begun"] = torch.tensor([7, 0, 30, 3, 0, 13, 4, 0])
+        batch["unfinished"] = ~batch["correct"] & (torch.arange(8) % 2 == 1)
 
     def gradients(layout: tuple[int, int, int], budget: int, shuffle: bool = False) -> dict[str, Any]:
         order = [5, 2, 7, 0, 1, 6, 3, 4] if shuffle else range(8)

@@ -28,7 +28,7 @@ def printed(command: str) -> str:
 @pytest.mark.slow
 def test_the_page_shows_what_is_printed() -> None:
     found = SHOWN.findall(PAGE.read_text())
-    assert len(found) == 8
+    assert len(found) == 9
     for _, command, block, _ in found:
         assert block == printed(command), f"python {Path(__file__).relative_to(ROOT)} writes the page anew"
 

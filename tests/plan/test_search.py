@@ -20,7 +20,7 @@ from megarl.plan.times import default_lengths, estimate
 from megarl.weights.cost import planning_config
 from tests.plan.test_memory import GIB, ROOT
 
-SHIPPED = ("vapo_7b", "dapo_30b_a3b", "vapo_32b", "dapo_32b", "sao_32b", "dapo_72b")
+SHIPPED = ("vapo_7b", "dapo_30b_a3b", "vapo_32b", "dapo_32b", "tppo_32b", "sao_32b", "dapo_72b")
 
 
 def plan_for(name: str, *changes: str) -> MemoryPlan:

@@ -248,6 +248,9 @@ def test_lengths_of_a_run(tmp_path: Path) -> None:
     folder = tmp_path / "rollouts" / "step-000030"
     write_experience(folder / "rank-00000.safetensors", batch.select([0, 1, 2]))  # of two engines
     write_experience(folder / "rank-00001.safetensors", batch.select([3]))
+    going_on = Experience.build([[1, 2, 3]], [[5] * 50])  # its length is not known yet
+    going_on["group_ids"], going_on["unfinished"] = torch.tensor([9]), torch.tensor([True])
+    write_experience(folder / "rank-00002.safetensors", going_on)
     assert "10 steps" in recorded(tmp_path, Lengths(1, 4000, 20))[2]  # not whole yet
     (folder / "manifest.json").write_text("")
     fitted, draw, where = recorded(tmp_path, Lengths(1, 4000, 20))

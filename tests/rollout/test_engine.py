@@ -373,6 +373,36 @@ def test_stop_texts(make_engine):
     assert sum(len(c.tokens) for c in stopped) < sum(len(c.tokens) for c in free)
 
 
+def test_what_was_begun_goes_on(make_engine):
+    """Wherever it was cut, beside others or not; with a limit of its own, and a stop text that the cut goes
+    through. Log-probs of what was there are as they were given."""
+    engine, params = make_engine(max_batch=16), SamplingParams(max_tokens=24)
+    asked = requests(6, seed=3)
+    wholes = engine.generate(asked, params)
+    cut = [(i, k) for i, whole in enumerate(wholes) for k in (1, 2, 7, len(whole.tokens) - 1)]
+    cut = [(i, k) for i, k in cut if 0 < k < len(wholes[i].tokens)]
+
+    def begun(i: int, k: int, max_tokens: int | None = None) -> Request:
+        given = Completion(wholes[i].tokens[:k], [-0.5] * k)
+        return replace(asked[i], partial=given, max_tokens=max_tokens)
+
+    together = engine.generate([begun(i, k) for i, k in cut], params)
+    for (i, k), found in zip(cut, together, strict=True):
+        assert (found.tokens, found.finish) == (wholes[i].tokens, wholes[i].finish)
+        assert found.logprobs[:k] == [-0.5] * k
+        assert found.logprobs[k:] == pytest.approx(wholes[i].logprobs[k:], abs=1e-5)
+        assert engine.generate([begun(i, k)], params) == [found]
+    longest = max(range(len(asked)), key=lambda i: len(wholes[i].tokens))
+    (short,) = engine.generate([begun(longest, 3, max_tokens=5)], params)
+    assert (short.tokens, short.finish) == (wholes[longest].tokens[:5], "length")
+    pair = engine.tokenizer.decode(wholes[longest].tokens[3:5], skip_special_tokens=True)
+    stopped = SamplingParams(max_tokens=24, stop=(pair,))
+    (straight,) = engine.generate([asked[longest]], stopped)
+    assert straight.finish == "stop" and len(straight.tokens) == 5
+    (cut_through,) = engine.generate([begun(longest, 4)], stopped)
+    assert (cut_through.tokens, cut_through.finish) == (straight.tokens, "stop")
+
+
 def test_abort_from_another_thread(make_engine):
     engine = make_engine(max_batch=4, eos_ids=[])
     steps = []

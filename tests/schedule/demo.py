@@ -47,7 +47,8 @@ def make_warm_model(folder: Path, steps: int = 120) -> Path:
 
 def train(folder: Path, recipe: str, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
     """A short run of a recipe of 8 prompts x 4 responses; gives its metrics."""
-    config = f"configs/demo_{'vapo' if recipe in ('ppo', 'vapo', 'sao') else 'dapo'}.yaml"
+    known = {"ppo": "vapo", "vapo": "vapo", "sao": "vapo", "tppo": "tppo"}
+    config = f"configs/demo_{known.get(recipe, 'dapo')}.yaml"
     settings = (
         f"recipe={recipe}",
         "steps=2",

@@ -47,6 +47,9 @@ ORDERS = {
     "vapo with kl": training_phases(
         make_config(recipe="vapo", algorithm={"advantage": "gae", "kl_weight": 0.1})
     ),
+    "tppo": training_phases(
+        make_config(recipe="tppo", algorithm={"advantage": "gae"}, rollout={"window": 8})
+    ),
     "sao": training_phases(
         make_config(recipe="sao", algorithm={"advantage": "gae", "old_logprobs": "engine"})
     ),

@@ -177,6 +177,11 @@ def test_a_phase_is_held_to_its_declaration() -> None:
             ["policy/nll_loss", "gae/lambda_mean", "value/explained_variance"],
         ),
         (
+            "tppo",
+            ["value_pretraining.steps=2", "update.share_prompts=true", "parallel.tp=1", "parallel.dp=2"],
+            ["policy/nll_loss", "gae/lambda_mean", "value/explained_variance", "rollout/continued"],
+        ),
+        (
             "sao",
             [
                 "rollout.group_size=1",
@@ -209,7 +214,8 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
     stages = [record["stage"] for record in records]
     assert stages.count("train") == 2
     assert stages.count("eval") == 2
-    assert stages.count("value_pretraining") == (2 if recipe in ("vapo", "sao") else 0)
+    pretrains = recipe in ("vapo", "tppo", "sao")
+    assert stages.count("value_pretraining") == (2 if pretrains else 0)
     last = [record for record in records if record["stage"] == "train"][-1]
     for name in (
         "policy/loss",
@@ -228,7 +234,7 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
     else:
         assert last["mismatch/logprob_abs_max"] <= 1e-4
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
-    assert (tmp_path / "run" / "critic_pretrained").is_dir() == (recipe in ("vapo", "sao"))
+    assert (tmp_path / "run" / "critic_pretrained").is_dir() == pretrains
 
 
 @pytest.mark.slow

@@ -217,6 +217,52 @@ def test_a_killed_run_ends_in_the_same_bits(folder: Path, undisturbed: Path) -> 
 
 
 @pytest.mark.slow
+def test_a_killed_run_goes_on_with_responses_that_have_not_ended(folder: Path) -> None:
+    """Windows of three tokens, of two engines; the checkpoint holds what goes on."""
+
+    def make(name: str) -> Config:
+        return make_config(
+            folder,
+            folder / name,
+            recipe="tppo",
+            parallel={"dp": 2},
+            algorithm={
+                "advantage": "gae",
+                "lambda_policy": "length_adaptive",
+                "lambda_floor": 0.95,
+                "window_tail": 1,
+                "whiten": True,
+                "nll_weight": 0.1,
+            },
+            rollout={"window": 3, "dynamic_sampling": {"enabled": False}},
+            critic={"lr": 1e-2},
+            value_pretraining={"steps": 1},
+        )
+
+    undisturbed, config = make("windows"), make("windows-killed")
+    train(undisturbed)
+    process = start(config)
+    try:
+        deadline = time.monotonic() + LIMIT
+        while not (config.run_dir / "checkpoints" / "step-000002").exists():
+            assert process.poll() is None and time.monotonic() < deadline, "no checkpoint"
+            time.sleep(0.01)
+    finally:
+        kill(process)
+    assert "continues from" in train(config)
+    assert_same_export(config.run_dir / "hf", undisturbed.run_dir / "hf")
+    assert records(config.run_dir) == records(undisturbed.run_dir)
+    held = read_state(undisturbed.run_dir / "checkpoints/step-000002")["samplers"]["rollout"]["returned"]
+    lengths = {len(begun["tokens"]) for one in held for begun in one["begun"]}
+    assert lengths == {3, 6}
+    steps = [record for record in records(config.run_dir) if record["stage"] == "train"]
+    assert len(steps) == 6 and all(record["rollout/unfinished"] > 0 for record in steps)
+    assert steps[0]["rollout/continued"] == 0.0 < steps[-1]["rollout/continued"]
+    counted = [each["mismatch"] for each in load_run(config.run_dir).distributions if "mismatch" in each]
+    assert [sum(each["tokens"]) for each in counted] == [record["rollout/tokens"] for record in steps]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "dp", "cp"), [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_another_layout_gets_the_same_values(
     folder: Path, undisturbed: Path, ranks: Callable[..., RankPool], pp: int, dp: int, cp: int

@@ -179,3 +179,109 @@ def test_equal_the_loop_on_every_layout(
                     number,
                     name,
                 )
+
+
+WINDOW = 4
+WINDOWED: dict[str, Any] = {
+    "advantage": "gae",
+    "lambda_policy": "length_adaptive",
+    "lambda_floor": 0.3,
+    "alpha": 0.25,
+    "window_tail": 1,
+    "whiten": True,
+}
+
+
+def make_windows() -> Experience:
+    """Of the batch's responses the last 1 to 4 tokens are new; every third goes on."""
+    batch = make_batch()
+    batch["begun"] = (batch.response_lengths - 1 - torch.arange(12) % WINDOW).clamp(min=0)
+    batch["unfinished"] = torch.arange(12) % 3 == 2
+    batch["rewards"] = batch["rewards"].masked_fill(batch["unfinished"], 0.0)
+    batch["correct"] &= ~batch["unfinished"]
+    batch["entropy"] = torch.where(batch.response_mask, batch["old_logprobs"].abs(), 0.0)
+    batch["policy_version"] = torch.zeros(12, dtype=torch.int64)
+    return batch
+
+
+def windows_of(runtime: Runtime, folder: Path) -> Any:
+    """Number of a response -> its advantages and returns, of this rank's share; and the metrics."""
+    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.training import advantages
+    from megarl.training.batch import distribute
+
+    config = make_config(folder, mini_batch=6, **WINDOWED)
+    model = build_actor(config, read_hf_config(folder), runtime)
+    local = distribute(make_windows(), config, 6, 1, [model], runtime)
+    experience = local.experience
+    metrics, tables = advantages.add_gae(config.algorithm, experience, 20, runtime, WINDOW)
+    for more, more_tables in (
+        advantages.policy_statistics(experience, runtime),
+        advantages.mismatch(experience, experience["old_logprobs"], 5, runtime),
+    ):
+        metrics, tables = metrics | more, tables | more_tables
+    found = {}
+    for row, number in enumerate(experience["number"].tolist()):
+        start, end = experience.cu_seqlens[row : row + 2].tolist()
+        span = slice(start + 2, end)
+        found[number] = {name: experience[name][span].tolist() for name in ("advantages", "returns")}
+    return found, metrics, tables
+
+
+def test_windows_equal_the_loop_on_every_layout(
+    ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+) -> None:
+    """T-PPO from its formulas, response by response, token by token; statistics are of the same tokens."""
+    batch = make_windows()
+    values, engine = batch["values"].tolist(), batch["engine_logprobs"].tolist()
+    old, ends = batch["old_logprobs"].tolist(), batch.cu_seqlens.tolist()
+    expected: dict[int, dict[str, list[float]]] = {}
+    lambdas, counted, drawn, errors = [], [], [], []
+    for i, (start, end) in enumerate(itertools.pairwise(ends)):
+        start += 2
+        goes_on, reward = i % 3 == 2, batch["rewards"][i].item()
+        first, length = start + int(batch["begun"][i]), end - start
+        lam = max(0.3, 1 - 1 / (0.25 * (length + goes_on * WINDOW // 2)))
+        lambdas.append(lam)
+        advantage, later = [0.0] * length, 0.0
+        for t in range(end - 1, first - 1, -1):
+            if t == end - 1:
+                delta = (values[t] if goes_on else reward) - values[t]
+            else:
+                delta = values[t + 1] - values[t]
+            later = delta + lam * later
+            advantage[t - start] = 0.0 if goes_on and t == end - 1 else later
+        returns = [0.0 if goes_on else reward] * length
+        expected[i] = {"advantages": advantage, "returns": returns}
+        counted += advantage[first - start : length - goes_on]
+        drawn += range(first, end)
+        errors += [] if goes_on else [(values[t], reward) for t in range(start, end)]
+    mean, deviation = statistics.fmean(counted), statistics.stdev(counted)
+    for i, (start, end) in enumerate(itertools.pairwise(ends)):
+        first, last = int(batch["begun"][i]), end - start - 2 - (i % 3 == 2)
+        advantage = expected[i]["advantages"]
+        advantage[first:last] = [(x - mean) / deviation for x in advantage[first:last]]
+    folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, layers=2)
+    for layout in ((1, 1, 1), (1, 1, 2), (1, 2, 1)):
+        answers = ranks(*layout).run(windows_of, folder=folder)
+        found = {number: columns for shares, *_ in answers for number, columns in shares.items()}
+        assert found.keys() == expected.keys()
+        for number, columns in expected.items():
+            for name, column in columns.items():
+                assert found[number][name] == pytest.approx(column, rel=1e-5, abs=1e-6), (
+                    layout,
+                    number,
+                    name,
+                )
+        for _, metrics, tables in answers:
+            assert metrics["gae/lambda_mean"] == pytest.approx(statistics.fmean(lambdas))
+            assert metrics["policy/entropy"] == pytest.approx(statistics.fmean(abs(old[t]) for t in drawn))
+            probability = statistics.fmean(math.exp(old[t]) for t in drawn)
+            assert metrics["policy/mean_prob"] == pytest.approx(probability)
+            difference = statistics.fmean(abs(old[t] - engine[t]) for t in drawn)
+            assert metrics["mismatch/logprob_abs_mean"] == pytest.approx(difference)
+            residual = statistics.pvariance([r - v for v, r in errors])
+            explained = 1 - residual / statistics.pvariance([r for _, r in errors])
+            assert metrics["value/explained_variance"] == pytest.approx(explained)
+            assert sum(tables["entropy"]["tokens"]) == len(drawn) == sum(tables["mismatch"]["tokens"])
+            assert sum(tables["value_error"]["tokens"]) == len(errors)

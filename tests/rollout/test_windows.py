@@ -1,0 +1,230 @@
+"""Windows of responses (`rollout.window`): what has not ended goes on in the next step, its place is filled
+again, and nothing of it depends on time, on the engines or on a checkpoint between two steps."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from megarl.config.schema import Config
+from megarl.data.prompts import Prompt
+from megarl.rollout.batch import Body
+from megarl.rollout.rank import RolloutRank
+from megarl.rollout.sampling import Request, SamplingParams, response_seed
+from megarl.rollout.transformers_engine import TransformersEngine
+from tests.engines import load_folder
+from tests.rollout.conftest import TINIEST, experience_of, state_of, threads
+from tests.rollout.test_streaming import OddText, OutOfOrder
+from tests.tiny_models import make_tiny_model
+
+PROMPTS, GROUP, WINDOW, LONGEST = 3, 3, 4, 14
+EOS = range(1, 30)  # a response ends after about ten tokens
+
+
+class Seen(NamedTuple):
+    """A response of one step, as one of the ranks has it."""
+
+    uid: int
+    finish: str
+    begun: int
+    correct: bool
+    reward: float
+    body: Body | None
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", **TINIEST)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = [Prompt(i, f"{i}+1=?", tuple(tokenizer(f"{i}+1=?").input_ids), "") for i in range(200)]
+    return folder, tokenizer, prompts
+
+
+def make_config(folder: Path, **rollout: Any) -> Config:
+    settings = {"prompts": PROMPTS, "group_size": GROUP, "max_response_tokens": LONGEST, "window": WINDOW}
+    model = {"path": folder}
+    return Config(
+        recipe="tppo", run_dir="runs/x", steps=1, model=model, rollout={**settings, **rollout}, seed=5
+    )
+
+
+def draw(
+    world: Any, steps: int = 9, ranks: int = 1, order: int | None = None, reload: int = 0, **rollout: Any
+) -> tuple[list[list[Seen]], list[dict[str, float]], list[Any]]:
+    """The responses of each step with their bodies, which are on one of the ranks; its statistics; and its
+    batches, where there is one rank. order: None is the transformers engine; else answers come back in an
+    order of chance. reload: a step after which another RolloutRank goes on from what a checkpoint holds."""
+    config, runtimes = make_config(world[0], **rollout), threads(ranks)
+
+    def one(rank: int) -> list[Any]:
+        torch.set_num_threads(1)
+        kind = TransformersEngine if order is None else OutOfOrder
+        engine = kind(world[0], eos_ids=EOS)
+        engine.start()
+        load_folder(engine, version=0)
+        if order is not None:
+            engine.chance = random.Random(order + 10 * rank)
+        left = iter(world[2])
+
+        def make() -> RolloutRank:
+            taken = lambda n: [next(left) for _ in range(n)]  # noqa: E731
+            return RolloutRank(config, runtimes[rank], engine, OddText(), world[1], draw=taken)
+
+        made, found = make(), []
+        for step in range(1, steps + 1):
+            engine.weight_version = step - 1
+            batch = made.collect(step)
+            rows = [
+                Seen(g.prompt.uid, r.finish, r.begun, r.correct, r.reward, r.body)
+                for g in batch.groups
+                for r in g.responses
+            ]
+            found.append((rows, batch.stats, experience_of(batch) if ranks == 1 else None))
+            if step == reload:
+                state = state_of(made)
+                made.close()
+                made = make()
+                made.load_state_dict(state)
+        made.close()
+        return found
+
+    with ThreadPoolExecutor(ranks) as pool:
+        of_ranks = list(pool.map(one, range(ranks)))
+    steps_ = []
+    for each in zip(*(found for found in of_ranks), strict=True):
+        rows = []
+        for seen in zip(*(rows for rows, *_ in each), strict=True):
+            (body,) = (one.body for one in seen if one.body is not None)
+            rows.append(seen[0]._replace(body=body))
+        steps_.append(rows)
+    return steps_, [stats for _, stats, _ in of_ranks[0]], [batch for *_, batch in of_ranks[0]]
+
+
+def shown(steps: list[list[Seen]]) -> list[Any]:
+    """All but arrays, to be compared."""
+    return [
+        [(*one[:-1], one.body.tokens.tolist(), one.body.logprobs.tolist()) for one in rows if one.body]
+        for rows in steps
+    ]
+
+
+def responses_of(steps: list[list[Seen]]) -> dict[tuple[int, ...], list[tuple[int, Seen]]]:
+    """The windows of each response with their steps, in order; a response is found again by its tokens."""
+    found: dict[tuple[int, ...], list[tuple[int, Seen]]] = {}
+    for number, rows in enumerate(steps, start=1):
+        for one in rows:
+            assert one.body is not None
+            tokens = (one.uid, *one.body.tokens.tolist())
+            found[tokens] = [*found.pop(tokens[: one.begun + 1], []), (number, one)] if one.begun else [
+                *found.get(tokens, []), (number, one)
+            ]  # fmt: skip
+    return found
+
+
+@pytest.fixture(scope="module")
+def drawn(world: Any, gather_by_runtime: None) -> Any:
+    return draw(world)
+
+
+def test_no_response_is_lost_and_every_place_is_filled(drawn: Any) -> None:
+    steps, stats, _ = drawn
+    assert all(len(rows) == PROMPTS * GROUP for rows in steps)
+    for rows, following in pairwise(steps):
+        going_on = [one for one in rows if one.finish == "window"]
+        again = following[: len(going_on)]  # first, and in their order
+        assert [one.uid for one in again] == [one.uid for one in going_on]
+        for before, after in zip(going_on, again, strict=True):
+            assert after.begun == before.body.tokens.size
+            assert (after.body.tokens[: after.begun] == before.body.tokens).all()
+            assert (after.body.logprobs[: after.begun] == before.body.logprobs).all()
+        assert not any(one.begun for one in following[len(going_on) :])
+    for rows, of_step in zip(steps, stats, strict=True):
+        ended = [one for one in rows if one.finish != "window"]
+        for one in rows:
+            new = one.body.tokens.size - one.begun
+            assert one.begun % WINDOW == 0 and 0 < new <= WINDOW
+            assert (new == WINDOW and one.reward == 0 and not one.correct) or one.finish != "window"
+        assert of_step["rollout/unfinished"] == pytest.approx(1 - len(ended) / len(rows))
+        assert of_step["rollout/continued"] == sum(one.begun > 0 for one in rows) / len(rows)
+        assert of_step["rollout/tokens"] == sum(one.body.tokens.size - one.begun for one in rows)
+        if ended:
+            assert of_step["reward/accuracy"] == np.mean([one.correct for one in ended])
+            assert of_step["response/length_max"] == max(one.body.tokens.size for one in ended)
+        else:
+            assert "reward/accuracy" not in of_step
+    assert {one.finish for rows in steps for one in rows} == {"stop", "length", "window"}
+    assert any(one.begun == 3 * WINDOW for rows in steps for one in rows)
+
+
+def test_windows_together_are_the_response(world: Any, drawn: Any) -> None:
+    """Which the engine draws at once from the prompt and the seed: that of the step in which its prompt was
+    drawn, and of its place in the group. Prompts come in order, and none is left out."""
+    steps, *_ = drawn
+    engine = TransformersEngine(world[0], eos_ids=EOS)
+    engine.start()
+    load_folder(engine, version=0)
+    first: dict[int, int] = {}  # by prompt, the step that drew it
+    for number, rows in enumerate(steps, start=1):
+        for one in rows:
+            first.setdefault(one.uid, number)
+    assert sorted(first) == list(range(len(first)))
+    checked = 0
+    for windows in responses_of(steps).values():
+        number, last = windows[-1]
+        if last.finish == "window":
+            assert number == len(steps)
+            continue
+        assert [step for step, _ in windows] == list(range(windows[0][0], number + 1))
+        drawn_in = {first[last.uid], first[last.uid] - 1} - {0}  # a prompt's last responses may wait a step
+        requests = [
+            Request(world[2][last.uid].tokens, response_seed(5, step, last.uid, index))
+            for step in drawn_in
+            for index in range(GROUP)
+        ]
+        wholes = [c.tokens for c in engine.generate(requests, SamplingParams(LONGEST))]
+        assert last.body.tokens.tolist() in wholes
+        checked += 1
+    assert checked > 2 * PROMPTS * GROUP
+
+
+def test_the_batch_tells_windows_apart(drawn: Any) -> None:
+    steps, _, batches = drawn
+    assert "begun" not in batches[0] or not batches[0]["begun"].any()
+    for number, (rows, batch) in enumerate(zip(steps, batches, strict=True)):
+        if "begun" not in batch:
+            assert all(not one.begun and one.finish != "window" for one in rows)
+            continue
+        assert batch["begun"].tolist() == [one.begun for one in rows]
+        assert batch["unfinished"].tolist() == [one.finish == "window" for one in rows]
+        assert batch["rewards"].tolist() == [one.reward for one in rows]
+        expected = []
+        for one, length in zip(rows, batch.lengths.tolist(), strict=True):
+            prompt = length - one.body.tokens.size
+            expected += [False] * (prompt + one.begun) + [True] * (one.body.tokens.size - one.begun)
+        assert batch.window.tolist() == expected
+        if "token_versions" in batch:  # what was drawn now is of the newest weights, the rest of older ones
+            versions = batch["token_versions"]
+            assert set(versions[batch.window].tolist()) == {number}
+            assert (versions[batch.response_mask & ~batch.window] < number).all()
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_nothing_depends_on_what_ends_first(world: Any, order: int) -> None:
+    assert shown(draw(world, order=order)[0]) == shown(draw(world, order=5)[0])
+
+
+def test_over_several_engines(world: Any, drawn: Any) -> None:
+    assert shown(draw(world, ranks=2)[0]) == shown(drawn[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_holds_what_goes_on(world: Any, drawn: Any, ranks: int) -> None:
+    assert shown(draw(world, ranks=ranks, reload=3)[0]) == shown(drawn[0])
