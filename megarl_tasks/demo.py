@@ -31,6 +31,9 @@ from megarl_tasks import calculator, pretrained
 from megarl_tasks.pretrained import SMOLLM2, fetch
 
 Model = Literal["tiny", "smollm2"]
+Recipe = Literal[
+    "vapo", "dapo", "tppo", "sao", "vc_ppo", "rloo", "dr_grpo", "dppo", "sapo", "clip_cov", "kl_cov", "fipo"
+]
 Task = Literal["sums", "calculator"]
 FOLDERS: dict[Model, Path] = {"tiny": Path("runs/demo"), "smollm2": Path("runs/smollm2")}
 # Of the pretrained model's runs. TOKENS: that a response adds to a pass, with its share of the prompt;
@@ -61,7 +64,7 @@ MARK_RUN = ".megarl-demo-run"  # in a run's folder, which the next run of its re
 def demo(
     overrides: Annotated[list[str], key_values("parallel.tp=1; they are for the reinforcement run")],
     *,
-    recipe: Annotated[Literal["vapo", "dapo", "tppo", "sao", "vc_ppo", "rloo", "dr_grpo"], Option()] = "vapo",
+    recipe: Annotated[Recipe, Option()] = "vapo",
     seed: Annotated[int, Option(metavar="SEED", help="of model, task and training")] = 0,
     model: Annotated[
         Model,

@@ -6,6 +6,7 @@ ranks simply add up."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, get_args
 
@@ -78,18 +79,22 @@ def _sums(loss: Tensor, loss_name: str, **sums: Tensor) -> Stats:
 
 
 class Tokens(NamedTuple):
-    """What a surrogate sees of the tokens, float64 [T]; advantage and log-prob are 0 where one does not
-    count. low, high: the interval of the clip, 1 - clip_low and 1 + clip_high."""
+    """What a surrogate sees of the tokens, float64 [T]; advantage and log-probs are 0 where one does not
+    count. low, high: the interval of the clip, 1 - clip_low and 1 + clip_high. selected: bool [T], the tokens
+    of high covariance, for clip_cov and kl_cov."""
 
     ratio: Tensor
     advantage: Tensor
     logprobs: Tensor
     low: float
     high: float
+    old_logprobs: Tensor
+    selected: Tensor | None = None
 
 
-# Gives J_t, and the tokens whose ratio is too low and too high, bool [T], which are only counted.
-Surrogate = Callable[[Tokens], tuple[Tensor, Tensor, Tensor]]
+# Gives J_t, and the tokens whose ratio is too low and too high, bool [T], which are only counted. What it
+# takes besides are numbers of its own section of the configuration.
+Surrogate = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def ppo(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,9 +116,100 @@ def masked(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(low | high, 0.0, t.ratio * t.advantage), low, high
 
 
+def dppo_tv(t: Tokens, ratio_cap: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return min(r_t, ratio_cap) A_t log pi_t, no gradient through the ratio, and 0 where A_t has moved the
+    token's probability far enough: pi - pi_old > clip_high for A_t > 0, < -clip_low else. That difference is
+    the total variation of the two policies where all other tokens are taken as one (DPPO-Binary-TV, arXiv
+    2602.04879, as its authors' code has it, sail-sg/Stable-RL)."""
+    moved = (t.logprobs.exp() - t.old_logprobs.exp()).detach()
+    return _trusted(t, ratio_cap, moved < t.low - 1, moved > t.high - 1)
+
+
+def dppo_kl(t: Tokens, ratio_cap: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return as `dppo_tv`, by the divergence KL(pi_old || pi) over the token and all others as one, which
+    must not be above clip_high where pi > pi_old, and clip_low where it is less (DPPO-Binary-KL)."""
+    new, old = t.logprobs.detach(), t.old_logprobs
+    other_new, other_old = (-torch.expm1(x) for x in (new, old))
+    of_others = other_old.clamp(min=1e-8).log() - other_new.clamp(min=1e-8).log()
+    divergence = old.exp() * (old - new) + other_old * of_others
+    low = (divergence > 1 - t.low) & (new < old)
+    return _trusted(t, ratio_cap, low, (divergence > t.high - 1) & (new > old))
+
+
+def _trusted(t: Tokens, ratio_cap: float, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    low, high = low & (t.advantage <= 0), high & (t.advantage > 0)
+    objective = t.ratio.clamp(max=ratio_cap).detach() * t.advantage * t.logprobs
+    return torch.where(low | high, 0.0, objective), low, high
+
+
+def sapo(t: Tokens, tau_positive: float, tau_negative: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return 4 / tau sigmoid(tau (r_t - 1)) A_t: a gate whose slope is 1 at r_t = 1 and falls off smoothly,
+    with a tau for A_t > 0 and one for the others (SAPO, arXiv 2511.20347). Nothing is clipped: what lies
+    outside the interval is only counted."""
+    tau = torch.where(t.advantage > 0, tau_positive, tau_negative)
+    # Not torch.sigmoid, whose last bit depends on where in the tensor a token stands.
+    gate = 1 / (1 + torch.exp(tau * (1 - t.ratio)))
+    return 4 / tau * gate * t.advantage, t.ratio < t.low, t.ratio > t.high
+
+
+def clip_cov(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `ppo`, and 0 on the selected tokens (Clip-Cov, arXiv 2505.22617)."""
+    assert t.selected is not None
+    objective, low, high = ppo(t)
+    return objective * ~t.selected, low, high
+
+
+def kl_cov(t: Tokens, kl_weight: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return r_t A_t, not clipped, less kl_weight |log r_t| on the selected tokens (KL-Cov, arXiv 2505.22617,
+    with the estimate of the KL that its authors' code takes, PRIME-RL/Entropy-Mechanism-of-RL)."""
+    assert t.selected is not None
+    penalty = kl_weight * t.ratio.log().abs() * t.selected
+    return t.ratio * t.advantage - penalty, t.ratio < t.low, t.ratio > t.high
+
+
 # What `algorithm.surrogate` may name (config/schema.py has the names once more, as it imports no torch).
-SURROGATES: dict[str, Surrogate] = {"ppo": ppo, "gspo": ppo, "cispo": cispo, "masked": masked}
+SURROGATES: dict[str, Surrogate] = {
+    "ppo": ppo,
+    "gspo": ppo,
+    "fipo": ppo,
+    "cispo": cispo,
+    "masked": masked,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "sapo": sapo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+}
 BY_SEQUENCE = {"gspo"}  # whose ratio is the sequence's
+
+
+@torch.no_grad()
+def future_factors(
+    difference: Tensor,
+    advantage: Tensor,
+    sequence_ids: Tensor,
+    *,
+    half_life: float,
+    low: float,
+    high: float,
+    limit: float,
+) -> Tensor:
+    """Return f_t = clip(exp F_t, low, high) with F_t = sum over k >= t of 2^(-(k - t) / half_life) log r_k,
+    k up to the response's end (FIPO, arXiv 2603.19835, as its authors' code has it): the advantage of what
+    led to tokens that have become likelier counts more.
+
+    Tokens of r_k > `limit` are left out of the sum; where A_t < 0, f_t is there within [0.8, 1], so that
+    what is far off already is not pushed further. difference: log r_t, float64 [T], 0 where a token does not
+    count; sequence_ids: int [T], each sequence of one piece."""
+    beyond, decay, step = difference > math.log(limit), 2 ** (-1 / half_life), 1
+    future = torch.where(beyond, 0.0, difference)
+    # `future` sums over `step` tokens; each round doubles that.
+    while bool((same := sequence_ids[step:] == sequence_ids[:-step]).any()):
+        later = torch.where(same, future[step:], 0.0)
+        future = torch.cat([future[:-step] + decay**step * later, future[-step:]])
+        step *= 2
+    factors = future.exp().clamp(low, high)
+    return torch.where(beyond & (advantage < 0), factors.clamp(0.8, 1.0), factors)
 
 
 def policy_loss(
@@ -126,15 +222,20 @@ def policy_loss(
     entropy: Tensor | None = None,
     *,
     surrogate: str = "ppo",
+    options: Mapping[str, float] | None = None,
     dual_clip: float = 0.0,
     sequence_ids: Tensor | None = None,
+    selected: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
     """Return sum_t w_t * -J_t and its statistics. J_t is what the surrogate makes of r_t = pi / pi_old, A_t
     and the interval [1 - clip_low, 1 + clip_high] (SURROGATES).
 
-    dual_clip     a c > 1: J_t is at least c A_t where A_t < 0 (arXiv 1912.09729, eq. 5); of ppo and gspo
+    options       the surrogate's own numbers, by name
+    dual_clip     a c > 1: J_t is at least c A_t where A_t < 0 (arXiv 1912.09729, eq. 5); of ppo, gspo, fipo
     sequence_ids  int [T], the sequence of each token, for gspo: its ratio is that of the sequence, exp(mean
-                  of its tokens' log r), for each of its tokens (arXiv 2507.18071, eq. 5 to 7)
+                  of its tokens' log r), for each of its tokens (arXiv 2507.18071, eq. 5 to 7); and for fipo,
+                  whose A_t are multiplied by `future_factors`
+    selected      bool [T], for clip_cov and kl_cov
 
     All tensors are [T]; old_logprobs and advantages carry no gradient. Tokens of weight 0 do not count,
     whatever they hold. Beyond r = e^20, and below e^-20, the gradient is 0.
@@ -142,19 +243,23 @@ def policy_loss(
     entropy: of the policy at each token, only for the statistic.
 
     Statistics over the tokens of weight > 0: loss, tokens, those without a gradient (cispo: of a clipped
-    ratio) low and high, k3 estimate of KL(pi_old || pi), probability, entropy; and the probability of the
-    high ones (DAPO figure 3a)."""
-    counted = weights > 0
+    ratio; sapo, kl_cov: outside the interval) low and high, k3 estimate of KL(pi_old || pi), probability,
+    entropy; the probability of the high ones (DAPO figure 3a); fipo's factor, and the selected tokens."""
+    counted, options = weights > 0, dict(options or {})
     difference = log_ratio(logprobs, old_logprobs.detach(), counted)
     advantage = torch.where(counted, advantages.detach().double(), 0.0)
+    if surrogate == "fipo":
+        assert sequence_ids is not None
+        factors, options = future_factors(difference, advantage, sequence_ids, **options), {}
+        advantage = advantage * factors
     if surrogate in BY_SEQUENCE:
         assert sequence_ids is not None
         ratio = _sequence_means(difference, counted, sequence_ids).exp()
     else:
         ratio = difference.exp()
-    logprob = torch.where(counted, logprobs.double(), 0.0)
-    tokens = Tokens(ratio, advantage, logprob, 1.0 - clip_low, 1.0 + clip_high)
-    objective, too_low, too_high = SURROGATES[surrogate](tokens)
+    logprob, old = (torch.where(counted, x.double(), 0.0) for x in (logprobs, old_logprobs.detach()))
+    tokens = Tokens(ratio, advantage, logprob, 1.0 - clip_low, 1.0 + clip_high, old, selected)
+    objective, too_low, too_high = SURROGATES[surrogate](tokens, **options)
     if dual_clip:
         lowest = torch.where(advantage < 0, dual_clip * advantage, -torch.inf)
         objective = torch.maximum(objective, lowest)
@@ -171,6 +276,10 @@ def policy_loss(
         }
         if dual_clip:
             sums["clip_fraction_dual"] = (objective == lowest).sum()
+        if surrogate == "fipo":
+            sums["future_factor"] = torch.where(counted, factors, 0.0).sum()
+        if selected is not None:
+            sums["selected"] = (selected & counted).sum()
         if entropy is not None:
             sums["entropy"] = torch.where(counted, entropy.double(), 0.0).sum()
     return loss, _sums(loss, "policy/loss", **sums)

@@ -26,7 +26,7 @@ SAMPLED = (
     "teacher",
     *(f"algorithm.{key}" for key in ("surrogate", "old_logprobs", "dual_clip", "whiten")),
     *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight")),
-    "algorithm.mismatch",
+    *(f"algorithm.{section}" for section in ("mismatch", "dppo", "sapo", "covariance", "fipo")),
     "update.share_prompts",
     "guard.parity",
     "guard.parity_layers",
@@ -34,6 +34,17 @@ SAMPLED = (
     "parallel.rollout_ranks",
     "schedule.ahead",
 )
+
+# Keys and sections that only some surrogates read.
+OF_SURROGATES = {
+    "algorithm.dppo": ("dppo_tv", "dppo_kl"),
+    "algorithm.sapo": ("sapo",),
+    "algorithm.covariance.share": ("clip_cov", "kl_cov"),
+    "algorithm.covariance.low": ("clip_cov",),
+    "algorithm.covariance.high": ("clip_cov",),
+    "algorithm.covariance.kl_weight": ("kl_cov",),
+    "algorithm.fipo": ("fipo",),
+}
 
 # Folders that a run makes in its run_dir, and may replace (metrics, reports and the like are files).
 RUN_WRITES = (
@@ -181,9 +192,23 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
         what = "has no effect unless algorithm.lambda_policy is length_adaptive"
         yield f"algorithm.lambda_floor: {what} (set it to 0)"
 
-    if a.dual_clip and (a.dual_clip <= 1 or a.surrogate not in ("ppo", "gspo")):
-        what = "must be > 1, or 0, and 0 for another algorithm.surrogate than ppo and gspo"
+    if a.dual_clip and (a.dual_clip <= 1 or a.surrogate not in ("ppo", "gspo", "fipo")):
+        what = "must be > 1, or 0, and 0 for another algorithm.surrogate than ppo, gspo and fipo"
         yield f"algorithm.dual_clip: {what} (got {a.dual_clip:g} with {a.surrogate})"
+    for name, readers in OF_SURROGATES.items():
+        for key in () if a.surrogate in readers else _changed(c, name):
+            what = f"has no effect with algorithm.surrogate {a.surrogate}"
+            yield f"{key}: {what} (leave it out, or set that to {' or '.join(readers)})"
+    for name, low, high in (
+        ("covariance", a.covariance.low, a.covariance.high),
+        ("fipo", a.fipo.low, a.fipo.high),
+    ):
+        if low >= high:
+            yield f"algorithm.{name}.low: must be less than high {high:g} (got {low:g})"
+    once = c.update.epochs == 1 and c.update.mini_batch >= c.responses
+    if a.surrogate in ("kl_cov", "fipo") and a.old_logprobs == "trainer" and once:
+        what = f"{a.surrogate} has no effect in the first update of a rollout, and there is one alone"
+        yield f"algorithm.surrogate: {what} (lower update.mini_batch)"
     if a.old_logprobs == "engine" and a.mismatch.enabled:
         what = "has nothing to correct with algorithm.old_logprobs engine, whose ratio holds the difference"
         yield f"algorithm.mismatch: {what} (set weight and mask to none)"

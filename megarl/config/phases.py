@@ -122,6 +122,32 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rollout": {"dynamic_sampling": {"enabled": True}},
         "reward": {"overlong": {"soft_punishment": True}},
     },
+    "dppo": {  # arXiv 2602.04879, anchored at the rollout; advantage and denominator of its authors' example
+        "algorithm": {
+            "advantage": "group_mean",
+            "aggregation": "constant",
+            "surrogate": "dppo_tv",
+            "old_logprobs": "engine",
+            "clip_low": 0.15,
+            "clip_high": 0.15,
+        },
+    },
+    "sapo": {  # arXiv 2511.20347
+        "algorithm": {"advantage": "group", "surrogate": "sapo", "aggregation": "sample"},
+    },
+    "clip_cov": {  # arXiv 2505.22617 and its authors' scripts: PPO's clip as good as open
+        "algorithm": {"advantage": "group", "surrogate": "clip_cov", "clip_low": 1.0, "clip_high": 1.0},
+        "rollout": {"dynamic_sampling": {"enabled": True}},
+    },
+    "kl_cov": {  # the same
+        "algorithm": {"advantage": "group", "surrogate": "kl_cov"},
+        "rollout": {"dynamic_sampling": {"enabled": True}},
+    },
+    "fipo": {  # arXiv 2603.19835: DAPO's loss with other advantages
+        "algorithm": {"advantage": "group", "surrogate": "fipo", "clip_high": 0.28, "dual_clip": 10.0},
+        "rollout": {"dynamic_sampling": {"enabled": True}},
+        "reward": {"overlong": {"soft_punishment": True}},
+    },
     # arXiv 2607.07508, from descriptions and reimplementations: VAPO's critic without groups.
     "sao": {
         "algorithm": {
@@ -275,6 +301,8 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
         windowed = {DISTRIBUTE.name, OLD_LOGPROBS.name, GAE_ADVANTAGES.name, TEACHER_ADVANTAGES.name}
         before = [_of_windows(phase) if phase.name in windowed else phase for phase in before]
     loss_columns = {a.old_column} | ({"ref_logprobs"} if a.kl_weight else set())
+    if a.selects_tokens:  # by numbers that are drawn for each response
+        loss_columns |= {"group_ids", "response_index"}
     actor_update = replace(ACTOR_UPDATE, reads=ACTOR_UPDATE.reads | loss_columns)
     return (*before, actor_update, WEIGHT_TRANSFER)
 

@@ -675,6 +675,43 @@ class MismatchConfig(Section):
         return self.weight != "none" or self.mask != "none"
 
 
+class DppoConfig(Section):
+    """DPPO's own number. Its thresholds are clip_low and clip_high, of probabilities (dppo_tv) or of their
+    divergence (dppo_kl)."""
+
+    ratio_cap: float = field(
+        20.0, "largest ratio that a token is weighted with", "", "arXiv 2602.04879", gt=0
+    )
+
+
+class SapoConfig(Section):
+    """The slopes of SAPO's gate."""
+
+    tau_positive: float = field(1.0, "of tokens of positive advantage", source="SAPO", gt=0)
+    tau_negative: float = field(1.05, "of the others, whose gradient falls off faster", source="SAPO", gt=0)
+
+
+class CovarianceConfig(Section):
+    """Which tokens Clip-Cov and KL-Cov select in a mini-batch, by the product of their advantage and
+    log-prob, each less its mean."""
+
+    share: float = field(
+        2e-4, "of its tokens, at least one; KL-Cov of 7B: 2e-3", "", "arXiv 2505.22617", gt=0, le=1
+    )
+    low: float = field(1.0, "clip_cov: what the covariance must be above", source="arXiv 2505.22617")
+    high: float = field(5.0, "clip_cov: what it must be below", source="arXiv 2505.22617")
+    kl_weight: float = field(1.0, "kl_cov: of |log ratio|", "", "arXiv 2505.22617", ge=0)
+
+
+class FipoConfig(Section):
+    """The factors of FIPO's advantages."""
+
+    half_life: float = field(32.0, "after which a later token counts half", "tokens", "FIPO's script", gt=0)
+    low: float = field(1.0, "smallest factor; FIPO of 7B: 0.8", "", "FIPO's script", gt=0)
+    high: float = field(1.2, "largest factor", "", "FIPO's script", gt=0)
+    limit: float = field(10.0, "tokens of a larger ratio are left out of the sum", "", "FIPO's script", gt=1)
+
+
 class AlgorithmConfig(Section):
     """Every technique of both papers' ablation tables is one key here, in `rollout`, `reward.overlong` or
     `value_pretraining`."""
@@ -712,12 +749,16 @@ class AlgorithmConfig(Section):
         ge=0,
     )
     whiten: bool = field(False, "whiten advantages over the tokens of the batch", source="REINFORCE++")
-    surrogate: Literal["ppo", "gspo", "cispo", "masked"] = field(
+    surrogate: Literal[
+        "ppo", "gspo", "cispo", "masked", "dppo_tv", "dppo_kl", "sapo", "clip_cov", "kl_cov", "fipo"
+    ] = field(
         "ppo",
         "ppo: clipped; gspo: with one ratio a sequence; cispo: clipped ratio times log-prob, no gradient "
-        "through it; masked: tokens outside the interval have no gradient, on both sides",
-        source="DAPO eq. 8, VAPO eq. 8; GSPO eq. 5; CISPO eq. 4; SAO",
-    )
+        "through it; masked: tokens outside the interval have no gradient, on both sides; dppo_tv, dppo_kl: "
+        "bounded by how far probabilities moved; sapo: a smooth gate; clip_cov, kl_cov: tokens of high "
+        "covariance left out or held back; fipo: ppo, advantages by how the rest of the response moved",
+        source="DAPO eq. 8, VAPO eq. 8; GSPO eq. 5; CISPO eq. 4; SAO; DPPO; SAPO; arXiv 2505.22617; FIPO",
+    )  # fmt: skip
     old_logprobs: Literal["trainer", "engine"] = field(
         "trainer",
         "pi_old of the ratio: computed by the trainer before the updates, or the engine's own of the "
@@ -751,6 +792,29 @@ class AlgorithmConfig(Section):
     )
     value_clip: float = field(0.0, "largest move of a value before its loss is clipped; 0: off", ge=0)
     mismatch: MismatchConfig = section(MismatchConfig)
+    dppo: DppoConfig = section(DppoConfig)
+    sapo: SapoConfig = section(SapoConfig)
+    covariance: CovarianceConfig = section(CovarianceConfig)
+    fipo: FipoConfig = section(FipoConfig)
+
+    @property
+    def surrogate_options(self) -> dict[str, float]:
+        """Return the numbers that the surrogate's function takes, by name."""
+        match self.surrogate:
+            case "dppo_tv" | "dppo_kl":
+                return self.dppo.model_dump()
+            case "sapo":
+                return self.sapo.model_dump()
+            case "fipo":
+                return self.fipo.model_dump()
+            case "kl_cov":
+                return {"kl_weight": self.covariance.kl_weight}
+        return {}
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Return whether the surrogate needs to know of tokens of the whole mini-batch."""
+        return self.surrogate in ("clip_cov", "kl_cov")
 
     @property
     def has_reference(self) -> bool:
@@ -991,6 +1055,7 @@ class Config(Section):
     recipe: Literal[
         "sft", "grpo", "dapo", "ppo", "vapo", "tppo", "sao",
         "vc_ppo", "orz", "r1_zero", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo",
+        "dppo", "sapo", "clip_cov", "kl_cov", "fipo",
     ] = field(..., "algorithm; sets the defaults of the switches (see config/phases.py)")  # fmt: skip
     run_dir: Path = field(..., "folder of this run: config, metrics, samples, checkpoints, report")
     steps: int = field(..., "rollout steps", "rollout steps", ge=1)

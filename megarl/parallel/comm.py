@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -146,6 +147,21 @@ def sum_over_replicas(runtime: Runtime, sums: Tensor) -> Tensor:
     if runtime.world > 1:
         dist.all_reduce(total if runtime.is_replica_leader else total.zero_(), group=runtime.cpu_group)
     return total
+
+
+def among_largest(runtime: Runtime, first: Tensor, then: Tensor, wanted: int) -> Tensor:
+    """Return which of this replica's entries are among the `wanted` largest of all replicas', by `first`, and
+    by `then` where that is the same; bool [m]. first, then: [m], the same on every rank of a replica."""
+    own = np.stack([first.double().numpy(), then.double().numpy()])
+    best = own[:, np.lexsort(own[::-1])[::-1][:wanted]]
+    if runtime.world > 1:
+        mine = best if runtime.is_replica_leader else best[:, :0].copy()
+        best = np.concatenate(gather_objects(runtime, mine), axis=1)
+    kept = best[:, np.lexsort(best[::-1])[::-1][:wanted]]
+    if not kept.size:
+        return torch.zeros(first.shape, dtype=torch.bool)
+    (least, of_equal), (first_of, then_of) = kept[:, -1], own
+    return torch.from_numpy((first_of > least) | (first_of == least) & (then_of >= of_equal))
 
 
 def sum_over_ranks(ranks: Ranks, counts: Tensor) -> Tensor:

@@ -193,6 +193,10 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
         bubble = 1 + (layout.pp - 1) / layout.vpp * largest
         seconds = share * uneven * _token_seconds(plan, phase.model, phase.updates_weights, whole)
         seconds += packs * _pack_seconds(plan, phase.model, phase.updates_weights)
+        if phase.model == "actor" and phase.updates_weights and config.algorithm.selects_tokens:
+            # A forward pass before each update.
+            seconds += share * uneven * _token_seconds(plan, phase.model, False, whole)
+            seconds += packs * _pack_seconds(plan, phase.model, False)
         parts[phase.name] = epochs * updates * seconds * bubble
         if phase.updates_weights:
             # Gradients between replicas, and weights back. Nothing of it is hidden.

@@ -134,6 +134,12 @@ def shuffle_seed(run_seed: int, step: int) -> int:
     return _hash("megarl.shuffle", run_seed, step)
 
 
+def selection_seed(run_seed: int, step: int, update: int, group: int, index: int) -> int:
+    """Return the seed (63 bits) of what is drawn for the tokens of response `index` of a group in an
+    update."""
+    return _hash("megarl.selection", run_seed, step, update, group, index)
+
+
 def _shift(z: Tensor, bits: int) -> Tensor:
     """Shift int64 right, filling with zeros (torch's shift is arithmetic)."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

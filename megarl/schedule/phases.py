@@ -4,7 +4,7 @@ phase(run, step); and `run_phase`, which holds it to what it declares.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from megarl.config.phases import PARITY, PHASES, Phase
 from megarl.data.experience import Experience, StepBatch
 from megarl.model.routing import start_counting
 from megarl.parallel.comm import sum_over_replicas
-from megarl.rollout.sampling import shuffle_seed
+from megarl.rollout.sampling import selection_seed, shuffle_seed, uniform
 from megarl.schedule.parity import check_parity
 from megarl.schedule.run import Run, Step
 from megarl.training import batch
@@ -31,7 +31,7 @@ from megarl.training.advantages import (
     turn_rewards,
 )
 from megarl.training.checkpoint import PRETRAINING
-from megarl.training.losses import actor_loss, critic_loss, supervised_loss
+from megarl.training.losses import actor_loss, critic_loss, select_tokens, supervised_loss
 
 
 def rollout(run: Run, step: Step) -> None:
@@ -168,11 +168,31 @@ def critic_update(run: Run, step: Step) -> None:
 
 def actor_update(run: Run, step: Step) -> None:
     """Update the policy over its mini-batches (DAPO eq. 8, VAPO eq. 8 and 10)."""
-    loss, epochs = actor_loss(run.config.algorithm, step.local.experience), run.config.update.epochs
-    step.count_tokens(epochs)
-    updates = run.actor.update_mini_batches(step.local.mini_batches, loss, epochs, "policy")
+    algorithm, experience, epochs = run.config.algorithm, step.local.experience, run.config.update.epochs
+    selected = torch.zeros(experience.num_tokens, dtype=torch.bool) if algorithm.selects_tokens else None
+
+    def select(number: int, mini_batch: Sequence[batch.MicroBatch]) -> None:
+        """Mark in `selected` what the policy as it is now selects of a mini-batch."""
+        assert selected is not None
+        logprobs = run.actor.logprob_columns(experience, mini_batch)["logprobs"]
+        draws = draw_tokens(experience, run.config.seed, step.index, number)
+        selected.copy_(select_tokens(algorithm, experience, mini_batch, logprobs, draws, run.runtime))
+
+    step.count_tokens(epochs if selected is None else 2 * epochs)
+    loss, before = actor_loss(algorithm, experience, selected), None if selected is None else select
+    updates = run.actor.update_mini_batches(step.local.mini_batches, loss, epochs, "policy", before)
     # Entropy and mean probability: those before the updates, where a pass has computed them.
     step.metrics |= {name: value for name, value in updates.items() if name not in step.metrics}
+
+
+def draw_tokens(experience: Experience, seed: int, step: int, update: int) -> Tensor:
+    """Return a random number of each token, float64 [T], which depends on seed, step, update, response and
+    position alone."""
+    responses = zip(experience["group_ids"].tolist(), experience["response_index"].tolist(), strict=True)
+    of_responses = [selection_seed(seed, step, update, *response) for response in responses]
+    seeds = torch.tensor(of_responses, dtype=torch.int64)
+    positions = torch.arange(experience.num_tokens) - experience.cu_seqlens[experience.sequence_ids]
+    return uniform(seeds[experience.sequence_ids], positions)
 
 
 def weight_transfer(run: Run, step: Step) -> None:

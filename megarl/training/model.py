@@ -261,18 +261,25 @@ class TrainableModel(InferenceModel):
         return [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def update_mini_batches(
-        self, mini_batches: Sequence[Sequence[MicroBatch]], loss: Loss, epochs: int, prefix: str
+        self,
+        mini_batches: Sequence[Sequence[MicroBatch]],
+        loss: Loss,
+        epochs: int,
+        prefix: str,
+        before: Callable[[int, Sequence[MicroBatch]], None] | None = None,
     ) -> dict[str, float]:
         """Take `epochs` passes of optimizer steps over the mini-batches, one rollout step further in the
         learning-rate schedule. Return the metrics of the loss, and grad_norm and lr under `prefix` ("policy"
-        or "value")."""
+        or "value"). before: called before each update, with its number from 1 and its mini-batch."""
         self.begin_step()
         start_counting(self.model.routings, grad=True)
         sums: dict[str, float] = {}
         norms: list[float] = []
         passes = [micro_batches for _ in range(epochs) for micro_batches in mini_batches]
         for number, micro_batches in enumerate(passes, start=1):
-            result = self.update(micro_batches, loss, more=number < len(passes))
+            if before:
+                before(number, micro_batches)
+            result = self.update(micro_batches, loss, more=number < len(passes) and before is None)
             norms.append(result.grad_norm)
             for key, value in result.sums.items():
                 sums[key] = sums.get(key, 0.0) + value

@@ -43,7 +43,7 @@ def make_batch(shapes: list[tuple[int, int]], seed: int, include: list[bool] | N
     moved = (torch.rand(total, generator=generator) > 1 / 3).double()
     columns = {
         "logprobs": logprobs,
-        "old_logprobs": logprobs - normal(0.4) * moved,
+        "old_logprobs": (logprobs - normal(0.4) * moved).clamp(max=-1e-3),  # of probabilities below 1
         "ref_logprobs": logprobs - normal(0.4),
         "advantages": normal(),
         "rewards": normal(),
@@ -58,6 +58,7 @@ def make_batch(shapes: list[tuple[int, int]], seed: int, include: list[bool] | N
     ends = experience.cu_seqlens[1:].tolist()
     spans = [(end - r, end) for end, (_, r) in zip(ends, shapes, strict=True)]
     flags = include if include is not None else (torch.rand(len(shapes), generator=generator) > 0.5).tolist()
+    experience["selected"] = torch.rand(total, generator=generator) < 0.3
     return Batch(experience, spans, torch.tensor(flags, dtype=torch.bool))
 
 
@@ -152,15 +153,30 @@ def collect(weights: list[float], values: list[tuple[float, float]]) -> Term:
     return Term(math.fsum(terms), gradient, math.fsum(map(abs, terms)))
 
 
+# What the surrogates that take numbers of their own are tested with: in reach of what make_batch draws.
+OPTIONS = {
+    "dppo_tv": {"ratio_cap": 1.3},
+    "dppo_kl": {"ratio_cap": 1.3},
+    "sapo": {"tau_positive": 1.0, "tau_negative": 1.6},
+    "kl_cov": {"kl_weight": 0.7},
+    "fipo": {"half_life": 3.0, "low": 0.7, "high": 1.3, "limit": 1.6},
+}
+
+
 def loop_policy(
     batch: Batch, weights: list[float], low: float, high: float, kind: str = "ppo", dual: float = 0.0
 ) -> tuple[Term, dict[str, float]]:
     """DAPO eq. 8: -min(r A, clip(r, 1-low, 1+high) A), and the statistics; or another surrogate by its own
-    formula: gspo (arXiv 2507.18071 eq. 5), cispo (arXiv 2506.13585 eq. 4), masked (SAO), and ppo with dual
-    clip (arXiv 1912.09729 eq. 5)."""
-    x = {k: batch.experience[k].tolist() for k in ("logprobs", "old_logprobs", "advantages", "entropy")}
+    formula: gspo (arXiv 2507.18071 eq. 5), cispo (arXiv 2506.13585 eq. 4), masked (SAO), ppo with dual clip
+    (arXiv 1912.09729 eq. 5), and those of OPTIONS: dppo_tv and dppo_kl (arXiv 2602.04879), sapo (arXiv
+    2511.20347), clip_cov and kl_cov (arXiv 2505.22617; the selected tokens are given), fipo (arXiv
+    2603.19835)."""
+    columns = ("logprobs", "old_logprobs", "advantages", "entropy", "selected")
+    x = {k: batch.experience[k].tolist() for k in columns}
     names = ["tokens", "clip_fraction_low", "clip_fraction_high", "approx_kl", "mean_prob", "entropy"]
-    stats = dict.fromkeys([*names, "clip_prob_high"] + ["clip_fraction_dual"] * (dual > 0), 0.0)
+    more = {"fipo": ["future_factor"], "clip_cov": ["selected"], "kl_cov": ["selected"]}.get(kind, [])
+    stats = dict.fromkeys([*names, "clip_prob_high", *more] + ["clip_fraction_dual"] * (dual > 0), 0.0)
+    o = OPTIONS.get(kind, {})
     loss, slope = [0.0] * batch.total, [0.0] * batch.total  # slope: of the weighted loss of the whole
     for start, end in batch.spans:
         counted = [t for t in range(start, end) if weights[t] > 0]
@@ -175,12 +191,45 @@ def loop_policy(
                 loss[t], d_new = -clipped * a * new, -clipped * a
             elif kind == "masked":
                 loss[t], d_new = (0.0, 0.0) if outside else (-r * a, -r * a)
+            elif kind in ("dppo_tv", "dppo_kl"):
+                p, mu = math.exp(new), math.exp(x["old_logprobs"][t])
+                moved = p - mu
+                if kind == "dppo_kl":
+                    divergence = mu * math.log(mu / p) + (1 - mu) * math.log((1 - mu) / (1 - p))
+                    moved = math.copysign(divergence, moved)
+                outside = moved > high if a > 0 else moved < -low
+                capped = min(r, o["ratio_cap"])
+                loss[t], d_new = (0.0, 0.0) if outside else (-capped * a * new, -capped * a)
+            elif kind == "sapo":
+                tau = o["tau_positive"] if a > 0 else o["tau_negative"]
+                gate = 1 / (1 + math.exp(-tau * (r - 1)))
+                loss[t], d_new = -4 / tau * gate * a, -4 * gate * (1 - gate) * r * a
+            elif kind == "kl_cov":
+                loss[t], d_new = -r * a, -r * a
+                if x["selected"][t]:
+                    stats["selected"] += 1
+                    loss[t] += o["kl_weight"] * abs(log_ratios[t])
+                    d_new += o["kl_weight"] * ((log_ratios[t] > 0) - (log_ratios[t] < 0))
             else:
+                if kind == "fipo":
+                    ahead = [
+                        0.5 ** ((k - t) / o["half_life"]) * log_ratios[k]
+                        for k in counted
+                        if k >= t and math.exp(log_ratios[k]) <= o["limit"]
+                    ]
+                    factor = min(max(math.exp(math.fsum(ahead)), o["low"]), o["high"])
+                    if a < 0 and r > o["limit"]:
+                        factor = min(max(factor, 0.8), 1.0)
+                    stats["future_factor"] += factor
+                    a *= factor
                 outside = clipped * a < r * a
                 loss[t], d_new = (-clipped * a, 0.0) if outside else (-r * a, -r * a)
                 if dual and a < 0 and -r * a > dual * -a:
                     loss[t], d_new = dual * -a, 0.0
                     stats["clip_fraction_dual"] += 1
+                if kind == "clip_cov" and x["selected"][t]:
+                    loss[t], d_new = 0.0, 0.0
+                    stats["selected"] += 1
             for other in counted if kind == "gspo" else [t]:
                 slope[other] += w * d_new / (len(counted) if kind == "gspo" else 1)
             stats["tokens"] += 1

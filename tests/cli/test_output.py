@@ -191,7 +191,7 @@ class TestConfig:
         said = dict(zip(heads, facts, strict=True))
         assert said["algorithm.clip_high"] == (
             "    number; default 0.2 (grpo 0.2, dapo 0.28, ppo 0.2, vapo 0.28, tppo 0.28, gspo 0.0004, "
-            "cispo 4.0, sao 3.0); source: DAPO eq. 8, VAPO eq. 8: 0.28"
+            "cispo 4.0, dppo 0.15, clip_cov 1.0, fipo 0.28, sao 3.0); source: DAPO eq. 8, VAPO eq. 8: 0.28"
         )
         assert said["actor.betas"] == "    list of 2 numbers; default [0.9, 0.999]; source: our choice"
         assert said["parallel.dp"] == "    whole number or null, in devices; default null; source: our choice"
@@ -201,5 +201,6 @@ class TestConfig:
         assert said["recipe"].endswith("; required; source: our choice")
         assert said["actor.lr"].startswith("    number; default 1.0e-06 (tppo 8.0e-07); source: DAPO")
         assert said["rollout.dynamic_sampling.enabled"].startswith(
-            "    true or false; default false (dapo true, cispo true); source: DAPO eq. 11"
+            "    true or false; default false (dapo true, cispo true, clip_cov true, kl_cov true, "
+            "fipo true); source: DAPO eq. 11"
         )

@@ -163,6 +163,18 @@ class TestPresets:
         "reinforce_pp": {"advantage": "return", "whiten": True, "kl_reward": 0.001, "kl_weight": 0.0},
         "gspo": {"surrogate": "gspo", "aggregation": "sample", "clip_low": 3e-4, "clip_high": 4e-4},
         "cispo": {"surrogate": "cispo", "aggregation": "token", "clip_low": 1.0, "clip_high": 4.0},
+        "dppo": {
+            "surrogate": "dppo_tv",
+            "advantage": "group_mean",
+            "aggregation": "constant",
+            "old_logprobs": "engine",
+            "clip_low": 0.15,
+            "clip_high": 0.15,
+        },
+        "sapo": {"surrogate": "sapo", "advantage": "group", "aggregation": "sample"},
+        "clip_cov": {"surrogate": "clip_cov", "aggregation": "token", "clip_low": 1.0, "clip_high": 1.0},
+        "kl_cov": {"surrogate": "kl_cov", "aggregation": "token"},
+        "fipo": {"surrogate": "fipo", "aggregation": "token", "clip_high": 0.28, "dual_clip": 10.0},
         "sao": {
             "advantage": "gae",
             "surrogate": "masked",
@@ -182,8 +194,9 @@ class TestPresets:
     def test_switches(self, minimum: Path, recipe: str) -> None:
         config = load_config(minimum, [f"recipe={recipe}"])
         assert {key: getattr(config.algorithm, key) for key in self.EXPECTED[recipe]} == self.EXPECTED[recipe]
-        assert config.rollout.dynamic_sampling.enabled == (recipe in ("dapo", "cispo"))
-        assert config.reward.overlong.soft_punishment == (recipe in ("dapo", "vapo", "tppo", "cispo"))
+        filters = ("dapo", "cispo", "clip_cov", "kl_cov", "fipo")
+        assert config.rollout.dynamic_sampling.enabled == (recipe in filters)
+        assert config.reward.overlong.soft_punishment == (recipe in ("dapo", "vapo", "tppo", "cispo", "fipo"))
         assert config.rollout.window == (8192 if recipe == "tppo" else None)
         assert config.value_pretraining.steps == self.PRETRAINED.get(recipe, 0)
         assert config.responses == 8192
@@ -471,8 +484,34 @@ class TestContradictions:
         "recipe=sft rollout.window=8": "rollout.window: recipe sft learns from given responses",
         "algorithm.dual_clip=1": "algorithm.dual_clip: must be > 1, or 0",
         "recipe=cispo algorithm.dual_clip=3": (
-            "algorithm.dual_clip: must be > 1, or 0, and 0 for another algorithm.surrogate than ppo and gspo "
-            "(got 3 with cispo)"
+            "algorithm.dual_clip: must be > 1, or 0, and 0 for another algorithm.surrogate than ppo, gspo "
+            "and fipo (got 3 with cispo)"
+        ),
+        "recipe=dapo algorithm.dppo.ratio_cap=3": (
+            "algorithm.dppo.ratio_cap: has no effect with algorithm.surrogate ppo "
+            "(leave it out, or set that to dppo_tv or dppo_kl)"
+        ),
+        "recipe=clip_cov algorithm.covariance.kl_weight=0.1": (
+            "algorithm.covariance.kl_weight: has no effect with algorithm.surrogate clip_cov "
+            "(leave it out, or set that to kl_cov)"
+        ),
+        "recipe=kl_cov algorithm.covariance.high=9": (
+            "algorithm.covariance.high: has no effect with algorithm.surrogate kl_cov"
+        ),
+        "recipe=dapo algorithm.sapo.tau_negative=2": (
+            "algorithm.sapo.tau_negative: has no effect with algorithm.surrogate ppo"
+        ),
+        "recipe=clip_cov algorithm.covariance.low=5": (
+            "algorithm.covariance.low: must be less than high 5 (got 5)"
+        ),
+        "recipe=fipo algorithm.fipo.low=1.3": "algorithm.fipo.low: must be less than high 1.2 (got 1.3)",
+        "recipe=fipo update.mini_batch=8192": (
+            "algorithm.surrogate: fipo has no effect in the first update of a rollout, and there is one "
+            "alone (lower update.mini_batch)"
+        ),
+        "recipe=kl_cov update.mini_batch=8192": "algorithm.surrogate: kl_cov has no effect in the first",
+        "recipe=dppo algorithm.mismatch.weight=token": (
+            "algorithm.mismatch: has nothing to correct with algorithm.old_logprobs engine"
         ),
         "recipe=ppo rollout.dynamic_sampling.enabled=true": (
             "rollout.dynamic_sampling.enabled: needs rollout.group_size >= 2 (got 1)"
@@ -524,6 +563,7 @@ class TestContradictions:
         "algorithm.mismatch.mask_high=3": (
             "algorithm.mismatch.mask_high: has no effect while algorithm.mismatch.mask is none"
         ),
+        "recipe=sft algorithm.fipo.high=1.3": "algorithm.fipo.high: recipe sft learns from given responses",
         "recipe=sft algorithm.mismatch.weight=token": (
             "algorithm.mismatch.weight: recipe sft learns from given responses"
         ),

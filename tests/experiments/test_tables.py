@@ -67,6 +67,16 @@ GRPO = {
     "reward.overlong.soft_punishment": False,
     "rollout.dynamic_sampling.enabled": False,
 }
+DPPO = {
+    **GRPO,
+    "recipe": "dppo",
+    "algorithm.advantage": "group_mean",
+    "algorithm.aggregation": "constant",
+    "algorithm.surrogate": "dppo_tv",
+    "algorithm.old_logprobs": "engine",
+    "algorithm.clip_low": 0.15,
+    "algorithm.clip_high": 0.15,
+}
 CRITIC_FREE: dict[str, tuple[float | None, dict[str, Any]]] = {
     "DAPO": (50, {}),
     "GRPO with KL (R1-Zero)": (47, {**GRPO, "recipe": "r1_zero", "algorithm.kl_weight": 0.001}),
@@ -118,6 +128,32 @@ CRITIC_FREE: dict[str, tuple[float | None, dict[str, Any]]] = {
             "algorithm.clip_high": 4.0,
         },
     ),
+    "DPPO": (None, DPPO),
+    "DPPO by KL": (
+        None,
+        {**DPPO, "algorithm.surrogate": "dppo_kl", "algorithm.clip_low": 0.05, "algorithm.clip_high": 0.05},
+    ),
+    "SAPO": (None, {**GRPO, "recipe": "sapo", "algorithm.surrogate": "sapo"}),
+    "Clip-Cov": (
+        None,
+        {
+            "recipe": "clip_cov",
+            "reward.overlong.soft_punishment": False,
+            "algorithm.surrogate": "clip_cov",
+            "algorithm.clip_low": 1.0,
+            "algorithm.clip_high": 1.0,
+        },
+    ),
+    "KL-Cov": (
+        None,
+        {
+            "recipe": "kl_cov",
+            "reward.overlong.soft_punishment": False,
+            "algorithm.surrogate": "kl_cov",
+            "algorithm.clip_high": 0.2,
+        },
+    ),
+    "FIPO": (None, {"recipe": "fipo", "algorithm.surrogate": "fipo", "algorithm.dual_clip": 10.0}),
 }
 VANILLA = {"recipe": "ppo", **OFF, **SINGLE}
 SAO = {

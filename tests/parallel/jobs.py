@@ -205,9 +205,10 @@ def gradients(
     statistics' sums. prompts: tokens of each prompt, of a batch that rank 0 has drawn, and delivers."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.comm import sum_stats
+    from megarl.schedule.phases import draw_tokens
     from megarl.training.advantages import correct_mismatch
     from megarl.training.batch import distribute
-    from megarl.training.losses import actor_loss, critic_loss
+    from megarl.training.losses import actor_loss, critic_loss, select_tokens
     from megarl.training.model import TrainableModel
 
     config = make_config(folder, mini_batch=batch.num_sequences, **options)
@@ -234,8 +235,17 @@ def gradients(
     local = distribute(given, config, config.update.mini_batch, 3, [model], runtime)
     correct_mismatch(config.algorithm.mismatch, local.experience, runtime)
     learner.replays_routing = "routing" in batch
-    loss = (critic_loss if which == "critic" else actor_loss)(config.algorithm, local.experience)
     [micro_batches] = local.critic_mini_batches if which == "critic" else local.mini_batches
+    algorithm, experience = config.algorithm, local.experience
+    if which == "critic":
+        loss = critic_loss(algorithm, experience)
+    elif algorithm.selects_tokens:
+        of_policy = learner.logprob_columns(experience, micro_batches)["logprobs"]
+        draws = draw_tokens(experience, 0, 1, 1)
+        found = select_tokens(algorithm, experience, micro_batches, of_policy, draws, runtime)
+        loss = actor_loss(algorithm, experience, found)
+    else:
+        loss = actor_loss(algorithm, experience)
     sums = sum_stats(runtime, learner.compute_gradients(micro_batches, loss))
     with on_cpu():
         learner.optimizer.prepare_grads()

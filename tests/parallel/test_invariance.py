@@ -17,6 +17,7 @@ from tests.tiny_models import make_tiny_model
 
 VOCAB = 61
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)]
+FAR = {"clip_low": 0.004, "clip_high": 0.004}  # for probabilities of about 1 / VOCAB
 # One test per loss term: the others are switched off by zero advantages, or by their weight.
 TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     "policy, token level": ("actor", {"clip_high": 0.28}),
@@ -44,15 +45,28 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     "GSPO": ("actor", {"surrogate": "gspo", "aggregation": "sample", "clip_low": 0.1, "clip_high": 0.1}),
     "CISPO": ("actor", {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.2}),
     "SAO": ("actor", {"surrogate": "masked", "old_logprobs": "engine", "clip_low": 0.8, "clip_high": 3.0}),
+    "DPPO": ("actor", {"surrogate": "dppo_tv", "old_logprobs": "engine", "aggregation": "constant", **FAR}),
+    "DPPO by KL": ("actor", {"surrogate": "dppo_kl", "clip_low": 3e-4, "clip_high": 3e-4}),
+    "SAPO": ("actor", {"surrogate": "sapo", "aggregation": "sample"}),
+    "Clip-Cov": ("actor", {"surrogate": "clip_cov", "covariance": {"share": 0.05, "low": 0.02}}),
+    "KL-Cov": ("actor", {"surrogate": "kl_cov", "covariance": {"share": 0.1}}),
+    "FIPO": (
+        "actor",
+        {"surrogate": "fipo", "dual_clip": 1.3, "fipo": {"half_life": 4.0, "low": 0.8, "limit": 1.3}},
+    ),
     "entropy": ("actor", {"entropy_weight": 0.5}),
     "value": ("critic", {}),
     "value, clipped": ("critic", {"value_clip": 0.1}),
     "T-PPO": ("actor", {"clip_high": 0.28, "dual_clip": 10.0, "nll_weight": 0.1}),
     "T-PPO, value": ("critic", {}),
 }
-FAST = {"DAPO", "VAPO", "entropy", "value", "T-PPO"}
-"""The terms of both recipes, and one that they do not hold; the others are two seconds each, of six
-layouts."""
+ACTS = {  # the statistic of the tokens that a surrogate is about
+    **dict.fromkeys(("Clip-Cov", "KL-Cov"), "selected"),
+    **dict.fromkeys(("DPPO", "DPPO by KL"), "clip_fraction_high"),
+}
+FAST = {"DAPO", "VAPO", "Clip-Cov", "entropy", "value", "T-PPO"}
+"""The terms of both recipes, one that they do not hold, and one that looks at all ranks; the others are two
+seconds each, of six layouts."""
 
 
 def make_batch(only_first_correct: bool = False, turns: bool = False) -> Experience:
@@ -106,6 +120,7 @@ def test_gradients_do_not_depend_on_the_layout(
     if "T-PPO" in term:  # the last tokens of responses, of which half go on; of the right ones all have ended
         batch["begun"] = torch.tensor([7, 0, 30, 3, 0, 13, 4, 0])
         batch["unfinished"] = ~batch["correct"] & (torch.arange(8) % 2 == 1)
+    batch["group_ids"], batch["response_index"] = torch.arange(8) // 2, torch.arange(8) % 2
 
     def gradients(layout: tuple[int, int, int], budget: int, shuffle: bool = False) -> dict[str, Any]:
         order = [5, 2, 7, 0, 1, 6, 3, 4] if shuffle else range(8)
@@ -118,6 +133,8 @@ def test_gradients_do_not_depend_on_the_layout(
         return ranks(*layout).run(jobs.gradients, **arguments)[0]
 
     expected = gradients((1, 1, 1), budget=10_000)
+    if term in ACTS:
+        assert expected["sums"][f"policy/{ACTS[term]}"] > 0, "no token is treated otherwise than by PPO"
     for layout in LAYOUTS:
         found = gradients(layout, budget=48, shuffle=layout[0] == 1)
         assert relative_difference(found["gradients"], expected["gradients"]) <= 1e-5, layout

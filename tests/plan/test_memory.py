@@ -167,6 +167,16 @@ def test_a_teacher_is_planned(tmp_path: Path) -> None:
     assert times[1]["teacher_advantages"] < times[1]["old_logprobs"] / 3
 
 
+def test_a_pass_before_each_update_takes_its_time() -> None:
+    """That by which Clip-Cov selects tokens: of one update, as long as the pass for the old log-probs."""
+    plans = [
+        plan_32b("update.mini_batch=8192", f"algorithm.surrogate={name}") for name in ("ppo", "clip_cov")
+    ]
+    without, with_it = (estimate(plan, default_lengths(plan)).parts for plan in plans)
+    longer = {name: with_it[name] - seconds for name, seconds in without.items() if with_it[name] != seconds}
+    assert longer == pytest.approx({"actor_update": without["old_logprobs"]})
+
+
 def plan_32b(*overrides: str) -> MemoryPlan:
     return plan_of(load_config(ROOT / "configs/vapo_32b.yaml", overrides), KNOWN_MODELS["Qwen2.5-32B"])
 

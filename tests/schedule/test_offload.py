@@ -56,6 +56,7 @@ ORDERS = {
     "reinforce_pp": training_phases(
         make_config(recipe="reinforce_pp", algorithm={"advantage": "return", "kl_reward": 0.1})
     ),
+    "clip_cov": training_phases(make_config(recipe="clip_cov", algorithm={"surrogate": "clip_cov"})),
     "rloo with kl": training_phases(
         make_config(recipe="rloo", algorithm={"advantage": "leave_one_out", "kl_reward": 0.1})
     ),

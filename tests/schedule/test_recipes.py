@@ -203,6 +203,23 @@ def test_a_phase_is_held_to_its_declaration() -> None:
             ["policy/kl_reward", "policy/kl_loss", "policy/clip_fraction_dual"],
         ),
         (
+            "clip_cov",
+            ["parallel.tp=1", "parallel.dp=2", "parallel.overlap_param_gather=true"],
+            ["policy/selected", "policy/clip_fraction_high"],
+        ),
+        (
+            "kl_cov",
+            [
+                "parallel.tp=1",
+                "parallel.pp=2",
+                "algorithm.covariance.share=0.05",
+                "update.share_prompts=true",
+            ],
+            ["policy/selected"],
+        ),
+        ("dppo", [], ["policy/clip_fraction_low", "policy/clip_fraction_high"]),
+        ("fipo", ["parallel.tp=1"], ["policy/future_factor", "policy/clip_fraction_dual"]),
+        (
             "gspo",
             ["parallel.tp=1", "parallel.pp=2", "update.share_prompts=true"],
             ["policy/approx_kl"],
@@ -229,7 +246,7 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
         assert math.isfinite(last[name]), name
     shares = "update.share_prompts=true" in overrides
     assert (0 < last.get("train/shared_tokens", 0.0) < 1) == shares
-    if recipe == "sao":
+    if recipe in ("sao", "dppo"):
         assert "time/old_logprobs" not in last and abs(last["policy/approx_kl"]) < 0.1
     else:
         assert last["mismatch/logprob_abs_max"] <= 1e-4

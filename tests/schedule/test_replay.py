@@ -62,3 +62,22 @@ def test_steps_are_replayed(folder: Path, ranks: Callable[[int, int, int], RankP
     (config.run_dir / "checkpoints/step-000001/state.json").unlink()
     with pytest.raises(CheckpointError, match=r"state.json: is missing"):
         check_replay(config, 2)
+
+
+@pytest.mark.slow
+def test_what_an_update_draws_is_drawn_again(
+    folder: Path, ranks: Callable[[int, int, int], RankPool]
+) -> None:
+    """Clip-Cov's tokens, in two passes over the mini-batches."""
+    keys = {
+        "steps": 2,
+        "evaluation": {"every": 0},
+        "checkpoint": {"keep": 0, "rollouts": True},
+        "value_pretraining": {"steps": 0},
+        "algorithm": {"surrogate": "clip_cov", "covariance": {"share": 0.1, "low": 0.0}},
+        "update": {"epochs": 2},
+    }
+    config = make_config(folder, "drawn", **keys)
+    (outcome,) = ranks(2, 1, 1).run(train_and_replay, config=config, numbers=(2,))[0]
+    assert outcome.exact and outcome.different == [] and outcome.weights == 0.0
+    assert outcome.numbers["policy/selected"][0] > 0
