@@ -41,7 +41,7 @@ from megarl.rollout.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.rollout.sglang import TAGS, completion_of
 from megarl.weights.families import read_config
-from megarl.weights.layout import hf_shapes
+from megarl.weights.layout import Shard, hf_shapes
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
 
@@ -53,7 +53,6 @@ CONNECTION = 5.0  # seconds to a connection
 QUESTION = 30.0  # seconds for what a server answers at once; its own check of its health takes up to 20
 PULSE = 5.0  # seconds between signs of life of a server that generates
 TOKEN = 1.0  # seconds that one token may take, the wait for its turn included, beside engine_timeout
-ROOM = 256  # requests of one client under way at once: each is a connection
 TRIES = 3  # of one request at a server that is there and has the right weights
 _RANGE = re.compile(r"valid range is \[0, (\d+)\)")
 T = TypeVar("T")
@@ -334,7 +333,8 @@ class SGLangServers(RolloutEngine):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang servers", daemon=True)
         self._thread.start()
-        self._room = asyncio.Semaphore(ROOM)
+        # Each request under way is a connection.
+        self._room = asyncio.Semaphore(self.config.rollout.max_batch * len(self.own))
         self._session = self._do(_made(_session))
 
     def _do(self, job: Coroutine[Any, Any, T]) -> T:
@@ -431,7 +431,7 @@ class SGLangServers(RolloutEngine):
             server.gone.set_result(why)
 
     def _leave_out(self, server: _Server, why: str) -> None:
-        if why != server.why:
+        if server.usable or (server.loading and why != server.why):
             self._notes.append(f"rollout server {server.url} is left out: {why}")
         server.why = why
         self._close(server, why)
@@ -460,7 +460,7 @@ class SGLangServers(RolloutEngine):
         limit, used = self.config.rollout.transfer_bucket * 2**20, 0
         parts: list[list[str]] = [[]]
         for name, shard in plan.targets[min(plan.targets)].items():  # of a client's leader
-            size = math.prod(shard.shape) * self._dtype.itemsize
+            size = self._bytes(shard)
             if used and used + size > limit:
                 parts.append([])
                 used = 0
@@ -470,18 +470,21 @@ class SGLangServers(RolloutEngine):
 
     def buckets(self, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
         """See RolloutEngine; nothing on a rank that leads no client."""
-        shapes = []
-        for part in parts:
-            shards = part.targets[min(part.targets) + self.rank]
-            shapes.append({name: shard.shape for name, shard in shards.items()})
-        sizes = [[math.prod(shape) for shape in of_part.values()] for of_part in shapes]
-        memory.reserve(max(map(sum, sizes)) * self._dtype.itemsize)
+        shards = [part.targets[min(part.targets) + self.rank] for part in parts]
+        sizes = [sum(map(self._bytes, of_part.values())) for of_part in shards]
+        memory.reserve(max(sizes))
         taken = memory.take()
-        for of_part, numbers in zip(shapes, sizes, strict=True):
-            flat = taken[: sum(numbers) * self._dtype.itemsize].view(self._dtype).split(numbers)
-            pairs = zip(of_part.items(), flat if numbers else (), strict=True)
-            self._buckets.append({name: tensor.view(shape) for (name, shape), tensor in pairs})
+        for of_part in shards:
+            tensors, start = {}, 0
+            for name, shard in of_part.items():
+                end = start + self._bytes(shard)
+                tensors[name] = taken[start:end].view(self._dtype).view(shard.shape)
+                start = end
+            self._buckets.append(tensors)
         return self._buckets
+
+    def _bytes(self, shard: Shard) -> int:
+        return math.prod(shard.shape) * self._dtype.itemsize
 
     def begin_update(self) -> None:
         """See RolloutEngine. Tries all servers of this client, those that were left out too."""
@@ -616,8 +619,8 @@ class SGLangServers(RolloutEngine):
                     if isinstance(problem, Unanswered) and problem.code == 400:
                         raise EngineError(f"rollout.urls: {server.url}: {problem}") from None
                     tries[server.url] += 1
-                    is_there = tries[server.url] < TRIES and await self._is_current(server)
-                    if not is_there:
+                    again = server.usable and tries[server.url] < TRIES and await self._is_current(server)
+                    if not again:
                         self._leave_out(server, str(problem))
             return replace(request.partial or Completion(), finish="abort")
 

@@ -34,6 +34,12 @@ class Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def make_engine(folder: Path) -> TransformersEngine:
+    engine = TransformersEngine(folder, eos_ids=(1,), tokenizer=AutoTokenizer.from_pretrained(folder))
+    engine.start()
+    return engine
+
+
 class Http:
     """An aiohttp server on a thread of its own. It dies at once, with its connections, and can come back at
     the same address."""
@@ -118,9 +124,7 @@ class Server(Http):
 
     def begin_life(self) -> None:
         """As the folder says, with weights of its own."""
-        tokenizer = AutoTokenizer.from_pretrained(self.folder)
-        self.engine = TransformersEngine(self.folder, eos_ids=(1,), tokenizer=tokenizer)
-        self.engine.start()
+        self.engine = make_engine(self.folder)
         for parameter in self.engine.parameters().values():
             parameter.detach().normal_()
         self.engine.end_update(0)
@@ -214,23 +218,25 @@ class Server(Http):
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
-        stopped = self.waiting[body["rid"]] = asyncio.Event()
+        rid = body.get("rid", "of nobody")
+        stopped = self.waiting[rid] = asyncio.Event()
         waits = [asyncio.ensure_future(event.wait()) for event in (self.go, stopped)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-            del self.waiting[body["rid"]]
+            del self.waiting[rid]
         count = 2 if stopped.is_set() else sampling["max_new_tokens"]
         params = SamplingParams(
             count,
-            sampling["temperature"],
-            sampling["top_p"],
-            max(0, sampling["top_k"]),
-            tuple(sampling["stop"] or ()),
+            sampling.get("temperature", 1.0),
+            sampling.get("top_p", 1.0),
+            max(0, sampling.get("top_k", -1)),
+            tuple(sampling.get("stop") or ()),
         )
-        made = self.engine.generate([Request(tuple(body["input_ids"]), sampling["sampling_seed"])], params)[0]
+        seed = sampling.get("sampling_seed", 0)
+        made = self.engine.generate([Request(tuple(body["input_ids"]), seed)], params)[0]
         finish = "abort" if stopped.is_set() else made.finish
         return web.json_response(self.said(made, finish))
 

@@ -35,7 +35,7 @@ from tests.docs.test_docs import ROOT
 from tests.tiny_models import make_tiny_model
 
 pytest.importorskip("aiohttp")
-from tests.rollout.servers import WAIT, Router, Server
+from tests.rollout.servers import WAIT, Router, Server, make_engine
 
 PARAMS = SamplingParams(12)
 UPDATE = (
@@ -91,7 +91,7 @@ class Trained:
         self.engine = SGLangServers(self.config, hf, rank, ranks, (1,))
         self.plan = Plan((), {}, dict(engine_targets(self.config, hf, ranks)))
         self.weights = load_file(folder / "model.safetensors")
-        self.reference = Server(folder).engine
+        self.reference = make_engine(folder)
         parts = [self.plan.part(names) for names in self.engine.split(self.plan)]
         self.memory = Staging(torch.device("cpu"))
         self.buckets = self.engine.buckets(parts, self.memory)
@@ -250,7 +250,7 @@ def test_answers_of_other_weights_are_not_taken(serve, train) -> None:
     assert "with weights of version default, not megarl-" in note
 
 
-@pytest.mark.parametrize("what", ["dtype", "null", "text"])
+@pytest.mark.parametrize("what", ["token", "null", "text"])
 def test_nonsense_is_not_taken(serve, train, what: str) -> None:
     servers = serve()
     client = train(servers)
@@ -259,7 +259,7 @@ def test_nonsense_is_not_taken(serve, train, what: str) -> None:
 
     def nonsense(made: Completion, finish: str) -> dict[str, Any]:
         answer = said(made, finish)
-        if what == "dtype":
+        if what == "token":
             answer["output_ids"][0] = 10**6
         elif what == "null":
             answer["meta_info"]["output_token_logprobs"][0][0] = None
@@ -288,6 +288,7 @@ def test_a_server_without_a_sign_of_life_is_left_out(serve, train, monkeypatch: 
 def test_a_slow_server_is_waited_for(serve, train, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds a response for longer than the time that it may be silent."""
     monkeypatch.setattr(sglang_servers, "PULSE", 0.05)
+    monkeypatch.setattr(sglang_servers, "TOKEN", 10.0)
     servers = serve(1)
     client = train(servers, engine_timeout=3.0)
     client.update(0)
@@ -447,8 +448,9 @@ def test_the_router_is_asked_and_its_servers_get_the_weights(serve, train) -> No
         servers[1].stop()
         servers[1].come_back()
         client.check(asked(), client.engine.generate(asked(), PARAMS))
-        notes = client.update(1)
-        assert len(notes) == 1 and notes[0].endswith("is back, and gets the weights"), notes
+        (note,) = client.engine.take_notes()
+        assert "with weights of version default" in note
+        assert client.update(1) == [f"rollout server {servers[1].url} is back, and gets the weights"]
         router.stop()
         client.check(asked(), client.engine.generate(asked(), PARAMS))
     finally:
@@ -591,15 +593,13 @@ def test_contradictions(rollout: dict[str, Any], problem: str) -> None:
 
 def test_a_plan_counts_nothing_of_the_servers_on_the_ranks() -> None:
     """But for what a bucket takes, whatever the model; more servers are quicker."""
-    hf = KNOWN_MODELS["Qwen2.5-72B"]
-    given = ("parallel.tp=8", "parallel.pp=4", "parallel.dp=4", "model.path=/no/such/folder")
     path, urls = ROOT / "configs" / "dapo_32b.yaml", ",".join(f"http://a:{n}" for n in range(1, 17))
     own, few, many = (
-        plan_of(load_config(path, [*given, *more]), hf, None, world=128)
+        plan_of(load_config(path, more), KNOWN_MODELS["Qwen2.5-32B"])
         for more in (
-            ["rollout.engine_tp=8"],
-            ["rollout.engine=sglang_url", "rollout.urls=[http://a:1]", "rollout.engine_tp=128"],
-            ["rollout.engine=sglang_url", f"rollout.urls=[{urls}]", "rollout.engine_tp=8"],
+            [],
+            ["rollout.engine=sglang_url", "rollout.urls=[http://a:1]"],
+            ["rollout.engine=sglang_url", f"rollout.urls=[{urls}]"],
         )
     )
     for plan in (few, many):
