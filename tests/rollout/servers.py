@@ -50,7 +50,7 @@ class Http:
         self.thread.start()
         self.port, self.runner = 0, None
         self.asked: list[tuple[str, Any]] = []  # path and body
-        self.open: set[web.Request] = set()
+        self.open: dict[int, web.Request] = {}
 
     @property
     def url(self) -> str:
@@ -63,9 +63,9 @@ class Http:
         async def begin() -> None:
             app = web.Application(client_max_size=1 << 30)
             app.router.add_route("*", "/{path:.*}", self.handle)
-            self.runner = web.AppRunner(app)
+            self.runner = web.AppRunner(app, shutdown_timeout=0.1)
             await self.runner.setup()
-            site = web.TCPSite(self.runner, "127.0.0.1", self.port, reuse_address=True, shutdown_timeout=0)
+            site = web.TCPSite(self.runner, "127.0.0.1", self.port, reuse_address=True)
             await site.start()
             self.port = site._server.sockets[0].getsockname()[1]
 
@@ -73,9 +73,11 @@ class Http:
 
     async def die(self) -> None:
         runner, self.runner = self.runner, None
-        for request in self.open:
+        for request in list(self.open.values()):
             if request.transport:
                 request.transport.abort()
+            if request.task:
+                request.task.cancel()
         if runner:
             await runner.cleanup()
 
@@ -90,11 +92,11 @@ class Http:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.method == "POST" and request.can_read_body else None
         self.asked.append((request.path, body))
-        self.open.add(request)
+        self.open[id(request)] = request
         try:
             return await self.answer(request, request.path, body)
         finally:
-            self.open.discard(request)
+            del self.open[id(request)]
 
     async def answer(self, request: web.Request, path: str, body: Any) -> web.StreamResponse:
         raise NotImplementedError
