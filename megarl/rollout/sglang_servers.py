@@ -493,10 +493,11 @@ class SGLangServers(RolloutEngine):
             self._do(_all(self._begin_update(server) for server in self.own))
 
     async def _begin_update(self, server: _Server) -> None:
-        was_out, limit = not server.usable, self._limit
-        server.loading = True
+        limit, server.loading = self._limit, True
+        # One that somebody has started anew meanwhile may be another model's.
+        known = server.usable and await self._is_current(server)
         try:
-            if was_out:
+            if not known:
                 server.tp = (await _identify(self._session, server.url, self.config, self.hf_config)).tp_size
             # What somebody else may ask is ended, or waits: nothing is answered by half of the weights.
             await self._ask(server, "/pause_generation", limit, type(None), {"mode": "abort"})
@@ -511,7 +512,7 @@ class SGLangServers(RolloutEngine):
         except (Unanswered, ConfigError) as problem:
             self._leave_out(server, str(problem))
             return
-        if was_out and server.why:
+        if not known and (server.usable or server.why):
             self._notes.append(f"rollout server {server.url} is back, and gets the weights")
 
     def load_bucket(self, bucket: int, handles: Sequence[Any], version: int) -> None:

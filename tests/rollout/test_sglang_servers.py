@@ -252,6 +252,24 @@ def test_answers_of_other_weights_are_not_taken(serve, train) -> None:
     assert "with weights of version default, not megarl-" in note
 
 
+def test_one_that_was_started_anew_between_two_updates_is_looked_at(serve, train) -> None:
+    """Nobody has asked it anything meanwhile."""
+    servers = serve()
+    client = train(servers)
+    client.update(0)
+    for server in servers:
+        server.stop()
+        server.come_back()
+    servers[1].vocabulary = 99
+    servers[1].asked.clear()
+    back, left = sorted(client.update(1), key=lambda note: "left out" in note)
+    assert back == f"rollout server {servers[0].url} is back, and gets the weights"
+    assert left.startswith(f"rollout server {servers[1].url} is left out: ") and "99 tokens" in left
+    client.check_weights(servers[0], 1)
+    assert not servers[1].paths(*UPDATE[:-1])
+    client.check(asked(), client.engine.generate(asked(), PARAMS))
+
+
 @pytest.mark.parametrize("what", ["token", "null", "text"])
 def test_nonsense_is_not_taken(serve, train, what: str) -> None:
     servers = serve()
@@ -617,19 +635,35 @@ def test_a_plan_counts_nothing_of_the_servers_on_the_ranks() -> None:
     assert any(line.startswith("engines  16 of tp 1 (sglang_url)") for line in text)
 
 
+def megarl(folder: Path, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl", *words],
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
 @pytest.mark.slow
-def test_a_run_over_servers_of_which_one_dies(serve, folder: Path, tmp_path: Path) -> None:
-    """Three steps of a real run of two ranks: log-probs are the trainer's in each step, so the weights have
-    come; one server dies in the second step and is reported."""
+@pytest.mark.parametrize("parallel", [{"dp": 2}, {"dp": 1, "rollout_ranks": 1}], ids=str)
+def test_a_run_over_servers_of_which_one_dies(
+    serve, folder: Path, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    """Three steps of a real run of two ranks, each with a server, or one with both and a step ahead:
+    log-probs are the trainer's in each step, so the weights have come. One server dies and is reported. The
+    evaluation afterwards has it back."""
     servers = serve()
     rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(4) for b in range(4)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
         "recipe": "grpo", "run_dir": str(tmp_path / "run"), "steps": 3,
-        "model": {"path": str(folder), "dtype": "fp32"}, "parallel": {"device": "cpu", "dp": 2},
-        "data": {"train": [str(tmp_path / "sums.jsonl")], "max_prompt_tokens": 64},
+        "model": {"path": str(folder), "dtype": "fp32"}, "parallel": {"device": "cpu", **parallel},
+        "data": {"train": [str(tmp_path / "sums.jsonl")], "eval": [str(tmp_path / "sums.jsonl")],
+                 "max_prompt_tokens": 64},
+        "evaluation": {"every": 0, "samples": 1},
         "log": {"report": False, "terminal": "quiet"}, "update": {"mini_batch": 8},
-        "actor": {"lr": 0.01, "warmup_steps": 0},
+        "actor": {"lr": 0.01, "warmup_steps": 0}, "schedule": {"ahead": parallel.get("rollout_ranks", 0)},
         "rollout": {"engine": "sglang_url", "urls": [server.url for server in servers], "prompts": 4,
                     "group_size": 4, "max_response_tokens": 24},
     }  # fmt: skip
@@ -641,15 +675,18 @@ def test_a_run_over_servers_of_which_one_dies(serve, folder: Path, tmp_path: Pat
             servers[1].loop.create_task(servers[1].die())
 
     servers[1].on_generate = dies
-    done = subprocess.run(
-        [sys.executable, "-m", "megarl", "train", str(tmp_path / "run.json")],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [record for record in map(json.loads, lines) if record["stage"] == "train"]
+    megarl(tmp_path, "train", "run.json")
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    records = [record for record in map(json.loads, text.splitlines()) if record["stage"] == "train"]
     assert [record["step"] for record in records] == [1, 2, 3]
     assert all(record["mismatch/logprob_abs_max"] < 1e-4 for record in records)
     events = [line for record in records for line in record.get("events", ())]
     assert any(line.startswith(f"rollout server {servers[1].url} is left out: ") for line in events), events
+
+    servers[1].on_generate = lambda: None
+    servers[1].come_back()
+    for server in servers:
+        server.asked.clear()
+    megarl(tmp_path, "eval", "run.json", "parallel.rollout_ranks=0", "schedule.ahead=0")
+    assert all("/update_weights_from_tensor" in server.paths(*UPDATE) for server in servers)
+    assert sum(len(server.paths("/generate")) for server in servers) >= len(rows)

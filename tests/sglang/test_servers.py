@@ -190,6 +190,20 @@ def test_what_runs_is_aborted(server: Server) -> None:
     client.engine.stop()
 
 
+def test_a_client_that_was_killed_in_the_middle_is_no_hindrance(server: Server) -> None:
+    """It has left the server waiting, between the begin and the end of an update."""
+    killed = Client(server)
+    killed.start()
+    killed.engine.begin_update()
+    client = Client(server)
+    check_servers(client.config, client.hf, 1)
+    client.start()
+    client.update(0, 1.0)
+    client.check(requests(4), client.engine.generate(requests(4), SamplingParams(60)), 0, 1.0)
+    client.engine.stop()
+    killed.engine.stop()
+
+
 def test_another_model_is_found_out(server: Server, tmp_path: Path) -> None:
     client = Client(server, max_response_tokens=600)
     with pytest.raises(ConfigError, match="has room for 512 tokens"):
