@@ -149,7 +149,7 @@ async def _call(session: aiohttp.ClientSession, url: str, limit: float, kind: ty
         raise Unanswered(f"{path} was answered with something else: {error}") from None
 
 
-def _session() -> aiohttp.ClientSession:
+async def _session() -> aiohttp.ClientSession:
     """Return a session whose connections serve once: a server closes those that are idle, and a request may
     just have been sent through one. It asks no proxy."""
     import aiohttp
@@ -256,7 +256,7 @@ def check_servers(config: Config, hf_config: Mapping[str, Any], engines: int) ->
             raise ConfigError(f"{key}: {url}: {problem} (start it, or leave it out)") from None
 
     async def ask_all() -> None:
-        async with _session() as session:
+        async with await _session() as session:
             await _all(ask(session, url, "rollout.urls") for url in rollout.urls)
             if rollout.router:
                 await ask(session, rollout.router, "rollout.router")
@@ -335,7 +335,7 @@ class SGLangServers(RolloutEngine):
         self._thread.start()
         # Each request under way is a connection.
         self._room = asyncio.Semaphore(self.config.rollout.max_batch * len(self.own))
-        self._session = self._do(_made(_session))
+        self._session = self._do(_session())
 
     def _do(self, job: Coroutine[Any, Any, T]) -> T:
         """Do something on the client's thread. Each of its calls has a limit."""
@@ -753,11 +753,6 @@ class SGLangServers(RolloutEngine):
 
     def wake(self, tags: Sequence[str] = TAGS) -> None:
         """Do nothing, see `sleep`."""
-
-
-async def _made(make: Any) -> Any:
-    """Make something that wants a running loop."""
-    return make()
 
 
 async def _all(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -352,8 +352,8 @@ def _check_engine_layout(
     config: Config, hf_config: Mapping[str, Any], device: torch.device, world: int | None = None
 ) -> None:
     """Check that the engines divide the ranks and the model, and that each lies within a node."""
-    tp, cpu = config.rollout.engine_tp, device.type == "cpu"
-    if not cpu and torch.cuda.device_count() % tp:
+    tp, cpu, remote = config.rollout.engine_tp, device.type == "cpu", config.rollout.engine_kind.remote
+    if not cpu and not remote and torch.cuda.device_count() % tp:
         devices = f"the {torch.cuda.device_count()} devices of this node"
         raise ConfigError(
             f"rollout.engine_tp: {tp} does not divide {devices} (an engine lies within one node)"
@@ -371,7 +371,7 @@ def _check_engine_layout(
     world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
     apart = config.parallel.rollout_ranks
     engine_targets(config, hf_config, world - apart, cpu=cpu)
-    if config.rollout.engine_kind.remote:
+    if remote:
         check_servers(config, hf_config, (apart or world) // tp)
 
 

@@ -28,6 +28,7 @@ from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.rollout.sglang_servers import SGLangServers, check_servers
 from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.families import read_config
+from megarl.weights.layout import hf_shapes
 from megarl.weights.plan import Plan, engine_targets
 from megarl.weights.transfer import Staging
 from tests.docs.test_docs import ROOT
@@ -465,6 +466,14 @@ def test_the_router_is_asked_and_its_servers_get_the_weights(serve, train) -> No
         client.check(asked(), client.engine.generate(asked(), PARAMS))
         assert len(router.paths("/generate")) == 12
         assert sum(len(server.paths("/generate")) for server in servers) == 12
+        for server in servers:
+            server.hold()
+        client.engine.submit(dict(enumerate(asked(6))), PARAMS)
+        while sum(len(server.waiting) for server in servers) < 6:
+            client.engine.poll(0.05)
+        assert [completion.finish for _, completion in client.engine.abort()] == ["abort"] * 6
+        for server in servers:
+            server.release()
         servers[1].stop()
         servers[1].come_back()
         client.check(asked(), client.engine.generate(asked(), PARAMS))
@@ -504,6 +513,17 @@ def test_ranks_share_clients_and_clients_share_out_servers(serve, folder: Path) 
     second.check(asked(), second.engine.generate(asked(), PARAMS))
     for client in clients:
         client.engine.stop()
+
+
+def test_ranks_of_several_nodes_may_share_a_client(folder: Path) -> None:
+    """And begin anywhere behind those that train; the first of each client's ranks gets all tensors."""
+    config = configured(folder, [], engine_tp=4)
+    config = config.model_copy(update={"parallel": ParallelConfig(rollout_ranks=8)})
+    targets = engine_targets(config, read_config(folder), 6)
+    assert [rank for rank, _ in targets] == list(range(6, 14))
+    whole = hf_shapes(read_config(folder)).keys()
+    assert [shards.keys() == whole for _, shards in targets] == [True, False, False, False] * 2
+    assert [len(shards) for _, shards in targets] == [len(whole), 0, 0, 0] * 2
 
 
 WRONG: dict[str, tuple[Callable[[Server], Any], str]] = {

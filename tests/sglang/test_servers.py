@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -223,6 +224,35 @@ def test_another_model_is_found_out(server: Server, tmp_path: Path) -> None:
             patch.setattr(sglang_servers, "_differs", lambda *_: "")
             with pytest.raises(ConfigError, match=f"a vocabulary of {what} tokens, not {vocab}"):
                 check_servers(client.config, read_config(folder), 1)
+
+
+def test_a_run(server: Server, tmp_path: Path) -> None:
+    """Two steps of DAPO, then an evaluation; responses end at a text too."""
+    rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "recipe": "grpo", "run_dir": str(tmp_path / "run"), "steps": 2,
+        "model": {"path": str(server.folder), "dtype": "fp32"}, "parallel": {"device": "cpu"},
+        "data": {"train": [str(tmp_path / "sums.jsonl")], "eval": [str(tmp_path / "sums.jsonl")],
+                 "max_prompt_tokens": 64},
+        "evaluation": {"every": 2, "samples": 1}, "actor": {"lr": 0.01, "warmup_steps": 0},
+        "log": {"report": False, "terminal": "quiet"}, "update": {"mini_batch": 8},
+        "rollout": {"engine": "sglang_url", "urls": [server.url], "prompts": 4, "group_size": 4,
+                    "max_response_tokens": 24, "stop": ["7"]},
+    }  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(config))
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl", "train", "run.json"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=1200,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if record["stage"] == "train"]
+    assert [record["step"] for record in records] == [1, 2]
+    assert all(record["mismatch/logprob_abs_max"] < 1e-3 for record in records)
+    assert records[0]["response/length_mean"] < 24, "7 ends a response"
+    assert any(json.loads(line)["stage"] == "eval" for line in lines)
 
 
 def test_a_server_that_is_killed_is_waited_for(server: Server) -> None:
