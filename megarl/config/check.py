@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import Config, Section
+from megarl.config.schema import Config, RolloutConfig, Section
 
 # Keys and whole sections that only a run with a critic has, and that only a run that samples has.
 CRITICS = ("critic", "value_pretraining", "algorithm.value_clip")
@@ -235,11 +235,13 @@ def _rollout_problems(c: Config) -> Iterator[str]:
     if r.engine_kind.apart and r.engine_timeout >= limit:
         what = f"must be < parallel.timeout {limit:g}, as other ranks wait"
         yield f"rollout.engine_timeout: {what} (got {r.engine_timeout:g})"
-    if not r.engine_kind.sharded and r.engine_tp > 1:
+    kind = r.engine_kind
+    if not (kind.sharded or kind.remote) and r.engine_tp > 1:
         what = f"must be 1 for rollout.engine {r.engine}, which is not sharded"
         yield f"rollout.engine_tp: {what} (got {r.engine_tp})"
     if not r.engine_kind.sharded and r.weights_dtype != "model":
         yield f"rollout.weights_dtype: must be model for rollout.engine {r.engine} (got {r.weights_dtype})"
+    yield from _server_problems(r)
     if r.routing_compare and not (r.routing_replay and c.algorithm.old_logprobs == "trainer"):
         what = "needs rollout.routing_replay true and algorithm.old_logprobs trainer"
         yield f"rollout.routing_compare: {what} (set it to false)"
@@ -335,6 +337,27 @@ def _window_problems(c: Config, window: int) -> Iterator[str]:
     if c.reward.model.path is not None:
         what = "scores whole responses, and with rollout.window a batch holds parts"
         yield f"reward.model.path: {what} (leave one of them out)"
+
+
+def _server_problems(r: RolloutConfig) -> Iterator[str]:
+    """Yield what is wrong with the servers that somebody else runs."""
+    given = {"rollout.urls": r.urls, "rollout.router": (r.router,) if r.router else ()}
+    for key, urls in given.items():
+        if urls and not r.engine_kind.remote:
+            what = f"has no effect with rollout.engine {r.engine}"
+            yield f"{key}: {what} (leave it out, or set rollout.engine=sglang_url)"
+        for url in urls:
+            if not re.fullmatch(r"https?://[^/?#@\s]+", url):
+                yield f"{key}: must be http://host:port, without a path (got {url!r})"
+    if not r.engine_kind.remote:
+        return
+    if not r.urls:
+        yield "rollout.urls: rollout.engine sglang_url needs the servers' URLs, the router's servers too"
+    for url in dict.fromkeys(url for url in r.urls if (*r.urls, r.router).count(url) > 1):
+        yield f"rollout.urls: {url}: stands there twice, or is the router's (name each server once)"
+    for key in ("routing_replay", "engine_options"):
+        if getattr(r, key):
+            yield f"rollout.{key}: is not for rollout.engine sglang_url (leave it out)"
 
 
 def evaluation_problems(c: Config) -> Iterator[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-EngineName = Literal["transformers", "sglang"]
+EngineName = Literal["transformers", "sglang", "sglang_url"]
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,15 @@ class EngineKind:
     apart    it has processes of its own, which may hang and be started again: requests end one by one, its
              KV cache is what rollout.engine_memory leaves, weights go through staging memory; else it decodes
              in the rank, rollout.max_batch responses at once, and weights are written in place
+    remote   it is servers that somebody else runs, at rollout.urls, and takes nothing of the ranks: the first
+             of every rollout.engine_tp ranks is a client of some of them, and has the tensors of Hugging
+             Face's files, a bucket at a time
     package  that must be installed for it, besides what megarl needs
     install  how"""
 
     sharded: bool = False
     apart: bool = False
+    remote: bool = False
     package: str = ""
     install: str = ""
 
@@ -31,4 +35,7 @@ class EngineKind:
 ENGINES: dict[EngineName, EngineKind] = {
     "transformers": EngineKind(),
     "sglang": EngineKind(sharded=True, apart=True, package="sglang", install="make install-gpu"),
+    "sglang_url": EngineKind(
+        apart=True, remote=True, package="aiohttp", install="pip install 'megarl[agents]'"
+    ),
 }

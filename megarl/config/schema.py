@@ -461,7 +461,14 @@ class TurnsConfig(Section):
 class RolloutConfig(Section):
     """Sampling of responses."""
 
-    engine: EngineName = field("transformers", "rollout engine")
+    engine: EngineName = field(
+        "transformers", "rollout engine; sglang_url: servers that somebody else runs (docs/sglang.md)"
+    )
+    urls: tuple[str, ...] = field((), "SGLang servers of engine sglang_url, `http://host:port` each")
+    router: str | None = field(
+        None,
+        "sglang's router in front of them, `http://host:port`; null: each is asked by its own URL",
+    )
     prompts: int = field(
         512, "effective prompts a step", "prompts", "DAPO section 4.1, VAPO section 5.1", ge=1
     )
@@ -498,7 +505,11 @@ class RolloutConfig(Section):
     )
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
     engine_tp: int = field(
-        1, "tensor-parallel size of one engine; their number is devices / this", "devices", ge=1
+        1,
+        "tensor-parallel size of one engine; their number is devices / this. "
+        "Of sglang_url: ranks that share a client of its servers",
+        "devices",
+        ge=1,
     )
     weights_dtype: Literal["model", "fp8_block"] = field(
         "model",

@@ -146,9 +146,15 @@ class MemoryPlan:
         rollout = self.config.rollout
         return rollout.engine_tp if rollout.engine_kind.sharded else 1
 
+    def engines(self, ranks: int) -> int:
+        """Return how many engines there are on so many ranks, or at URLs."""
+        rollout = self.config.rollout
+        return len(rollout.urls) if rollout.engine_kind.remote else ranks // self.engine_tp
+
     @cached_property
     def engine_weights(self) -> float:
-        """Return the bytes of an engine's weights on one of its ranks."""
+        """Return the bytes of an engine's weights on one of its ranks, or of a server at a URL, on its own
+        GPU."""
         if not self.config.rollout.engine_kind.sharded:
             return self.actor.parameters * self.actor.itemsize
         return int(sum(self.actor.engine_tensors(self.engine_tp, self.config.rollout.weights_dtype)))
@@ -167,7 +173,9 @@ class MemoryPlan:
         rollout = self.config.rollout
         if not rollout.engine_kind.apart:  # what a batch fills; others take what their share leaves
             return rollout.max_batch * self.longest * self.actor.cache_bytes(1)
-        return max(0.0, rollout.engine_memory * self.device.memory - self.engine_weights)
+        left = rollout.engine_memory * self.device.memory - self.engine_weights
+        # A server has as much room as it has, which check_servers looks at: at least that of its weights.
+        return max(self.engine_weights if rollout.engine_kind.remote else 0.0, left)
 
     @property
     def cache_tokens(self) -> float:
@@ -181,14 +189,16 @@ class MemoryPlan:
         bucket = rollout.transfer_bucket * 2**20
         if not rollout.engine_kind.apart:
             return bucket
-        # What SGLang's ranks copy from holds at least the largest tensor.
-        largest = max(self.actor.engine_tensors(rollout.engine_tp, rollout.weights_dtype))
+        # What SGLang's ranks copy from, or servers are sent, holds at least the largest tensor.
+        largest = max(self.actor.engine_tensors(self.engine_tp, rollout.weights_dtype))
         return bucket + min(self.engine_weights, max(bucket, largest))
 
     def group(self, name: str, stage: int) -> float:
         """Return the bytes of a tensor group, such as actor.weights, on a rank of this stage."""
         owner, _, part = name.partition(".")
         if owner == "engine":
+            if self.config.rollout.engine_kind.remote:
+                return 0.0  # its servers have GPUs of their own
             return self.engine_weights if part == "weights" else self.cache
         held, itemsize, layout = self.held(owner, stage), self.shape(owner).itemsize, self.layout
         if part == "weights":
@@ -472,7 +482,7 @@ class MemoryPlan:
         parts = [*self.on_cpu.items(), *([("a checkpoint", saved)] if saved else [])]
         listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
         remedy = "use a smaller model, or a machine with more memory"
-        if self.engine_tp == 1 and self.layout.world > 1 and self.config.has_engine:
+        if self.engine_tp == 1 and self.layout.world > 1 and self.on_cpu["engines' weights"]:
             remedy = f"start fewer ranks, each of which has a whole engine, {remedy}"
         if held <= memory:
             remedy = f"set checkpoint.every=0, or {remedy}"
@@ -544,7 +554,8 @@ class MemoryPlan:
                     f"phase {need.phase} needs {need.total / GIB:.1f} GiB of the {memory / GIB:.1f} of each "
                     f"{self.device.name} (stage {need.stage}: {listed}); {self._advice(need)}"
                 )
-        if self.config.has_engine and self.cache_tokens < self.longest:
+        too_small = self.cache_tokens < self.longest and not rollout.engine_kind.remote
+        if self.config.has_engine and too_small:
             return (
                 f"the KV cache of an engine holds {self.cache_tokens:,.0f} tokens, one sequence has up to "
                 f"{self.longest:,} (raise rollout.engine_tp or rollout.engine_memory "

@@ -344,7 +344,7 @@ class Split(NamedTuple):
     def of(plan: MemoryPlan, ahead: int) -> Split:
         """Return the split of a plan, whose layout is the trainers'."""
         trainers, apart = plan.layout.world, plan.config.parallel.rollout_ranks
-        return Split((apart or trainers) // plan.engine_tp, trainers if apart else 0, ahead, plan.engine_tp)
+        return Split(plan.engines(apart or trainers), trainers if apart else 0, ahead, plan.engine_tp)
 
 
 def simulate(work: RolloutWork, costs: Costs, split: Split, seed: int = 0) -> Course:
@@ -509,7 +509,7 @@ def best_split(plan: MemoryPlan, work: RolloutWork, lengths: Lengths, world: int
     @cache
     def seconds(place: int) -> float:
         made, train, _ = found[place]
-        engines = made.config.parallel.rollout_ranks // plan.engine_tp
+        engines = made.engines(made.config.parallel.rollout_ranks)
         return max(train, simulate_rollout(work, costs_of(made, lengths), engines, random.Random(0)).seconds)
 
     place = min(range(len(found)), key=lambda i: found[i][2])

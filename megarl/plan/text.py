@@ -47,8 +47,11 @@ def lines(plan: MemoryPlan, where: str, lengths: Lengths, made: Estimate) -> Ite
     yield f"layout   {name_of(layout)}: {gpus} on {plan.nodes} nodes"
     if config.has_engine:
         ranks = config.parallel.rollout_ranks or layout.world
-        engines = f"{ranks // plan.engine_tp} of tp {plan.engine_tp} ({config.rollout.engine})"
-        yield f"engines  {engines}, KV cache of each {plan.cache_tokens:,.0f} tokens"
+        engines = f"{plan.engines(ranks)} of tp {plan.engine_tp} ({config.rollout.engine})"
+        cache = f"KV cache of each {plan.cache_tokens:,.0f} tokens"
+        if config.rollout.engine_kind.remote:
+            cache = "nothing of which is on these GPUs; how quick they are is a guess"
+        yield f"engines  {engines}, {cache}"
     yield ""
     yield "GiB on a GPU, of the fullest stage"
     needs = list(plan.needs())

@@ -357,7 +357,7 @@ def rollout_seconds(plan: MemoryPlan, lengths: Lengths) -> float:
     """Return the seconds in which all engines are done."""
     config, ranks = plan.config, plan.config.parallel.rollout_ranks or plan.layout.world
     sampled = config.responses / (GROUPS_KEPT if config.rollout.dynamic_sampling.enabled else 1.0)
-    each = max(1, round(sampled * plan.engine_tp / ranks))
+    each = max(1, round(sampled / max(1, plan.engines(ranks))))
     at_once = min(decoded_at_once(plan, lengths), each)
     costs, cached = decoding(plan), config.rollout.engine_kind.apart
     # The weights are new: what was drawn before is read again.

@@ -103,6 +103,10 @@ class RolloutEngine(Protocol):
     def abort(self) -> list[tuple[int, Completion]]:
         """End everything that runs and return it, with finish "abort" unless it has just ended."""
 
+    def take_notes(self) -> list[str]:
+        """Return what a user should hear of and no call has raised, since the last call, a line each."""
+        return []
+
     @abstractmethod
     def sleep(self, tags: Sequence[str]) -> None:
         """Free the device memory of the tags ("weights", "kv_cache"). `wake` must follow before `submit`, and

@@ -466,45 +466,10 @@ class SGLangEngine(RolloutEngine):
         return ended
 
     def _completion(self, request: Request, answer: Any, routed: bool = False) -> Completion:
-        """Return SGLang's answer behind the partial response. routed: whether its experts were asked for.
-        EngineFailure where it is nonsense."""
+        """Return SGLang's answer behind the partial response, see `completion_of`."""
         if isinstance(answer, str):
             raise EngineFailure(f"SGLang: generate: {answer}")
-        tokens, logprobs, finish, version, routing = answer
-        count, vocab = len(tokens), self.hf_config["vocab_size"]
-        before = request.partial or Completion()
-        known = finish in ("stop", "length", "abort")
-        problem = ""
-        if version != str(self.weight_version):
-            problem = f"with weights of version {version}, not {self.weight_version}"
-        elif not known or len(logprobs) != count or (not tokens and finish != "abort"):
-            problem = f"{count} tokens with {len(logprobs)} log-probabilities, ended by {finish}"
-        elif not all(0 <= token < vocab for token in tokens):
-            problem = f"a token outside of the vocabulary of {vocab}"
-        elif not all(-math.inf < logprob <= LOGPROB_ABOVE_ZERO for logprob in logprobs):
-            problem = "a log-probability that is not a finite number below 0"
-        chosen = None
-        if not problem and routed and finish != "abort":
-            # Of the whole sequence, a partial response included, which these weights have read again.
-            length = len(request.prompt) + len(before.tokens) + count
-            chosen, problem = self._routing(routing or "", length)
-        if problem:
-            raise EngineFailure(f"SGLang answered {problem}")
-        versions = before.versions + [self.weight_version] * count
-        return Completion(before.tokens + tokens, before.logprobs + logprobs, finish, versions, chosen)
-
-    def _routing(self, encoded: str, length: int) -> tuple[np.ndarray | None, str]:
-        """Return the experts of a sequence of `length` tokens (`routing_array`), and what is wrong with them.
-
-        SGLang gives int32 [length - 1, layers, topk] in base64 (srt/state_capturer/routed_experts.py)."""
-        experts = Sizes.of(self.hf_config).experts
-        shape = length - 1, self.hf_config["num_hidden_layers"], self.hf_config["num_experts_per_tok"]
-        found = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
-        if found.size != math.prod(shape):
-            return None, f"{found.size} chosen experts for {length} tokens, not {math.prod(shape)}"
-        if found.size and not 0 <= found.min() <= found.max() < experts:
-            return None, f"an expert outside of 0 to {experts - 1}"
-        return routing_array(found.reshape(shape), length, experts), ""
+        return completion_of(request, answer, self.weight_version, self.hf_config, routed=routed)
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         self.submit(dict(enumerate(requests)), params)
@@ -542,3 +507,54 @@ def _with_graphs(tags: Sequence[str]) -> list[str]:
 
 def _nbytes(shape: Sequence[int], dtype: str) -> int:
     return math.prod(shape) * int(getattr(torch, dtype).itemsize)
+
+
+def completion_of(
+    request: Request,
+    answer: tuple[list[int], list[float], str, str, str | None],
+    version: int,
+    hf_config: Mapping[str, Any],
+    *,
+    name: str = "",
+    routed: bool = False,
+) -> Completion:
+    """Return an answer (tokens, their log-probs, why it ended, the weights' version, experts) behind the
+    partial response. name: of the version, where that is not its number; routed: whether experts were asked
+    for. EngineFailure where it is nonsense."""
+    tokens, logprobs, finish, answered, routing = answer
+    count, vocab = len(tokens), hf_config["vocab_size"]
+    before = request.partial or Completion()
+    known = finish in ("stop", "length", "abort")
+    problem = ""
+    if answered != (name or str(version)):
+        problem = f"with weights of version {answered}, not {name or version}"
+    elif not known or len(logprobs) != count or (not tokens and finish != "abort"):
+        problem = f"{count} tokens with {len(logprobs)} log-probabilities, ended by {finish}"
+    elif not all(0 <= token < vocab for token in tokens):
+        problem = f"a token outside of the vocabulary of {vocab}"
+    elif not all(-math.inf < logprob <= LOGPROB_ABOVE_ZERO for logprob in logprobs):
+        problem = "a log-probability that is not a finite number below 0"
+    chosen = None
+    if not problem and routed and finish != "abort":
+        # Of the whole sequence, a partial response included, which these weights have read again.
+        length = len(request.prompt) + len(before.tokens) + count
+        chosen, problem = _routing(routing or "", length, hf_config)
+    if problem:
+        raise EngineFailure(f"SGLang answered {problem}")
+    versions = before.versions + [version] * count
+    ended: Any = finish
+    return Completion(before.tokens + tokens, before.logprobs + logprobs, ended, versions, chosen)
+
+
+def _routing(encoded: str, length: int, hf_config: Mapping[str, Any]) -> tuple[np.ndarray | None, str]:
+    """Return the experts of a sequence of `length` tokens (`routing_array`), and what is wrong with them.
+
+    SGLang gives int32 [length - 1, layers, topk] in base64 (srt/state_capturer/routed_experts.py)."""
+    experts = Sizes.of(hf_config).experts
+    shape = length - 1, hf_config["num_hidden_layers"], hf_config["num_experts_per_tok"]
+    found = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
+    if found.size != math.prod(shape):
+        return None, f"{found.size} chosen experts for {length} tokens, not {math.prod(shape)}"
+    if found.size and not 0 <= found.min() <= found.max() < experts:
+        return None, f"an expert outside of 0 to {experts - 1}"
+    return routing_array(found.reshape(shape), length, experts), ""

@@ -197,6 +197,9 @@ class WeightSync:
                 guard(lambda engine: engine.end_update(self.version))
             # ... and nobody writes before all have read.
             failures = gather_objects(ranks, guard.failure)
+        if self.config.engine_kind.remote:
+            for notes in gather_objects(ranks, self.engine.take_notes() if self.engine else []):
+                self._events += notes
         for memory in self.memory:
             memory.release()
         self.complete = not any(failures)

@@ -20,6 +20,7 @@ from megarl.rollout.chat import prompting
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.rank import RolloutRank, joined
 from megarl.rollout.sglang import SGLangEngine
+from megarl.rollout.sglang_servers import SGLangServers
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.weight_sync import Failures
 from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
@@ -40,6 +41,9 @@ def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngi
         case "transformers":
             dtype, max_batch = DTYPES[config.model.dtype], config.rollout.max_batch
             return TransformersEngine(config.model.path, dtype, runtime.device, max_batch, eos_ids, tokenizer)
+        case "sglang_url":
+            mine, ranks = rank - runtime.first_engine, runtime.rollout_ranks or runtime.world
+            return SGLangServers(config, read_config(config.model.path), mine, ranks, eos_ids)
         case other:
             assert_never(other)
 

@@ -36,6 +36,7 @@ from megarl.rewards import VerifierPool
 from megarl.rewards.pool import Item
 from megarl.rewards.verdict import Reference, get_term, get_verifier
 from megarl.rollout.chat import prompting
+from megarl.rollout.sglang_servers import check_servers
 from megarl.rollout.worker import endpoint_of, episode_of
 from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
@@ -356,8 +357,8 @@ def _check_engine_layout(
     config: Config, hf_config: Mapping[str, Any], device: torch.device, world: int | None = None
 ) -> None:
     """Check that the engines divide the ranks and the model, and that each lies within a node."""
-    tp, cpu = config.rollout.engine_tp, device.type == "cpu"
-    if not cpu and torch.cuda.device_count() % tp:
+    tp, cpu, remote = config.rollout.engine_tp, device.type == "cpu", config.rollout.engine_kind.remote
+    if not cpu and not remote and torch.cuda.device_count() % tp:
         devices = f"the {torch.cuda.device_count()} devices of this node"
         raise ConfigError(
             f"rollout.engine_tp: {tp} does not divide {devices} (an engine lies within one node)"
@@ -373,7 +374,10 @@ def _check_engine_layout(
             unwritten = "which megarl does not write (set it to model)"
             raise ConfigError(f"rollout.weights_dtype: fp8_block: {problem}, {unwritten}")
     world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
-    engine_targets(config, hf_config, world - config.parallel.rollout_ranks, cpu=cpu)
+    apart = config.parallel.rollout_ranks
+    engine_targets(config, hf_config, world - apart, cpu=cpu)
+    if remote:
+        check_servers(config, hf_config, (apart or world) // tp)
 
 
 def _check_vocabulary(folder: ModelFolder | Described, key: str, tokenizer: Any) -> None:

@@ -71,7 +71,9 @@ def make_weight_sync(
     sources = {} if model is None else table_names(dict(model.named_parameters()))
     dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
     staging, memory = Staging(runtime.device), Staging(runtime.device)
-    frozen = frozen_targets(plan, hf_config, config.actor)
+    # A server that comes back has none of its weights: it is brought all of them each time.
+    remote = config.rollout.engine_kind.remote
+    frozen = frozenset[str]() if remote else frozen_targets(plan, hf_config, config.actor)
     names = engine.split(plan, frozen)
     parts = [plan.part(part) for part in names] if len(names) > 1 else [plan]
     has_engine = runtime.rank >= runtime.first_engine
@@ -137,7 +139,8 @@ class Run:
         generation = Generation(config, runtime, self.tokenizer, self._recover)
         self.engine = generation.engine
         self.weight_sync = make_weight_sync(*to_engines, self.engine)
-        for tag, size in (("weights", self.weight_sync.nbytes), ("kv_cache", 0)):
+        held = 0 if config.rollout.engine_kind.remote else self.weight_sync.nbytes
+        for tag, size in (("weights", held), ("kv_cache", 0)):
             memory = EngineMemory(self.weight_sync, tag, runtime.device, size)
             self.offload.register({f"engine.{tag}": memory})
         return generation

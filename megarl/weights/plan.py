@@ -443,19 +443,22 @@ def engine_targets(
     config: Config, hf_config: Mapping[str, Any], trainers: int, *, cpu: bool = False
 ) -> list[tuple[int, Shards]]:
     """Return (rank, shards) of every rank with an engine: the trainers, or `parallel.rollout_ranks` behind
-    them. The r-th of them holds part r % engine_tp of engine r // engine_tp. cpu: SGLang's CPU engine. Raises
-    ConfigError if the ranks or the model cannot be divided so."""
-    tp, apart = config.rollout.engine_tp, config.parallel.rollout_ranks
+    them. The r-th of them holds part r % engine_tp of engine r // engine_tp; of servers at URLs the first one
+    has all, and the others nothing. cpu: SGLang's CPU engine. Raises ConfigError if the ranks or the model
+    cannot be divided so."""
+    tp, apart, kind = config.rollout.engine_tp, config.parallel.rollout_ranks, config.rollout.engine_kind
     first, world = (trainers, apart) if apart else (0, trainers)
     if world % tp:
         devices = f"{world} devices (parallel.tp * parallel.pp * parallel.dp * parallel.cp)"
         raise ConfigError(f"rollout.engine_tp: {tp} does not divide the {devices}")
-    if first % tp:
+    if first % tp and not kind.remote:
         ranks = f"the {first} ranks that train, behind which the engines begin"
         lies = "an engine of several ranks lies within one node"
         raise ConfigError(f"rollout.engine_tp: {tp} does not divide {ranks} ({lies}: change one of the two)")
-    if config.rollout.engine_kind.sharded:
+    if kind.sharded:
         shards = [sglang_shards(hf_config, tp, rank, cpu=cpu) for rank in range(tp)]
+    elif kind.remote:
+        shards = [hf_shards(hf_config), *({} for _ in range(tp - 1))]
     else:
         shards = [hf_shards(hf_config)]
     return [(first + rank, shards[rank % tp]) for rank in range(world)]

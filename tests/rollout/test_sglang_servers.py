@@ -1,0 +1,712 @@
+"""The client of SGLang servers that somebody else runs, against servers that speak their calls over real
+HTTP, with a real model behind them (servers.py). A real SGLang server: tests/sglang/test_servers.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.config import load_config
+from megarl.config.check import check_config
+from megarl.config.errors import ConfigError, EngineError, EngineFailure
+from megarl.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, RolloutConfig
+from megarl.plan.memory import plan_of
+from megarl.plan.text import lines
+from megarl.plan.times import default_lengths, estimate, rollout_seconds
+from megarl.rollout import sglang_servers
+from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sglang_servers import SGLangServers, check_servers
+from megarl.weights.cost import KNOWN_MODELS
+from megarl.weights.families import read_config
+from megarl.weights.layout import hf_shapes
+from megarl.weights.plan import Plan, engine_targets
+from megarl.weights.transfer import Staging
+from tests.docs.test_docs import ROOT
+from tests.tiny_models import make_tiny_model
+
+pytest.importorskip("aiohttp")
+from tests.rollout.servers import WAIT, Router, Server, make_engine
+
+PARAMS = SamplingParams(12)
+UPDATE = (
+    "/pause_generation",
+    "/begin_weight_update",
+    "/update_weights_from_tensor",
+    "/end_weight_update",
+    "/continue_generation",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("urls") / "tiny", "qwen3", tied=True, head_dim=16)
+
+
+@pytest.fixture
+def serve(folder: Path) -> Iterator[Callable[..., list[Server]]]:
+    """Starts so many servers."""
+    made: list[Server] = []
+
+    def start(count: int = 2) -> list[Server]:
+        made.extend(Server(folder) for _ in range(count))
+        for server in made:
+            server.start()
+        return made
+
+    yield start
+    for server in made:
+        server.close()
+
+
+def configured(folder: Path, servers: list[Server], **rollout: Any) -> Config:
+    keys: dict[str, Any] = {
+        "max_response_tokens": 40,
+        "transfer_bucket": 1,
+        "engine_timeout": WAIT,
+        "engine_start_timeout": WAIT,
+    }
+    keys |= rollout
+    urls = tuple(server.url for server in servers)
+    return Config(
+        recipe="dapo",
+        run_dir=folder / "run",
+        steps=4,
+        model=ModelConfig(path=folder, dtype="fp32"),
+        data=DataConfig(max_prompt_tokens=32),
+        parallel=ParallelConfig(device="cpu", timeout=WAIT * 2),
+        rollout=RolloutConfig(engine="sglang_url", urls=urls, **keys),
+    )
+
+
+class Trained:
+    """A client, its plan, and weights that change with each version. The reference has the same ones."""
+
+    def __init__(self, folder: Path, servers: list[Server], rank: int = 0, ranks: int = 1, **rollout: Any):
+        self.config = configured(folder, servers, **rollout)
+        hf = read_config(folder)
+        self.engine = SGLangServers(self.config, hf, rank, ranks, (1,))
+        self.plan = Plan((), {}, dict(engine_targets(self.config, hf, ranks)))
+        self.weights = load_file(folder / "model.safetensors")
+        self.reference = make_engine(folder)
+        parts = [self.plan.part(names) for names in self.engine.split(self.plan)]
+        self.memory = Staging(torch.device("cpu"))
+        self.buckets = self.engine.buckets(parts, self.memory)
+        self.engine.start()
+        while not self.engine.ready(0.1):
+            pass
+
+    def value(self, name: str, version: int) -> torch.Tensor:
+        return self.weights[name] * (1 + version / 4)
+
+    def update(self, version: int) -> list[str]:
+        self.engine.begin_update()
+        for number, bucket in enumerate(self.buckets):
+            for name, tensor in bucket.items():
+                tensor.copy_(self.value(name, version))
+            self.engine.load_bucket(number, [None], version)
+        self.engine.end_update(version)
+        for name, parameter in self.reference.parameters().items():
+            parameter.detach().copy_(self.value(name, version))
+        self.reference.end_update(version)
+        return self.engine.take_notes()
+
+    def check_weights(self, server: Server, version: int) -> None:
+        assert server.weights.keys() == self.weights.keys()
+        for name, tensor in server.weights.items():
+            assert torch.equal(tensor, self.value(name, version)), name
+        assert not server.session_open and not server.paused
+
+    def check(
+        self, requests: list[Request], found: list[Completion], params: SamplingParams = PARAMS
+    ) -> None:
+        """Responses are those of the present weights and the seeds, whoever gave them."""
+        for ours, theirs in zip(found, self.reference.generate(requests, params), strict=True):
+            assert (ours.tokens, ours.finish) == (theirs.tokens, theirs.finish)
+            assert ours.versions == [self.engine.weight_version] * len(ours.tokens)
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+@pytest.fixture
+def train(folder: Path) -> Iterator[Callable[..., Trained]]:
+    made: list[Trained] = []
+
+    def start(servers: list[Server], **options: Any) -> Trained:
+        made.append(Trained(folder, servers, **options))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.engine.stop()
+
+
+def asked(count: int = 12) -> list[Request]:
+    return [Request((3 + i, 9, 4), seed=100 + i, max_tokens=(None, 5, 9)[i % 3]) for i in range(count)]
+
+
+def test_responses_are_those_of_the_weights_that_were_sent(serve, train) -> None:
+    """Bit for bit the same weights at every server, after each update; as many tokens as each request may
+    have."""
+    servers = serve()
+    client = train(servers)
+    for version in (0, 1):
+        for server in servers:
+            server.asked.clear()
+        client.update(version)
+        for server in servers:
+            client.check_weights(server, version)
+            assert server.paths(*UPDATE)[-5:] == list(UPDATE)
+        client.check(asked(), client.engine.generate(asked(), PARAMS))
+        assert all(server.paths("/generate") for server in servers), "both have had something to do"
+    warm = SamplingParams(30, 0.7, 0.9, 20, stop=("5",))
+    client.check(asked(), client.engine.generate(asked(), warm), warm)
+    greedy = SamplingParams(30, 0.0)
+    client.check(asked(), client.engine.generate(asked(), greedy), greedy)
+
+
+def test_a_large_model_goes_in_buckets(tmp_path: Path) -> None:
+    """Of 1 MiB, or one tensor; the last one drops the prefix cache and brings the version."""
+    folder = make_tiny_model(tmp_path / "wide", "llama", hidden=128, ffn=1100, layers=3, vocab=2500)
+    server = Server(folder)
+    server.start()
+    client = Trained(folder, [server])
+    sizes = [[tensor.nbytes for tensor in bucket.values()] for bucket in client.buckets]
+    assert len(sizes) > 3 and all(sum(bucket) <= 2**20 or len(bucket) == 1 for bucket in sizes)
+    assert sum(map(len, sizes)) == len(client.weights)
+    client.update(3)
+    client.check_weights(server, 3)
+    sent = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
+    assert [body["flush_cache"] for body in sent] == [False] * (len(sizes) - 1) + [True]
+    assert [body["weight_version"] is None for body in sent] == [True] * (len(sizes) - 1) + [False]
+    client.engine.stop()
+    server.close()
+
+
+def test_a_connection_that_closes_in_the_middle_is_asked_again(serve, train) -> None:
+    servers = serve()
+    client = train(servers)
+    client.update(0)
+    servers[1].closes = 2
+    client.check(asked(), client.engine.generate(asked(), PARAMS))
+    assert servers[1].closes == 0 and client.engine.take_notes() == []
+
+
+def test_one_that_always_closes_is_left_out_once(serve, train) -> None:
+    servers = serve()
+    client = train(servers)
+    client.update(0)
+    servers[1].closes = 10**6
+    client.check(asked(30), client.engine.generate(asked(30), PARAMS))
+    (note,) = client.engine.take_notes()
+    assert note.startswith(f"rollout server {servers[1].url} is left out: /generate: ")
+
+
+def test_a_dead_server_is_left_out_and_comes_back_with_the_weights(serve, train) -> None:
+    """What it was asked is asked elsewhere; while it has other weights it is asked nothing."""
+    servers = serve()
+    client = train(servers)
+    client.update(0)
+    died = threading.Event()
+    servers[1].hold()
+
+    def dies() -> None:
+        servers[1].loop.create_task(servers[1].die())
+        died.set()
+
+    servers[1].on_generate = lambda: servers[1].loop.call_later(0.1, dies) if not died.is_set() else None
+    client.check(asked(), client.engine.generate(asked(), PARAMS))
+    assert died.is_set()
+    (note,) = client.engine.take_notes()
+    assert note.startswith(f"rollout server {servers[1].url} is left out: ")
+    assert len(client.update(1)) <= 1, "it is still not there"
+    client.check(asked(), client.engine.generate(asked(), PARAMS))
+
+    servers[1].asked.clear()
+    servers[1].release()
+    servers[1].come_back()
+    client.check(asked(), client.engine.generate(asked(), PARAMS))
+    assert servers[1].asked == [], "it has not got the weights yet"
+    assert client.update(2) == [f"rollout server {servers[1].url} is back, and gets the weights"]
+    client.check_weights(servers[1], 2)
+    client.check(asked(), client.engine.generate(asked(), PARAMS))
+    assert servers[1].paths("/generate")
+
+
+def test_answers_of_other_weights_are_not_taken(serve, train) -> None:
+    """A server that was started again between two requests is found out by its first answer."""
+    servers = serve()
+    client = train(servers)
+    client.update(0)
+    servers[1].stop()
+    servers[1].come_back()
+    client.check(asked(), client.engine.generate(asked(), PARAMS))
+    (note,) = client.engine.take_notes()
+    assert "with weights of version default, not megarl-" in note
+
+
+def test_one_that_was_started_anew_between_two_updates_is_looked_at(serve, train) -> None:
+    """Nobody has asked it anything meanwhile."""
+    servers = serve()
+    client = train(servers)
+    client.update(0)
+    for server in servers:
+        server.stop()
+        server.come_back()
+    servers[1].vocabulary = 99
+    servers[1].asked.clear()
+    back, left = sorted(client.update(1), key=lambda note: "left out" in note)
+    assert back == f"rollout server {servers[0].url} is back, and gets the weights"
+    assert left.startswith(f"rollout server {servers[1].url} is left out: ") and "99 tokens" in left
+    client.check_weights(servers[0], 1)
+    assert not servers[1].paths(*UPDATE[:-1])
+    client.check(asked(), client.engine.generate(asked(), PARAMS))
+
+
+@pytest.mark.parametrize("what", ["token", "null", "text"])
+def test_nonsense_is_not_taken(serve, train, what: str) -> None:
+    servers = serve()
+    client = train(servers)
+    client.update(0)
+    said = servers[1].said
+
+    def nonsense(made: Completion, finish: str) -> dict[str, Any]:
+        answer = said(made, finish)
+        if what == "token":
+            answer["output_ids"][0] = 10**6
+        elif what == "null":
+            answer["meta_info"]["output_token_logprobs"][0][0] = None
+        else:
+            answer = {"error": "what?"}
+        return answer
+
+    servers[1].said = nonsense  # type: ignore[method-assign]
+    client.check(asked(), client.engine.generate(asked(), PARAMS))
+    (note,) = client.engine.take_notes()
+    assert servers[1].url in note
+
+
+def test_a_server_without_a_sign_of_life_is_left_out(serve, train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_servers, "PULSE", 0.05)
+    servers = serve()
+    client = train(servers, engine_timeout=4.0)
+    client.update(0)
+    servers[1].hold()
+    servers[1].silent = True
+    client.check(asked(), client.engine.generate(asked(), PARAMS))
+    (note,) = client.engine.take_notes()
+    assert "no sign of life for 4 s: /health_generate was not answered within 4 s" in note
+
+
+def test_a_slow_server_is_waited_for(serve, train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds a response for longer than the time that it may be silent."""
+    monkeypatch.setattr(sglang_servers, "PULSE", 0.05)
+    monkeypatch.setattr(sglang_servers, "TOKEN", 10.0)
+    servers = serve(1)
+    client = train(servers, engine_timeout=3.0)
+    client.update(0)
+    servers[0].hold()
+    client.engine.submit(dict(enumerate(asked())), PARAMS)
+    assert client.engine.poll(6.0) == []
+    servers[0].release()
+    found: dict[int, Completion] = {}
+    while client.engine.running:
+        found |= dict(client.engine.poll(5.0))
+    client.check(asked(), [found[i] for i in range(12)])
+    assert client.engine.take_notes() == []
+
+
+def test_without_any_server_the_engine_fails_and_starts_again(serve, train) -> None:
+    servers = serve()
+    client = train(servers)
+    client.update(0)
+    servers[0].hold()
+    servers[1].hold()
+    client.engine.submit(dict(enumerate(asked())), PARAMS)
+    for server in servers:
+        server.stop()
+    with pytest.raises(EngineFailure, match="none of 2 servers is left"):
+        while True:
+            client.engine.poll(1.0)
+    assert client.engine.running == 12
+    assert len(client.engine.take_notes()) == 2
+    client.engine.restart()
+    assert not client.engine.ready(0.1)
+    servers[0].release()
+    servers[0].come_back()
+    while not client.engine.ready(0.1):
+        pass
+    client.update(0)
+    found: dict[int, Completion] = {}
+    while client.engine.running:
+        found |= dict(client.engine.poll(5.0))
+    client.check(asked(), [found[i] for i in range(12)])
+
+
+def test_a_start_has_a_limit(serve, folder: Path) -> None:
+    servers = serve(1)
+    servers[0].stop()
+    config = configured(folder, servers, engine_start_timeout=0.1)
+    engine = SGLangServers(config, read_config(folder), 0, 1, (1,))
+    engine.start()
+    with pytest.raises(EngineFailure, match=r"no server for 0.1 s: http://127.0.0.1:.*/model_info"):
+        while not engine.ready(0.1):
+            pass
+    engine.stop()
+
+
+def test_what_is_aborted_comes_back_as_far_as_it_is(serve, train) -> None:
+    servers = serve()
+    client = train(servers)
+    client.update(0)
+    for server in servers:
+        server.hold()
+    requests = dict(enumerate(asked(6)))
+    client.engine.submit(requests, PARAMS)
+    while sum(len(server.waiting) for server in servers) < 6:
+        client.engine.poll(0.05)
+    back = dict(client.engine.abort())
+    assert client.engine.running == 0 and client.engine.poll(0) == []
+    whole = client.reference.generate(list(requests.values()), PARAMS)
+    for number, completion in back.items():
+        assert completion.finish == "abort" and completion.tokens == whole[number].tokens[:2]
+    for server in servers:
+        server.release()
+        server.asked.clear()
+    again = {n: Request(r.prompt, r.seed, back[n], r.max_tokens) for n, r in requests.items()}
+    found = client.engine.generate(list(again.values()), PARAMS)
+    sent = [body for server in servers for path, body in server.asked if path == "/generate"]
+    for number, completion in enumerate(found):
+        begun = back[number]
+        assert completion.tokens[: len(begun.tokens)] == begun.tokens
+        (body,) = [b for b in sent if b["input_ids"] == [*requests[number].prompt, *begun.tokens]]
+        most = requests[number].max_tokens or PARAMS.max_tokens
+        assert body["sampling_params"]["max_new_tokens"] == most - len(begun.tokens)
+        assert body["sampling_params"]["sampling_seed"] == requests[number].seed
+
+
+def test_an_abort_does_not_wait_for_a_dead_server(serve, train) -> None:
+    servers = serve(1)
+    client = train(servers)
+    client.update(0)
+    servers[0].hold()
+    client.engine.submit(dict(enumerate(asked(3))), PARAMS)
+    while len(servers[0].waiting) < 3:
+        client.engine.poll(0.05)
+    servers[0].stop()
+    assert [c.finish for _, c in client.engine.abort()] == ["abort"] * 3
+    assert client.engine.running == 0
+
+
+def test_a_request_that_is_refused_ends_the_run(serve, train) -> None:
+    servers = serve(1)
+    client = train(servers)
+    client.update(0)
+    with pytest.raises(EngineError, match="do not fit the model's 512 positions"):
+        client.engine.submit({0: Request((5,) * 501, 1)}, PARAMS)
+    assert not client.engine.running
+
+
+def test_a_client_that_was_killed_in_the_middle_is_no_hindrance(serve, train) -> None:
+    servers = serve(1)
+    servers[0].session_open = servers[0].paused = True
+    client = train(servers)
+    client.update(0)
+    client.check_weights(servers[0], 0)
+
+
+def test_a_server_that_fails_in_an_update_is_left_out_of_it(serve, train) -> None:
+    servers = serve()
+    client = train(servers)
+    client.update(0)
+    load = servers[1].load
+    servers[1].load = lambda body: servers[1].done(False, "no room")  # type: ignore[method-assign]
+    (note,) = client.update(1)
+    assert "no room" in note
+    client.check(asked(), client.engine.generate(asked(), PARAMS))
+    servers[1].load = load  # type: ignore[method-assign]
+    assert client.update(2) == [f"rollout server {servers[1].url} is back, and gets the weights"]
+    client.check_weights(servers[1], 2)
+
+
+def test_a_wrong_server_that_comes_back_is_not_taken(serve, train) -> None:
+    servers = serve()
+    client = train(servers)
+    client.update(0)
+    servers[1].stop()
+    client.update(1)
+    servers[1].come_back()
+    servers[1].vocabulary = 99
+    servers[1].asked.clear()
+    (note,) = client.update(2)
+    assert "has a vocabulary of 99 tokens, not 307" in note
+    client.check(asked(), client.engine.generate(asked(), PARAMS))
+    assert not servers[1].paths(*UPDATE[:-1])
+
+
+def test_the_router_is_asked_and_its_servers_get_the_weights(serve, train) -> None:
+    """Also where it passes something on to a server that has no weights, and when it dies."""
+    servers = serve()
+    router = Router(servers)
+    router.start()
+    try:
+        client = train(servers, router=router.url)
+        client.update(0)
+        for server in servers:
+            client.check_weights(server, 0)
+            server.asked.clear()
+        client.check(asked(), client.engine.generate(asked(), PARAMS))
+        assert len(router.paths("/generate")) == 12
+        assert sum(len(server.paths("/generate")) for server in servers) == 12
+        for server in servers:
+            server.hold()
+        client.engine.submit(dict(enumerate(asked(6))), PARAMS)
+        while sum(len(server.waiting) for server in servers) < 6:
+            client.engine.poll(0.05)
+        assert [completion.finish for _, completion in client.engine.abort()] == ["abort"] * 6
+        for server in servers:
+            server.release()
+        servers[1].stop()
+        servers[1].come_back()
+        client.check(asked(), client.engine.generate(asked(), PARAMS))
+        (note,) = client.engine.take_notes()
+        assert "with weights of version default" in note
+        assert client.update(1) == [f"rollout server {servers[1].url} is back, and gets the weights"]
+        router.stop()
+        client.check(asked(), client.engine.generate(asked(), PARAMS))
+    finally:
+        router.close()
+
+
+def test_ranks_share_clients_and_clients_share_out_servers(serve, folder: Path) -> None:
+    """Four ranks, two to a client, three servers: each server gets its weights from one client."""
+    servers = serve(3)
+    clients = [Trained(folder, servers, rank, 4, engine_tp=2) for rank in (0, 2, 1)]
+    first, second, idle = clients
+    urls = [server.url for server in servers]
+    assert [server.url for server in first.engine.own] == [urls[0], urls[2]]
+    assert [server.url for server in second.engine.own] == [urls[1]]
+    assert idle.engine.own == [] and idle.buckets == [{}]
+    assert sum(tensor.nbytes for tensor in idle.buckets[0].values()) == 0
+    for client in clients:  # each phase after the other, as the ranks of a job
+        client.engine.begin_update()
+    for client in clients:
+        for name, tensor in client.buckets[0].items():
+            tensor.copy_(client.value(name, 1))
+        client.engine.load_bucket(0, [], 1)
+        client.engine.end_update(1)
+    for server in servers:
+        first.check_weights(server, 1)
+        assert server.paths("/update_weights_from_tensor") == ["/update_weights_from_tensor"]
+    for name, parameter in second.reference.parameters().items():
+        parameter.detach().copy_(second.value(name, 1))
+    second.reference.end_update(1)
+    servers[1].stop()  # its own one: those of the other client go on with what it asks
+    second.check(asked(), second.engine.generate(asked(), PARAMS))
+    for client in clients:
+        client.engine.stop()
+
+
+def test_ranks_of_several_nodes_may_share_a_client(folder: Path) -> None:
+    """And begin anywhere behind those that train; the first of each client's ranks gets all tensors."""
+    config = configured(folder, [], engine_tp=4)
+    config = config.model_copy(update={"parallel": ParallelConfig(rollout_ranks=8)})
+    targets = engine_targets(config, read_config(folder), 6)
+    assert [rank for rank, _ in targets] == list(range(6, 14))
+    whole = hf_shapes(read_config(folder)).keys()
+    assert [shards.keys() == whole for _, shards in targets] == [True, False, False, False] * 2
+    assert [len(shards) for _, shards in targets] == [len(whole), 0, 0, 0] * 2
+
+
+WRONG: dict[str, tuple[Callable[[Server], Any], str]] = {
+    "another architecture": (
+        lambda s: s.model_info.update(model_type="llama", architectures=["LlamaForCausalLM"]),
+        "runs llama ['LlamaForCausalLM'], not the run's qwen3 ['Qwen3ForCausalLM']",
+    ),
+    "another size": (
+        lambda s: s.model_info.update(model_path=str(s.folder.parent / "wide")),
+        "whose tensors differ from those of",
+    ),
+    "another name": (
+        lambda s: s.model_info.update(model_path="org/Other-7B"),
+        "runs org/Other-7B, and model.path is",
+    ),
+    "another vocabulary": (lambda s: setattr(s, "vocabulary", 300), "a vocabulary of 300 tokens, not 307"),
+    "a larger vocabulary": (lambda s: setattr(s, "vocabulary", 400), "more than 307 tokens, not 307"),
+    "a short context": (lambda s: setattr(s, "max_model_len", 64), "has room for 64 tokens, a prompt"),
+    "a small cache": (
+        lambda s: s.server_info.update(max_total_num_tokens=71),
+        "has room for 71 tokens, a prompt and its response are up to 32 + 40",
+    ),
+    "an old one": (lambda s: s.server_info.update(version="0.5.15"), "is SGLang 0.5.15 (update it"),
+    "replicas": (lambda s: s.server_info.update(dp_size=2), "has data-parallel replicas"),
+    "no tokenizer": (lambda s: s.server_info.update(skip_tokenizer_init=True), "has no tokenizer"),
+    "drafts": (lambda s: s.server_info.update(speculative_algorithm="EAGLE"), "drafts of its own"),
+    "own sampling": (
+        lambda s: s.model_info.update(preferred_sampling_params={"min_p": 0.1}),
+        "samples in a way of its own",
+    ),
+    "something else": (lambda s: s.server_info.pop("version"), "/server_info was answered with something"),
+    "nobody": (lambda s: s.stop(), "/model_info: ClientConnectorError"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_server_is_found_before_the_run(serve, folder: Path, what: str) -> None:
+    servers = serve()
+    make_tiny_model(folder.parent / "wide", "qwen3", tied=True, hidden=48)
+    config = configured(folder, servers, stop=("x",))
+    check_servers(config, read_config(folder), 1)
+    spoil, message = WRONG[what]
+    spoil(servers[1])
+    with pytest.raises(ConfigError) as caught:
+        check_servers(config, read_config(folder), 1)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"rollout.urls: {servers[1].url}: ")
+
+
+def test_a_server_may_say_the_models_name(serve, folder: Path) -> None:
+    """Its folder is on another machine; a run without stop texts needs no tokenizer there."""
+    (server,) = serve(1)
+    server.model_info.update(model_path="/elsewhere/x", served_model_name="org/tiny")
+    server.server_info.update(skip_tokenizer_init=True)
+    check_servers(configured(folder, [server]), read_config(folder), 1)
+    acting = configured(folder, [server], tools=("math:sqrt",))
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        check_servers(acting, read_config(folder), 1)
+
+
+def test_too_few_servers(serve, folder: Path) -> None:
+    servers = serve()
+    check_servers(configured(folder, servers), read_config(folder), 2)
+    with pytest.raises(ConfigError, match=r"rollout.urls: 2 for 8 ranks .* \(name more, .*engine_tp=4\)"):
+        check_servers(configured(folder, servers), read_config(folder), 8)
+
+
+def test_a_router_that_is_not_there(serve, folder: Path) -> None:
+    config = configured(folder, serve(1), router="http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"rollout.router: http://127.0.0.1:9: /health: "):
+        check_servers(config, read_config(folder), 1)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "problem"),
+    [
+        ({"urls": ()}, "rollout.urls: rollout.engine sglang_url needs the servers' URLs"),
+        ({"urls": ("10.0.0.5:30000",)}, "rollout.urls: must be http://host:port, without a path (got '10.0"),
+        ({"urls": ("http://a:1/v1",)}, "rollout.urls: must be http://host:port, without a path (got 'http"),
+        ({"urls": ("http://a:1", "http://a:1")}, "rollout.urls: http://a:1: stands there twice"),
+        ({"router": "http://a:1"}, "rollout.urls: http://a:1: stands there twice, or is the router's"),
+        ({"router": "a"}, "rollout.router: must be http://host:port"),
+        ({"routing_replay": True}, "rollout.routing_replay: is not for rollout.engine sglang_url"),
+        ({"engine_options": {"x": 1}}, "rollout.engine_options: is not for rollout.engine sglang_url"),
+        (
+            {"weights_dtype": "fp8_block"},
+            "rollout.weights_dtype: must be model for rollout.engine",
+        ),
+        ({"engine": "sglang"}, "rollout.urls: has no effect with rollout.engine sglang"),
+        ({"engine_timeout": 1e4}, "rollout.engine_timeout: must be < parallel.timeout"),
+    ],
+)
+def test_contradictions(rollout: dict[str, Any], problem: str) -> None:
+    keys = {"engine": "sglang_url", "urls": ("http://a:1",), **rollout}
+    config = Config(
+        recipe="dapo",
+        run_dir=Path("run"),
+        steps=1,
+        model=ModelConfig(path=Path("m")),
+        data=DataConfig(train=("x.jsonl",)),
+        rollout=RolloutConfig(**keys),
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, "x.yaml")
+    assert str(caught.value).startswith(f"x.yaml: {problem}")
+
+
+def test_a_plan_counts_nothing_of_the_servers_on_the_ranks() -> None:
+    """But for what a bucket takes, whatever the model; more servers are quicker."""
+    path, urls = ROOT / "configs" / "dapo_32b.yaml", ",".join(f"http://a:{n}" for n in range(1, 17))
+    own, few, many = (
+        plan_of(load_config(path, more), KNOWN_MODELS["Qwen2.5-32B"])
+        for more in (
+            [],
+            ["rollout.engine=sglang_url", "rollout.urls=[http://a:1]"],
+            ["rollout.engine=sglang_url", f"rollout.urls=[{urls}]"],
+        )
+    )
+    for plan in (few, many):
+        assert plan.group("engine.weights", 0) == plan.group("engine.kv_cache", 0) == 0
+        assert plan.problem() is None
+        rollout, transfer = ({n.phase: n for n in plan.needs()}[p] for p in ("rollout", "weight_transfer"))
+        before = {need.phase: need for need in own.needs()}
+        assert rollout.total < before["rollout"].total / 4
+        assert transfer.total < before["weight_transfer"].total
+    lengths = default_lengths(many)
+    assert rollout_seconds(many, lengths) < rollout_seconds(few, lengths) / 8
+    text = list(lines(many, "x", lengths, estimate(many, lengths)))
+    assert any(line.startswith("engines  16 of tp 1 (sglang_url)") for line in text)
+
+
+def megarl(folder: Path, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl", *words],
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"dp": 2}, {"dp": 1, "rollout_ranks": 1}], ids=str)
+def test_a_run_over_servers_of_which_one_dies(
+    serve, folder: Path, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    """Three steps of a real run of two ranks, each with a server, or one with both and a step ahead:
+    log-probs are the trainer's in each step, so the weights have come. One server dies and is reported. The
+    evaluation afterwards has it back."""
+    servers = serve()
+    rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "recipe": "grpo", "run_dir": str(tmp_path / "run"), "steps": 3,
+        "model": {"path": str(folder), "dtype": "fp32"}, "parallel": {"device": "cpu", **parallel},
+        "data": {"train": [str(tmp_path / "sums.jsonl")], "eval": [str(tmp_path / "sums.jsonl")],
+                 "max_prompt_tokens": 64},
+        "evaluation": {"every": 0, "samples": 1},
+        "log": {"report": False, "terminal": "quiet"}, "update": {"mini_batch": 8},
+        "actor": {"lr": 0.01, "warmup_steps": 0}, "schedule": {"ahead": parallel.get("rollout_ranks", 0)},
+        "rollout": {"engine": "sglang_url", "urls": [server.url for server in servers], "prompts": 4,
+                    "group_size": 4, "max_response_tokens": 24},
+    }  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(config))
+    count = iter(range(10**6))
+
+    def dies() -> None:
+        if next(count) == 12:
+            servers[1].loop.create_task(servers[1].die())
+
+    servers[1].on_generate = dies
+    megarl(tmp_path, "train", "run.json")
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    records = [record for record in map(json.loads, text.splitlines()) if record["stage"] == "train"]
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert all(record["mismatch/logprob_abs_max"] < 1e-4 for record in records)
+    events = [line for record in records for line in record.get("events", ())]
+    assert any(line.startswith(f"rollout server {servers[1].url} is left out: ") for line in events), events
+
+    servers[1].on_generate = lambda: None
+    servers[1].come_back()
+    for server in servers:
+        server.asked.clear()
+    megarl(tmp_path, "eval", "run.json", "parallel.rollout_ranks=0", "schedule.ahead=0")
+    assert all("/update_weights_from_tensor" in server.paths(*UPDATE) for server in servers)
+    assert sum(len(server.paths("/generate")) for server in servers) >= len(rows)

@@ -1,0 +1,292 @@
+"""Real SGLang servers on a CPU, started as somebody else starts them, and megarl's client of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megarl.config.errors import ConfigError, EngineFailure
+from megarl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
+from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sglang_servers import SGLangServers, check_servers
+from megarl.weights.families import read_config
+from megarl.weights.plan import Plan, engine_targets
+from megarl.weights.transfer import Staging
+from tests.docs.test_docs import ROOT
+from tests.tiny_models import make_tiny_model
+
+START = 1500  # seconds
+pytestmark = pytest.mark.timeout(2400)
+
+
+class Server:
+    """SGLang's HTTP server of a folder, in a process group of its own."""
+
+    def __init__(self, folder: Path, log: Path, tp: int = 1) -> None:
+        self.folder, self.log, self.tp = folder, log, tp
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        given = {
+            "model-path": self.folder, "load-format": "dummy", "dtype": "float32", "device": "cpu",
+            "attention-backend": "torch_native", "sampling-backend": "pytorch", "tp-size": self.tp,
+            "max-total-tokens": 4096, "host": "127.0.0.1", "port": self.port, "log-level": "warning",
+        }  # fmt: skip
+        words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+        words += ["--disable-cuda-graph", "--skip-server-warmup"]
+        cores = sorted(os.sched_getaffinity(0))
+        environment = {
+            "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(ROOT),
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[i % len(cores)]) for i in range(self.tp)),
+        }  # fmt: skip
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.sglang.server",
+                    *words,
+                    "--disable-cuda-graph",
+                    "--skip-server-warmup",
+                ],
+                env=os.environ | environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        end = time.monotonic() + START
+        while True:
+            try:
+                with urlopen(f"{self.url}/health", timeout=60) as answer:
+                    if answer.status == 200:
+                        return
+            except OSError:
+                assert self.process.poll() is None, self.log.read_text()[-3000:]
+                assert time.monotonic() < end, f"no server within {START} s"
+                time.sleep(1)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("servers") / "tiny"
+    return make_tiny_model(place, "qwen3", tied=True, head_dim=16, hidden=64, ffn=96)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(folder, tmp_path_factory.mktemp("log") / "log")
+    made.start()
+    yield made
+    made.kill()
+
+
+class Client:
+    """A client of one server, and the weights that it sends."""
+
+    def __init__(self, server: Server, **rollout: Any) -> None:
+        self.folder = server.folder
+        keys = {"max_response_tokens": 60, "engine_timeout": 120.0, "transfer_bucket": 1, **rollout}
+        self.config = Config(
+            recipe="dapo",
+            run_dir=server.folder / "run",
+            steps=4,
+            model=ModelConfig(path=server.folder, dtype="fp32"),
+            data=DataConfig(max_prompt_tokens=32),
+            rollout=RolloutConfig(engine="sglang_url", urls=(server.url,), **keys),
+        )
+        self.hf = read_config(server.folder)
+        self.engine = SGLangServers(self.config, self.hf, 0, 1, (1,))
+        plan = Plan((), {}, dict(engine_targets(self.config, self.hf, 1)))
+        names = list(plan.targets[0])
+        self.parts = [plan.part(names[:7]), plan.part(names[7:])]
+        self.buckets = self.engine.buckets(self.parts, Staging(torch.device("cpu")))
+        self.weights = load_file(server.folder / "model.safetensors")
+
+    def start(self) -> None:
+        self.engine.start()
+        self.wait()
+
+    def wait(self) -> None:
+        while not self.engine.ready(10.0):
+            pass
+
+    def update(self, version: int, scale: float) -> None:
+        self.engine.begin_update()
+        for number, bucket in enumerate(self.buckets):
+            for name, tensor in bucket.items():
+                tensor.copy_(self.weights[name] * scale)
+            self.engine.load_bucket(number, [], version)
+        self.engine.end_update(version)
+
+    def check(self, requests: list[Request], found: list[Completion], version: int, scale: float) -> None:
+        """Log-probs are those of the weights that were sent, by transformers' own model."""
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(scale)
+            for request, one in zip(requests, found, strict=True):
+                assert one.versions == [version] * len(one.tokens) and one.finish in ("stop", "length")
+                assert len(one.tokens) <= (request.max_tokens or 60)
+                logits = model(torch.tensor([[*request.prompt, *one.tokens]])).logits[0]
+                ours = logits[len(request.prompt) - 1 : -1].log_softmax(-1)
+                ours = ours.gather(-1, torch.tensor(one.tokens)[:, None])[:, 0]
+                assert (ours - torch.tensor(one.logprobs)).abs().max() < 1e-4
+
+
+def requests(count: int) -> list[Request]:
+    return [Request((3 + i, 9, 4), i, max_tokens=(None, 3)[i % 2]) for i in range(count)]
+
+
+def test_weights_and_responses(server: Server) -> None:
+    """Started with undefined weights; the third version is the first one again."""
+    client = Client(server)
+    check_servers(client.config, client.hf, 1)
+    client.start()
+    for version, scale in ((0, 1.0), (1, 1.5), (2, 1.0)):
+        client.update(version, scale)
+        found = client.engine.generate(requests(8), SamplingParams(60))
+        client.check(requests(8), found, version, scale)
+    greedy = [client.engine.generate(requests(4), SamplingParams(20, 0.0)) for _ in range(2)]
+    assert [c.tokens for c in greedy[0]] == [c.tokens for c in greedy[1]]
+    assert client.engine.take_notes() == []
+    client.engine.stop()
+
+
+def test_what_runs_is_aborted(server: Server) -> None:
+    client = Client(server)
+    client.start()
+    client.update(0, 1.0)
+    client.engine.submit({i: Request((5, 6), i) for i in range(200)}, SamplingParams(400))
+    done = client.engine.poll(60.0)
+    back = client.engine.abort()
+    assert len(done) + len(back) == 200 and client.engine.running == 0
+    assert any(c.finish == "abort" and c.tokens for _, c in back)
+    for _, one in back:
+        assert len(one.tokens) == len(one.logprobs) == len(one.versions)
+    found = client.engine.generate(requests(4), SamplingParams(60))
+    client.check(requests(4), found, 0, 1.0)
+    client.engine.stop()
+
+
+def test_a_client_that_was_killed_in_the_middle_is_no_hindrance(server: Server) -> None:
+    """It has left the server waiting, between the begin and the end of an update."""
+    killed = Client(server)
+    killed.start()
+    killed.engine.begin_update()
+    client = Client(server)
+    check_servers(client.config, client.hf, 1)
+    client.start()
+    client.update(0, 1.0)
+    client.check(requests(4), client.engine.generate(requests(4), SamplingParams(60)), 0, 1.0)
+    client.engine.stop()
+    killed.engine.stop()
+
+
+def test_another_model_is_found_out(server: Server, tmp_path: Path) -> None:
+    client = Client(server, max_response_tokens=600)
+    with pytest.raises(ConfigError, match="has room for 512 tokens"):
+        check_servers(client.config, client.hf, 1)
+    client = Client(server)
+    with pytest.raises(ConfigError, match=r"runs qwen3 .*, not the run's llama"):
+        other = client.hf | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        check_servers(client.config, other, 1)
+    for vocab, what in ((300, "more than 300"), (320, "307")):
+        folder = make_tiny_model(tmp_path / f"v{vocab}" / "tiny", "qwen3", tied=True, vocab=vocab)
+        with pytest.raises(ConfigError, match="tensors differ"):
+            check_servers(client.config, read_config(folder), 1)
+        # By its answer alone, as where its folder is on another machine.
+        from megarl.rollout import sglang_servers
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sglang_servers, "_differs", lambda *_: "")
+            with pytest.raises(ConfigError, match=f"a vocabulary of {what} tokens, not {vocab}"):
+                check_servers(client.config, read_config(folder), 1)
+
+
+def test_a_run(server: Server, tmp_path: Path) -> None:
+    """Two steps of DAPO, then an evaluation; responses end at a text too."""
+    rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "recipe": "grpo", "run_dir": str(tmp_path / "run"), "steps": 2,
+        "model": {"path": str(server.folder), "dtype": "fp32"}, "parallel": {"device": "cpu"},
+        "data": {"train": [str(tmp_path / "sums.jsonl")], "eval": [str(tmp_path / "sums.jsonl")],
+                 "max_prompt_tokens": 64},
+        "evaluation": {"every": 2, "samples": 1}, "actor": {"lr": 0.01, "warmup_steps": 0},
+        "log": {"report": False, "terminal": "quiet"}, "update": {"mini_batch": 8},
+        "rollout": {"engine": "sglang_url", "urls": [server.url], "prompts": 4, "group_size": 4,
+                    "max_response_tokens": 24, "stop": ["7"]},
+    }  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(config))
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl", "train", "run.json"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=1200,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if record["stage"] == "train"]
+    assert [record["step"] for record in records] == [1, 2]
+    assert all(record["mismatch/logprob_abs_max"] < 1e-3 for record in records)
+    assert records[0]["response/length_mean"] < 24, "7 ends a response"
+    assert any(json.loads(line)["stage"] == "eval" for line in lines)
+
+
+def test_a_server_that_is_killed_is_waited_for(server: Server) -> None:
+    """What it was asked is answered once somebody has started it again, by the weights that it gets then."""
+    client = Client(server)
+    client.start()
+    client.update(0, 1.0)
+    asked = [Request((3 + i, 9), i) for i in range(40)]
+    client.engine.submit(dict(enumerate(asked)), SamplingParams(60))
+    server.kill()
+    ended: dict[int, Completion] = {}
+    with pytest.raises(EngineFailure, match="none of 1 servers is left"):
+        while client.engine.running:
+            ended |= dict(client.engine.poll(5.0))
+    server.start()
+    client.engine.restart()
+    client.wait()
+    client.update(0, 1.0)
+    while client.engine.running:
+        ended |= dict(client.engine.poll(5.0))
+    client.check(asked, [ended[i] for i in range(40)], 0, 1.0)
+    client.engine.stop()
+
+
+def test_a_server_over_two_ranks(folder: Path, tmp_path: Path) -> None:
+    """Each of its ranks takes its part of the same tensors."""
+    server = Server(folder, tmp_path / "log", tp=2)
+    try:
+        server.start()
+        client = Client(server)
+        check_servers(client.config, client.hf, 1)
+        client.start()
+        client.update(0, 1.5)
+        client.check(requests(6), client.engine.generate(requests(6), SamplingParams(60)), 0, 1.5)
+        client.engine.stop()
+    finally:
+        server.kill()
