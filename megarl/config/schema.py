@@ -453,6 +453,9 @@ class TurnsConfig(Section):
         ge=1,
     )
     seconds: float = field(30.0, "longest call of a tool, or step of an environment", "seconds", gt=0)
+    hold: float = field(
+        5.0, "that an episode or agent may hold the event loop before its line is said", "seconds", gt=0
+    )
     observation: int = field(8192, "what the policy is shown of one result; the rest is cut", "bytes", ge=16)
     calls: int = field(2, "processes for tools and environments of one engine", "processes", ge=1)
     memory: int = field(2048, "data memory of such a process", "MiB", ge=128)

@@ -12,6 +12,7 @@ import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.chat import Call, ChatTurns, call_format, call_id, check_template, parse_calls
 from megarl.rollout.episode import Episode, EpisodeAborted, EpisodeTruncated, Policy, row_of
+from megarl.rollout.tools import described
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -96,7 +98,9 @@ class Endpoint:
                 app.router.add_get("/s/{session}/v1/models", self._models)
                 runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
                 await runner.setup()
-                await web.TCPSite(runner, "127.0.0.1", 0).start()
+                # Its connections are none of the first episode's tasks, which its context would say.
+                start = web.TCPSite(runner, "127.0.0.1", 0).start()
+                await asyncio.get_running_loop().create_task(start, context=Context())
                 self._runner = runner
         host, port = self._runner.addresses[0][:2]
         return f"http://{host}:{port}"
@@ -215,7 +219,7 @@ class Session:
     async def run(self, agent: Awaitable[Any]) -> Any:
         """Return what the agent returns. Raises what ended the episode before, EpisodeTruncated where the
         agent fails after the policy had no turn or token left, and what the agent raises else."""
-        task, limit = asyncio.ensure_future(agent), self.endpoint.seconds
+        task, limit = asyncio.ensure_future(_alone(agent)), self.endpoint.seconds
         self.policy.waiting = "agent"
         try:
             while not task.done() and not self._end.done():
@@ -345,6 +349,14 @@ class Session:
                 "total_tokens": context + len(turn.tokens),
             },
         }
+
+
+async def _alone(agent: Awaitable[Any]) -> Any:
+    """Have an agent do its part. One that calls sys.exit ends itself alone."""
+    try:
+        return await agent
+    except SystemExit as error:
+        raise RuntimeError(described(error)) from error
 
 
 def _short(value: Any) -> str:

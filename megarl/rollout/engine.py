@@ -182,7 +182,14 @@ class EngineClient:
 
     def _settle(self, ended: Sequence[tuple[int, Completion]]) -> None:
         for key, completion in ended:
-            self._answers.pop(key).set_result(completion)
+            answer = self._answers.pop(key)
+            if not answer.done():  # who asked may have been cancelled meanwhile
+                answer.set_result(completion)
+
+    @property
+    def abandoned(self) -> bool:
+        """Return whether the engine is still to write what nobody waits for any more."""
+        return any(answer.cancelled() for answer in self._answers.values())
 
     async def abort(self) -> None:
         """End everything that was asked for: it comes back as far as it is. Raises EngineFailure where the

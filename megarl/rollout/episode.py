@@ -75,6 +75,7 @@ class Policy:
     turns, calls    how many there were; truncated: whether it had no turn or token left
     waiting    for what, while it does not wait for the engine; ""
     aborted    whether whatever the episode asks next ends it; windowed: as it has got its window
+    generating  whether a turn is being written
     """
 
     prompt: Prompt
@@ -94,6 +95,7 @@ class Policy:
     waiting: str = ""
     aborted: bool = False
     windowed: bool = False
+    generating: bool = False
     _refused: bool = False  # by EpisodeAborted: the episode has not come to its end
     _observed: list[int] = field(default_factory=list)  # behind the last turn
     _said: list[str] = field(default_factory=list)  # to the environment
@@ -123,6 +125,7 @@ class Policy:
         Raises EpisodeAborted where the rollout ends before, EpisodeTruncated where there is no turn or token
         left; whoever catches these gets them again."""
         self._refuse_if_aborted()
+        self._refuse_while_generating("generate")
         if self.turns >= self.limits.max or self.room < 1:
             self.truncated = True
             raise EpisodeTruncated
@@ -150,7 +153,11 @@ class Policy:
             seed = turn_seed(self.seed, self.turns)
             begun, older = found, found.versions if found else []
             now = min(most, self.window + len(begun.tokens if begun else ())) if self.window else most
-            found = await self.client.generate(self.tokens, seed, params, begun, max_tokens=now)
+            self.generating = True
+            try:
+                found = await self.client.generate(self.tokens, seed, params, begun, max_tokens=now)
+            finally:
+                self.generating = False
             if self.window and found.finish == "length" and len(found.tokens) < most:
                 found.finish, self.windowed = "abort", True
             if not found.tokens and begun is not None:
@@ -182,6 +189,7 @@ class Policy:
     def observe(self, shown: str | Sequence[int]) -> None:
         """Show the policy something: a text, which is tokenised here and in which special tokens are plain
         text, or tokens. It stands before the next turn, and is dropped where there is none."""
+        self._refuse_while_generating("observe")
         if not self.turns and self.shared_prompts:
             what = "shows something before the policy's first turn, which makes the prompts of a group differ"
             raise EngineError(f"rollout.episode: it {what} (set update.share_prompts to false)")
@@ -301,6 +309,13 @@ class Policy:
         if self.aborted:
             self._refused = True
             raise EpisodeAborted
+
+    def _refuse_while_generating(self, what: str) -> None:
+        if self.generating:
+            raise EngineError(
+                f"rollout.episode: {what} was called while a turn was being written (a response is one "
+                "conversation: await one generate before the next, and before observe)"
+            )
 
     async def give_up(self) -> None:
         """Write one token behind the prompt, and nothing that was shown: a response has a token, also one

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import zmq.asyncio
 
-from megarl.config.errors import DataError, MegarlError
+from megarl.config.errors import DataError, EngineError, MegarlError
 from megarl.config.schema import Config
 from megarl.data.prompts import ProblemSet, Prompt
 from megarl.observe.run_log import Sample
@@ -102,7 +102,11 @@ class RolloutRank:
         self._run(self._connect())
 
     def _run(self, job: Awaitable[Any]) -> Any:
-        return self._loop.run_until_complete(job)
+        try:
+            return self._loop.run_until_complete(job)
+        except SystemExit as error:  # which a loop lets through from any task
+            what = f"a task of its own has called sys.exit({error})"
+            raise EngineError(f"rollout.episode: {what} (raise an error there)") from error
 
     async def _listen(self) -> m.Hub:
         return m.Hub(self._context, m.address_here())

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -242,7 +243,8 @@ class ToolPool:
         try:
             slot = await self._seat(job.key)
             job.running = True
-            task = loop.create_task(self._done_by(slot, job))
+            # It may outlive whoever asks: it is none of the episode's tasks, which its context would say.
+            task = Context().run(loop.create_task, self._done_by(slot, job))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             return await asyncio.shield(task)

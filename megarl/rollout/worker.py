@@ -8,8 +8,11 @@ import asyncio
 import inspect
 import math
 import re
+import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
@@ -20,7 +23,7 @@ from megarl.config.errors import ConfigError, EngineError, EngineFailure, Megarl
 from megarl.config.schema import Config, RolloutConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.shaping import soft_overlong_punishment
-from megarl.rewards.verdict import Verdict, as_verdict, imported
+from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported
 from megarl.rollout import messages as m
 from megarl.rollout.batch import Body, Response
 from megarl.rollout.chat import ChatTurns, check_template, play, schemas, tool_calls
@@ -34,12 +37,15 @@ from megarl.rollout.episode import (
     ToolError,
     single_turn,
 )
+from megarl.rollout.loop_watch import LoopWatch
 from megarl.rollout.sampling import Completion
-from megarl.rollout.tools import ToolPool, environment_class
+from megarl.rollout.tools import ToolPool, described, environment_class
 from megarl.rollout.weight_sync import Failures
 
 if TYPE_CHECKING:
     from megarl.rewards.pool import Item, VerifierPool
+
+PATIENCE = 0.8  # of parallel.timeout, for which the other ranks wait
 
 
 @dataclass
@@ -102,6 +108,7 @@ class Worker:
         self.partials: dict[int, Completion] = {}
         self.seconds: dict[str, float] = {}
         self._running: dict[int, tuple[Policy, int, float]] = {}  # with its index, and since when
+        self._said: set[str] = set()  # of agents
 
     @property
     def running(self) -> int:
@@ -126,25 +133,45 @@ class Worker:
         self._some_ended, self._recovered = asyncio.Event(), asyncio.Event()
         self._verifying = asyncio.Lock()
         self._episodes: dict[int, asyncio.Task[None]] = {}
+        asyncio.get_running_loop().set_task_factory(_noted)
         if self.engine.running:  # after an error
             self.engine.abort()
-        tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
         try:
-            async with asyncio.TaskGroup() as group:
-                self._group = group
-                if self.leads:
-                    tasks = [
-                        group.create_task(self._reporting_errors(job))
-                        for job in (self._generate(), self._verify())
-                    ]
-                await self._obey()
-                for task in (*tasks, *self._episodes.values()):
-                    task.cancel()
+            with self._watch():
+                async with asyncio.TaskGroup() as group:
+                    self._group = group
+                    if self.leads:
+                        jobs = map(self._reporting_errors, (self._generate(), self._verify()))
+                        self._tasks += map(group.create_task, jobs)
+                    await self._obey()
+                    for task in self._tasks:
+                        task.cancel()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
+            await self._cancel(self._episodes.values())  # where an error ended the rollout
             self.seconds["generate"] = self.client.busy
             self._running.clear()
+
+    def _watch(self) -> AbstractContextManager[object]:
+        """Watch the loop where a function of the user's runs on it."""
+        rollout, most = self.config.rollout, PATIENCE * self.config.parallel.timeout
+        path = rollout.agent or rollout.episode
+        if path is None or not self.leads:
+            return nullcontext()
+        key = "rollout.agent" if rollout.agent else "rollout.episode"
+        home = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
+        return LoopWatch(key, f"engine rank {self.rank}", home, rollout.turns.hold, most)
+
+    async def _cancel(self, tasks: Iterable[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
+        """Cancel tasks, and return those that have not ended `rollout.turns.seconds` after that."""
+        left = set(tasks)
+        for task in left:
+            task.cancel()
+        if left:
+            _, left = await asyncio.wait(left, timeout=self.config.rollout.turns.seconds)
+        return left
 
     async def _obey(self) -> None:
         heard, limit = time.monotonic(), self.config.parallel.timeout
@@ -177,6 +204,8 @@ class Worker:
                     kept = set(keep)
                     self.drawn = {n: response for n, response in self.drawn.items() if n in kept}
                     self.partials = {n: partial for n, partial in self.partials.items() if n in kept}
+                    if self.client.abandoned:
+                        await self.client.abort()
                     return
 
     async def _reporting_errors(self, job: Coroutine[Any, Any, None]) -> None:
@@ -204,16 +233,27 @@ class Worker:
                 message.window,
             )
             self._running[work.number] = policy, work.index, time.monotonic()
-            running = self._reporting_errors(self._run(work.number, policy))
-            self._episodes[work.number] = self._group.create_task(running)
+            running = asyncio.create_task(self._reporting_errors(self._run(work.number, policy)))
+            self._episodes[work.number] = running
+            # Not in the group itself, which would wait for an episode that cannot be cancelled for ever.
+            self._tasks.append(self._group.create_task(_end_of(running)))
 
     async def _run(self, number: int, policy: Policy) -> None:
         """Run one episode to its end, or until it is aborted."""
         verdict: Verdict | None = None
+        _created.set(set())
         try:
             try:
-                result = await self.episode(policy.prompt, policy)
+                try:
+                    result = await self.episode(policy.prompt, policy)
+                except BaseException as error:
+                    if not isinstance(error, MegarlError | GeneratorExit):
+                        await self._left_behind(policy)
+                    raise
+                left = await self._left_behind(policy)
                 verdict = None if result is None else as_verdict(result, "it")
+                if left and not policy.lenient:
+                    raise UnusableError(f"it returned before these tasks of its own had ended: {left}")
             except EpisodeTruncated:
                 verdict = None
             except asyncio.CancelledError:
@@ -222,12 +262,17 @@ class Worker:
                 verdict = Verdict(False, error="rollout.episode: it was cancelled by itself", judged=False)
             except ToolError as error:
                 verdict = Verdict(False, error=f"a tool failed: {error}")
-            except MegarlError:
+            except (MegarlError, EpisodeAborted, KeyboardInterrupt, GeneratorExit):
                 raise
             # Of the user's code: it is recorded, nobody has judged. (A group where it has tasks of its own.)
-            except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001
-                if not isinstance(error, BaseExceptionGroup) or error.split(EpisodeTruncated)[1] is not None:
-                    line = f"{type(error).__name__}: {error}".split("\n")[0]
+            except BaseException as error:
+                rest = error.split(EpisodeTruncated)[1] if isinstance(error, BaseExceptionGroup) else error
+                while isinstance(rest, BaseExceptionGroup):
+                    rest = rest.exceptions[0]
+                if isinstance(rest, MegarlError):
+                    raise rest from error
+                if rest is not None:
+                    line = described(rest).split("\n")[0]
                     verdict = Verdict(False, error=f"rollout.episode: {line}", judged=False)
             if not policy.turns and not policy.aborted:
                 if verdict is None or verdict.judged:
@@ -247,7 +292,29 @@ class Worker:
             if policy.windowed:
                 self._note(number, policy, written, None)
         finally:
-            del self._episodes[number], self._running[number]
+            self._episodes.pop(number, None)
+            self._running.pop(number, None)
+
+    async def _left_behind(self, policy: Policy) -> str:
+        """End what an episode has left running; return these tasks' names and places, and say those of an
+        agent. Raises EngineError where one does not end."""
+        if all(task.done() for task in _created.get()):
+            return ""
+        await asyncio.sleep(0)  # of some the end is on its way
+        tasks = [task for task in _created.get() if not task.done()]
+        names = ", ".join(sorted({_name_of(task) for task in tasks}))
+        if await self._cancel(tasks):
+            limit = f"{self.config.rollout.turns.seconds:g} s"
+            what = f"tasks that it left behind have not ended {limit} after they were cancelled: {names}"
+            raise EngineError(f"rollout.episode: {what} (let CancelledError through)")
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # it counts no more
+        if names and policy.lenient and names not in self._said:
+            self._said.add(names)
+            what = f"it returned before these tasks of its own had ended, which are cancelled: {names}"
+            print(f"megarl: rollout.agent: {what}", file=sys.stderr, flush=True)
+        return names
 
     def _note(self, number: int, policy: Policy, completion: Completion, verdict: Verdict | None) -> None:
         """Have what has ended verified and told."""
@@ -381,6 +448,34 @@ class Worker:
             self._recovered.clear()
             await self.link.send(m.Failed(type(failure).__name__, str(failure)))
         await self.link.send(m.Aborted(list(self.partials)))
+
+
+# What the episode has created in whose context this is read, and has not ended.
+_created: ContextVar[set[asyncio.Task[Any]]] = ContextVar("_created")
+
+
+def _noted(loop: asyncio.AbstractEventLoop, job: Any, **options: Any) -> asyncio.Task[Any]:
+    """Create a task, and note it with the episode that does."""
+    task = asyncio.Task(job, loop=loop, **options)
+    if (created := _created.get(None)) is not None:
+        created.add(task)
+        task.add_done_callback(created.discard)
+    return task
+
+
+def _name_of(task: asyncio.Task[Any]) -> str:
+    """Return the name of a task's coroutine, and where that is written."""
+    job = task.get_coro()
+    code = getattr(job, "cr_code", None)
+    name = getattr(job, "__qualname__", type(job).__name__)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+
+
+async def _end_of(task: asyncio.Task[None]) -> None:
+    """Wait for a task's end, and raise its error."""
+    await asyncio.wait((task,))
+    if not task.cancelled():
+        task.result()
 
 
 def endpoint_of(rollout: RolloutConfig, tokenizer: Any) -> Endpoint | None:

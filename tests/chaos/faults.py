@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from megarl.rewards.process import FAILED_STARTS
 from megarl.schedule.watchdog import WIDTH
 from tests.chaos.harness import STEPS, TEXTS, Fault, Job, kill
 
@@ -24,6 +25,7 @@ KILLED = 137
 SOON = 60.0  # seconds: torch's launcher gives the other ranks 30 to end
 TIME_LIMIT = 90.0  # seconds of a whole job; the imports alone may take ten
 LONGEST = 64 * 2**20  # bytes of a file that a rank may write: none of theirs is as long by itself
+VERIFIERS, TOOLS = "megarl.rewards.pool", "megarl.rollout.tools"  # in the command of such a process
 FORWARD_AND_UPDATE = ("old_logprobs", "values", "critic_update", "actor_update")
 
 
@@ -43,12 +45,48 @@ def kill_in(
 def kill_while_judging(job: Job) -> None:
     """kill -9 of a rank whose verifiers are at work."""
     job.until_phase("rollout")
-    job.until("verifiers at work", lambda: any(_busy(job)))
+    at_work(job, VERIFIERS)
     kill(job.pid(1))
 
 
-def _busy(job: Job) -> list[bool]:
-    return [process.status() == "running" for process in job.verifiers()]
+def at_work(job: Job, module: str, rank: int | None = None) -> list[psutil.Process]:
+    """The limited processes of a rank, or of all, once one of them is at work."""
+    found: list[psutil.Process] = []
+
+    def busy() -> bool:
+        found[:] = job.processes(module, rank)
+        return any(process.status() == "running" for process in found)
+
+    job.until(f"{module} at work", busy)
+    return found
+
+
+def kill_in_a_call(rank: int | None = None) -> Callable[[Job], None]:
+    """kill -9 of a rank, by default drawn at random, in the middle of a tool's call."""
+
+    def inject(job: Job) -> None:
+        victim = random.randrange(2) if rank is None else rank
+        job.until_phase("rollout", rank=victim)
+        at_work(job, TOOLS, victim)
+        kill(job.pid(victim))
+
+    return inject
+
+
+def keep_down(job: Job) -> None:
+    """kill -9 of a rank's only process for environments, and of those that are started in its place for one
+    job, while they start, until it is given up."""
+    job.until_phase("rollout")
+    killed: set[int] = set()
+
+    def another() -> set[int]:
+        return {process.pid for process in job.processes(TOOLS, 1)} - killed
+
+    for _ in range(1 + FAILED_STARTS):
+        job.until("an environment's process", lambda: bool(another()))
+        for pid in another():
+            kill(pid)
+            killed.add(pid)
 
 
 def kill_while_writing(job: Job) -> None:
@@ -70,13 +108,12 @@ def kill_launcher_ahead(job: Job) -> None:
     kill(job.process.pid)
 
 
-def each_verifier(number: signal.Signals) -> Callable[[Job], None]:
-    """A signal to every verifier process that there is."""
+def each(module: str, number: signal.Signals) -> Callable[[Job], None]:
+    """A signal to every process of a kind, one of which is at work."""
 
     def inject(job: Job) -> None:
         job.until_phase("rollout")
-        job.until("verifiers at work", lambda: any(_busy(job)))
-        for process in job.verifiers():
+        for process in at_work(job, module):
             process.send_signal(number)
 
     return inject
@@ -354,8 +391,38 @@ FAULTS = (
     ),
     Fault("kill -9 of a rank: checkpoint writing", kill_while_writing, (KILLED,), SOON, lost=2),
     Fault("kill -9 of the launcher", kill_launcher, (-signal.SIGKILL,), SOON),
-    Fault("kill -9 of all verifiers", each_verifier(signal.SIGKILL), (0,), SOON),
-    Fault("reward time-out: all verifiers stopped", each_verifier(signal.SIGSTOP), (0,), SOON),
+    Fault("kill -9 of all verifiers", each(VERIFIERS, signal.SIGKILL), (0,), SOON),
+    Fault("reward time-out: all verifiers stopped", each(VERIFIERS, signal.SIGSTOP), (0,), SOON),
+    # The same end as an undisturbed run of this kind.
+    *(
+        Fault(name, inject, (code,), SOON, acting=acting)
+        for name, inject, code, acting in (
+            ("kill -9 of a rank: in a tool's call", kill_in_a_call(), KILLED, "tool"),
+            ("kill -9 of a rank: in an environment's step", kill_in_a_call(), KILLED, "environment"),
+            ("all tools hang (SIGSTOP)", each(TOOLS, signal.SIGSTOP), 0, "tool"),
+            ("all environments hang (SIGSTOP)", each(TOOLS, signal.SIGSTOP), 0, "environment"),
+            ("kill -9 of all tools", each(TOOLS, signal.SIGKILL), 0, "tool"),
+            ("kill -9 of all environments", each(TOOLS, signal.SIGKILL), 0, "environment"),
+        )
+    ),
+    Fault(
+        "ahead 1, kill -9 of the engine: in a tool's call",
+        kill_in_a_call(ENGINE),
+        (KILLED,),
+        SOON,
+        acting="tool",
+        ahead=1,
+    ),
+    Fault(
+        "an environment that stays down",
+        keep_down,
+        (0,),
+        SOON,
+        {"reward": {"max_unjudged": 0.9}},
+        said=r"of the responses were not judged and are left out; .* died at their start",
+        acting="environment",
+        unjudged=True,
+    ),
     Fault("SIGTERM", tell(signal.SIGTERM), (75,), SOON, lost=0, said="SIGTERM: the ranks have"),
     Fault("SIGUSR1", tell(signal.SIGUSR1), (75,), SOON, lost=0, said="stopped by SIGUSR1: step"),
     Fault(

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,15 @@ SECRET = "d41c0ffee-tracking-key"  # in every run's environment, to be found in 
 def ahead_by(steps: int) -> dict[str, Any]:
     """The keys of a run whose second rank draws, so many steps ahead of what the first trains on."""
     return {"parallel": {"tp": 1, "rollout_ranks": 1}, "schedule": {"ahead": steps}}
+
+
+# Keys of a run whose responses act, by what they act on.
+ACTING: dict[str, dict[str, Any]] = {
+    "": {},
+    "tool": {"episode": "tests.chaos.acting:ask"},
+    "environment": {"environment": "tests.chaos.acting:Scales", "stop": ["e"]},
+}
+TURNS = {"turns": {"max_tokens": 40, "seconds": 5, "calls": 1}}
 
 
 def make_config(folder: Path, name: str, **keys: Any) -> Config:
@@ -181,14 +191,22 @@ class Job:
     def pid(self, rank: int) -> int:
         return int(self.beat(rank)["pid"])
 
-    def verifiers(self) -> list[psutil.Process]:
-        """The verifiers of all ranks."""
+    def processes(self, module: str, rank: int | None = None) -> list[psutil.Process]:
+        """The limited processes of a rank, or of all, that run a module: verifiers, or tools and
+        environments."""
         self.look()
         return [
             process
             for process in self.family.values()
-            if process.is_running() and "megarl.rewards.pool" in " ".join(_command(process))
+            if module in " ".join(_command(process)) and rank in (None, self._rank_of(process))
         ]
+
+    def _rank_of(self, process: psutil.Process) -> int | None:
+        """The rank that has started a process."""
+        with suppress(psutil.Error):
+            parent = process.ppid()
+            return next((rank for rank in range(2) if self.beat(rank).get("pid") == parent), None)
+        return None
 
     def wait(self) -> int:
         """The launcher's exit code."""
@@ -238,7 +256,8 @@ class Fault:
     code: the launcher's exit codes that are right; keys: while it lasts; lost: most whole steps that may be
     lost besides the interrupted one; said: what the job must say of it; once: what must stand in one line
     each of what it prints; without: files that lack lines at the end; ahead: the run is `ahead_by` so many
-    steps, None for both ranks doing both; mounts: whether it needs the right to mount."""
+    steps, None for both ranks doing both; acting: what its responses act on, see ACTING; unjudged: some of
+    them are left out for it, so that the end is another; mounts: whether it needs the right to mount."""
 
     name: str
     inject: Callable[[Job], Callable[[], None] | None]
@@ -250,11 +269,18 @@ class Fault:
     once: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     ahead: int | None = None
+    acting: str = ""
+    unjudged: bool = False
     mounts: bool = False
 
     @property
     def of_the_run(self) -> dict[str, Any]:
-        return {} if self.ahead is None else ahead_by(self.ahead)
+        """The keys that the undisturbed run has too."""
+        keys: dict[str, Any] = {} if self.ahead is None else ahead_by(self.ahead)
+        if self.acting:
+            # How long a call takes decides which responses run together, which in bf16 may change one.
+            keys |= {"rollout": {**ACTING[self.acting], **TURNS}, "model": {"dtype": "fp32"}}
+        return keys
 
 
 @dataclass(frozen=True)
@@ -317,7 +343,10 @@ def measure(fault: Fault, folder: Path, undisturbed: Path) -> Row:
         remarks.append(f"a key from the environment was written: {told or job.log.name}")
     if (folder / name).stat().st_mode & 0o077:
         remarks.append("the run's folder is open to others")
-    equal = not remarks and same_end(folder / name, undisturbed, fault.without)
+    if fault.unjudged:
+        equal = not remarks and same_until_unjudged(folder / name, undisturbed)
+    else:
+        equal = not remarks and same_end(folder / name, undisturbed, fault.without)
     return Row(fault.name, detected, lost, orphans, equal, tuple(remarks))
 
 
@@ -364,6 +393,13 @@ def same_end(one: Path, other: Path, without: tuple[str, ...] = ()) -> bool:
     return records(one) == records(other)
 
 
+def same_until_unjudged(one: Path, other: Path) -> bool:
+    """The first record that differs is of a step that has left out responses, and says how many."""
+    ours, theirs = records(one), records(other)
+    first = next((a for a, b in zip(ours, theirs, strict=True) if a != b), {})
+    return first.get("reward/unjudged", 0) > 0
+
+
 def records(run_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what the clock says, and without events. Two steps ahead the clock also says
     during which step a version is transferred."""
@@ -375,7 +411,8 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 
 def undisturbed_run(folder: Path, fault: Fault) -> Path:
     """The run that nothing happens to, of the fault's kind; made once."""
-    name = "undisturbed" if fault.ahead is None else f"undisturbed-ahead-{fault.ahead}"
+    kind = [fault.acting] * bool(fault.acting) + [f"ahead-{fault.ahead}"] * (fault.ahead is not None)
+    name = "-".join(["undisturbed", *kind])
     if (folder / name / "hf").exists():
         return folder / name
     job = Job(make_config(folder, name, **fault.of_the_run))

@@ -1,5 +1,5 @@
-"""The part of `make chaos` that is short enough for every change: a run killed in an update, told to leave,
-given a damaged file, and a disk that is full."""
+"""The part of `make chaos` that is short enough for every change: a run killed in an update and in a tool's
+call, told to leave, given a damaged file, and a disk that is full."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.chaos.harness import measure, prepare, undisturbed_run
 
 CHOSEN = (
     "kill -9 of a rank: actor_update",
+    "kill -9 of a rank: in a tool's call",
     "SIGTERM",
     "newest checkpoint: a bit flipped",
     "disk full during a checkpoint",

@@ -18,12 +18,23 @@ from tests.tiny_models import make_tiny_model
 
 # Nothing in them is of megarl, but for what a page of its documentation promises.
 FILES = {
+    "held.py": """
+async def hold(prompt, policy):
+    while True:
+        try:
+            await policy.generate()
+        except BaseException:
+            pass
+""",
     "talker.py": """
+import asyncio
 from openai import AsyncOpenAI
 
 async def agent(base_url, api_key, row):
     if row["question"].startswith("3"):
         raise ConnectionError("its sandbox is down")
+    if row["question"].startswith("2"):
+        asyncio.create_task(log())
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": row["question"]}]
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         for again in ("Are you sure?", None):
@@ -34,6 +45,9 @@ async def agent(base_url, api_key, row):
             if again:
                 messages.append({"role": "user", "content": again})
     return len(messages[-1].content) % 3 / 2
+
+async def log():
+    await asyncio.sleep(600)
 """,
     "echo.py": """
 class Echo:
@@ -73,12 +87,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, name: str, code: int = 0, **rollout: Any) -> tuple[list[dict[str, Any]], str]:
+def run(
+    folder: Path, name: str, code: int = 0, timeout: float = 600.0, **rollout: Any
+) -> tuple[list[dict[str, Any]], str]:
     """Two steps of a run with these keys of `rollout`: its records, and what it printed."""
     sums = str(folder / "sums.jsonl")
     config = {
         "recipe": "grpo", "run_dir": str(folder / name), "steps": 2,
-        "model": {"path": str(folder / "model"), "dtype": "fp32"}, "parallel": {"device": "cpu"},
+        "model": {"path": str(folder / "model"), "dtype": "fp32"},
+        "parallel": {"device": "cpu", "timeout": timeout},
         "data": {"train": [sums], "eval": [sums], "max_prompt_tokens": 512},
         "evaluation": {"samples": 1, "max_problems": 4},
         "log": {"report": False, "terminal": "quiet"}, "update": {"mini_batch": 8},
@@ -113,11 +130,14 @@ def check(records: list[dict[str, Any]], turns: tuple[float, float]) -> None:
 
 @pytest.mark.slow
 def test_an_openai_agent_is_trained(folder: Path) -> None:
-    """Two turns each; those to prompts that begin with 3 are left out, and end nothing."""
+    """Two turns each; those to prompts that begin with 3 are left out, and end nothing. What others leave
+    running is ended, and said once."""
     pytest.importorskip("openai")
     pytest.importorskip("aiohttp")
-    records, _ = run(folder, "talker", agent="talker:agent")
+    records, said = run(folder, "talker", agent="talker:agent")
     check(records, (2, 2))
+    left = "rollout.agent: it returned before these tasks of its own had ended, which are cancelled: log ("
+    assert said.count(left) == 1 == said.count("talker.py:"), said
     assert 0 < records[0]["reward/unjudged"] + records[1]["reward/unjudged"] < 2
 
 
@@ -137,6 +157,15 @@ def test_tools_are_told_of(folder: Path) -> None:
     run(folder, "shop", tools=["shop:price"])
     samples = (folder / "shop" / "samples.jsonl").read_text()
     assert "Look up the price of a fruit." in samples
+
+
+@pytest.mark.slow
+def test_an_episode_that_never_lets_go_of_the_loop_ends_the_run(folder: Path) -> None:
+    """It catches whatever would end it, without ever waiting. It is named as soon as it does, and again when
+    the run ends, before others would give up waiting for it."""
+    _, said = run(folder, "held", 2, timeout=10, episode="held:hold", turns={"hold": 0.5})
+    named = [line for line in said.splitlines() if "hold (" in line and f"{folder / 'held.py'}:" in line]
+    assert len(named) == 2 == said.count("has held the event loop of engine rank 0 for "), said
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ the work is split."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 import json
@@ -19,12 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from megarl.algorithms.advantages import group_advantages
-from megarl.config.errors import ConfigError, DataError, EngineError
+from megarl.config.errors import ConfigError, DataError, EngineError, WaitTimeout
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
 from megarl.data.prompts import ProblemSet, Prompt
@@ -32,6 +34,8 @@ from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import Verdict
 from megarl.rollout import engine as engine_module
 from megarl.rollout.batch import Group, RolloutBatch
+from megarl.rollout.controller import Controller
+from megarl.rollout.messages import Hello, Hub, Link
 from megarl.rollout.rank import RolloutRank, joined
 from megarl.rollout.sampling import Completion, SamplingParams, response_seed
 from megarl.rollout.transformers_engine import TransformersEngine
@@ -454,6 +458,64 @@ def test_an_error_of_one_rank_is_raised_on_all(world):
     shared = config(rollout={"engine": "sglang", "engine_tp": 2})
     errors = run_ranks(world, shared, 4, steps=0, act=broken)  # of the second leader
     assert [type(e) for e in errors] == [EngineError] * 4 and all("not started" in str(e) for e in errors)
+
+
+def test_a_silent_rank_is_reported_with_what_is_waited_for(world, monkeypatch):
+    """Its engine hangs, until the controller has found out. All ranks hear of it."""
+    engine, found_out, silence = world[0][1], threading.Event(), Controller._silence
+    poll = engine.poll
+
+    def hangs(seconds: float) -> list[tuple[int, Completion]]:
+        assert found_out.wait(60), "the controller has not found out within 60 s"
+        return poll(seconds)
+
+    def told(self: Controller, rank: int) -> str:
+        found_out.set()
+        return silence(self, rank)
+
+    monkeypatch.setattr("megarl.rollout.messages.ALIVE", 0.01)
+    monkeypatch.setattr(engine, "poll", hangs)
+    monkeypatch.setattr(Controller, "_silence", told)
+    what = "rollout: engine rank 1 has said nothing for 2 s (parallel.timeout); "
+    what += "its oldest response is number 0 to prompt 102"
+    for error in run_ranks(world, config(parallel={"timeout": 2}), 2, steps=1):
+        assert isinstance(error, WaitTimeout) and str(error) == what
+    engine.abort()
+
+
+def test_a_controller_that_is_not_heard_of_is_reported(world, monkeypatch):
+    ended = threading.Event()
+
+    def act(rank: RolloutRank) -> None:
+        if rank.controller is not None:
+            assert ended.wait(60), "the other rank still waits after 60 s"
+            return
+        try:
+            rank.collect(0)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr("megarl.rollout.messages.ALIVE", 0.01)
+    first, second = run_ranks(world, config(parallel={"timeout": 1}), 2, steps=0, act=act)
+    what = "rollout: engine rank 1 has heard from the controller nothing for 1 s (parallel.timeout)"
+    assert first is None and isinstance(second, WaitTimeout) and str(second) == what
+
+
+def test_a_rank_that_never_connects_is_named():
+    async def meet() -> None:
+        context = zmq.asyncio.Context()
+        hub = Hub(context, "")
+        link = Link(context, hub.address, 0, here=True)
+        try:
+            await link.send(Hello())
+            await hub.meet(2, 0.5)
+        finally:
+            link.close()
+            hub.close()
+            context.term()
+
+    with pytest.raises(WaitTimeout, match=r"rollout: engine rank 1 has not connected within 0\.5 s"):
+        asyncio.run(meet())
 
 
 def test_ranks_with_different_weights_are_found(world):

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import io
+import sys
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from megarl.config.errors import ConfigError
-from megarl.config.schema import Config
+from megarl.config.errors import ConfigError, EngineError
+from megarl.config.schema import Config, RolloutConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.episode import Policy
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.transformers_engine import TransformersEngine
+from megarl.rollout.worker import episode_of
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, threads
+from tests.rollout.test_streaming import OutOfOrder
 from tests.tiny_models import make_tiny_model
 
 
@@ -59,6 +67,139 @@ async def without_room_in_a_group(prompt: Prompt, policy: Policy) -> None:
         group.create_task(policy.generate())
 
 
+class Stop(BaseException):
+    """What an `except Exception` does not catch."""
+
+
+async def exits(prompt: Prompt, policy: Policy) -> None:
+    await policy.generate(max_tokens=2)
+    sys.exit("bye")
+
+
+async def raises_what_is_no_exception(prompt: Prompt, policy: Policy) -> None:
+    await policy.generate(max_tokens=2)
+    raise Stop("here")
+
+
+CANCELLED: list[str] = []
+
+
+async def poll(policy: Policy) -> None:
+    try:
+        await asyncio.sleep(600)
+    except asyncio.CancelledError:
+        CANCELLED.append("poll")
+        raise
+
+
+async def ends_at_once() -> None:
+    pass
+
+
+async def leaves_tasks_behind(prompt: Prompt, policy: Policy) -> bool:
+    """One of which has another, and one asks for a turn that would be written behind the end."""
+
+    async def another() -> None:
+        asyncio.create_task(poll(policy))  # noqa: RUF006
+        await asyncio.sleep(600)
+
+    tasks = [asyncio.create_task(another())]
+    await policy.generate(max_tokens=2)
+    tasks += [asyncio.create_task(policy.generate()), asyncio.create_task(ends_at_once())]
+    return bool(tasks)
+
+
+async def stays(*_: Any) -> None:
+    while True:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            continue
+
+
+async def leaves_one_that_stays(prompt: Prompt, policy: Policy) -> bool:
+    task = asyncio.create_task(stays())
+    await policy.generate()
+    return not task.done()
+
+
+async def stays_while_another_fails(prompt: Prompt, policy: Policy) -> None:
+    await policy.generate(max_tokens=2)
+    if prompt.uid == 0:
+        policy.reward(float("nan"))
+    await stays()
+
+
+async def stays_in_a_call(prompt: Prompt, policy: Policy) -> float:
+    """Where it is not needed: the first two prompts are enough."""
+    await policy.generate()
+    if prompt.uid >= 2:
+        await policy.call(stays)
+    return float(policy.seed % 1_000_003)
+
+
+async def generates_twice_at_once(prompt: Prompt, policy: Policy) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(policy.generate())
+        group.create_task(policy.generate())
+
+
+async def exits_in_a_task(prompt: Prompt, policy: Policy) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(exits(prompt, policy))
+
+
+async def observes_while_it_generates(prompt: Prompt, policy: Policy) -> None:
+    turn = asyncio.ensure_future(policy.generate())
+    await asyncio.sleep(0)
+    try:
+        policy.observe([5])
+    finally:
+        await turn
+
+
+async def takes_a_turn_back(prompt: Prompt, policy: Policy) -> bool:
+    turn = asyncio.ensure_future(policy.generate())
+    await asyncio.sleep(0)
+    turn.cancel()
+    await asyncio.wait([turn])
+    policy.observe([9])
+    await policy.generate(max_tokens=3)
+    return turn.cancelled()
+
+
+async def one_turn_behind_nine(prompt: Prompt, policy: Policy) -> bool:
+    policy.observe([9])
+    await policy.generate(max_tokens=3)
+    return True
+
+
+def hold(what: str) -> None:
+    """Hold the loop until that was said."""
+    end = time.monotonic() + 60
+    while what not in getattr(sys.stderr, "getvalue", str)():
+        assert time.monotonic() < end, f"nobody has said {what!r} within 60 s"
+        time.sleep(0.01)
+
+
+async def holds_the_loop(prompt: Prompt, policy: Policy) -> bool:
+    await policy.generate()
+    hold("has held the event loop")
+    return True
+
+
+async def yields(prompt: Prompt, policy: Policy) -> AsyncIterator[bool]:
+    yield True
+
+
+def is_plain(prompt: Prompt, policy: Policy) -> bool:
+    return True
+
+
+# All groups are taken, and twice as many begun.
+DYNAMIC = {"enabled": True, "by": "score", "max_batches": 4, "oversample": 2.0}
+
+
 class Right:
     def verify(self, items: list[Any]) -> list[Verdict]:
         return [Verdict(True) for _ in items]
@@ -69,18 +210,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", **TINIEST)
 
 
-def drawn(folder: Path, episode: str, most: float = 1.0) -> list[Any]:
-    """The responses of a step."""
-    settings = {"prompts": 2, "group_size": 2, "max_response_tokens": 8, "episode": f"{__name__}:{episode}"}
-    config = Config(
-        recipe="grpo",
-        run_dir="runs/x",
-        steps=1,
-        model={"path": folder},
-        rollout=settings,
-        reward={"max_unjudged": most},
-    )
-    engine = TransformersEngine(folder)
+def drawn(
+    folder: Path,
+    episode: str,
+    engine_class: type[TransformersEngine] = TransformersEngine,
+    turns: dict[str, Any] | None = None,
+    **sections: Any,
+) -> list[Any]:
+    """The responses of a step, all of which may be unjudged."""
+    rollout = {"prompts": 2, "group_size": 2, "max_response_tokens": 8, "turns": turns or {}}
+    settings: dict[str, Any] = {"reward": {"max_unjudged": 1.0}, **sections}
+    settings["rollout"] = rollout | {"episode": f"{__name__}:{episode}"} | sections.get("rollout", {})
+    config = Config(recipe="grpo", run_dir="runs/x", steps=1, model={"path": folder}, **settings)
+    engine = engine_class(folder)
     engine.start()
     load_folder(engine, version=1)
     prompts = iter([Prompt(i, "", (5, 6 + i), "") for i in range(9)])
@@ -93,7 +235,9 @@ def drawn(folder: Path, episode: str, most: float = 1.0) -> list[Any]:
         draw=lambda n: [next(prompts) for _ in range(n)],
     )
     try:
-        return rank.collect(1).responses
+        responses = rank.collect(1).responses
+        assert not engine.running
+        return responses
     finally:
         rank.close()
 
@@ -106,7 +250,9 @@ def drawn(folder: Path, episode: str, most: float = 1.0) -> list[Any]:
         ("raises", "KeyError: 'row'", 2),
         ("says_nothing", "before the policy had written anything", 1),
         ("shows_too_much", "before the policy had written anything", 1),
-        ("raises_in_a_group", "ExceptionGroup", 4),
+        ("raises_in_a_group", "KeyError: 'row'", 4),
+        ("exits", "SystemExit: bye", 2),
+        ("raises_what_is_no_exception", "Stop: here", 2),
     ],
 )
 def test_nobody_has_judged(folder: Path, episode: str, error: str, length: int) -> None:
@@ -123,4 +269,67 @@ def test_what_ran_out_of_room_in_a_group_is_truncated(folder: Path) -> None:
 
 def test_the_run_ends_where_too_many_are_not_judged(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward.max_unjudged: 4 of 4 .*KeyError: 'row'"):
-        drawn(folder, "raises", most=0.5)
+        drawn(folder, "raises", reward={"max_unjudged": 0.5})
+
+
+def test_tasks_that_are_left_behind_are_named_and_cancelled(folder: Path) -> None:
+    CANCELLED.clear()
+    for response in drawn(folder, "leaves_tasks_behind"):
+        assert not response.judged and response.length == 2
+        said, names = response.error.split(" had ended: ")
+        assert said == "rollout.episode: UnusableError: it returned before these tasks of its own"
+        for name in ("leaves_tasks_behind.<locals>.another (", "Policy.generate (", f"poll ({__file__}:"):
+            assert name in names and "ends_at_once" not in names
+    assert CANCELLED == ["poll"] * 4
+
+
+@pytest.mark.parametrize(
+    ("episode", "error", "options"),
+    [
+        ("leaves_one_that_stays", r"tasks that it left behind have not ended .*: stays \(", {}),
+        ("stays_while_another_fails", "the reward of turn 0 is nan", {}),
+        (
+            "stays_in_a_call",
+            r"4 episodes have not ended 0.1 s after they were told to \(let EpisodeAborted",
+            {"engine_class": OutOfOrder, "rollout": {"dynamic_sampling": DYNAMIC}},
+        ),
+        ("exits_in_a_task", r"a task of its own has called sys.exit\(bye\)", {}),
+        ("generates_twice_at_once", "generate was called while a turn was being written", {}),
+        ("observes_while_it_generates", "observe was called while a turn was being written", {}),
+    ],
+)
+def test_the_run_ends_and_does_not_hang(
+    folder: Path, episode: str, error: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(EngineError, match=f"rollout.episode: {error}"):
+        drawn(folder, episode, turns={"seconds": 0.1, "max_tokens": 20}, **options)
+
+
+def test_a_turn_that_was_taken_back_was_never_written(folder: Path) -> None:
+    taken = drawn(folder, "takes_a_turn_back", turns={"max_tokens": 20})
+    for one, other in zip(
+        taken, drawn(folder, "one_turn_behind_nine", turns={"max_tokens": 20}), strict=True
+    ):
+        assert one.judged and one.correct and one.length == 3
+        assert one.body.tokens.tolist() == other.body.tokens.tolist()
+        assert one.body.logprobs.tolist() == other.body.logprobs.tolist()
+
+
+def test_who_holds_the_loop_is_named_once_and_the_rollout_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+    responses = drawn(folder, "holds_the_loop", turns={"hold": 0.2})
+    assert len(responses) == 4 and all(response.correct for response in responses)
+    line = inspect.getsourcelines(hold)[1]
+    places = [f"rollout.episode: hold ({__file__}:{line + i}) has held the event loop" for i in range(6)]
+    (text,) = said.getvalue().splitlines()
+    assert any(place in text for place in places) and "of engine rank 0 for" in text
+
+
+@pytest.mark.parametrize("episode", ["is_plain", "yields"])
+def test_an_episode_is_a_coroutine(episode: str) -> None:
+    rollout = RolloutConfig(episode=f"{__name__}:{episode}")
+    with pytest.raises(ConfigError, match=rf"rollout\.episode: \S+:{episode} is no coroutine function"):
+        episode_of(SimpleNamespace(rollout=rollout), None, None)  # type: ignore[arg-type]

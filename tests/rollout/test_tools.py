@@ -8,6 +8,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -365,6 +367,35 @@ def test_what_a_tool_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.Mo
     result = run(lambda pool: pool.call(f"{M}:misbehave", ["child"]), seconds=1.5)
     assert result == Result(error="timeout after 1.5 s")
     assert not alive(int((tmp_path / "child").read_text()))
+
+
+def test_a_tool_and_what_it_started_end_when_their_rank_is_killed(tmp_path: Path) -> None:
+    """By themselves, long before the call's own limit."""
+    code = (
+        "import asyncio, sys\n"
+        "from megarl.rollout.tools import ToolPool\n"
+        "async def call(): await ToolPool(1, 3600.0).call(sys.argv[1], ['child'])\n"
+        "asyncio.run(call())\n"
+    )
+    rank = subprocess.Popen(
+        [sys.executable, "-c", code, f"{M}:misbehave"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    file = tmp_path / "child"
+
+    async def killed() -> None:
+        try:
+            await until(lambda: file.exists() and file.read_text() != "")
+            child = int(file.read_text())
+            tool = os.getpgid(child)
+            assert tool != os.getpgid(rank.pid) and alive(tool) and alive(child)
+        finally:
+            rank.kill()
+            rank.wait(60)
+        await until(lambda: not alive(tool) and not alive(child))
+
+    asyncio.run(killed())
 
 
 def test_the_queue_keeps_its_order() -> None:
