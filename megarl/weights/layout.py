@@ -120,14 +120,15 @@ def check_frozen(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, model
 def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, model: ModelConfig, key: str) -> None:
     """Raise ConfigError if LoRA adapters are asked for where the model (actor or critic: `key`) has no such
     matrix, or has experts in grouped products, beside which there is no place for any."""
-    matrices = [
-        pair for pair in family_of(hf_config).layer if adapters(pair, lora.model_copy(update={"targets": ()}))
-    ]
-    names = dict.fromkeys(name.split(".")[-2] for pair in matrices for name, _ in pair.hf)
-    if lora.rank is not None and (unknown := [name for name in lora.targets if name not in names]):
+    if lora.rank is None:
+        return
+    everywhere = lora.model_copy(update={"targets": ()})
+    pairs = [pair for pair in family_of(hf_config).layer if adapters(pair, everywhere)]
+    names = dict.fromkeys(name.split(".")[-2] for pair in pairs for name, _ in pair.hf)
+    if unknown := [name for name in lora.targets if name not in names]:
         what = f"a {hf_config.get('model_type')} model has no {unknown[0]}"
         raise ConfigError(f"{key}.lora.targets: {what} (it has {', '.join(names)})")
-    if model.grouped_experts and any(pair.per_expert and adapters(pair, lora) for pair in matrices):
+    if model.grouped_experts and any(pair.per_expert and adapters(pair, lora) for pair in pairs):
         what = "adapters of experts need experts that are modules of their own"
         raise ConfigError(f"{key}.lora.targets: {what} (set model.grouped_experts=false, or name others)")
 

@@ -708,7 +708,7 @@ def partly_frozen(
     from megarl.training.batch import distribute
     from megarl.training.losses import critic_loss, supervised_loss
     from megarl.training.model import TrainableModel, tensor_groups
-    from megarl.training.sharded import load_trainable, megatron_state
+    from megarl.training.sharded import load_model, load_trainable, megatron_state
     from tests.checkpoints import save_model
 
     critic = which == "critic"
@@ -744,6 +744,11 @@ def partly_frozen(
     before = weights()
     if read:
         load_trainable(learner, checkpoint)
+        alone = (build_critic if critic else build_actor)(config, read_hf_config(folder), runtime)
+        load(alone, folder, runtime, critic=critic)
+        load_model(alone, checkpoint)
+        pairs = zip(alone.named_parameters(), model.parameters(), strict=True)
+        assert [name for (name, one), other in pairs if not torch.equal(one, other)] == [], "read alone"
     else:
         update()
         save_model(learner, checkpoint)

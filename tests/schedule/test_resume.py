@@ -33,6 +33,7 @@ from megarl.training.checkpoint import (
     FREE,
     Checkpoint,
     check_continues,
+    check_same_adapters,
     find_checkpoint,
     read_state,
     seal,
@@ -529,6 +530,21 @@ def test_what_is_frozen_stays_frozen(folder: Path, tmp_path: Path) -> None:
             check_continues(config, made(tmp_path, 1, then))
     with pytest.raises(ConfigError, match=r"^actor\.frozen_layers: is 1, the run there has 0"):
         check_continues(make_config(folder, tmp_path, actor={"frozen_layers": 1}), made(tmp_path, 1, old))
+
+
+def test_adapters_stay_those_of_the_run(folder: Path, tmp_path: Path) -> None:
+    """When a run continues, and when its policy is evaluated; runs of older versions had none."""
+    config = make_config(folder, tmp_path, actor={"lora": {"rank": 4}})
+    settings = settings_of(config)
+    old = {key: value for key, value in settings.items() if "lora" not in key}
+    for then, named in ((old, "rank: is 4, "), ({**settings, "actor.lora.alpha": 8.0}, r"alpha: is 32\.0, ")):
+        checkpoint = made(tmp_path, 1, then)
+        for check in (check_continues, check_same_adapters):
+            with pytest.raises(ConfigError, match=rf"^actor\.lora\.{named}"):
+                check(config, checkpoint)
+    same = made(tmp_path, 1, settings)
+    check_continues(config, same)
+    check_same_adapters(config, same)
 
 
 def test_free_keys_may_change(folder: Path, tmp_path: Path) -> None:
