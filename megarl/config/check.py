@@ -49,7 +49,7 @@ OF_SURROGATES = {
 # Folders that a run makes in its run_dir, and may replace (metrics, reports and the like are files).
 RUN_WRITES = (
     *("checkpoints", "critic_pretrained", "eval", "failed"),
-    *("heartbeat", "hf", "parity", "profile", "rollouts", "timeline", "value_pretraining"),
+    *("heartbeat", "hf", "lora", "parity", "profile", "rollouts", "timeline", "value_pretraining"),
 )
 
 
@@ -74,6 +74,16 @@ def _problems(c: Config) -> Iterator[str]:
     for name, optimizer in (("actor", c.actor), ("critic", c.critic)):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"{name}.betas: both must be in [0, 1) (got {list(optimizer.betas)})"
+        if optimizer.lora.rank is None:
+            keys = (f"{name}.lora.{key}" for key in ("alpha", "rank_stabilized", "targets"))
+            for key in _changed(c, *keys):
+                yield f"{key}: has no effect while {name}.lora.rank is null (set it, or leave this out)"
+        elif optimizer.frozen or optimizer.frozen_layers:
+            key, none = ("frozen", "[]") if optimizer.frozen else ("frozen_layers", "0")
+            yield f"{name}.{key}: all of the model is frozen beside LoRA adapters (set it to {none})"
+        elif c.model.fp8.format != "none":
+            what = f"LoRA adapters are not for layers in FP8 (model.fp8.format {c.model.fp8.format})"
+            yield f"{name}.lora.rank: {what} (set model.fp8.format=none, or rank to null)"
 
     # A run never writes into the folder of a model that it reads.
     written = {"run_dir": c.run_dir, "value_pretraining.rollouts": c.value_pretraining.rollouts}

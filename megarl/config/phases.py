@@ -285,7 +285,9 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
     if a.old_logprobs == "trainer":  # else the ratio is taken to the engine's own (SAO)
         before.append(OLD_LOGPROBS)
     if a.has_reference:  # the KL to the initial policy: GRPO, REINFORCE++
-        before.append(REFERENCE_LOGPROBS)
+        shared = config.actor.lora.rank is not None  # it is the actor without its adapters
+        on_gpu = OLD_LOGPROBS.on_gpu if shared else REFERENCE_LOGPROBS.on_gpu
+        before.append(replace(REFERENCE_LOGPROBS, on_gpu=on_gpu))
     if config.has_reward_model:
         before.append(REWARD_MODEL)
     kl_columns = {a.old_column, "ref_logprobs"} if a.kl_reward else set()

@@ -5,6 +5,7 @@ Imports without torch. `megarl config docs` prints what `field(default, doc, uni
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
@@ -230,6 +231,29 @@ class ResidencyConfig(Section):
     )
 
 
+LoraTarget = Literal[
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj"
+]
+
+
+class LoraConfig(Section):
+    """LoRA (arXiv 2106.09685): beside W x in the layers stands scale * B A x; A and B alone are trained."""
+
+    rank: int | None = field(None, "rows of A, columns of B; null: no adapters, the model is trained", ge=1)
+    alpha: float = field(32.0, "scale = alpha / rank", gt=0)
+    rank_stabilized: bool = field(False, "scale = alpha / sqrt(rank)", source="arXiv 2312.03732")
+    targets: tuple[LoraTarget, ...] = field(
+        (),
+        "matrices with adapters, by their Hugging Face names, e.g. [q_proj, v_proj]; []: all of the layers'",
+    )
+
+    @property
+    def scale(self) -> float:
+        """Return what B A is multiplied with."""
+        rank = self.rank or 1
+        return self.alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+
 class OptimizerConfig(Section):
     """AdamW in Megatron's distributed optimizer, and its learning-rate schedule. One scheduler step is one
     rollout step."""
@@ -250,6 +274,7 @@ class OptimizerConfig(Section):
         source="none in DAPO and VAPO; SAO: the critic's attention",
     )
     frozen_layers: int = field(0, "lowest layers that are not trained, whole", "layers", ge=0)
+    lora: LoraConfig = section(LoraConfig)
 
     @field_validator("frozen", mode="before")
     @classmethod
@@ -260,7 +285,7 @@ class OptimizerConfig(Section):
     @property
     def freezes(self) -> bool:
         """Return whether some of the model is not trained."""
-        return bool(self.frozen or self.frozen_layers)
+        return bool(self.frozen or self.frozen_layers or self.lora.rank)
 
 
 class CriticConfig(OptimizerConfig):
@@ -1129,9 +1154,17 @@ class Config(Section):
     def has_group(self, group: TensorGroup) -> bool:
         """Return whether this run has such tensors on its devices."""
         present = {"actor": True, "critic": self.has_critic, "engine": self.has_engine}
-        present |= {"reference": self.algorithm.has_reference, "reward": self.has_reward_model}
+        own = self.algorithm.has_reference and self.actor.lora.rank is None
+        present |= {"reference": own, "reward": self.has_reward_model}
         present |= {"teacher": self.has_teacher}
         return present[group.partition(".")[0]]
+
+    def without_adapters(self) -> Config:
+        """Return the configuration of the models alone, as they were before LoRA adapters."""
+        models = {"actor": self.actor, "critic": self.critic}
+        return self.model_copy(
+            update={name: model.model_copy(update={"lora": LoraConfig()}) for name, model in models.items()}
+        )
 
     @property
     def responses(self) -> int:

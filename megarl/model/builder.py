@@ -43,6 +43,7 @@ from megarl.model.fp8 import check_device, fp8_options
 from megarl.model.hf_config import head_dim, rope_frequencies
 from megarl.model.hf_config import read_hf_config as read_hf_config
 from megarl.model.logprob_head import vocab_parallel_logprobs
+from megarl.model.lora import attach_adapters
 from megarl.model.portable import AddToResidual, PackedAttention, PackedPlan, Prompts, RMSNorm
 from megarl.model.routing import Routing, watch_routers
 from megarl.parallel.cpu_platform import on_cpu
@@ -93,9 +94,10 @@ class _Body(GPTModel):
         layers = choose_layers(config.model, runtime.device)
         family = family_of(hf.to_dict())
         megatron = _transformer_config(config, hf, runtime, layers, family)
+        lora = config.critic.lora if isinstance(self, Critic) else config.actor.lora
         super().__init__(
             config=megatron,
-            transformer_layer_spec=_layer_spec(megatron, layers, family),
+            transformer_layer_spec=_layer_spec(megatron, layers, family, adapters=lora.rank is not None),
             vocab_size=padded_vocab(hf.vocab_size, runtime.layout.tp),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=runtime.pp_rank == 0 and vp_stage == 0,
@@ -257,7 +259,7 @@ class ModelChunks(torch.nn.Module):
 def build_actor(config: Config, hf: PretrainedConfig, runtime: Runtime) -> ModelChunks:
     """Build this rank's part of the actor, weights undefined."""
     model = ModelChunks(Actor, config, hf, runtime)
-    return _prepare(model, hf, config.actor, runtime)
+    return _prepare(model, hf, config.actor, config.seed, runtime)
 
 
 def build_critic(config: Config, hf: PretrainedConfig, runtime: Runtime) -> ModelChunks:
@@ -267,14 +269,16 @@ def build_critic(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Mode
         weight = model.chunks[-1].value_head.weight.data
         alike = torch.Generator().manual_seed(config.seed)  # on all ranks
         weight.copy_(config.critic.head_std * torch.randn(weight.shape, generator=alike))
-    return _prepare(model, hf, config.critic, runtime)
+    return _prepare(model, hf, config.critic, config.seed, runtime)
 
 
 def _prepare(
-    model: ModelChunks, hf: PretrainedConfig, optimizer: OptimizerConfig, runtime: Runtime
+    model: ModelChunks, hf: PretrainedConfig, optimizer: OptimizerConfig, seed: int, runtime: Runtime
 ) -> ModelChunks:
-    """Fuse gradients, mark shards, freeze what the optimizer leaves alone, and move the model to its
-    device."""
+    """Add adapters, fuse gradients, mark shards, freeze what the optimizer leaves alone, and move the model
+    to its device."""
+    for chunk in model.chunks if optimizer.lora.rank is not None else ():
+        attach_adapters(chunk, hf.to_dict(), optimizer.lora, seed, runtime)
     modules: Iterator[Any] = model.modules()
     for module in modules:
         # Transformer Engine's linears add a weight's gradient to Megatron's FP32 buffer by themselves.
@@ -417,7 +421,7 @@ def _transformer_config(
     )
 
 
-def _layer_spec(config: TransformerConfig, kind: str, family: Family) -> Any:
+def _layer_spec(config: TransformerConfig, kind: str, family: Family, *, adapters: bool) -> Any:
     def with_output_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
         if family.has("_bda.output_norm.weight"):
             block = ModuleSpec(module=AddToResidual, params={"config": config, "norm": norm})
@@ -425,13 +429,19 @@ def _layer_spec(config: TransformerConfig, kind: str, family: Family) -> Any:
         return layer
 
     if kind == "te":
-        from megatron.core.extensions.transformer_engine import TENorm
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm,
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
         )
+        if adapters:  # whose input is the norm's output, which the fused layers do not show
+            parts = layer.submodules
+            parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
+            parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+            if config.num_moe_experts is None:
+                parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
         return with_output_norms(layer, TENorm)
     layer = get_gpt_layer_local_spec(
         normalization="RMSNorm", qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts

@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.phases import ROLLOUT, WEIGHT_TRANSFER, Phase, never_offloaded, training_phases
-from megarl.config.schema import Config
+from megarl.config.schema import Config, LoraConfig
 from megarl.parallel.layout import OVERLAP_ABOVE, Layout
 from megarl.plan.sizes import (
     BYTES,
@@ -31,7 +31,7 @@ from megarl.plan.sizes import (
     quantised_bytes,
 )
 from megarl.weights.families import read_config
-from megarl.weights.layout import check_frozen, check_layout, check_recomputed
+from megarl.weights.layout import check_frozen, check_layout, check_lora, check_recomputed
 
 # Our estimates:
 OVERHEAD = 4 * GIB  # of each GPU: CUDA contexts of the rank and its engine, buffers of communicators
@@ -132,7 +132,15 @@ class MemoryPlan:
         return others.get(model) or self.actor
 
     def held(self, model: str, stage: int) -> Held:
-        return self.shape(model).held(self.layout, stage, critic=model in SCALAR)
+        own = self.shape(model).held(self.layout, stage, critic=model in SCALAR)
+        if model not in self.trained or self.lora(model).rank is None:
+            return own
+        beside = self.trained_of(model, self.layout, stage)
+        return Held(own.shared + beside.shared, own.experts + beside.experts, own.single)
+
+    def lora(self, model: str) -> LoraConfig:
+        """Return the LoRA adapters of the actor or the critic."""
+        return (self.config.critic if model == "critic" else self.config.actor).lora
 
     def trained_of(self, model: str, layout: Layout, stage: int) -> Held:
         """Count the parameters of a rank of this layout and stage that have gradients and optimizer state."""
@@ -165,7 +173,10 @@ class MemoryPlan:
         first only, unless the engine loses its weights in between."""
         if "engine.weights" not in self.keep:
             return self.engine_weights
-        return self.engine_weights * self.trained_of("actor", Layout(), 0).all / self.actor.parameters
+        changing = self.trained_of("actor", Layout(), 0).all
+        if self.lora("actor").rank is not None:
+            changing, _ = self.actor.adapted(self.lora("actor"), 1)
+        return self.engine_weights * changing / self.actor.parameters
 
     @cached_property
     def cache(self) -> float:
@@ -186,7 +197,9 @@ class MemoryPlan:
     def transfer_memory(self) -> float:
         """Return the bytes on a GPU that a weight sync needs for messages and the engine's buckets."""
         rollout = self.config.rollout
-        bucket = rollout.transfer_bucket * 2**20
+        bucket = float(rollout.transfer_bucket * 2**20)
+        if self.lora("actor").rank is not None:  # a weight is merged with its adapters when it is sent
+            bucket += self.actor.adapted(self.lora("actor"), self.layout.tp)[1] * self.actor.itemsize
         if not rollout.engine_kind.apart:
             return bucket
         # What SGLang's ranks copy from, or servers are sent, holds at least the largest tensor.
@@ -352,6 +365,7 @@ class MemoryPlan:
             groups = frozenset(name for name in groups if not name.startswith("engine."))
         gathered = self.bucket(model, stage) * SINGLE * (2 + 1 / (self.layout.dp * self.layout.cp))
         joined = float(self.shape(model).joined(self.layout, stage) * self.shape(model).itemsize)
+        joined *= self.lora(model).rank is None
         work = {"joined weights": joined} if read else {"gathered bucket": gathered}
         present = self._present(groups, stage)
         if (read or model == "critic") and f"{model}.weights" not in self.keep:
@@ -537,9 +551,10 @@ class MemoryPlan:
         """Return the bytes of one checkpoint, without padding."""
         total = 0.0  # of weights, the optimizer's own float32 weights, Adam's moments
         for model in self.trained:
-            shape = self.shape(model)
-            total += shape.held(Layout(), 0, critic=model == "critic").all * shape.itemsize
-            total += self.trained_of(model, Layout(), 0).all * 3 * SINGLE
+            shape, trained = self.shape(model), self.trained_of(model, Layout(), 0).all
+            whole = shape.held(Layout(), 0, critic=model == "critic").all
+            total += (whole if self.lora(model).rank is None else trained) * shape.itemsize
+            total += trained * 3 * SINGLE
         return total
 
     def problem(self, room: float = 0.0) -> str | None:
@@ -628,6 +643,8 @@ def plan_of(
         check_recomputed(described, config.model)
     check_frozen(actor, config.actor, "actor")
     check_frozen(critic or actor, config.critic, "critic")
+    check_lora(actor, config.actor.lora, config.model, "actor")
+    check_lora(critic or actor, config.critic.lora, config.model, "critic")
     shapes = Shape(actor, dtype), Shape(critic or actor, dtype)
     device = device_of(config.cluster, memory)
     plan = MemoryPlan(config, *shapes, device, Shape(reward, dtype), Shape(teacher, dtype))

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, Literal
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import ClusterConfig, OptimizerConfig
+from megarl.config.schema import ClusterConfig, LoraConfig, OptimizerConfig
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import (
     EMBEDDING,
@@ -21,11 +21,12 @@ from megarl.weights.families import (
     TIED_OUTPUT,
     Pair,
     Sizes,
+    adapters,
     family_of,
     is_frozen,
     is_tied,
 )
-from megarl.weights.layout import sglang_shards
+from megarl.weights.layout import sglang_shards, sizes_of
 
 GIB = 2**30
 BYTES = {"bf16": 2, "fp32": 4}
@@ -68,15 +69,16 @@ class Shape:
         """Count the parameters of a rank of this pipeline stage, padding of the vocabulary included. All
         tensor-parallel ranks have the same number. A critic's value head is in float32.
         optimizer: count only what it trains."""
-        trained = optimizer and (optimizer.frozen, optimizer.frozen_layers)
+        trained = optimizer and (optimizer.frozen, optimizer.frozen_layers, optimizer.lora)
         key = (layout.tp, layout.pp, layout.ep, pp_rank, critic, trained)
         if key not in self._held:  # a search asks for the same ones over and over
             self._held[key] = self._count(layout, pp_rank, critic, optimizer)
         return self._held[key]
 
-    def _local(self, pair: Pair, tp: int) -> int:
-        """Count the elements that one of `tp` ranks has of a parameter."""
-        shapes = [self.sizes.shape(dims) for _, dims in pair.hf]
+    def _local(self, pair: Pair, tp: int, lora: LoraConfig | None = None) -> int:
+        """Count the elements that one of `tp` ranks has of a parameter. lora: it is one of its adapters."""
+        sizes = self.sizes if lora is None else sizes_of(self.config, lora)
+        shapes = [sizes.shape(dims) for _, dims in pair.hf]
         if pair.operation == "vocabulary":
             ((vocab, hidden),) = shapes
             return padded_vocab(vocab, tp) // tp * hidden
@@ -87,6 +89,15 @@ class Shape:
         """Count the elements of the largest parameter on one of `tp` ranks."""
         pairs = (EMBEDDING, *family_of(self.config).layer)
         return max(self._local(pair, 1 if pair.per_expert else tp) for pair in pairs)
+
+    def adapted(self, lora: LoraConfig, tp: int) -> tuple[int, int]:
+        """Count the elements of weights with LoRA adapters on one of `tp` ranks: of all, of the largest."""
+        pairs = [pair for pair in family_of(self.config).layer if adapters(pair, lora)]
+        held = [
+            (max(1, self.sizes.experts * p.per_expert), self._local(p, 1 if p.per_expert else tp))
+            for p in pairs
+        ]
+        return self.sizes.layers * sum(map(prod, held)), max((size for _, size in held), default=0)
 
     def quantised(self, layout: Layout, pp_rank: int, ends_in_bf16: bool) -> int:
         """Count the parameters that a rank of this pipeline stage multiplies in FP8: the matrices of its
@@ -120,6 +131,15 @@ class Shape:
     def _count(self, layout: Layout, pp_rank: int, critic: bool, optimizer: OptimizerConfig | None) -> Held:
         sizes, local = self.sizes, self._local
         layers, top = sizes.layers // layout.pp, sizes.layers - 1
+        first, last = pp_rank == 0, pp_rank == layout.pp - 1
+        if optimizer is not None and optimizer.lora.rank is not None:
+            lora = optimizer.lora
+            halves = [half for pair in family_of(self.config).layer for half in adapters(pair, lora)]
+            shared, each = (
+                layers * sum(local(half, tp, lora) for half in halves if half.per_expert is per_expert)
+                for per_expert, tp in ((False, layout.tp), (True, 1))
+            )
+            return Held(shared, each * (sizes.experts // layout.ep), sizes.hidden if critic and last else 0)
 
         def counts(pair: Pair, layer: int = 0) -> bool:
             return optimizer is None or not is_frozen(pair, layer, optimizer)
@@ -133,7 +153,6 @@ class Shape:
         experts = (
             layers * (sizes.experts // layout.ep) * sum(local(pair, 1) for pair in pairs if pair.per_expert)
         )
-        first, last = pp_rank == 0, pp_rank == layout.pp - 1
         tied = is_tied(self.config)
         if first and counts(EMBEDDING):
             shared += local(EMBEDDING, layout.tp)

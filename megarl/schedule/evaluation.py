@@ -19,7 +19,14 @@ from megarl.rollout.chat import prompting
 from megarl.rollout.rank import RolloutRank
 from megarl.schedule.generation import make_engine, start_engine
 from megarl.schedule.run import load_tokenizer, load_weights, make_weight_sync
-from megarl.training.checkpoint import FOLDER, MANIFEST, find_checkpoint, open_checkpoint, sha256_of
+from megarl.training.checkpoint import (
+    FOLDER,
+    MANIFEST,
+    check_same_adapters,
+    find_checkpoint,
+    open_checkpoint,
+    sha256_of,
+)
 from megarl.training.sharded import load_model
 from megarl.weights.families import read_config
 from megarl.weights.megatron import open_model
@@ -66,6 +73,8 @@ def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None
             f"--checkpoint: {checkpoint.path}: was written with another model than model.path describes, "
             f"{description} (give the run's own configuration)"
         )
+    if not checkpoint.pretraining:
+        check_same_adapters(config, checkpoint)
     # In value pretraining the policy is still that of model.path.
     return config, None if checkpoint.pretraining else checkpoint.path / "actor"
 
@@ -87,11 +96,13 @@ class Evaluation:
         self.engine = make_engine(config, self.tokenizer, runtime)
         # Load the weights into Megatron's actor at this job's layout, sync them into the engine, drop the
         # actor.
-        path = config.model.path
-        model = build_actor(config, read_hf_config(path), runtime).requires_grad_(False)
+        path, lora = config.model.path, config.actor.lora.rank is not None
         if self.weights is None:
+            config = config.without_adapters()
+        model = build_actor(config, read_hf_config(path), runtime).requires_grad_(False)
+        if self.weights is None or lora:
             load_weights(model, open_model(path), runtime)
-        else:
+        if self.weights is not None:
             load_model(model, self.weights)
         start_engine(self.engine, runtime)  # beside the actor, which must have room at the weight sync
         make_weight_sync(config, runtime, read_config(path), model, self.engine).sync(version=0)

@@ -42,7 +42,7 @@ from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.families import family_of, read_config
 from megarl.weights.hf import ModelFolder
-from megarl.weights.layout import check_frozen, check_layout, check_recomputed
+from megarl.weights.layout import check_frozen, check_layout, check_lora, check_recomputed
 from megarl.weights.megatron import open_model
 from megarl.weights.plan import engine_targets
 
@@ -110,8 +110,10 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         raise ConfigError(f"{name}: {kind} (set it to false)")
     check_recomputed(folder.config, config.model)
     check_frozen(folder.config, config.actor, "actor")
+    check_lora(folder.config, config.actor.lora, config.model, "actor")
     if config.has_critic:
         check_frozen((critic or folder).config, config.critic, "critic")
+        check_lora((critic or folder).config, config.critic.lora, config.model, "critic")
     if config.has_engine:
         _check_positions(config, where, folder)
         _check_engine_layout(config, folder.config, device, world)

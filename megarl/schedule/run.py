@@ -33,10 +33,11 @@ from megarl.training.advantages import Tables
 from megarl.training.batch import LocalBatch
 from megarl.training.checkpoint import PRETRAINING
 from megarl.training.model import InferenceModel, TrainableModel, tensor_groups
-from megarl.weights.families import table_names
+from megarl.weights.families import model_weights, read_config
 from megarl.weights.files import Processes
 from megarl.weights.hf import ModelFolder, export_hf, load_into
 from megarl.weights.layout import megatron_layout
+from megarl.weights.lora import export_peft, merged
 from megarl.weights.megatron import open_model
 from megarl.weights.plan import engine_plan, frozen_targets
 from megarl.weights.transfer import Staging, Transfer
@@ -54,7 +55,7 @@ def load_weights(
     rank if one cannot use its slices."""
     shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
     Processes(runtime.cpu_group).run(
-        lambda: load_into(table_names(dict(model.named_parameters())), shards, folder)
+        lambda: load_into(model_weights(dict(model.named_parameters())), shards, folder)
     )
 
 
@@ -68,7 +69,8 @@ def make_weight_sync(
     """Make the weight sync from the actor `model` to every engine. hf_config: its config.json; model: None on
     a rank that does not train. The engine of a rank that has none is only asked for its parts."""
     plan = engine_plan(config, hf_config, runtime.layout, cpu=runtime.device.type == "cpu")
-    sources = {} if model is None else table_names(dict(model.named_parameters()))
+    named = {} if model is None else dict(model.named_parameters())
+    sources = merged(named, hf_config, runtime.layout, runtime.rank, config.actor.lora) if named else {}
     dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
     staging, memory = Staging(runtime.device), Staging(runtime.device)
     # A server that comes back has none of its weights: it is brought all of them each time.
@@ -116,9 +118,11 @@ class Run:
         # One after the other, each offloaded before the next is made.
         self.actor: TrainableModel = self._settled("actor")
         self.critic: TrainableModel | None = self._settled("critic") if config.has_critic else None
-        self.reference: InferenceModel | None = (
-            self._settled("reference") if config.algorithm.has_reference else None
-        )
+        self.reference: InferenceModel | None = None
+        if config.algorithm.has_reference and config.actor.lora.rank is None:
+            self.reference = self._settled("reference")
+        elif config.algorithm.has_reference:
+            self.reference = InferenceModel("reference", self.actor.model, runtime, adapters=False)
         self.reward_model: InferenceModel | None = (
             self._settled("reward") if config.has_reward_model else None
         )
@@ -164,7 +168,8 @@ class Run:
                         f"{key}: {folder.path}: its vocabulary of {hf.vocab_size} does not hold the "
                         f"{len(self.tokenizer)} tokens of the actor"
                     )
-            built = (build_critic if scalar else build_actor)(config, hf, runtime)
+            of = config if name in ("actor", "critic") else config.without_adapters()
+            built = (build_critic if scalar else build_actor)(of, hf, runtime)
             load_weights(built, folder, runtime, critic=scalar)
             if name in ("reference", "reward", "teacher"):
                 model = InferenceModel(name, built.requires_grad_(False), runtime)
@@ -224,19 +229,19 @@ class Run:
         models = (self.actor, self.critic, self.reference, self.reward_model, self.teacher)
         return sum(model.megatron_seconds for model in models if model is not None)
 
-    def export(self, which: str, out: Path) -> None:
-        """Write `actor` or `critic` as a Hugging Face folder; every rank takes part."""
-        source = self.config.model.path
-        export_hf(
-            out,
-            source if which == "actor" else self.config.critic.path or source,
-            self.runtime.layout,
-            self.runtime.rank,
-            table_names(dict(self.models[which].model.named_parameters())),
-            critic=which == "critic",
-            dtype=DTYPES[self.config.model.dtype],
-            control=self.runtime.cpu_group,
-        )
+    def export(self, which: str, out: Path, *, adapters: bool = False) -> None:
+        """Write `actor` or `critic` as a Hugging Face folder, or its adapters as a folder of PEFT's; every
+        rank takes part."""
+        config, critic, control = self.config, which == "critic", self.runtime.cpu_group
+        source = config.critic.path if critic and config.critic.path else config.model.path
+        lora, place = self.models[which].config.lora, (self.runtime.layout, self.runtime.rank)
+        named = dict(self.models[which].model.named_parameters())
+        if adapters:
+            export_peft(out, source, *place, named, lora, control=control)
+        else:
+            weights = merged(named, read_config(source), *place, lora, critic=critic)
+            dtype = DTYPES[config.model.dtype]
+            export_hf(out, source, *place, weights, critic=critic, dtype=dtype, control=control)
 
     def close(self) -> None:
         """End the engine and the verifiers."""

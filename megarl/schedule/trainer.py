@@ -78,6 +78,9 @@ class Trainer:
             self.recovery.finish()
             if config.checkpoint.export_hf:
                 self.export("actor", config.run_dir / "hf", changed=done < config.steps)
+                if config.actor.lora.rank is not None:
+                    folder, changed = config.run_dir / "lora", done < config.steps
+                    self.export("actor", folder, changed=changed, adapters=True)
 
     def pretrain_values(self, critic: TrainableModel) -> None:
         """Fit the critic to the frozen policy's returns (VAPO section 4.1): until the step limit, or until a
@@ -153,9 +156,10 @@ class Trainer:
         spent = time.perf_counter() - started
         self.listeners.evaluated(number, {**stats, "time/evaluation": spent}, answers)
 
-    def export(self, which: str, out: Path, *, changed: bool) -> None:
-        """Write a model as a Hugging Face folder. A run that was continued may have written it already; it is
-        written again only where the weights have `changed` since."""
+    def export(self, which: str, out: Path, *, changed: bool, adapters: bool = False) -> None:
+        """Write a model as a Hugging Face folder, or its adapters as a folder of PEFT's. A run that was
+        continued may have written it already; it is written again only where the weights have `changed`
+        since."""
         if from_rank_0(self.run.runtime, out.exists()):
             if not changed:
                 return
@@ -164,6 +168,7 @@ class Trainer:
             barrier(self.run.runtime)
         with self.listeners.phase(f"export {which}"):
             self.run.onload("export", {f"{which}.weights"})
-            self.run.export(which, out)
+            self.run.export(which, out, adapters=adapters)
             barrier(self.run.runtime)
-        self.listeners.event(f"{which} written to {out}", kept=False)
+        what = f"adapters of the {which}" if adapters else which
+        self.listeners.event(f"{what} written to {out}", kept=False)

@@ -56,6 +56,7 @@ FREE = (
 # Keys that decide the result and that checkpoints of older versions lack, with what those versions did.
 ADDED: dict[str, Any] = {f"{model}.frozen": [] for model in ("actor", "critic")}
 ADDED |= {f"{model}.frozen_layers": 0 for model in ("actor", "critic")}
+ADDED |= {f"{model}.lora.rank": None for model in ("actor", "critic")}
 ADDED |= {"rollout.routing_replay": False, "rollout.window": None}
 ADDED |= {"algorithm.lambda_floor": 0.0, "algorithm.window_tail": 0}
 
@@ -172,6 +173,15 @@ def check_continues(config: Config, checkpoint: Checkpoint) -> None:
         raise ConfigError(
             f"steps: {config.steps}, but {checkpoint.path} has done {checkpoint.done} already (raise it)"
         )
+
+
+def check_same_adapters(config: Config, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError for the first key of the actor's LoRA adapters that is not as in the checkpoint."""
+    now = settings_of(config)
+    for key, then in (ADDED | checkpoint.settings).items():
+        if key.startswith("actor.lora.") and now[key] != then:
+            what = f"is {now[key]!r}, and the actor in {checkpoint.path} was trained with {then!r}"
+            raise ConfigError(f"{key}: {what} (give the run's own configuration)")
 
 
 def find_checkpoint(run_dir: Path, but: Collection[Path] = ()) -> tuple[Checkpoint | None, list[str]]:

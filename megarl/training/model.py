@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from megarl.config.errors import NumericalError
 from megarl.config.schema import OptimizerConfig, ParallelConfig
 from megarl.data.experience import Experience
 from megarl.model.builder import ModelChunks
+from megarl.model.lora import without_adapters
 from megarl.model.routing import routing_counts, routing_metrics, start_counting
 from megarl.parallel.comm import any_rank, from_last_stage, gather_objects, sum_over_ranks, sum_stats
 from megarl.parallel.cpu_platform import on_cpu
@@ -51,10 +53,11 @@ def _finalize(model: Any, num_tokens: Any = None, **groups: Any) -> None:
 
 
 class InferenceModel:
-    """A forward-only model (the reference policy, the reward model)."""
+    """A forward-only model (the reference policy, the reward model), or the actor without its adapters."""
 
-    def __init__(self, name: str, model: ModelChunks, runtime: Runtime) -> None:
+    def __init__(self, name: str, model: ModelChunks, runtime: Runtime, *, adapters: bool = True) -> None:
         self.name, self.model, self.runtime = name, model, runtime
+        self.adapters = adapters  # False: without them, which the model may have for another use of it
         # What Megatron's schedule calls: each chunk, or DDP around it.
         self.chunks: list[Any] = list(model.chunks)
         # So far in Megatron's schedules and optimizer, our loss functions excluded.
@@ -102,7 +105,7 @@ class InferenceModel:
             # On the device, where Megatron multiplies its loss scale for experts with what is on the loss's.
             return torch.zeros((), device=self.runtime.device), output
 
-        with torch.no_grad():
+        with torch.no_grad(), nullcontext() if self.adapters else without_adapters(self.model):
             outputs = self._run(micro_batches, collect, forward_only=True)
         columns: dict[str, Tensor] | None = None
         if self.runtime.is_last_stage:

@@ -7,6 +7,7 @@ data-parallel layout.
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
 from megarl.config.errors import CheckpointError
 from megarl.config.files import check_index
-from megarl.model.builder import Critic, ModelChunks
+from megarl.model.builder import LAYER, Critic, ModelChunks
+from megarl.model.lora import Adapters
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.training.checkpoint import Checkpoint
@@ -33,6 +37,7 @@ from megarl.training.model import TrainableModel
 # writes its part; what a bucket takes of the GPU meanwhile is in the plan (plan/memory.py).
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 EXTRA = "_extra_state"
+EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 FAILURES = (CheckpointException, CheckpointingException, OSError, RuntimeError)
 
 
@@ -109,7 +114,8 @@ def _load(wanted: dict[str, Any], folder: Path, model: ModelChunks, remedy: str)
         for names in chunk.load_state_dict(loaded["model"][str(number)], strict=False)
         for name in names
     ]
-    if wrong := [name for name in keys if not name.endswith(EXTRA)]:
+    alone = _has_adapters(model)
+    if wrong := [name for name in keys if not (name.endswith(EXTRA) or (alone and not _is_beside(name)))]:
         raise CheckpointError(
             f"{folder}: does not fit the model: {wrong[0]} (remove it to continue from an older one)"
         )
@@ -140,7 +146,9 @@ def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:
     its method. In the file layers go by their numbers in the whole model. A critic has a value head in the
     place of the output layer, on which GPTModel's own method insists. Names are the same for both kinds of
     layers, but for the extra state of FP8, which matters with recipe delayed alone: there it is what the
-    scales were made from."""
+    scales were made from. Of a model with LoRA adapters it is these, and a critic's head."""
+    if _has_adapters(model):
+        return {str(number): _adapters(chunk) for number, chunk in enumerate(model.chunks)}
     matters = model.config.fp8 and model.config.fp8_recipe == "delayed"
     # Grouped experts have several in one module: `_extra_state`, `_extra_state1` and so on.
     states = {}
@@ -153,6 +161,46 @@ def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:
         kept = {name: value for name, value in state.items() if matters or f".{EXTRA}" not in name}
         states[str(number)] = kept
     return states
+
+
+def _has_adapters(model: ModelChunks) -> bool:
+    return any(isinstance(module, Adapters) for module in model.modules())
+
+
+def _is_beside(name: str) -> bool:
+    """Return whether a parameter stands beside a model that is frozen."""
+    return ".lora." in name or name.startswith("value_head.")
+
+
+def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
+    """Return the sharded state of what stands beside a frozen model. In the file each has its whole shape and
+    the name that it has in the whole model."""
+    experts, state = chunk.config.num_moe_experts or 0, dict[str, ShardedTensor]()
+    first = (
+        parallel_state.get_expert_model_parallel_rank() * experts // chunk.config.expert_model_parallel_size
+    )
+    tp = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    for name, parameter in chunk.named_parameters():
+        if not _is_beside(name):
+            continue
+        key = LAYER.sub(lambda match: str(chunk.decoder.layers[int(match[0])].layer_number - 1), name)
+        if ".experts." in name:
+            key = EXPERT.sub(lambda match: str(int(match[0]) + first), key)
+            number = 0, 0, parallel_state.get_expert_data_parallel_rank()
+            state[name] = ShardedTensor.from_rank_offsets(key, parameter, replica_id=number)
+        elif getattr(parameter, "tensor_model_parallel", False):
+            cut = (parameter.partition_dim, *tp)
+            state[name] = ShardedTensor.from_rank_offsets(key, parameter, cut, replica_id=(0, 0, replica))
+            if name.endswith("gate_up_proj_b"):  # either half is cut for itself
+                state[name] = apply_swiglu_sharded_factory(state[name], ())
+        else:
+            number = 0, tp[0], replica
+            state[name] = ShardedTensor.from_rank_offsets(key, parameter, replica_id=number)
+    return state
 
 
 def _mend(optimizer: Any) -> None:

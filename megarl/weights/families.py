@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from megarl.config.errors import CheckpointError
 from megarl.config.files import read_json
-from megarl.config.schema import OptimizerConfig
+from megarl.config.schema import LoraConfig, OptimizerConfig
 
 T = TypeVar("T")
 Shape = tuple[int, ...]
@@ -50,6 +50,7 @@ class Sizes:
     experts: int = 0  # 0: a dense model
     expert_ffn: int = 0
     gate_up: int = 0  # rows of a gate_up_proj: 2 * ffn
+    rank: int = 0  # of LoRA adapters, which config.json does not know
     one: int = 1
 
     @staticmethod
@@ -213,12 +214,35 @@ class Family:
         return any(pair.per_expert for pair in self.layer)
 
 
+def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
+    """Return the LoRA adapters of a parameter: for each Hugging Face matrix in it that gets some A [rank, in]
+    and B [out, rank], under PEFT's names. B is cut over tensor-parallel ranks as the matrix is by rows, or A
+    as it is by columns; the other half is whole on every rank."""
+    halves: list[Pair] = []
+    for name, dims in pair.hf if lora.rank is not None else ():
+        *_, module, kind = name.split(".")
+        if not module.endswith("_proj") or kind != "weight" or module not in (lora.targets or (module,)):
+            continue
+        (rows, columns), stem = dims.split(), name.removesuffix("weight")
+        own = f"{pair.megatron.removesuffix('weight')}lora.{module}"
+        by_columns = pair.operation == "row"
+        cut: Operation = "halves" if pair.operation == "halves" else "column"
+        a = (stem + "lora_A.weight", f"rank {columns}")
+        b = (stem + "lora_B.weight", f"{rows} rank")
+        halves.append(Pair(f"{own}_a", "row" if by_columns else "replicated", (a,)))
+        halves.append(Pair(f"{own}_b", "replicated" if by_columns else cut, (b,)))
+    return tuple(halves)
+
+
 def is_frozen(pair: Pair, layer: int, optimizer: OptimizerConfig) -> bool:
-    """Return whether a model's optimizer leaves this parameter of global layer `layer` as it is.
+    """Return whether a model's optimizer leaves this parameter of global layer `layer` as it is. With LoRA
+    adapters that is all of the model but a critic's head.
 
     attention   the whole self-attention block: the norm before it (Transformer Engine fuses that with the
                 block's first matrix), q, k, v with their biases and norms, the output projection and its norm
     embeddings  the word embeddings, and the actor's output layer where it shares their weights"""
+    if optimizer.lora.rank is not None:
+        return pair != VALUE_HEAD
     if pair.hf == (EMBEDDED,):
         return "embeddings" in optimizer.frozen
     _, in_layer, name = pair.megatron.partition(".layers.{l}.")
@@ -290,6 +314,11 @@ def table_name(name: str) -> str:
 def table_names(tensors: Mapping[str, T]) -> dict[str, T]:
     """Return named tensors under the table's names."""
     return {table_name(name): tensor for name, tensor in tensors.items()}
+
+
+def model_weights(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Return a model's named tensors under the table's names, without those of LoRA adapters."""
+    return {name: tensor for name, tensor in table_names(tensors).items() if ".lora." not in name}
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:

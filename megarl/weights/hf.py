@@ -36,7 +36,7 @@ from megarl.weights.files import (
 )
 from megarl.weights.layout import Box, Shards, full_box, hf_shapes, hf_shards, megatron_layout
 from megarl.weights.plan import make_plan
-from megarl.weights.transfer import Transfer, view
+from megarl.weights.transfer import Source, Transfer, view
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -240,7 +240,7 @@ def export_hf(
     source: Path,
     layout: Layout,
     rank: int,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Source],
     *,
     critic: bool = False,
     dtype: torch.dtype | None = None,

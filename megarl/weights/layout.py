@@ -7,11 +7,12 @@ proofs know nothing else: another layout is another function that returns `Shard
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import ModelConfig, OptimizerConfig
+from megarl.config.schema import LoraConfig, ModelConfig, OptimizerConfig
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import (
     EMBEDDING,
@@ -22,6 +23,7 @@ from megarl.weights.families import (
     Pair,
     Shape,
     Sizes,
+    adapters,
     family_of,
     is_tied,
 )
@@ -115,6 +117,22 @@ def check_frozen(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, model
         raise ConfigError(f"{model}.frozen_layers: {frozen}, but the model has {layers} layers ({remedy})")
 
 
+def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, model: ModelConfig, key: str) -> None:
+    """Raise ConfigError if LoRA adapters are asked for where the model (actor or critic: `key`) has no such
+    matrix, or has experts in grouped products, beside which there is no place for any."""
+    if lora.rank is None:
+        return
+    everywhere = lora.model_copy(update={"targets": ()})
+    pairs = [pair for pair in family_of(hf_config).layer if adapters(pair, everywhere)]
+    names = dict.fromkeys(name.split(".")[-2] for pair in pairs for name, _ in pair.hf)
+    if unknown := [name for name in lora.targets if name not in names]:
+        what = f"a {hf_config.get('model_type')} model has no {unknown[0]}"
+        raise ConfigError(f"{key}.lora.targets: {what} (it has {', '.join(names)})")
+    if model.grouped_experts and any(pair.per_expert and adapters(pair, lora) for pair in pairs):
+        what = "adapters of experts need experts that are modules of their own"
+        raise ConfigError(f"{key}.lora.targets: {what} (set model.grouped_experts=false, or name others)")
+
+
 def check_recomputed(hf_config: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise ConfigError if a mixture's experts are to be recomputed alone: Megatron then runs their router
     again without the layer around it, from which the router knows its pack (model/routing.py), and other
@@ -127,24 +145,38 @@ def check_recomputed(hf_config: Mapping[str, Any], model: ModelConfig) -> None:
 # Hugging Face: the whole model
 
 
-def whole_model(hf_config: Mapping[str, Any], *, critic: bool = False) -> list[tuple[Pair, int, int]]:
-    """Return (pair, layer, expert) of every parameter of an undivided model, in the model's order."""
-    named = parameters(hf_config, Layout(), 0, 0, critic=critic)
+def whole_model(
+    hf_config: Mapping[str, Any], *, critic: bool = False, lora: LoraConfig | None = None
+) -> list[tuple[Pair, int, int]]:
+    """Return (pair, layer, expert) of every parameter of an undivided model, in the model's order; with
+    `lora` of its adapters alone."""
+    named = parameters(hf_config, Layout(), 0, 0, critic=critic, lora=lora)
     return [(pair, layer, expert) for _, pair, layer, expert in named]
 
 
-def hf_shapes(hf_config: Mapping[str, Any], *, critic: bool = False) -> dict[str, Shape]:
-    """Return the shape of every tensor of the Hugging Face model, in the model's order. A critic has
-    `score.weight` instead of `lm_head.weight`; an actor with tied embeddings has neither."""
-    sizes, shapes = Sizes.of(hf_config), dict[str, Shape]()
-    for pair, layer, expert in whole_model(hf_config, critic=critic):
+def sizes_of(hf_config: Mapping[str, Any], lora: LoraConfig | None) -> Sizes:
+    """Return a model's sizes, with the rank of its adapters."""
+    return replace(Sizes.of(hf_config), rank=(lora and lora.rank) or 0)
+
+
+def hf_shapes(
+    hf_config: Mapping[str, Any], *, critic: bool = False, lora: LoraConfig | None = None
+) -> dict[str, Shape]:
+    """Return the shape of every tensor of the Hugging Face model, in the model's order; with `lora` of its
+    adapters alone. A critic has `score.weight` instead of `lm_head.weight`; an actor with tied embeddings has
+    neither."""
+    sizes, shapes = sizes_of(hf_config, lora), dict[str, Shape]()
+    for pair, layer, expert in whole_model(hf_config, critic=critic, lora=lora):
         shapes |= {name.format(l=layer, e=expert): sizes.shape(dims) for name, dims in pair.hf}
     return shapes
 
 
-def hf_shards(hf_config: Mapping[str, Any], *, critic: bool = False) -> Shards:
-    """Return the identity layout: the whole model under its Hugging Face names."""
-    shapes = hf_shapes(hf_config, critic=critic)
+def hf_shards(
+    hf_config: Mapping[str, Any], *, critic: bool = False, lora: LoraConfig | None = None
+) -> Shards:
+    """Return the identity layout: the whole model under its Hugging Face names; with `lora` its adapters
+    alone."""
+    shapes = hf_shapes(hf_config, critic=critic, lora=lora)
     return {name: _joined([_Part(name, 0, shape[0], shape[0])], shape) for name, shape in shapes.items()}
 
 
@@ -152,12 +184,19 @@ def hf_shards(hf_config: Mapping[str, Any], *, critic: bool = False) -> Shards:
 
 
 def parameters(
-    hf_config: Mapping[str, Any], layout: Layout, pp_rank: int, ep_rank: int, *, critic: bool = False
+    hf_config: Mapping[str, Any],
+    layout: Layout,
+    pp_rank: int,
+    ep_rank: int,
+    *,
+    critic: bool = False,
+    lora: LoraConfig | None = None,
 ) -> list[tuple[str, Pair, int, int]]:
-    """Return (name, pair, global layer, global expert) of every parameter of a Megatron rank, in order. Names
-    number the stage's own layers (`Layout.layers`) and the rank's own experts. With tied embeddings the last
-    of several stages holds a copy of the embedding as `output_layer.weight`; a critic has `value_head.weight`
-    [1, hidden] on the last stage and no output layer."""
+    """Return (name, pair, global layer, global expert) of every parameter of a Megatron rank, in order; with
+    `lora` of its adapters, and of nothing else. Names number the stage's own layers (`Layout.layers`) and the
+    rank's own experts. With tied embeddings the last of several stages holds a copy of the embedding as
+    `output_layer.weight`; a critic has `value_head.weight` [1, hidden] on the last stage and no output
+    layer."""
     check_layout(hf_config, layout.tp, layout.pp, layout.ep, layout.vpp)
     sizes = Sizes.of(hf_config)
     per_rank = sizes.experts // layout.ep
@@ -165,6 +204,9 @@ def parameters(
     experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
     first, last = pp_rank == 0, pp_rank == layout.pp - 1
     pairs = family_of(hf_config).layer
+    if lora is not None:
+        first = last = False
+        pairs = tuple(half for pair in pairs for half in adapters(pair, lora))
     once, each = ([pair for pair in pairs if pair.per_expert is per_expert] for per_expert in (False, True))
     places = [(EMBEDDING, 0, 0)] if first else []
     for layer in layers:
@@ -185,18 +227,20 @@ def parameters(
 
 
 def megatron_layout(
-    hf_config: Mapping[str, Any], layout: Layout, *, critic: bool = False
+    hf_config: Mapping[str, Any], layout: Layout, *, critic: bool = False, lora: LoraConfig | None = None
 ) -> list[tuple[int, Shards]]:
     """Return (rank, shards under the table's names) of every rank of a Megatron job; see `parameters`.
     Data-parallel ranks hold the same, but for experts (`Layout.ep_rank`); ranks that hold the same share one
     object."""
-    sizes = Sizes.of(hf_config)
+    sizes = sizes_of(hf_config, lora)
     shard = cache(partial(pair_shard, sizes))
 
     @cache
     def rank_shards(tp_rank: int, pp_rank: int, ep_rank: int) -> Shards:
         shards = {}
-        for name, pair, layer, expert in parameters(hf_config, layout, pp_rank, ep_rank, critic=critic):
+        for name, pair, layer, expert in parameters(
+            hf_config, layout, pp_rank, ep_rank, critic=critic, lora=lora
+        ):
             # An expert is not cut over tensor-parallel ranks.
             cut = (1, 0) if pair.per_expert else (layout.tp, tp_rank)
             shards[name] = shard(pair, layer, expert, *cut)

@@ -186,6 +186,9 @@ class MegatronFolder(ModelFolder):
             key = next((key for key in keys_of(pair) if key in self._keys), None)
             if key is None and pair is VALUE_HEAD:
                 continue
+            if key is None and any(".lora." in key for key in self._keys):
+                remedy = "the run's folder hf has the model with them"
+                raise CheckpointError(f"{self.path}: has LoRA adapters alone, and no model ({remedy})")
             if key is None:
                 raise damaged(where, keys_of(pair)[0], "is not in the checkpoint (config.json asks for it)")
             known.update(keys_of(pair))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, OptimizerConfig
 from megarl.parallel.layout import Layout
-from megarl.weights.families import Shape, is_frozen
+from megarl.weights.families import Shape, adapters, is_frozen
 from megarl.weights.layout import (
     Box,
     Region,
@@ -476,12 +476,12 @@ def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *,
 
 def frozen_targets(plan: Plan, hf_config: Mapping[str, Any], optimizer: OptimizerConfig) -> frozenset[str]:
     """Return the names of the target tensors that hold frozen weights alone, scales included: what was
-    written to them once stays right. A fused tensor (qkv_proj, gate_up_proj) is one of them or not: its parts
-    belong to one Megatron parameter."""
+    written to them once stays right. Weights into which LoRA adapters are merged do not. A fused tensor
+    (qkv_proj, gate_up_proj) is one of them or not: its parts belong to one Megatron parameter."""
     frozen = {
         name.format(l=layer, e=expert)
         for pair, layer, expert in whole_model(hf_config)
-        if is_frozen(pair, layer, optimizer)
+        if is_frozen(pair, layer, optimizer) and not adapters(pair, optimizer.lora)
         for name, _ in pair.hf
     }
     shards = {id(shards): shards for shards in plan.targets.values()}.values()

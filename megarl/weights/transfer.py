@@ -6,9 +6,9 @@ The hot path is `Transfer.run`. Block FP8 is quantised before it travels, and fi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.config.errors import TransferError, WaitTimeout
-from megarl.weights.layout import Box, Region
+from megarl.weights.layout import Box, Region, full_box
 from megarl.weights.plan import (
     BLOCK,
     FP8,
@@ -26,7 +26,9 @@ from megarl.weights.plan import (
     Plan,
     Round,
     Traffic,
+    intersect,
     rounds_of,
+    shift,
     staged,
     to_hf,
 )
@@ -40,6 +42,59 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def view(tensor: Tensor, box: Box) -> Tensor:
     """Return `tensor[box]`, sharing its memory."""
     return tensor.detach()[tuple(slice(start, stop) for start, stop in box)]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A weight with its LoRA adapters, computed where it is read: W + scale * B A, in float32 and then
+    rounded to the weight's dtype.
+
+    parts: boxes of the weight, each with its A [rank, columns] and B [rows, rank], views of the adapters'."""
+
+    weight: Tensor
+    parts: Sequence[tuple[Box, Tensor, Tensor]]
+    scale: float
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def data_ptr(self) -> int:
+        """Return where the weight lies; its adapters are read through views, wherever they lie."""
+        return self.weight.data_ptr()
+
+    def read(self, box: Box) -> Tensor:
+        """Return a box of it: a copy, made in strips of about CHUNK elements."""
+        out = view(self.weight, box).clone()
+        for place, a, b in self.parts:
+            common = intersect(place, box)
+            if common is None:
+                continue
+            (top, bottom), columns = shift(common, place, full_box((len(b), a.shape[1])))
+            a = view(a, (full_box(a.shape)[0], columns)).float()
+            into = view(out, shift(common, box, full_box(tuple(out.shape))))
+            height = max(1, CHUNK // a.shape[1])
+            for first in range(top, bottom, height):
+                last = min(first + height, bottom)
+                strip = into[first - top : last - top]
+                strip.copy_(torch.addmm(strip.float(), b.detach()[first:last].float(), a, alpha=self.scale))
+        return out
+
+
+Source = Tensor | Merged
+
+
+def read(source: Source, box: Box) -> Tensor:
+    """Return a box of a source: of a tensor a view, of a merged weight a copy."""
+    return source.read(box) if isinstance(source, Merged) else view(source, box)
 
 
 @dataclass(frozen=True)
@@ -101,12 +156,13 @@ class Staging:
 
 
 class _Moves:
-    """Writes to tensors of this rank, carried out together: copies, and blocks to be quantised."""
+    """Writes to tensors of this rank, carried out together: copies, and what is computed first (quantised or
+    merged)."""
 
     def __init__(self) -> None:
         # Lists of one pair of dtypes each, as a device needs them to copy all tensors of a list at once.
         self._copies: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        self.quantised: list[Callable[[], None]] = []
+        self.computed: list[Callable[[], object]] = []
 
     def copy(self, to: Tensor, from_: Tensor) -> None:
         targets, sources = self._copies.setdefault((to.dtype, from_.dtype), ([], []))
@@ -116,8 +172,8 @@ class _Moves:
     def run(self) -> None:
         for targets, sources in self._copies.values():
             torch._foreach_copy_(targets, sources)
-        for quantise in self.quantised:
-            quantise()
+        for compute in self.computed:
+            compute()
 
 
 @dataclass
@@ -150,7 +206,7 @@ class Transfer:
         self,
         plan: Plan,
         rank: int,
-        source_tensors: Mapping[str, Tensor],
+        source_tensors: Mapping[str, Source],
         target_tensors: Mapping[str, Tensor],
         bucket_bytes: int,
         *,
@@ -168,7 +224,7 @@ class Transfer:
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._scales = BlockScales(plan, rank, self._device)
         self._weights, self._targets = source_tensors, target_tensors
-        self._sources = {**source_tensors, **self._scales.tensors}
+        self._sources: dict[str, Source] = {**source_tensors, **self._scales.tensors}
         self._check_tensors()
         self._local = [copy for copy in plan.copies if copy.src_rank == copy.dst_rank == rank]
         self._rounds = rounds_of(plan, rank, dtype.itemsize, bucket_bytes)
@@ -184,7 +240,8 @@ class Transfer:
         """Raise ValueError if the tensors are not those of the plan: it must not be found half-way."""
         sources, targets = (side.get(self._rank, {}) for side in (self._plan.sources, self._plan.targets))
         sources = {name: shard for name, shard in sources.items() if not name.endswith(SCALE_SUFFIX)}
-        for what, tensors, shards in (("source", self._sources, sources), ("target", self._targets, targets)):
+        given: dict[str, Source] = {**self._targets}
+        for what, tensors, shards in (("source", self._sources, sources), ("target", given, targets)):
             for name, shard in shards.items():
                 where = f"rank {self._rank}: {what} tensor {name}"
                 if name not in tensors or tuple(tensors[name].shape) != shard.shape:
@@ -270,13 +327,14 @@ class Transfer:
 
     def _move(self, moves: _Moves, copy: Copy, to: Tensor) -> None:
         """Add the write of a copy's source to `to`, in the target's dtype."""
-        from_ = view(self._sources[copy.src_name], copy.src_box)
+        source, box = self._sources[copy.src_name], copy.src_box
         if self._plan.formats.get(copy.dst_name) == FP8:
-            shard = self._plan.sources[self._rank][copy.src_name]
-            place = to_hf(shard, copy.src_box, copy.src_name)
-            moves.quantised.append(partial(self._scales.quantise, from_, *place, to))
+            place = to_hf(self._plan.sources[self._rank][copy.src_name], box, copy.src_name)
+            moves.computed.append(lambda: self._scales.quantise(read(source, box), *place, to))
+        elif isinstance(source, Merged):
+            moves.computed.append(lambda: to.copy_(source.read(box)))
         else:
-            moves.copy(to, from_)
+            moves.copy(to, view(source, box))
 
     def _target_dtype(self, name: str) -> torch.dtype:
         return FORMAT_DTYPES[self._plan.formats[name]] if name in self._plan.formats else self._dtype
@@ -371,7 +429,7 @@ class BlockScales:
             if region.hf_name + SCALE_SUFFIX in shapes
         ]
 
-    def update(self, sources: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    def update(self, sources: Mapping[str, Source], group: dist.ProcessGroup | None) -> None:
         """Take the scales of the present weights: a block's largest magnitude / 448, which is FP8's largest.
         Every rank of `group` calls this. A block of zeros has the smallest normal float32 as its scale, which
         keeps 0 / scale = 0."""
@@ -380,7 +438,7 @@ class BlockScales:
         self._flat.zero_()
         for name, region in self._regions:
             scales = self.tensors[region.hf_name + SCALE_SUFFIX]
-            for part, box in _strips(view(sources[name], region.local_box), region.hf_box):
+            for part, box in _strips(read(sources[name], region.local_box), region.hf_box):
                 (top, bottom), (left, right) = box
                 pad = (left % BLOCK, -right % BLOCK, top % BLOCK, -bottom % BLOCK)
                 blocks = F.pad(part.abs(), pad).unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))

@@ -84,6 +84,19 @@ class TestKeys:
             "actor.frozen_layers: 3, but the model has 2 layers (at most 2, with which the final norm and "
             "the head still learn)"
         ),
+        "actor.lora.rank=4 actor.lora.targets=[q_proj,gate_up_proj]": (
+            "actor.lora.targets: a qwen2 model has no gate_up_proj (it has q_proj, k_proj, v_proj, o_proj, "
+            "gate_proj, up_proj, down_proj)"
+        ),
+        "actor.lora.alpha=8": (
+            "{x}: actor.lora.alpha: has no effect while actor.lora.rank is null (set it, or leave this out)"
+        ),
+        "actor.lora.rank=4 actor.frozen=attention": (
+            "{x}: actor.frozen: all of the model is frozen beside LoRA adapters (set it to [])"
+        ),
+        "actor.lora.rank=4 model.dtype=bf16 model.fp8.format=hybrid": (
+            "{x}: actor.lora.rank: LoRA adapters are not for layers in FP8 (model.fp8.format hybrid)"
+        ),
         "reward.verifier=maths": (
             "reward.verifier: unknown verifier 'maths' (use dapo, math or package.module:function)"
         ),

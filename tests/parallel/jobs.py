@@ -71,13 +71,30 @@ def make_config(
 
 def load(model: torch.nn.Module, folder: Path, runtime: Runtime, critic: bool = False) -> None:
     """The weights of a Hugging Face folder into this rank's model."""
-    from megarl.weights.families import table_names
+    from megarl.weights.families import model_weights
     from megarl.weights.hf import HFFolder, load_into
     from megarl.weights.layout import megatron_layout
 
     source = HFFolder(folder, critic=critic)
     shards = megatron_layout(source.config, runtime.layout, critic=critic)[runtime.rank][1]
-    load_into(table_names(dict(model.named_parameters())), shards, source)
+    load_into(model_weights(dict(model.named_parameters())), shards, source)
+
+
+def load_adapters(
+    model: Any, folder: Path, runtime: Runtime, lora: Any, given: Mapping[str, torch.Tensor]
+) -> None:
+    """Whole adapters, by PEFT's names without its prefix, into this rank's parts of them."""
+    from megarl.weights.families import read_config, table_names
+    from megarl.weights.layout import megatron_layout
+    from megarl.weights.transfer import view
+
+    named = table_names(dict(model.named_parameters()))
+    for name, shard in megatron_layout(read_config(folder), runtime.layout, lora=lora)[runtime.rank][
+        1
+    ].items():
+        assert tuple(named[name].shape) == shard.shape, name
+        for region in shard.regions:
+            view(named[name], region.local_box).copy_(view(given[region.hf_name], region.hf_box))
 
 
 def logprobs(
@@ -200,9 +217,11 @@ def gradients(
     which: str,
     options: dict[str, Any],
     prompts: list[int] | None = None,
+    adapters: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
     """Gradients of one mini-batch in Hugging Face names and shapes (on rank 0; {} elsewhere), and the
-    statistics' sums. prompts: tokens of each prompt, of a batch that rank 0 has drawn, and delivers."""
+    statistics' sums. prompts: tokens of each prompt, of a batch that rank 0 has drawn, and delivers.
+    adapters: LoRA's, to begin with; their gradients come by PEFT's names."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.comm import sum_stats
     from megarl.schedule.phases import draw_tokens
@@ -215,9 +234,10 @@ def gradients(
     build = build_critic if which == "critic" else build_actor
     model = build(config, read_hf_config(folder), runtime)
     load(model, folder, runtime, critic=which == "critic")
-    learner = TrainableModel(
-        which, model, config.critic if which == "critic" else config.actor, config.steps, runtime
-    )
+    settings = config.critic if which == "critic" else config.actor
+    if adapters is not None:
+        load_adapters(model, folder, runtime, settings.lora, adapters)
+    learner = TrainableModel(which, model, settings, config.steps, runtime)
     given: Experience | StepBatch = batch.select(range(batch.num_sequences))
     if prompts is not None:
         rows = torch.arange(batch.num_sequences if runtime.rank == 0 else 0)
@@ -257,6 +277,8 @@ def gradients(
         for name, p in learner.model.named_parameters()
     }
     gathered = _in_hf_names(grads, folder, runtime, which == "critic")
+    if adapters is not None:
+        gathered |= _in_hf_names(grads, folder, runtime, which == "critic", settings.lora)
     computed = sum(batch.tokens.shape[1] for batch in micro_batches)
     tokens = {"tokens": local.experience.num_tokens, "computed": computed}
     return {"gradients": gathered, "norm": norm, "sums": sums, **tokens}
@@ -293,9 +315,10 @@ def _gather_shards(learner: Any) -> None:
 
 
 def _in_hf_names(
-    tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runtime, critic: bool
+    tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runtime, critic: bool, lora: Any = None
 ) -> dict[str, torch.Tensor]:
-    """All ranks' float32 tensors, by their parameters' names, as Hugging Face's: on rank 0, {} elsewhere."""
+    """All ranks' float32 tensors, by their parameters' names, as Hugging Face's: on rank 0, {} elsewhere.
+    lora: adapters alone."""
     from megarl.weights.families import table_names
     from megarl.weights.hf import HFFolder
     from megarl.weights.layout import hf_shards, megatron_layout
@@ -303,8 +326,8 @@ def _in_hf_names(
     from megarl.weights.transfer import Transfer
 
     hf_config = HFFolder(folder, critic=critic).config
-    targets = hf_shards(hf_config, critic=critic)
-    plan = make_plan(megatron_layout(hf_config, runtime.layout, critic=critic), [(0, targets)])
+    targets = hf_shards(hf_config, critic=critic, lora=lora)
+    plan = make_plan(megatron_layout(hf_config, runtime.layout, critic=critic, lora=lora), [(0, targets)])
     out = (
         {name: torch.full(shard.shape, torch.nan) for name, shard in targets.items()}
         if runtime.rank == 0
@@ -695,7 +718,7 @@ def partly_frozen(
     from megarl.training.batch import distribute
     from megarl.training.losses import critic_loss, supervised_loss
     from megarl.training.model import TrainableModel, tensor_groups
-    from megarl.training.sharded import load_trainable, megatron_state
+    from megarl.training.sharded import load_model, load_trainable, megatron_state
     from tests.checkpoints import save_model
 
     critic = which == "critic"
@@ -714,7 +737,9 @@ def partly_frozen(
 
     def weights() -> dict[str, torch.Tensor]:
         named = {name: p.detach() for name, p in model.named_parameters()}
-        return _in_hf_names(named, folder, runtime, critic)
+        whole = _in_hf_names(named, folder, runtime, critic)
+        adapters = settings.lora.rank is not None
+        return whole | (_in_hf_names(named, folder, runtime, critic, settings.lora) if adapters else {})
 
     def update() -> None:
         learner.begin_step()
@@ -729,6 +754,11 @@ def partly_frozen(
     before = weights()
     if read:
         load_trainable(learner, checkpoint)
+        alone = (build_critic if critic else build_actor)(config, read_hf_config(folder), runtime)
+        load(alone, folder, runtime, critic=critic)
+        load_model(alone, checkpoint)
+        pairs = zip(alone.named_parameters(), model.parameters(), strict=True)
+        assert [name for (name, one), other in pairs if not torch.equal(one, other)] == [], "read alone"
     else:
         update()
         save_model(learner, checkpoint)
@@ -786,6 +816,61 @@ def syncs_of_frozen(runtime: Runtime, folder: Path, optimizer: dict[str, Any]) -
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data.add_(0.5)
+    return found
+
+
+def with_adapters(
+    runtime: Runtime,
+    folder: Path,
+    lora: Mapping[str, Any],
+    given: Mapping[str, torch.Tensor],
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    out: Path,
+    dtype: str = "fp32",
+) -> dict[str, Any]:
+    """Log-probs of the model alone, with its adapters as they begin, with the given ones, and with these
+    turned off. Then a weight sync into this rank's engine, one more after B has grown, and both exports."""
+    from megarl.model.builder import DTYPES, build_actor, read_hf_config
+    from megarl.rollout.transformers_engine import TransformersEngine
+    from megarl.schedule.run import make_weight_sync
+    from megarl.training.model import InferenceModel
+    from megarl.weights.families import read_config
+    from megarl.weights.hf import export_hf
+    from megarl.weights.lora import export_peft, merged
+
+    config = make_config(folder, dtype=dtype, optimizer={"lora": lora})
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"fingerprint": True})})
+    experience = Experience.build(prompts, responses)
+
+    def logprobs_of(model: Any, adapters: bool = True) -> torch.Tensor:
+        batches = make_micro_batches(experience, range(len(prompts)), 40, model)
+        inference = InferenceModel("actor", model, runtime, adapters=adapters)
+        return inference.logprob_columns(experience, batches)["logprobs"][experience.response_mask]
+
+    hf = read_hf_config(folder)
+    alone, model = (build_actor(one, hf, runtime) for one in (config.without_adapters(), config))
+    for one in (alone, model):
+        load(one, folder, runtime)
+    found = {"alone": logprobs_of(alone), "first": logprobs_of(model)}
+    load_adapters(model, folder, runtime, config.actor.lora, given)
+    found |= {"given": logprobs_of(model), "off": logprobs_of(model, adapters=False)}
+    engine = TransformersEngine(folder, dtype=DTYPES[dtype], eos_ids=(1,))
+    engine.start()
+    sync = make_weight_sync(config, runtime, read_config(folder), model, engine)
+    sync.sync(0)
+    found["engine"] = {name: tensor.clone() for name, tensor in engine.parameters().items()}
+    place = folder, runtime.layout, runtime.rank
+    named = dict(model.named_parameters())
+    sources = merged(named, read_config(folder), runtime.layout, runtime.rank, config.actor.lora)
+    export_hf(out / "hf", *place, sources, dtype=DTYPES[dtype])
+    export_peft(out / "lora", *place, named, config.actor.lora)
+    for name, parameter in named.items():
+        if name.endswith("_b"):
+            parameter.data.mul_(2.0)
+    stats = sync.sync(1)
+    found["kept"] = stats.bytes_kept
+    found["grown"] = {name: tensor.clone() for name, tensor in engine.parameters().items()}
     return found
 
 

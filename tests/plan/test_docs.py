@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.main import main
+from megarl.config.load import load_config
+from megarl.plan.memory import plan_of
+from megarl.plan.sizes import GIB
+from megarl.weights.cost import KNOWN_MODELS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "planning.md"
@@ -31,6 +35,25 @@ def test_the_page_shows_what_is_printed() -> None:
     assert len(found) == 9
     for _, command, block, _ in found:
         assert block == printed(command), f"python {Path(__file__).relative_to(ROOT)} writes the page anew"
+
+
+def test_what_adapters_fit_on_one_card() -> None:
+    """The table of docs/lora.md is what the command above it plans."""
+    page = (ROOT / "docs" / "lora.md").read_text()
+    words = shlex.split(re.findall(r"megarl (plan (?:.*\\\n)+.*)\n", page)[0])
+    overrides = [word for word in words if "=" in word and "lora" not in word]
+    rows = re.findall(r"^\| ((?:Qwen).*) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for name, *shown in (row.split(" | ") for row in rows):
+        whole, adapted = (
+            plan_of(load_config(ROOT / words[1], [*overrides, *own]), KNOWN_MODELS[name], world=1)
+            for own in ([], ["actor.lora.rank=32"])
+        )
+        needs = [{need.phase: need.total / GIB for need in plan.needs()} for plan in (whole, adapted)]
+        updates = [f"{need['actor_update']:.1f}" for need in needs]
+        sizes = [f"{whole.checkpoint() / GIB:.1f}", f"{adapted.checkpoint() / GIB:.2f}"]
+        fit = ["no" if plan.problem() else "yes" for plan in (whole, adapted)]
+        assert shown == [*updates, f"{needs[1]['weight_transfer']:.1f}", *sizes, *fit], name
 
 
 def test_it_does_not_fit_in_the_same_words_and_with_an_exit_code(

@@ -48,6 +48,12 @@ MODELS: list[dict[str, Any]] = [
         "tie_word_embeddings": True,
         "optimizer": {"frozen": ["embeddings"], "frozen_layers": 3},
     },
+    {
+        "family": "qwen2",
+        "dtype": "bf16",
+        "optimizer": {"lora": {"rank": 24, "targets": ["v_proj", "down_proj"]}},
+    },
+    {"family": "qwen3", "dtype": "bf16", "critic": True, "optimizer": {"lora": {"rank": 32}}},
 ]
 
 

@@ -33,6 +33,7 @@ from megarl.training.checkpoint import (
     FREE,
     Checkpoint,
     check_continues,
+    check_same_adapters,
     find_checkpoint,
     read_state,
     seal,
@@ -340,6 +341,49 @@ def test_a_partly_frozen_run_goes_on_with_more_steps(
                 assert same == (name in frozen if what == "hf" else attention), (what, name)
 
 
+@pytest.mark.slow
+def test_a_killed_run_of_adapters_ends_in_the_same_bits(folder: Path) -> None:
+    """Its reference is the actor without them, whose weights no checkpoint holds."""
+
+    def config_of(name: str) -> Config:
+        lora = {"rank": 4, "targets": ["q_proj", "v_proj", "down_proj"]}
+        actor, algorithm = {"lora": lora}, {"kl_weight": 0.05}
+        checkpoint = {"every": 1}
+        parallel = {"tp": 2}
+        return make_config(
+            folder, folder / name, actor=actor, algorithm=algorithm, checkpoint=checkpoint, parallel=parallel
+        )
+
+    straight, killed = config_of("adapters"), config_of("adapters-killed")
+    train(straight)
+    process = start(killed)
+    try:
+        deadline = time.monotonic() + LIMIT
+        while not (killed.run_dir / "checkpoints" / "step-000002").exists():
+            assert process.poll() is None and time.monotonic() < deadline, "no checkpoint"
+            time.sleep(0.01)
+    finally:
+        kill(process)
+    checkpoint, _ = find_checkpoint(killed.run_dir)
+    assert checkpoint is not None and checkpoint.step < killed.steps, "it was done before it was killed"
+    assert f"continues from {checkpoint.path}" in train(killed)
+    assert_same_export(killed.run_dir / "hf", straight.run_dir / "hf")
+    halves, others = (
+        load_file(config.run_dir / "lora" / "adapter_model.safetensors") for config in (straight, killed)
+    )
+    assert_same_tensors(halves, others)
+    assert records(killed.run_dir) == records(straight.run_dir)
+    first, *later = records(straight.run_dir)
+    assert 0 <= first["policy/kl_loss"] < later[-1]["policy/kl_loss"], "the reference stays where it began"
+    original = load_file(folder / "model/model.safetensors")
+    for name, tensor in load_file(straight.run_dir / "hf/model.safetensors").items():
+        adapted = name.split(".")[-2] in ("q_proj", "v_proj", "down_proj")
+        assert torch.equal(tensor, original[name].to(tensor.dtype)) != adapted, name
+    size = sum(file.stat().st_size for file in (checkpoint.path / "actor").glob("*.distcp"))
+    numbers = sum(half.numel() for half in halves.values())
+    assert size < 5 * 4 * numbers, "weights and three numbers of the optimizer each, and no model"
+
+
 @pytest.fixture(scope="module")
 def vapo(folder: Path) -> Iterator[Callable[[str, int], Config]]:
     def make(name: str, steps: int) -> Config:
@@ -525,13 +569,28 @@ def test_what_is_frozen_stays_frozen(folder: Path, tmp_path: Path) -> None:
     config = make_config(folder, tmp_path, actor={"frozen": "attention"})
     settings = settings_of(config)
     check_continues(config, made(tmp_path, 1, settings))
-    old = {key: value for key, value in settings.items() if "frozen" not in key}
+    old = {key: value for key, value in settings.items() if "frozen" not in key and "lora" not in key}
     check_continues(make_config(folder, tmp_path), made(tmp_path, 1, old))
     for then in (old, {**settings, "actor.frozen": ["embeddings"]}):
         with pytest.raises(ConfigError, match=r"^actor\.frozen: is \['attention'\], the run there has \["):
             check_continues(config, made(tmp_path, 1, then))
     with pytest.raises(ConfigError, match=r"^actor\.frozen_layers: is 1, the run there has 0"):
         check_continues(make_config(folder, tmp_path, actor={"frozen_layers": 1}), made(tmp_path, 1, old))
+
+
+def test_adapters_stay_those_of_the_run(folder: Path, tmp_path: Path) -> None:
+    """When a run continues, and when its policy is evaluated; runs of older versions had none."""
+    config = make_config(folder, tmp_path, actor={"lora": {"rank": 4}})
+    settings = settings_of(config)
+    old = {key: value for key, value in settings.items() if "lora" not in key}
+    for then, named in ((old, "rank: is 4, "), ({**settings, "actor.lora.alpha": 8.0}, r"alpha: is 32\.0, ")):
+        checkpoint = made(tmp_path, 1, then)
+        for check in (check_continues, check_same_adapters):
+            with pytest.raises(ConfigError, match=rf"^actor\.lora\.{named}"):
+                check(config, checkpoint)
+    same = made(tmp_path, 1, settings)
+    check_continues(config, same)
+    check_same_adapters(config, same)
 
 
 def test_free_keys_may_change(folder: Path, tmp_path: Path) -> None:

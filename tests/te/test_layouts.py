@@ -13,6 +13,7 @@ from transformers import AutoModelForTokenClassification
 
 from tests.parallel import jobs, test_invariance, test_parity
 from tests.parallel.test_invariance import TERMS, VOCAB, make_batch, relative_difference
+from tests.parallel.test_lora import draw_adapters
 from tests.parallel.test_parity import FAMILIES, hf_logprobs, sequences
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
@@ -129,6 +130,25 @@ def test_gradients_of_partly_frozen_models(
         found = ranks(*layout).run(jobs.gradients, **arguments, options=chosen)[0]
         check(found, expected, layout)
         assert [name for name, gradient in found["gradients"].items() if not gradient.any()] == frozen
+
+
+@pytest.mark.parametrize(
+    ("family", "which"), [("qwen3", "actor"), ("qwen2", "critic"), ("qwen3_moe", "actor")]
+)
+def test_gradients_of_adapters(family: Any, which: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Beside linears whose norms, with adapters, stand alone."""
+    kind: Any = "token" if which == "critic" else None
+    folder = make_tiny_model(
+        tmp_path / "model", family, vocab=VOCAB, layers=2, tied=which == "actor", classification=kind
+    )
+    lora = {"rank": 3, "alpha": 6.0}
+    arguments = {"folder": folder, "which": which, "batch": make_batch()}
+    arguments["adapters"] = draw_adapters(folder, lora)
+    options = {"optimizer": {"lora": lora}, "budget": 10_000}
+    expected = ranks(1, 1, 1).run(jobs.gradients, **arguments, options=options)[0]
+    for number, layout in enumerate([(1, 1, 1), (2, 1, 1), (1, 2, 1)]):
+        chosen = {**options, "budget": 48, "model": te(RECOMPUTE[number % 3])}
+        check(ranks(*layout).run(jobs.gradients, **arguments, options=chosen)[0], expected, layout)
 
 
 def check(found: dict[str, Any], expected: dict[str, Any], layout: tuple[int, ...]) -> None:

@@ -3,7 +3,7 @@ float64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from megarl.config.errors import ConfigError
+from megarl.config.schema import LoraConfig
 from megarl.parallel.layout import Layout
-from megarl.weights.layout import hf_shapes, hf_shards, megatron_layout, sglang_shards
-from megarl.weights.plan import fp8_block, make_plan
-from megarl.weights.transfer import Transfer
+from megarl.weights.layout import Shards, hf_shapes, hf_shards, megatron_layout, sglang_shards
+from megarl.weights.lora import merged
+from megarl.weights.plan import Plan, fp8_block, make_plan
+from megarl.weights.transfer import FORMAT_DTYPES, Source, Transfer
 from tests.ranks import RankPool
 from tests.weights.folders import described, sliced
 from tests.weights.jobs import into_engines, whole_model
@@ -185,3 +187,48 @@ def test_scales_of_experts_are_rows_of_a_parameter_of_their_own() -> None:
         f"{layer}0.{part}_proj.weight_scale_inv" for part in ("gate", "up")
     )
     assert (gate.local_box, up.local_box) == (((0, 1), (0, 2)), ((1, 2), (0, 2)))
+
+
+def test_merged_weights_are_those_of_their_products() -> None:
+    """With LoRA adapters a source is computed where it is taken: the same, in bf16 and quantised, as if it
+    had been there. Of numbers whose sums are exact, so that their order does not matter."""
+    lora = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "o_proj", "up_proj"))
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        numbers = (torch.randint(-8, 9, shape, generator=generator) for shape in shapes.values())
+        return dict(zip(shapes, (number.bfloat16() / 8 for number in numbers), strict=True))
+
+    hf, halves = drawn(hf_shapes(CONFIG)), drawn(hf_shapes(CONFIG, lora=lora))
+    whole = dict(hf)
+    for name in halves:
+        if name.endswith("lora_A.weight"):
+            stem = name.removesuffix("lora_A.weight")
+            product = halves[f"{stem}lora_B.weight"].double() @ halves[name].double()
+            whole[f"{stem}weight"] = (hf[f"{stem}weight"].double() + 2.0 * product).bfloat16()
+    assert sum(not torch.equal(hf[name], whole[name]) for name in hf) == 2 * 3
+
+    def moved(plan: Plan, sources: Mapping[str, Source]) -> dict[str, Tensor]:
+        dtypes = {name: FORMAT_DTYPES[kind] for name, kind in plan.formats.items()}
+        shapes = {name: shard.shape for name, shard in plan.targets[0].items()}
+        out = {n: torch.zeros(shape, dtype=dtypes.get(n, torch.bfloat16)) for n, shape in shapes.items()}
+        transfer = Transfer(plan, 0, sources, out, 1)
+        transfer.run()
+        transfer.check()
+        return out
+
+    def sources_of(layout: Layout, rank: int) -> tuple[Shards, Mapping[str, Source]]:
+        own, beside = (megatron_layout(CONFIG, layout, lora=one)[rank][1] for one in (None, lora))
+        return own, merged(sliced(own, hf) | sliced(beside, halves), CONFIG, layout, rank, lora)
+
+    for rank in range(2):
+        own, sources = sources_of(Layout(tp=2), rank)
+        found = moved(make_plan([(0, own)], [(0, own)]), sources)
+        assert all(torch.equal(found[name], tensor) for name, tensor in sliced(own, whole).items())
+    own, sources = sources_of(Layout(), 0)
+    quantising = fp8_block([(0, own)], [(0, hf_shards(CONFIG))], hf_shapes(CONFIG))
+    plan = make_plan(*quantising[:2], formats=quantising[2])
+    found, expected = moved(plan, sources), moved(plan, sliced(own, whole))
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor.float(), expected[name].float()), name

@@ -1,0 +1,142 @@
+"""LoRA adapters (arXiv 2106.09685) beside Megatron's linears, which are frozen: y = W x + scale * B A x.
+
+What there is of them says weights/families.py:adapters. A starts as PEFT has it (uniform, +-1/sqrt(in)), from
+a seed and a name alone, so that every layout has the same; B starts at zero.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megarl.config.schema import LoraConfig
+from megarl.parallel.runtime import Runtime
+from megarl.weights.families import Pair, Sizes, adapters, family_of
+from megarl.weights.layout import pair_shard, sizes_of
+from megarl.weights.transfer import view
+
+
+class Adapters(torch.nn.Module):
+    """The adapters of the Hugging Face matrices in one linear: parameters `q_proj_a` [rank, in], `q_proj_b`
+    [out, rank], of which this rank has its part. forward: input of the linear -> what its output lacks.
+
+    rows     this rank's rows of each matrix in the linear, whether it has adapters or not
+    groups   query groups on this rank, whose rows lie together; 0: each matrix's rows do
+    columns  whether the linear is cut over tensor-parallel ranks by columns; None: it is not cut
+    """
+
+    def __init__(
+        self, scale: float, rows: dict[str, int], groups: int, columns: bool | None, sequence_parallel: bool
+    ) -> None:
+        super().__init__()
+        self.scale, self.rows, self.groups, self.enabled = scale, rows, groups, True
+        self.columns, self.sequence_parallel = columns, sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = dict(self.named_parameters(recurse=False))
+        names = [name for name in self.rows if f"{name}_a" in own]
+        low = F.linear(x, torch.cat([own[f"{name}_a"] for name in names])) * self.scale
+        if self.columns:  # each rank has seen its part of the input
+            reduce = reduce_from_tensor_model_parallel_region
+            low = reduce_scatter_to_sequence_parallel_region(low) if self.sequence_parallel else reduce(low)
+        elif self.columns is not None:  # each rank makes its part of the output
+            if self.sequence_parallel:
+                low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
+            else:
+                low = copy_to_tensor_model_parallel_region(low)
+        parts = dict(zip(names, low.chunk(len(names), -1), strict=True))
+        added = [
+            F.linear(parts[name], own[f"{name}_b"]) if name in parts else low.new_zeros(*low.shape[:-1], rows)
+            for name, rows in self.rows.items()
+        ]
+        if self.groups:
+            return torch.cat([one.unflatten(-1, (self.groups, -1)) for one in added], -1).flatten(-2)
+        return torch.cat(added, -1)
+
+
+def attach_adapters(
+    chunk: Any, hf_config: Mapping[str, Any], lora: LoraConfig, seed: int, runtime: Runtime
+) -> None:
+    """Give the linears of a model's layers their adapters, as a child module `lora` and a hook."""
+    sizes, layout = sizes_of(hf_config, lora), runtime.layout
+    adapted = [pair for pair in family_of(hf_config).layer if adapters(pair, lora)]
+    own = sizes.experts // layout.ep
+    for layer, pair in product(chunk.decoder.layers, adapted):
+        path = pair.megatron.removeprefix("decoder.layers.{l}.").removesuffix(".weight")
+        for expert in range(own) if pair.per_expert else (0,):
+            linear = layer.get_submodule(path.format(e=expert))
+            place = layer.layer_number - 1, layout.ep_rank(runtime.rank) * own + expert
+            linear.lora = _adapters_of(pair, place, sizes, lora, seed, chunk.config, runtime)
+            linear.register_forward_hook(_add)
+
+
+def _adapters_of(
+    pair: Pair,
+    place: tuple[int, int],
+    sizes: Sizes,
+    lora: LoraConfig,
+    seed: int,
+    config: TransformerConfig,
+    runtime: Runtime,
+) -> Adapters:
+    """Make the adapters of one linear. place: its layer and expert in the whole model."""
+    tp, tp_rank = (1, 0) if pair.per_expert else (runtime.layout.tp, runtime.tp_rank)
+    rows: dict[str, int] = {}
+    for region in pair_shard(sizes, pair, *place, tp, tp_rank).regions:
+        module, (start, stop) = region.hf_name.split(".")[-2], region.hf_box[0]
+        rows[module] = rows.get(module, 0) + stop - start
+    groups = sizes.kv_heads // tp if pair.operation == "qkv" else 0
+    columns = pair.operation == "row" if tp > 1 else None
+    made = Adapters(lora.scale, rows, groups, columns, config.sequence_parallel)
+    for half in adapters(pair, lora):
+        shard, ((name, dims),) = pair_shard(sizes, half, *place, tp, tp_rank), half.hf
+        values = torch.zeros(shard.shape, dtype=config.params_dtype)
+        if half.megatron.endswith("_a"):
+            digest = hashlib.sha256(f"{seed} {name.format(l=place[0], e=place[1])}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            shape = sizes.shape(dims)
+            whole = (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])
+            for region in shard.regions:
+                view(values, region.local_box).copy_(view(whole, region.hf_box))
+        parameter: Any = torch.nn.Parameter(values)
+        if half.operation != "replicated":
+            dim = 1 if half.operation == "row" else 0
+            set_tensor_model_parallel_attributes(parameter, is_parallel=tp > 1, dim=dim, stride=1)
+        elif tp > 1:
+            # Each rank sees its part of the tokens only: Megatron sums such gradients over the ranks.
+            parameter.sequence_parallel = config.sequence_parallel
+        made.register_parameter(half.megatron.rsplit(".", 1)[1], parameter)
+    return made
+
+
+def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    return (output[0] + linear.lora(inputs[0]), output[1]) if linear.lora.enabled else output
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Have the model compute what its frozen weights alone do."""
+    found = [module for module in model.modules() if isinstance(module, Adapters)]
+    for module in found:
+        module.enabled = False
+    try:
+        yield
+    finally:
+        for module in found:
+            module.enabled = True
