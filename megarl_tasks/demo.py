@@ -61,7 +61,7 @@ MARK_RUN = ".megarl-demo-run"  # in a run's folder, which the next run of its re
 def demo(
     overrides: Annotated[list[str], key_values("parallel.tp=1; they are for the reinforcement run")],
     *,
-    recipe: Annotated[Literal["vapo", "dapo", "sao", "vc_ppo", "rloo", "dr_grpo"], Option()] = "vapo",
+    recipe: Annotated[Literal["vapo", "dapo", "sao", "vc_ppo", "rloo", "dr_grpo", "gdpo"], Option()] = "vapo",
     seed: Annotated[int, Option(metavar="SEED", help="of model, task and training")] = 0,
     model: Annotated[
         Model,

@@ -1,11 +1,12 @@
-"""Advantages: from the group's rewards (DAPO, Dr. GRPO, RLOO), and generalised advantage estimation with
-decoupled and length-adaptive lambda (VAPO), on packed batches; and how lambda, the value error and
+"""Advantages: from the group's rewards (DAPO, Dr. GRPO, RLOO, GDPO), and generalised advantage estimation
+with decoupled and length-adaptive lambda (VAPO), on packed batches; and how lambda, the value error and
 entropy are distributed.
 
 Sums are taken in float64, so that 20,000 tokens of lambda = 1 lose nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -47,6 +48,25 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, kind: GroupBaseline = "
     elif kind == "leave_one_out":
         centred = centred * (sizes.double() / (sizes - 1).clamp(min=1))[group]
     return centred.to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+def per_reward_advantages(
+    rewards: Tensor, weights: Sequence[float], group_ids: Tensor, counted: Tensor
+) -> Tensor:
+    """Return the advantage of each response by several rewards, of which each is normalised by itself, [n],
+    float32 (float64 for float64), 0 where not `counted` (GDPO, arXiv 2601.05242, as NVlabs/GDPO has it for
+    TRL: over responses, not tokens):
+
+    S_i = sum_k w_k (R_ik - mean(R_k)) / (std(R_k) + 1e-6) within the group, as `group_advantages`
+    A_i = (S_i - mean(S)) / sqrt(var(S) + 1e-8) over all counted responses of the batch, as `whiten`
+
+    rewards: [n, k], without the weights, which normalising would take away. counted: bool [n]."""
+    columns = rewards.double().unbind(1)
+    total = torch.zeros(len(rewards), dtype=torch.float64, device=rewards.device)
+    for weight, column in zip(weights, columns, strict=True):
+        total += weight * group_advantages(column, group_ids)
+    normalised = whiten(total, counted, *mean_and_variance(moments(total, counted)))
+    return normalised.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:

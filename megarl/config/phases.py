@@ -100,6 +100,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rollout": {"dynamic_sampling": {"enabled": True}},
         "reward": {"overlong": {"soft_punishment": True}},
     },
+    # arXiv 2601.05242: GRPO, each reward normalised by itself; of two, right answers and lengths.
+    "gdpo": {
+        "algorithm": {"advantage": "per_reward", "aggregation": "sample"},
+        "reward": {"overlong": {"soft_punishment": True}},
+    },
     # arXiv 2607.07508, from descriptions and reimplementations: VAPO's critic without groups.
     "sao": {
         "algorithm": {
@@ -224,20 +229,23 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
     if not config.has_engine:
         return (READ_PAIRS, DISTRIBUTE, SUPERVISED_UPDATE)
     a = config.algorithm
-    before: list[Phase] = [ROLLOUT, _distribution(config)]
+    parts = {"reward_parts"} if a.advantage == "per_reward" else set[str]()
+    rollout = replace(ROLLOUT, writes=ROLLOUT.writes | parts)
+    before: list[Phase] = [rollout, _distribution(config)]
     if a.old_logprobs == "trainer":  # else the ratio is taken to the engine's own (SAO)
         before.append(OLD_LOGPROBS)
     if a.has_reference:  # the KL to the initial policy: GRPO, REINFORCE++
         before.append(REFERENCE_LOGPROBS)
     if config.has_reward_model:
-        before.append(REWARD_MODEL)
+        model = replace(REWARD_MODEL, reads=REWARD_MODEL.reads | parts, writes=REWARD_MODEL.writes | parts)
+        before.append(model)
     kl_columns = {a.old_column, "ref_logprobs"} if a.kl_reward else set()
     if config.has_critic:  # PPO and VAPO: advantages from a critic, which is updated first
         gae_advantages = replace(GAE_ADVANTAGES, reads=GAE_ADVANTAGES.reads | kl_columns)
         before += [VALUES, gae_advantages, CRITIC_UPDATE]
     else:  # GRPO and DAPO: advantages within the group; REINFORCE++: none
         advantages = RETURN_ADVANTAGES if a.advantage == "return" else GROUP_ADVANTAGES
-        before.append(replace(advantages, reads=advantages.reads | kl_columns))
+        before.append(replace(advantages, reads=advantages.reads | kl_columns | parts))
     loss_columns = {a.old_column} | ({"ref_logprobs"} if a.kl_weight else set())
     actor_update = replace(ACTOR_UPDATE, reads=ACTOR_UPDATE.reads | loss_columns)
     return (*before, actor_update, WEIGHT_TRANSFER)

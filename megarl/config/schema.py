@@ -638,6 +638,15 @@ class RewardConfig(Section):
     )
     overlong: OverlongConfig = section(OverlongConfig)
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """Return the weight of each part of the reward that has one, by the part's key; the reward model's
+        comes last."""
+        parts = {"verifier": self.weight, "overlong": float(self.overlong.soft_punishment)}
+        parts |= {f"terms.{name}": term.weight for name, term in self.terms.items()}
+        parts["model"] = self.model.weight if self.model.path else 0.0
+        return {name: weight for name, weight in parts.items() if weight}
+
 
 class MismatchConfig(Section):
     """Corrections where the engine's probabilities differ from the trainer's.
@@ -671,11 +680,12 @@ class AlgorithmConfig(Section):
     """Every technique of both papers' ablation tables is one key here, in `rollout`, `reward.overlong` or
     `value_pretraining`."""
 
-    advantage: Literal["group", "group_mean", "leave_one_out", "return", "gae"] = field(
+    advantage: Literal["group", "group_mean", "leave_one_out", "per_reward", "return", "gae"] = field(
         "group",
         "gae: by a critic; without one: reward less the group's mean, over its standard deviation (group) or "
-        "not (group_mean), less the mean of the group's others (leave_one_out), or the return alone",
-        source="DAPO eq. 9; Dr. GRPO; RLOO; REINFORCE++; VAPO eq. 3",
+        "not (group_mean), less the mean of the group's others (leave_one_out), or the return alone; "
+        "per_reward: group of each part of the reward by itself, their sum over the batch's deviation",
+        source="DAPO eq. 9; Dr. GRPO; RLOO; REINFORCE++; VAPO eq. 3; GDPO",
     )
     gamma: float = field(1.0, "discount", source="VAPO section 2", gt=0, le=1)
     lambda_critic: float = field(
@@ -955,6 +965,7 @@ class Config(Section):
     recipe: Literal[
         "sft", "grpo", "dapo", "ppo", "vapo", "sao",
         "vc_ppo", "orz", "r1_zero", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo",
+        "gdpo",
     ] = field(..., "algorithm; sets the defaults of the switches (see config/phases.py)")  # fmt: skip
     run_dir: Path = field(..., "folder of this run: config, metrics, samples, checkpoints, report")
     steps: int = field(..., "rollout steps", "rollout steps", ge=1)

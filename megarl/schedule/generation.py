@@ -118,6 +118,8 @@ class Generation(BatchSource):
         if stage != PRETRAINING:
             found = self.rank.collect(number, self.config.log.samples)
             batch = found.to_step_batch()
+            if self.config.algorithm.advantage == "per_reward":
+                batch["reward_parts"] = found.reward_parts(self.config.reward)
             rollout = Rollout(batch, {**found.stats}, found.errors, {}, [])
         else:
             stored, events = self.pretraining_rollouts.read(number)

@@ -22,6 +22,7 @@ from megarl.training import batch
 from megarl.training.advantages import (
     add_gae,
     add_group_advantages,
+    add_per_reward_advantages,
     add_return_advantages,
     add_returns,
     correct_mismatch,
@@ -101,6 +102,9 @@ def reward_model(run: Run, step: Step) -> None:
     scores = local.gather(own, batch, run.runtime)
     batch["rewards"] = batch["rewards"] + run.config.reward.model.weight * scores
     local.experience["rewards"] = batch["rewards"][local.rows]
+    if run.config.algorithm.advantage == "per_reward":
+        batch["reward_parts"] = torch.cat([batch["reward_parts"], scores[:, None]], 1)
+        local.experience["reward_parts"] = batch["reward_parts"][local.rows]
     scores = scores[batch.response_lengths > 0]
     step.metrics |= {
         "reward/model_mean": float(scores.double().mean()),
@@ -119,8 +123,11 @@ def values(run: Run, step: Step) -> None:
 
 
 def group_advantages(run: Run, step: Step) -> None:
-    """Compare rewards within their group (DAPO eq. 9, Dr. GRPO, RLOO)."""
-    step.metrics |= add_group_advantages(run.config.algorithm, step.batch, step.local, run.runtime)
+    """Compare rewards within their group (DAPO eq. 9, Dr. GRPO, RLOO), or each of their parts (GDPO)."""
+    if run.config.algorithm.advantage == "per_reward":
+        add_per_reward_advantages(run.config, step.batch, step.local, run.runtime)
+    else:
+        step.metrics |= add_group_advantages(run.config.algorithm, step.batch, step.local, run.runtime)
 
 
 def return_advantages(run: Run, step: Step) -> None:

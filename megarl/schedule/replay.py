@@ -173,7 +173,7 @@ def check_replay(config: Config, number: int) -> None:
         raise ConfigError(f"--step: must be >= 1 (got {number})")
     recorded_numbers(config, number)
     before(config, number)
-    if ROLLOUT in training_phases(config):
+    if config.has_engine:
         files_of(stored(rollouts_folder(config), number))
 
 

@@ -18,13 +18,14 @@ from megarl.algorithms.advantages import (
     length_adaptive_lambda,
     mean_and_variance,
     moments,
+    per_reward_advantages,
     returns,
     sums_by_position,
     whiten,
 )
 from megarl.algorithms.evaluation import explained_variance, variance_sums
 from megarl.algorithms.mismatch import difference_histogram, mismatch_factors, mismatch_metrics, mismatch_sums
-from megarl.config.schema import AlgorithmConfig, MismatchConfig
+from megarl.config.schema import AlgorithmConfig, Config, MismatchConfig
 from megarl.data.experience import Experience, StepBatch
 from megarl.parallel.comm import max_over_ranks, sum_over_replicas
 from megarl.parallel.runtime import Runtime
@@ -45,10 +46,27 @@ def add_group_advantages(
         of_responses = torch.zeros(experience.num_sequences, dtype=of_tokens.dtype)
         of_responses.index_add_(0, experience.sequence_ids, of_tokens)
         rewards = local.gather(of_responses, batch, runtime)
-    assert config.advantage != "gae" and config.advantage != "return"
+    assert config.advantage != "gae" and config.advantage != "return" and config.advantage != "per_reward"
     advantages = group_advantages(rewards, batch["group_ids"], config.advantage)
     _write_advantages(config, experience, experience.spread(advantages[local.rows]), runtime)
     return metrics
+
+
+def add_per_reward_advantages(
+    config: Config, batch: Experience | StepBatch, local: LocalBatch, runtime: Runtime
+) -> None:
+    """Write this replica's advantages [T] from the parts of the rewards (GDPO), each response's own at all of
+    its tokens. What turns have got of their own is one more part, of weight 1."""
+    experience, parts = local.experience, batch["reward_parts"]
+    weights = [*config.reward.parts.values()]
+    if "turn_rewards" in experience:
+        of_responses = torch.zeros(experience.num_sequences, dtype=torch.float64)
+        of_responses.index_add_(0, experience.sequence_ids, experience["turn_rewards"].double())
+        of_turns = local.gather(of_responses, batch, runtime)
+        parts, weights = torch.cat([parts, of_turns[:, None].to(parts.dtype)], 1), [*weights, 1.0]
+    counted = batch.response_lengths > 0
+    advantages = per_reward_advantages(parts, weights, batch["group_ids"], counted)
+    _write_advantages(config.algorithm, experience, experience.spread(advantages[local.rows]), runtime)
 
 
 def add_return_advantages(

@@ -80,6 +80,68 @@ def test_group_advantages_by_hand():
     assert adv.group_advantages(torch.tensor([1, 0]), torch.tensor([0, 0])).dtype == torch.float32
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(1, 4).flatmap(
+        lambda k: st.lists(
+            st.tuples(
+                st.integers(0, 3),
+                st.booleans(),
+                st.lists(
+                    st.sampled_from([1.0, 0.0, 0.25, -0.5, 3.0]) | st.floats(-10, 10, width=32),
+                    min_size=k,
+                    max_size=k,
+                ),
+            ),
+            min_size=1,
+            max_size=30,
+        )
+    ),
+    st.lists(st.sampled_from([1.0, 0.5, -0.25, 2.0]), min_size=4, max_size=4),
+)
+def test_per_reward_advantages_equal_the_formula(rows, weights):
+    """GDPO's two normalisations, response by response and reward by reward. What is not counted is a group of
+    its own, as `to_step_batch` makes it."""
+    rows = [(g if counted else 10 + i, counted, r) for i, (g, counted, r) in enumerate(rows)]
+    sums = []
+    for g, _, rewards in rows:
+        total = 0.0
+        for k, reward in enumerate(rewards):
+            members = [r[k] for h, _, r in rows if h == g]
+            if len(set(members)) > 1:
+                deviation = statistics.stdev(members) + 1e-6
+                total += weights[k] * (reward - statistics.fmean(members)) / deviation
+        sums.append(total)
+    kept = [s for s, (_, counted, _) in zip(sums, rows, strict=True) if counted]
+    expected = [
+        (s - statistics.fmean(kept)) / (statistics.variance(kept) + 1e-8) ** 0.5 if len(kept) > 1 else s
+        for s in sums
+    ]
+    expected = [a if counted else 0.0 for a, (_, counted, _) in zip(expected, rows, strict=True)]
+    ids, counted = torch.tensor([g for g, _, _ in rows]), torch.tensor([c for _, c, _ in rows])
+    rewards = torch.tensor([r for _, _, r in rows], dtype=torch.float64)
+    own = weights[: rewards.shape[1]]
+    result = adv.per_reward_advantages(rewards, own, ids, counted)
+    torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(rows)))
+    again = adv.per_reward_advantages(rewards[order], own, ids[order], counted[order])
+    torch.testing.assert_close(again, result[order], rtol=1e-6, atol=1e-9)
+    assert adv.per_reward_advantages(rewards.float(), own, ids, counted).dtype == torch.float32
+
+
+def test_rewards_whose_sums_are_alike_are_told_apart():
+    """The example of GDPO's introduction: sums (0, 1) and (0, 2) of two rewards come to the same within their
+    groups, and by each reward they do not. Scaling a reward changes nothing but for epsilon."""
+    rewards = torch.tensor([[0.0, 0], [1, 0], [0, 0], [1, 1]], dtype=torch.float64)
+    ids, all_of_them = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
+    sums = adv.group_advantages(rewards.sum(1), ids)
+    assert float(sums[1]) == pytest.approx(float(sums[3]), rel=1e-5)
+    found = adv.per_reward_advantages(rewards, [1, 1], ids, all_of_them)
+    assert float(found[3]) == pytest.approx(2 * float(found[1]), rel=1e-5)
+    scaled = adv.per_reward_advantages(rewards * torch.tensor([100.0, 1]), [1, 1], ids, all_of_them)
+    torch.testing.assert_close(scaled, found, rtol=1e-5, atol=0)
+
+
 def test_length_adaptive_lambda():
     lam = adv.length_adaptive_lambda(torch.tensor([0, 1, 19, 20, 40, 20480]), alpha=0.05)
     assert lam.tolist() == pytest.approx([0, 0, 0, 0, 0.5, 1 - 1 / 1024], abs=1e-15)

@@ -150,6 +150,7 @@ class TestPresets:
         "reinforce_pp": {"advantage": "return", "whiten": True, "kl_reward": 0.001, "kl_weight": 0.0},
         "gspo": {"surrogate": "gspo", "aggregation": "sample", "clip_low": 3e-4, "clip_high": 4e-4},
         "cispo": {"surrogate": "cispo", "aggregation": "token", "clip_low": 1.0, "clip_high": 4.0},
+        "gdpo": {"advantage": "per_reward", "aggregation": "sample", "clip_high": 0.2, "kl_weight": 0.0},
         "sao": {
             "advantage": "gae",
             "surrogate": "masked",
@@ -170,7 +171,7 @@ class TestPresets:
         config = load_config(minimum, [f"recipe={recipe}"])
         assert {key: getattr(config.algorithm, key) for key in self.EXPECTED[recipe]} == self.EXPECTED[recipe]
         assert config.rollout.dynamic_sampling.enabled == (recipe in ("dapo", "cispo"))
-        assert config.reward.overlong.soft_punishment == (recipe in ("dapo", "vapo", "cispo"))
+        assert config.reward.overlong.soft_punishment == (recipe in ("dapo", "vapo", "cispo", "gdpo"))
         assert config.value_pretraining.steps == self.PRETRAINED.get(recipe, 0)
         assert config.responses == 8192
         assert config.has_critic == (recipe in ("ppo", "vapo", "vc_ppo", "orz", "sao"))
@@ -425,6 +426,16 @@ class TestContradictions:
         ),
         "recipe=dr_grpo rollout.group_size=1": (
             "rollout.group_size: must be >= 2 for algorithm.advantage group_mean"
+        ),
+        "recipe=gdpo reward.overlong.soft_punishment=false": (
+            "algorithm.advantage: per_reward needs several rewards, and there is one (verifier) "
+            "(give others a weight, or set it to group)"
+        ),
+        "recipe=gdpo algorithm.kl_reward=0.1": (
+            "algorithm.kl_reward: per_reward normalises each reward by itself, and a KL is none (set it to 0"
+        ),
+        "recipe=gdpo rollout.group_size=1": (
+            "rollout.group_size: must be >= 2 for algorithm.advantage per_reward"
         ),
         "recipe=sao rollout.group_size=2": (
             "rollout.group_size: recipe sao takes one response a prompt (got 2; set it to 1)"

@@ -56,6 +56,9 @@ ORDERS = {
     "rloo with kl": training_phases(
         make_config(recipe="rloo", algorithm={"advantage": "leave_one_out", "kl_reward": 0.1})
     ),
+    "gdpo with a reward model": training_phases(
+        make_config(recipe="gdpo", algorithm={"advantage": "per_reward"}, reward=SCORED["reward"])
+    ),
     "vapo with a reward model": training_phases(make_config(recipe="vapo", **SCORED)),
     "dapo with a reward model": training_phases(make_config(recipe="dapo", reward=SCORED["reward"])),
     "value pretraining": pretraining_phases(make_config(recipe="vapo")),

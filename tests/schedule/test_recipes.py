@@ -62,6 +62,14 @@ def test_a_reward_model(warm: Path, tmp_path: Path) -> None:
         assert sample.reward is not None and min(abs(sample.reward - reward) for reward in rewards) < 1e-4
         assert sample.reward not in (1.0, -1.0)
 
+    alone = ["reward.overlong.soft_punishment=false", "steps=1"]  # of the rewards that GDPO normalises
+    [record, *_] = [
+        record
+        for record in train(warm, "gdpo", tmp_path / "gdpo", *options, *alone)
+        if record["stage"] == "train"
+    ]
+    assert record["reward/model_std"] > 0 and record["policy/grad_norm"] > 0
+
     records = train(warm, "vapo", tmp_path / "vapo", *options, "value_pretraining.steps=1")
     assert [r["stage"] for r in records].count("value_pretraining") == 1
     for record in records:
@@ -171,6 +179,16 @@ def test_a_phase_is_held_to_its_declaration() -> None:
             "rloo",
             ["algorithm.kl_reward=0.01", "algorithm.kl_weight=0.01", "algorithm.dual_clip=3"],
             ["policy/kl_reward", "policy/kl_loss", "policy/clip_fraction_dual"],
+        ),
+        (
+            "gdpo",
+            [
+                "parallel.tp=1",
+                "parallel.dp=2",
+                "reward.terms.form.function=megarl.rewards.shaping:boxed_or_answer_line",
+                "reward.terms.form.weight=0.5",
+            ],
+            ["reward/term_form", "reward/overlong_penalty"],
         ),
         (
             "gspo",

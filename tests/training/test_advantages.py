@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.config.schema import RewardConfig, RewardTerm
 from megarl.data.experience import Experience
 from megarl.parallel.runtime import Runtime
 from tests.parallel.jobs import make_config
@@ -20,11 +21,13 @@ from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 
 BETA, GAMMA = 0.3, 0.9
+WEIGHTS = [0.5, -2.0]  # of the two parts of the reward
 # Case -> algorithm.*
 CASES: dict[str, dict[str, Any]] = {
     "DAPO": {"advantage": "group"},
     "Dr. GRPO": {"advantage": "group_mean"},
     "RLOO with KL": {"advantage": "leave_one_out", "kl_reward": BETA},
+    "GDPO": {"advantage": "per_reward"},
     "REINFORCE++": {"advantage": "return", "kl_reward": BETA, "whiten": True, "gamma": GAMMA},
     "REINFORCE++ with baseline": {"advantage": "group_mean", "whiten": True},
     "PPO with KL": {"advantage": "gae", "kl_reward": BETA, "lambda_policy": 0.8, "lambda_critic": 1.0},
@@ -40,6 +43,7 @@ def make_batch(turns: bool = False) -> Experience:
     batch = Experience.build([[3, 4]] * 12, [[5] * n for n in lengths])
     batch["group_ids"] = torch.arange(12) % 3
     batch["rewards"] = torch.randn(12, generator=g)
+    batch["reward_parts"] = torch.randn(12, 2, generator=g)
     batch["correct"], batch["truncated"] = batch["rewards"] > 0, torch.zeros(12, dtype=torch.bool)
     batch["number"] = torch.arange(12)
     if turns:
@@ -68,6 +72,11 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     experience = local.experience
     if config.has_critic:
         metrics, _ = advantages.add_gae(config.algorithm, experience, 20, runtime)
+    elif config.algorithm.advantage == "per_reward":
+        term = RewardTerm(function="module:function", weight=WEIGHTS[1])
+        reward = RewardConfig(weight=WEIGHTS[0], terms={"form": term})
+        config = config.model_copy(update={"reward": reward})
+        metrics = advantages.add_per_reward_advantages(config, batch, local, runtime) or {}
     elif config.algorithm.advantage == "return":
         metrics = advantages.add_return_advantages(config.algorithm, experience, runtime)
     else:
@@ -83,6 +92,18 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
         for (number, start), end in zip(spans, ends, strict=True)
     }
     return found, metrics
+
+
+def one_by_one(parts: list[list[float]], weights: list[float], groups: list[int]) -> list[float]:
+    """GDPO: each part of the rewards normalised within the group, their sum within the batch."""
+    sums = []
+    for own, group in zip(parts, groups, strict=True):
+        total = 0.0
+        for k, weight in enumerate(weights):
+            others = [theirs[k] for theirs, g in zip(parts, groups, strict=True) if g == group]
+            total += weight * (own[k] - statistics.fmean(others)) / (statistics.stdev(others) + 1e-6)
+        sums.append(total)
+    return [(x - statistics.fmean(sums)) / statistics.stdev(sums) for x in sums]
 
 
 def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[float]]]:
@@ -106,6 +127,14 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
         for i, span in enumerate(spans)
     ]
     totals = [math.fsum(tokens) for tokens in rewards]
+    of_parts = one_by_one(
+        [
+            [*parts, math.fsum(of_turns[t] for t in span)]
+            for parts, span in zip(batch["reward_parts"].tolist(), spans, strict=True)
+        ],
+        [*WEIGHTS, 1.0] if turns else WEIGHTS,
+        groups,
+    )
     found: dict[int, dict[str, list[float]]] = {}
     for i, span in enumerate(spans):
         group = [totals[j] for j in range(12) if groups[j] == groups[i]]
@@ -130,6 +159,7 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
                 "group": (totals[i] - mean) / (statistics.stdev(group) + 1e-6),
                 "group_mean": totals[i] - mean,
                 "leave_one_out": totals[i] - others,
+                "per_reward": of_parts[i],
             }[kind]
             found[i] = {"advantages": [value] * n}
     if algorithm.get("whiten"):
