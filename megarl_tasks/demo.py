@@ -32,6 +32,7 @@ from megarl_tasks.pretrained import SMOLLM2, fetch
 
 Model = Literal["tiny", "smollm2"]
 Task = Literal["sums", "calculator"]
+Recipe = Literal["vapo", "dapo", "sao", "vc_ppo", "rloo", "dr_grpo", "gdpo", "spo"]
 FOLDERS: dict[Model, Path] = {"tiny": Path("runs/demo"), "smollm2": Path("runs/smollm2")}
 # Of the pretrained model's runs. TOKENS: that a response adds to a pass, with its share of the prompt;
 # REACHED: share of the processor's rate that a forward pass reaches; ASKED: such passes that a held-out
@@ -61,7 +62,7 @@ MARK_RUN = ".megarl-demo-run"  # in a run's folder, which the next run of its re
 def demo(
     overrides: Annotated[list[str], key_values("parallel.tp=1; they are for the reinforcement run")],
     *,
-    recipe: Annotated[Literal["vapo", "dapo", "sao", "vc_ppo", "rloo", "dr_grpo", "gdpo"], Option()] = "vapo",
+    recipe: Annotated[Recipe, Option()] = "vapo",
     seed: Annotated[int, Option(metavar="SEED", help="of model, task and training")] = 0,
     model: Annotated[
         Model,

@@ -6,8 +6,8 @@ Sums are taken in float64, so that 20,000 tokens of lambda = 1 lose nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -67,6 +67,47 @@ def per_reward_advantages(
         total += weight * group_advantages(column, group_ids)
     normalised = whiten(total, counted, *mean_and_variance(moments(total, counted)))
     return normalised.to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+class SuccessTracker:
+    """How likely an answer to each prompt is right, from the answers that it has had: Beta(a, b), which
+    forgets (Single-stream Policy Optimization, arXiv 2509.13232; verl-recipe's spo_ray_trainer.py with a
+    constant rho and no offline samples).
+
+    The chance is a / (a + b). A step with r right and w wrong answers to a prompt makes it rho a + r and
+    rho b + w, so that about the last 1 / (1 - rho) answers count.
+
+    counts  uid of a prompt -> (a, b); any other's are PRIOR"""
+
+    PRIOR = (0.5, 0.5)
+
+    def __init__(self, rho: float) -> None:
+        self.rho = rho
+        self.counts: dict[int, tuple[float, float]] = {}
+
+    def chances(self, prompts: Tensor) -> Tensor:
+        """Return the chance of a right answer to each prompt, float64 [n]. prompts: int64 [n], uids."""
+        counts = [self.counts.get(uid, self.PRIOR) for uid in prompts.tolist()]
+        return torch.tensor([a / (a + b) for a, b in counts], dtype=torch.float64)
+
+    def observe(self, prompts: Tensor, correct: Tensor) -> None:
+        """Take in a step's answers, in any order. prompts: int64 [n], uids; correct: bool [n]."""
+        answers: dict[int, list[int]] = {}
+        for uid, right in zip(prompts.tolist(), correct.tolist(), strict=True):
+            answers.setdefault(uid, [0, 0])[0 if right else 1] += 1
+        for uid, (right, wrong) in answers.items():
+            a, b = self.counts.get(uid, self.PRIOR)
+            self.counts[uid] = (self.rho * a + right, self.rho * b + wrong)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: lists of numbers, which later steps do not change."""
+        right, wrong = ([count[i] for count in self.counts.values()] for i in (0, 1))
+        return {"prompts": list(self.counts), "right": right, "wrong": wrong}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+        counts = zip(state["right"], state["wrong"], strict=True)
+        self.counts = dict(zip(state["prompts"], counts, strict=True))
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:

@@ -158,13 +158,23 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
     if a.advantage in ("group", "group_mean", "leave_one_out", "per_reward") and group < 2:
         what = f"must be >= 2 for algorithm.advantage {a.advantage}, which compares a group's responses"
         yield f"rollout.group_size: {what} (got {group}; or set algorithm.advantage=gae)"
-    if a.advantage == "per_reward":
-        if len(c.reward.parts) < 2 and not c.rollout.acts:  # turns may have rewards of their own
-            what = f"per_reward needs several rewards, and there is one ({', '.join(c.reward.parts)})"
-            yield f"algorithm.advantage: {what} (give others a weight, or set it to group)"
-        if a.kl_reward:
-            what = "per_reward normalises each reward by itself, and a KL is none"
-            yield f"algorithm.kl_reward: {what} (set it to 0; kl_weight puts the KL into the loss)"
+    # In episodes turns may have rewards of their own.
+    if a.advantage == "per_reward" and len(c.reward.parts) < 2 and not c.rollout.acts:
+        what = f"per_reward needs several rewards, and there is one ({', '.join(c.reward.parts)})"
+        yield f"algorithm.advantage: {what} (give others a weight, or set it to group)"
+    if a.advantage == "tracked":
+        if c.rollout.dynamic_sampling.enabled:
+            what = "would hide from algorithm.advantage tracked what is all right or all wrong"
+            yield f"rollout.dynamic_sampling.enabled: {what} (set it to false)"
+        if not c.reward.weight:
+            what = "must be > 0 for algorithm.advantage tracked, which expects the verifier's reward"
+            yield f"reward.weight: {what}"
+    else:
+        for key in _changed(c, "algorithm.tracker_rho"):
+            yield f"{key}: has no effect with algorithm.advantage {a.advantage} (set that to tracked)"
+    if a.kl_reward and a.advantage in ("per_reward", "tracked"):
+        what = f"is no reward that algorithm.advantage {a.advantage} could compare"
+        yield f"algorithm.kl_reward: {what} (set it to 0; kl_weight puts the KL into the loss)"
     if c.recipe == "sao" and group > 1:
         yield f"rollout.group_size: recipe sao takes one response a prompt (got {group}; set it to 1)"
     if c.rollout.dynamic_sampling.enabled and group < 2:

@@ -105,6 +105,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "algorithm": {"advantage": "per_reward", "aggregation": "sample"},
         "reward": {"overlong": {"soft_punishment": True}},
     },
+    # Single-stream Policy Optimization, arXiv 2509.13232; token-level is our choice.
+    "spo": {
+        "algorithm": {"advantage": "tracked", "aggregation": "token"},
+        "rollout": {"prompts": 8192, "group_size": 1},
+    },
     # arXiv 2607.07508, from descriptions and reimplementations: VAPO's critic without groups.
     "sao": {
         "algorithm": {
@@ -189,6 +194,7 @@ REFERENCE_LOGPROBS = declare(
 REWARD_MODEL = declare("reward_model", reads="tokens rewards", writes="rewards", on_gpu="reward.weights")
 VALUES = declare("values", reads="tokens", writes="values", on_gpu="critic.weights")
 GROUP_ADVANTAGES = declare("group_advantages", reads="rewards turn_rewards group_ids", writes="advantages")
+TRACKED_ADVANTAGES = declare("tracked_advantages", reads="rewards correct prompt_uids", writes="advantages")
 RETURN_ADVANTAGES = declare("return_advantages", reads="rewards turn_rewards", writes="advantages")
 GAE_ADVANTAGES = declare("gae_advantages", reads="rewards turn_rewards values", writes="advantages returns")
 MONTE_CARLO_RETURNS = declare("monte_carlo_returns", reads="rewards turn_rewards values", writes="returns")
@@ -230,7 +236,8 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
         return (READ_PAIRS, DISTRIBUTE, SUPERVISED_UPDATE)
     a = config.algorithm
     parts = {"reward_parts"} if a.advantage == "per_reward" else set[str]()
-    rollout = replace(ROLLOUT, writes=ROLLOUT.writes | parts)
+    uids = {"prompt_uids"} if a.advantage == "tracked" else set[str]()
+    rollout = replace(ROLLOUT, writes=ROLLOUT.writes | parts | uids)
     before: list[Phase] = [rollout, _distribution(config)]
     if a.old_logprobs == "trainer":  # else the ratio is taken to the engine's own (SAO)
         before.append(OLD_LOGPROBS)
@@ -243,8 +250,9 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
     if config.has_critic:  # PPO and VAPO: advantages from a critic, which is updated first
         gae_advantages = replace(GAE_ADVANTAGES, reads=GAE_ADVANTAGES.reads | kl_columns)
         before += [VALUES, gae_advantages, CRITIC_UPDATE]
-    else:  # GRPO and DAPO: advantages within the group; REINFORCE++: none
-        advantages = RETURN_ADVANTAGES if a.advantage == "return" else GROUP_ADVANTAGES
+    else:  # GRPO and DAPO: advantages within the group; REINFORCE++: none; SPO: by the prompt's history
+        of_kind = {"return": RETURN_ADVANTAGES, "tracked": TRACKED_ADVANTAGES}
+        advantages = of_kind.get(a.advantage, GROUP_ADVANTAGES)
         before.append(replace(advantages, reads=advantages.reads | kl_columns | parts))
     loss_columns = {a.old_column} | ({"ref_logprobs"} if a.kl_weight else set())
     actor_update = replace(ACTOR_UPDATE, reads=ACTOR_UPDATE.reads | loss_columns)

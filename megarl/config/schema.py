@@ -676,16 +676,27 @@ class MismatchConfig(Section):
         return self.weight != "none" or self.mask != "none"
 
 
+Advantage = Literal["group", "group_mean", "leave_one_out", "per_reward", "tracked", "return", "gae"]
+
+
 class AlgorithmConfig(Section):
     """Every technique of both papers' ablation tables is one key here, in `rollout`, `reward.overlong` or
     `value_pretraining`."""
 
-    advantage: Literal["group", "group_mean", "leave_one_out", "per_reward", "return", "gae"] = field(
+    advantage: Advantage = field(
         "group",
         "gae: by a critic; without one: reward less the group's mean, over its standard deviation (group) or "
         "not (group_mean), less the mean of the group's others (leave_one_out), or the return alone; "
-        "per_reward: group of each part of the reward by itself, their sum over the batch's deviation",
-        source="DAPO eq. 9; Dr. GRPO; RLOO; REINFORCE++; VAPO eq. 3; GDPO",
+        "per_reward: group of each part of the reward by itself, their sum over the batch's deviation; "
+        "tracked: reward less what earlier answers to the prompt let expect, normalised over the batch",
+        source="DAPO eq. 9; Dr. GRPO; RLOO; REINFORCE++; VAPO eq. 3; GDPO; SPO",
+    )
+    tracker_rho: float = field(
+        0.875,
+        "with advantage tracked: share of what is known of a prompt that counts on when it is answered again",
+        source="SPO: 0.875 to 0.96, by how far the policy has moved",
+        gt=0,
+        le=1,
     )
     gamma: float = field(1.0, "discount", source="VAPO section 2", gt=0, le=1)
     lambda_critic: float = field(
@@ -891,6 +902,7 @@ class GuardConfig(Section):
 WatchedPhase = Literal[
     "start", "choose a checkpoint", "resume", "rollout", "group_advantages", "distribute", "old_logprobs",
     "parity", "reference_logprobs", "reward_model", "values", "gae_advantages", "return_advantages",
+    "tracked_advantages",
     "monte_carlo_returns", "critic_update", "actor_update", "weight_transfer", "read_pairs",
     "supervised_update", "residency", "evaluation", "checkpoint", "export actor", "export critic",
 ]  # fmt: skip
@@ -965,7 +977,7 @@ class Config(Section):
     recipe: Literal[
         "sft", "grpo", "dapo", "ppo", "vapo", "sao",
         "vc_ppo", "orz", "r1_zero", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo",
-        "gdpo",
+        "gdpo", "spo",
     ] = field(..., "algorithm; sets the defaults of the switches (see config/phases.py)")  # fmt: skip
     run_dir: Path = field(..., "folder of this run: config, metrics, samples, checkpoints, report")
     steps: int = field(..., "rollout steps", "rollout steps", ge=1)

@@ -389,6 +389,11 @@ class RolloutBatch:
             own=self._pack([(prompts[g], self.groups[g].version, body) for _, g, body in own]),
         )
 
+    @property
+    def prompt_uids(self) -> Tensor:
+        """Return the uid of each response's prompt, int64 [n]."""
+        return torch.tensor([group.prompt.uid for group in self.groups for _ in group.responses])
+
     def reward_parts(self, reward: RewardConfig) -> Tensor:
         """Return what each response got of each of `reward.parts` but the model's, without its weight: the
         verifier's score, the penalty, the terms; float32 [n, parts]."""

@@ -25,6 +25,7 @@ from megarl.training.advantages import (
     add_per_reward_advantages,
     add_return_advantages,
     add_returns,
+    add_tracked_advantages,
     correct_mismatch,
     mismatch,
     policy_statistics,
@@ -128,6 +129,12 @@ def group_advantages(run: Run, step: Step) -> None:
         add_per_reward_advantages(run.config, step.batch, step.local, run.runtime)
     else:
         step.metrics |= add_group_advantages(run.config.algorithm, step.batch, step.local, run.runtime)
+
+
+def tracked_advantages(run: Run, step: Step) -> None:
+    """Compare rewards with what earlier answers to their prompts let expect (SPO)."""
+    assert run.tracker is not None
+    step.metrics |= add_tracked_advantages(run.config, step.batch, step.local, run.runtime, run.tracker)
 
 
 def return_advantages(run: Run, step: Step) -> None:

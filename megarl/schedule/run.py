@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from megarl.algorithms.advantages import SuccessTracker
 from megarl.config.errors import ConfigError
 from megarl.config.files import Dispensable
 from megarl.config.phases import never_offloaded
@@ -120,6 +121,9 @@ class Run:
         self.reward_model: InferenceModel | None = (
             self._settled("reward") if config.has_reward_model else None
         )
+        # The same on every rank.
+        tracks, rho = config.algorithm.advantage == "tracked", config.algorithm.tracker_rho
+        self.tracker = SuccessTracker(rho) if tracks else None
         self.engine: RolloutEngine | None = None  # of this rank
         self.source = self._source()
         self.data_reports = self.source.reports

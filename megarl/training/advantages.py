@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import (
+    SuccessTracker,
     error_by_position,
     gae,
     gae_metrics,
@@ -25,7 +26,7 @@ from megarl.algorithms.advantages import (
 )
 from megarl.algorithms.evaluation import explained_variance, variance_sums
 from megarl.algorithms.mismatch import difference_histogram, mismatch_factors, mismatch_metrics, mismatch_sums
-from megarl.config.schema import AlgorithmConfig, Config, MismatchConfig
+from megarl.config.schema import AlgorithmConfig, Config, MismatchConfig, RewardConfig
 from megarl.data.experience import Experience, StepBatch
 from megarl.parallel.comm import max_over_ranks, sum_over_replicas
 from megarl.parallel.runtime import Runtime
@@ -46,7 +47,7 @@ def add_group_advantages(
         of_responses = torch.zeros(experience.num_sequences, dtype=of_tokens.dtype)
         of_responses.index_add_(0, experience.sequence_ids, of_tokens)
         rewards = local.gather(of_responses, batch, runtime)
-    assert config.advantage != "gae" and config.advantage != "return" and config.advantage != "per_reward"
+    assert config.advantage in ("group", "group_mean", "leave_one_out")
     advantages = group_advantages(rewards, batch["group_ids"], config.advantage)
     _write_advantages(config, experience, experience.spread(advantages[local.rows]), runtime)
     return metrics
@@ -67,6 +68,38 @@ def add_per_reward_advantages(
     counted = batch.response_lengths > 0
     advantages = per_reward_advantages(parts, weights, batch["group_ids"], counted)
     _write_advantages(config.algorithm, experience, experience.spread(advantages[local.rows]), runtime)
+
+
+def add_tracked_advantages(
+    config: Config,
+    batch: Experience | StepBatch,
+    local: LocalBatch,
+    runtime: Runtime,
+    tracker: SuccessTracker,
+) -> dict[str, float]:
+    """Write this replica's advantages [T]: each response's reward less what the tracker expects of its
+    prompt, normalised over the batch's responses (SPO, arXiv 2509.13232). Then have the tracker see the
+    answers.
+
+    Return value/explained_variance of its chances, and tracker/known, the share of responses to prompts that
+    had been answered before."""
+    counted, prompts, correct = batch.response_lengths > 0, batch["prompt_uids"], batch["correct"]
+    chances = tracker.chances(prompts)
+    known = [uid in tracker.counts for uid in prompts[counted].tolist()]
+    advantages = batch["rewards"].double() - expected_reward(config.reward, chances)
+    advantages = whiten(advantages, counted, *mean_and_variance(moments(advantages, counted)))
+    tracker.observe(prompts[counted], correct[counted])
+    experience = local.experience
+    _write_advantages(
+        config.algorithm, experience, experience.spread(advantages[local.rows].float()), runtime
+    )
+    explained = explained_variance(variance_sums(correct.double(), chances, counted))
+    return {"value/explained_variance": explained, "tracker/known": sum(known) / max(len(known), 1)}
+
+
+def expected_reward(config: RewardConfig, chance: Tensor) -> Tensor:
+    """Return what an answer earns on average from the verifier that is right with this chance, [n]."""
+    return config.weight * ((1 - chance) * config.incorrect + chance * config.correct)
 
 
 def add_return_advantages(

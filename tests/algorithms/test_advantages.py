@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 
 import pytest
@@ -140,6 +141,49 @@ def test_rewards_whose_sums_are_alike_are_told_apart():
     assert float(found[3]) == pytest.approx(2 * float(found[1]), rel=1e-5)
     scaled = adv.per_reward_advantages(rewards * torch.tensor([100.0, 1]), [1, 1], ids, all_of_them)
     torch.testing.assert_close(scaled, found, rtol=1e-5, atol=0)
+
+
+UIDS = st.integers(0, 2**63 - 1) | st.just(7)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.lists(st.tuples(UIDS, st.booleans()), max_size=12), max_size=6),
+    st.sampled_from([0.875, 0.96, 1.0, 0.1]),
+    st.randoms(use_true_random=False),
+)
+def test_the_tracker_equals_the_formula(steps, rho, random):
+    """The chance of each prompt is a weighted share of all its answers: those of the n-th last step that it
+    was in count rho^n, and half an answer of either kind was there before. It survives JSON bit for bit."""
+    tracker = adv.SuccessTracker(rho)
+    history: dict[int, list[list[bool]]] = {}
+    for answers in steps:
+        order = random.sample(answers, len(answers))
+        tracker.observe(torch.tensor([p for p, _ in order]), torch.tensor([r for _, r in order]))
+        for prompt in {p for p, _ in answers}:
+            history.setdefault(prompt, []).append([right for p, right in answers if p == prompt])
+    expected = []
+    for visits in history.values():
+        n = len(visits)
+        right = 0.5 * rho**n + sum(rho ** (n - 1 - i) * sum(visit) for i, visit in enumerate(visits))
+        every = rho**n + sum(rho ** (n - 1 - i) * len(visit) for i, visit in enumerate(visits))
+        expected.append(right / every)
+    unknown = next(uid for uid in range(len(history) + 1) if uid not in history)
+    prompts = torch.tensor([*history, unknown], dtype=torch.int64)
+    chances = tracker.chances(prompts)
+    assert chances.tolist() == pytest.approx([*expected, 0.5], rel=1e-12)
+    again = adv.SuccessTracker(rho)
+    again.load_state_dict(json.loads(json.dumps(tracker.state_dict())))
+    assert torch.equal(again.chances(prompts), chances) and again.state_dict() == tracker.state_dict()
+
+
+def test_a_state_of_the_tracker_does_not_change_with_later_steps():
+    """A checkpoint is written while the next step runs."""
+    tracker = adv.SuccessTracker(0.5)
+    tracker.observe(torch.tensor([3]), torch.tensor([True]))
+    state = tracker.state_dict()
+    tracker.observe(torch.tensor([3, 4]), torch.tensor([True, False]))
+    assert state == {"prompts": [3], "right": [1.25], "wrong": [0.25]}
 
 
 def test_length_adaptive_lambda():

@@ -150,6 +150,7 @@ class TestPresets:
         "reinforce_pp": {"advantage": "return", "whiten": True, "kl_reward": 0.001, "kl_weight": 0.0},
         "gspo": {"surrogate": "gspo", "aggregation": "sample", "clip_low": 3e-4, "clip_high": 4e-4},
         "cispo": {"surrogate": "cispo", "aggregation": "token", "clip_low": 1.0, "clip_high": 4.0},
+        "spo": {"advantage": "tracked", "aggregation": "token", "tracker_rho": 0.875, "kl_weight": 0.0},
         "gdpo": {"advantage": "per_reward", "aggregation": "sample", "clip_high": 0.2, "kl_weight": 0.0},
         "sao": {
             "advantage": "gae",
@@ -432,10 +433,23 @@ class TestContradictions:
             "(give others a weight, or set it to group)"
         ),
         "recipe=gdpo algorithm.kl_reward=0.1": (
-            "algorithm.kl_reward: per_reward normalises each reward by itself, and a KL is none (set it to 0"
+            "algorithm.kl_reward: is no reward that algorithm.advantage per_reward could compare (set it to 0"
         ),
         "recipe=gdpo rollout.group_size=1": (
             "rollout.group_size: must be >= 2 for algorithm.advantage per_reward"
+        ),
+        "recipe=spo algorithm.kl_reward=0.1": (
+            "algorithm.kl_reward: is no reward that algorithm.advantage tracked could compare (set it to 0"
+        ),
+        "recipe=spo rollout.group_size=4 rollout.dynamic_sampling.enabled=true": (
+            "rollout.dynamic_sampling.enabled: would hide from algorithm.advantage tracked what is all right "
+            "or all wrong (set it to false)"
+        ),
+        "recipe=spo reward.weight=0 reward.terms.x.function=a:b": (
+            "reward.weight: must be > 0 for algorithm.advantage tracked, which expects the verifier's reward"
+        ),
+        "algorithm.tracker_rho=0.96": (
+            "algorithm.tracker_rho: has no effect with algorithm.advantage group (set that to tracked)"
         ),
         "recipe=sao rollout.group_size=2": (
             "rollout.group_size: recipe sao takes one response a prompt (got 2; set it to 1)"

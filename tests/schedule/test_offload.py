@@ -56,6 +56,7 @@ ORDERS = {
     "rloo with kl": training_phases(
         make_config(recipe="rloo", algorithm={"advantage": "leave_one_out", "kl_reward": 0.1})
     ),
+    "spo": training_phases(make_config(recipe="spo", algorithm={"advantage": "tracked"})),
     "gdpo with a reward model": training_phases(
         make_config(recipe="gdpo", algorithm={"advantage": "per_reward"}, reward=SCORED["reward"])
     ),

@@ -191,6 +191,11 @@ def test_a_phase_is_held_to_its_declaration() -> None:
             ["reward/term_form", "reward/overlong_penalty"],
         ),
         (
+            "spo",
+            ["parallel.tp=1", "parallel.dp=2", "rollout.prompts=32", "rollout.group_size=1"],
+            ["value/explained_variance", "tracker/known"],
+        ),
+        (
             "gspo",
             ["parallel.tp=1", "parallel.pp=2", "update.share_prompts=true"],
             ["policy/approx_kl"],

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.algorithms.advantages import SuccessTracker
 from megarl.config.schema import RewardConfig, RewardTerm
 from megarl.data.experience import Experience
 from megarl.parallel.runtime import Runtime
@@ -28,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "Dr. GRPO": {"advantage": "group_mean"},
     "RLOO with KL": {"advantage": "leave_one_out", "kl_reward": BETA},
     "GDPO": {"advantage": "per_reward"},
+    "SPO": {"advantage": "tracked", "tracker_rho": 0.9},
     "REINFORCE++": {"advantage": "return", "kl_reward": BETA, "whiten": True, "gamma": GAMMA},
     "REINFORCE++ with baseline": {"advantage": "group_mean", "whiten": True},
     "PPO with KL": {"advantage": "gae", "kl_reward": BETA, "lambda_policy": 0.8, "lambda_critic": 1.0},
@@ -43,6 +45,7 @@ def make_batch(turns: bool = False) -> Experience:
     batch = Experience.build([[3, 4]] * 12, [[5] * n for n in lengths])
     batch["group_ids"] = torch.arange(12) % 3
     batch["rewards"] = torch.randn(12, generator=g)
+    batch["prompt_uids"] = 10**18 + batch["group_ids"]
     batch["reward_parts"] = torch.randn(12, 2, generator=g)
     batch["correct"], batch["truncated"] = batch["rewards"] > 0, torch.zeros(12, dtype=torch.bool)
     batch["number"] = torch.arange(12)
@@ -77,6 +80,12 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
         reward = RewardConfig(weight=WEIGHTS[0], terms={"form": term})
         config = config.model_copy(update={"reward": reward})
         metrics = advantages.add_per_reward_advantages(config, batch, local, runtime) or {}
+    elif config.algorithm.advantage == "tracked":
+        tracker = SuccessTracker(config.algorithm.tracker_rho)
+        arguments = config, batch, local, runtime, tracker
+        assert advantages.add_tracked_advantages(*arguments)["tracker/known"] == 0
+        metrics = advantages.add_tracked_advantages(*arguments)  # the step after, with the same answers
+        assert metrics["tracker/known"] == 1
     elif config.algorithm.advantage == "return":
         metrics = advantages.add_return_advantages(config.algorithm, experience, runtime)
     else:
@@ -104,6 +113,17 @@ def one_by_one(parts: list[list[float]], weights: list[float], groups: list[int]
             total += weight * (own[k] - statistics.fmean(others)) / (statistics.stdev(others) + 1e-6)
         sums.append(total)
     return [(x - statistics.fmean(sums)) / statistics.stdev(sums) for x in sums]
+
+
+def second_visit(scores: list[float], correct: list[bool], groups: list[int], rho: float) -> list[float]:
+    """SPO: rewards (1 for a right, -1 for a wrong answer, and more) less what each group's Beta distribution
+    expects that has had these answers once, normalised within the batch."""
+    less = []
+    for score, group in zip(scores, groups, strict=True):
+        answers = [right for right, g in zip(correct, groups, strict=True) if g == group]
+        a, b = 0.5 * rho + sum(answers), 0.5 * rho + len(answers) - sum(answers)
+        less.append(score - (a - b) / (a + b))
+    return [(x - statistics.fmean(less)) / statistics.stdev(less) for x in less]
 
 
 def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[float]]]:
@@ -135,6 +155,7 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
         [*WEIGHTS, 1.0] if turns else WEIGHTS,
         groups,
     )
+    of_tracker = second_visit(scores, batch["correct"].tolist(), groups, algorithm.get("tracker_rho", 1.0))
     found: dict[int, dict[str, list[float]]] = {}
     for i, span in enumerate(spans):
         group = [totals[j] for j in range(12) if groups[j] == groups[i]]
@@ -160,6 +181,7 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
                 "group_mean": totals[i] - mean,
                 "leave_one_out": totals[i] - others,
                 "per_reward": of_parts[i],
+                "tracked": of_tracker[i],
             }[kind]
             found[i] = {"advantages": [value] * n}
     if algorithm.get("whiten"):
