@@ -110,6 +110,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "algorithm": {"advantage": "tracked", "aggregation": "token"},
         "rollout": {"prompts": 8192, "group_size": 1},
     },
+    # arXiv 2604.08865 and its scripts: a critic of the prompt alone.
+    "sppo": {
+        "algorithm": {"advantage": "prompt_value", "aggregation": "token"},
+        "rollout": {"prompts": 8192, "group_size": 1},
+        "critic": {"lr": 1e-5},
+    },
     # arXiv 2607.07508, from descriptions and reimplementations: VAPO's critic without groups.
     "sao": {
         "algorithm": {
@@ -194,9 +200,10 @@ REFERENCE_LOGPROBS = declare(
 REWARD_MODEL = declare("reward_model", reads="tokens rewards", writes="rewards", on_gpu="reward.weights")
 VALUES = declare("values", reads="tokens", writes="values", on_gpu="critic.weights")
 GROUP_ADVANTAGES = declare("group_advantages", reads="rewards turn_rewards group_ids", writes="advantages")
-TRACKED_ADVANTAGES = declare("tracked_advantages", reads="rewards correct prompt_uids", writes="advantages")
+TRACKED_ADVANTAGES = declare("tracked_advantages", reads="rewards correct", writes="advantages")
 RETURN_ADVANTAGES = declare("return_advantages", reads="rewards turn_rewards", writes="advantages")
 GAE_ADVANTAGES = declare("gae_advantages", reads="rewards turn_rewards values", writes="advantages returns")
+PROMPT_ADVANTAGES = declare("prompt_advantages", reads="rewards correct values", writes="advantages returns")
 MONTE_CARLO_RETURNS = declare("monte_carlo_returns", reads="rewards turn_rewards values", writes="returns")
 CRITIC_UPDATE = declare(
     "critic_update",
@@ -217,6 +224,10 @@ SUPERVISED_UPDATE = declare(
 )
 
 
+# Columns that a rollout has for these advantages alone.
+OF_ADVANTAGES = {"per_reward": frozenset({"reward_parts"}), "tracked": frozenset({"prompt_uids"})}
+
+
 def _distribution(config: Config) -> Phase:
     if config.update.share_prompts:
         return replace(DISTRIBUTE, reads=DISTRIBUTE.reads | {"group_ids"})
@@ -227,7 +238,10 @@ def pretraining_phases(config: Config) -> tuple[Phase, ...]:
     """Return the phases of one step of value pretraining, in order: the policy stands still, the critic is
     fitted to Monte-Carlo returns (VAPO section 4.1)."""
     scored = (REWARD_MODEL,) if config.has_reward_model else ()
-    return (ROLLOUT, _distribution(config), *scored, VALUES, MONTE_CARLO_RETURNS, CRITIC_UPDATE)
+    targets = MONTE_CARLO_RETURNS
+    if config.values_prompts:
+        targets = replace(targets, reads=frozenset({"correct", "values"}))
+    return (ROLLOUT, _distribution(config), *scored, VALUES, targets, CRITIC_UPDATE)
 
 
 def training_phases(config: Config) -> tuple[Phase, ...]:
@@ -235,25 +249,28 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
     if not config.has_engine:
         return (READ_PAIRS, DISTRIBUTE, SUPERVISED_UPDATE)
     a = config.algorithm
-    parts = {"reward_parts"} if a.advantage == "per_reward" else set[str]()
-    uids = {"prompt_uids"} if a.advantage == "tracked" else set[str]()
-    rollout = replace(ROLLOUT, writes=ROLLOUT.writes | parts | uids)
-    before: list[Phase] = [rollout, _distribution(config)]
+    before: list[Phase] = [ROLLOUT, _distribution(config)]
+    more = OF_ADVANTAGES.get(a.advantage, frozenset())
+    if more:
+        before[0] = replace(ROLLOUT, writes=ROLLOUT.writes | more)
     if a.old_logprobs == "trainer":  # else the ratio is taken to the engine's own (SAO)
         before.append(OLD_LOGPROBS)
     if a.has_reference:  # the KL to the initial policy: GRPO, REINFORCE++
         before.append(REFERENCE_LOGPROBS)
     if config.has_reward_model:
-        model = replace(REWARD_MODEL, reads=REWARD_MODEL.reads | parts, writes=REWARD_MODEL.writes | parts)
-        before.append(model)
+        parts = OF_ADVANTAGES["per_reward"] & more  # one of which is its score
+        scored = replace(REWARD_MODEL, reads=REWARD_MODEL.reads | parts, writes=REWARD_MODEL.writes | parts)
+        before.append(scored)
     kl_columns = {a.old_column, "ref_logprobs"} if a.kl_reward else set()
-    if config.has_critic:  # PPO and VAPO: advantages from a critic, which is updated first
+    if a.advantage == "prompt_value":  # SPPO: from a critic of the prompt
+        before += [VALUES, PROMPT_ADVANTAGES, CRITIC_UPDATE]
+    elif config.has_critic:  # PPO and VAPO: advantages from a critic, which is updated first
         gae_advantages = replace(GAE_ADVANTAGES, reads=GAE_ADVANTAGES.reads | kl_columns)
         before += [VALUES, gae_advantages, CRITIC_UPDATE]
     else:  # GRPO and DAPO: advantages within the group; REINFORCE++: none; SPO: by the prompt's history
         of_kind = {"return": RETURN_ADVANTAGES, "tracked": TRACKED_ADVANTAGES}
         advantages = of_kind.get(a.advantage, GROUP_ADVANTAGES)
-        before.append(replace(advantages, reads=advantages.reads | kl_columns | parts))
+        before.append(replace(advantages, reads=advantages.reads | kl_columns | more))
     loss_columns = {a.old_column} | ({"ref_logprobs"} if a.kl_weight else set())
     actor_update = replace(ACTOR_UPDATE, reads=ACTOR_UPDATE.reads | loss_columns)
     return (*before, actor_update, WEIGHT_TRANSFER)

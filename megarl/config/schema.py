@@ -264,7 +264,7 @@ class OptimizerConfig(Section):
 
 
 class CriticConfig(OptimizerConfig):
-    """The value model. It exists where `algorithm.advantage` is `gae`."""
+    """The value model. It exists where `algorithm.advantage` is `gae` or `prompt_value`."""
 
     lr: float = field(2e-6, "peak learning rate", source="VAPO section 5.1: critic 2e-6", gt=0)
     path: Path | None = field(
@@ -676,7 +676,9 @@ class MismatchConfig(Section):
         return self.weight != "none" or self.mask != "none"
 
 
-Advantage = Literal["group", "group_mean", "leave_one_out", "per_reward", "tracked", "return", "gae"]
+Advantage = Literal[
+    "group", "group_mean", "leave_one_out", "per_reward", "tracked", "return", "gae", "prompt_value"
+]
 
 
 class AlgorithmConfig(Section):
@@ -688,8 +690,9 @@ class AlgorithmConfig(Section):
         "gae: by a critic; without one: reward less the group's mean, over its standard deviation (group) or "
         "not (group_mean), less the mean of the group's others (leave_one_out), or the return alone; "
         "per_reward: group of each part of the reward by itself, their sum over the batch's deviation; "
-        "tracked: reward less what earlier answers to the prompt let expect, normalised over the batch",
-        source="DAPO eq. 9; Dr. GRPO; RLOO; REINFORCE++; VAPO eq. 3; GDPO; SPO",
+        "tracked: reward less what earlier answers to the prompt let expect, normalised over the batch; "
+        "prompt_value: reward less what a critic that reads the prompt alone lets expect",
+        source="DAPO eq. 9; Dr. GRPO; RLOO; REINFORCE++; VAPO eq. 3; GDPO; SPO; SPPO",
     )
     tracker_rho: float = field(
         0.875,
@@ -902,7 +905,7 @@ class GuardConfig(Section):
 WatchedPhase = Literal[
     "start", "choose a checkpoint", "resume", "rollout", "group_advantages", "distribute", "old_logprobs",
     "parity", "reference_logprobs", "reward_model", "values", "gae_advantages", "return_advantages",
-    "tracked_advantages",
+    "tracked_advantages", "prompt_advantages",
     "monte_carlo_returns", "critic_update", "actor_update", "weight_transfer", "read_pairs",
     "supervised_update", "residency", "evaluation", "checkpoint", "export actor", "export critic",
 ]  # fmt: skip
@@ -977,7 +980,7 @@ class Config(Section):
     recipe: Literal[
         "sft", "grpo", "dapo", "ppo", "vapo", "sao",
         "vc_ppo", "orz", "r1_zero", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo",
-        "gdpo", "spo",
+        "gdpo", "spo", "sppo",
     ] = field(..., "algorithm; sets the defaults of the switches (see config/phases.py)")  # fmt: skip
     run_dir: Path = field(..., "folder of this run: config, metrics, samples, checkpoints, report")
     steps: int = field(..., "rollout steps", "rollout steps", ge=1)
@@ -1015,7 +1018,12 @@ class Config(Section):
     @property
     def has_critic(self) -> bool:
         """Return whether this run trains a value model."""
-        return self.has_engine and self.algorithm.advantage == "gae"
+        return self.has_engine and self.algorithm.advantage in ("gae", "prompt_value")
+
+    @property
+    def values_prompts(self) -> bool:
+        """Return whether that model reads prompts alone."""
+        return self.has_engine and self.algorithm.advantage == "prompt_value"
 
     @property
     def has_reward_model(self) -> bool:

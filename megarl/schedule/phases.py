@@ -23,6 +23,8 @@ from megarl.training.advantages import (
     add_gae,
     add_group_advantages,
     add_per_reward_advantages,
+    add_prompt_advantages,
+    add_prompt_returns,
     add_return_advantages,
     add_returns,
     add_tracked_advantages,
@@ -118,9 +120,10 @@ def reward_model(run: Run, step: Step) -> None:
 def values(run: Run, step: Step) -> None:
     """Compute V(s_t) before the critic is updated."""
     assert run.critic is not None
-    experience = step.local.experience
-    step.count_tokens(passes=1)
-    experience["values"] = run.critic.value_columns(experience, step.local.micro_batches)["values"]
+    local, experience = step.local, step.local.experience
+    step.count_tokens(1, batch.critic_lengths(step.batch, run.config))
+    read = local.critic_micro_batches if run.config.values_prompts else local.micro_batches
+    experience["values"] = run.critic.value_columns(experience, read)["values"]
 
 
 def group_advantages(run: Run, step: Step) -> None:
@@ -148,9 +151,17 @@ def gae_advantages(run: Run, step: Step) -> None:
     step.add(*add_gae(run.config.algorithm, step.local.experience, longest, run.runtime))
 
 
+def prompt_advantages(run: Run, step: Step) -> None:
+    """Compare rewards with what the critic expects of their prompts (SPPO)."""
+    step.metrics |= add_prompt_advantages(run.config, step.local.experience, run.runtime)
+
+
 def monte_carlo_returns(run: Run, step: Step) -> None:
     """Compute the critic's targets alone, for value pretraining: the policy is the initial one, its KL 0."""
     experience = step.local.experience
+    if run.config.values_prompts:
+        step.metrics |= add_prompt_returns(experience, run.runtime)[0]
+        return
     step.add(*add_returns(run.config.algorithm, experience, run.runtime, turn_rewards(experience)))
 
 
@@ -160,7 +171,7 @@ def critic_update(run: Run, step: Step) -> None:
     config, mini_batches = run.config, step.local.critic_mini_batches
     epochs = config.value_pretraining.epochs if step.stage == PRETRAINING else config.critic.epochs
     loss = critic_loss(config.algorithm, step.local.experience)
-    step.count_tokens(epochs)
+    step.count_tokens(epochs, batch.critic_lengths(step.batch, config))
     step.metrics |= run.critic.update_mini_batches(mini_batches, loss, epochs, "value")
 
 

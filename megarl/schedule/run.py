@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from megarl.algorithms.advantages import SuccessTracker
@@ -303,6 +304,8 @@ class Step:
         self.metrics |= metrics
         self.distributions |= distributions
 
-    def count_tokens(self, passes: int) -> None:
-        """Add a phase's tokens to train/tokens: those of the batch as often as they go through a model."""
-        self.metrics["train/tokens"] = self.metrics.get("train/tokens", 0.0) + passes * self.batch.num_tokens
+    def count_tokens(self, passes: int, lengths: Tensor | None = None) -> None:
+        """Add a phase's tokens to train/tokens: those of the batch as often as they go through a model.
+        lengths: of its sequences, where that does not read all of them."""
+        tokens = self.batch.num_tokens if lengths is None else int(lengths.sum())
+        self.metrics["train/tokens"] = self.metrics.get("train/tokens", 0.0) + passes * tokens

@@ -181,6 +181,30 @@ def add_gae(
     }
 
 
+def add_prompt_advantages(config: Config, experience: Experience, runtime: Runtime) -> dict[str, float]:
+    """Write advantages [T], each response's own at all of its tokens: its reward less what the critic expects
+    of its prompt (SPPO, arXiv 2604.08865: R - sigmoid(V) for R in {0, 1}); and what `add_prompt_returns`
+    does."""
+    metrics, chances = add_prompt_returns(experience, runtime)
+    advantages = experience["rewards"].double() - expected_reward(config.reward, chances)
+    _write_advantages(config.algorithm, experience, experience.spread(advantages.float()), runtime)
+    return metrics
+
+
+def add_prompt_returns(experience: Experience, runtime: Runtime) -> tuple[dict[str, float], Tensor]:
+    """Write returns [T], the targets of a critic that reads prompts alone: at the first token of a response 1
+    if it is right. Return value/explained_variance of its chances of that, sigmoid(V), and these, float64
+    [n]; 1/2 where nobody has judged."""
+    some = experience.response_lengths > 0
+    first = (experience.cu_seqlens[:-1] + experience.prompt_lengths)[some]
+    chances = torch.full((experience.num_sequences,), 0.5, dtype=torch.float64)
+    chances[some] = experience["values"][first].double().sigmoid()
+    right = experience["correct"].double()
+    experience["returns"] = torch.zeros(experience.num_tokens).index_copy_(0, first, right[some].float())
+    variance = sum_over_replicas(runtime, variance_sums(right, chances, some))
+    return {"value/explained_variance": explained_variance(variance)}, chances
+
+
 def add_returns(
     config: AlgorithmConfig, experience: Experience, runtime: Runtime, rewards: Tensor
 ) -> tuple[dict[str, float], Tables]:

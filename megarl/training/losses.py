@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algorithms.losses import entropy_loss, kl_loss, nll_loss, policy_loss, value_loss
+from megarl.algorithms.losses import chance_loss, entropy_loss, kl_loss, nll_loss, policy_loss, value_loss
 from megarl.config.schema import AlgorithmConfig
 from megarl.data.experience import Experience
 from megarl.training.batch import MicroBatch
@@ -52,13 +52,15 @@ def actor_loss(config: AlgorithmConfig, experience: Experience) -> Loss:
 
 
 def critic_loss(config: AlgorithmConfig, experience: Experience) -> Loss:
-    """Return the squared error to the returns. It reads value_loss_weights, values, returns."""
+    """Return the squared error to the returns, of a critic of the prompt the cross-entropy to them. It reads
+    value_loss_weights, values, returns."""
 
     def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
         old, target = batch.column(experience, "values"), batch.column(experience, "returns")
-        return value_loss(
-            output, old, target, batch.column(experience, "value_loss_weights"), config.value_clip
-        )
+        weights = batch.column(experience, "value_loss_weights")
+        if config.advantage == "prompt_value":
+            return chance_loss(output, target, weights)
+        return value_loss(output, old, target, weights, config.value_clip)
 
     return loss
 

@@ -150,6 +150,7 @@ class TestPresets:
         "reinforce_pp": {"advantage": "return", "whiten": True, "kl_reward": 0.001, "kl_weight": 0.0},
         "gspo": {"surrogate": "gspo", "aggregation": "sample", "clip_low": 3e-4, "clip_high": 4e-4},
         "cispo": {"surrogate": "cispo", "aggregation": "token", "clip_low": 1.0, "clip_high": 4.0},
+        "sppo": {"advantage": "prompt_value", "aggregation": "token", "nll_weight": 0.0, "kl_weight": 0.0},
         "spo": {"advantage": "tracked", "aggregation": "token", "tracker_rho": 0.875, "kl_weight": 0.0},
         "gdpo": {"advantage": "per_reward", "aggregation": "sample", "clip_high": 0.2, "kl_weight": 0.0},
         "sao": {
@@ -175,7 +176,7 @@ class TestPresets:
         assert config.reward.overlong.soft_punishment == (recipe in ("dapo", "vapo", "cispo", "gdpo"))
         assert config.value_pretraining.steps == self.PRETRAINED.get(recipe, 0)
         assert config.responses == 8192
-        assert config.has_critic == (recipe in ("ppo", "vapo", "vc_ppo", "orz", "sao"))
+        assert config.has_critic == (recipe in ("ppo", "vapo", "vc_ppo", "orz", "sao", "sppo"))
 
     def test_a_file_turns_a_switch_of_its_recipe_off(self, minimum: Path) -> None:
         config = load_config(minimum, ["recipe=vapo", "algorithm.clip_high=0.2", "value_pretraining.steps=0"])
@@ -447,6 +448,21 @@ class TestContradictions:
         ),
         "recipe=spo reward.weight=0 reward.terms.x.function=a:b": (
             "reward.weight: must be > 0 for algorithm.advantage tracked, which expects the verifier's reward"
+        ),
+        "recipe=sppo algorithm.kl_reward=0.1": (
+            "algorithm.kl_reward: is no reward that algorithm.advantage prompt_value could compare (set it"
+        ),
+        "recipe=sppo algorithm.value_clip=0.2": (
+            "algorithm.value_clip: prompt_value fits the critic by cross-entropy, which is not clipped"
+        ),
+        "recipe=sppo rollout.episode=a:b": (
+            "algorithm.advantage: prompt_value takes a response for one action, and episodes have several"
+        ),
+        "recipe=sppo reward.weight=0 reward.terms.x.function=a:b": (
+            "reward.weight: must be > 0 for algorithm.advantage prompt_value, which expects the verifier's"
+        ),
+        "recipe=sppo algorithm.lambda_policy=length_adaptive": (
+            "algorithm.lambda_policy: length_adaptive needs a critic of all tokens (set algorithm.advantage"
         ),
         "algorithm.tracker_rho=0.96": (
             "algorithm.tracker_rho: has no effect with algorithm.advantage group (set that to tracked)"

@@ -235,7 +235,7 @@ def gradients(
     correct_mismatch(config.algorithm.mismatch, local.experience, runtime)
     learner.replays_routing = "routing" in batch
     loss = (critic_loss if which == "critic" else actor_loss)(config.algorithm, local.experience)
-    [micro_batches] = local.mini_batches
+    [micro_batches] = local.critic_mini_batches if which == "critic" else local.mini_batches
     sums = sum_stats(runtime, learner.compute_gradients(micro_batches, loss))
     with on_cpu():
         learner.optimizer.prepare_grads()

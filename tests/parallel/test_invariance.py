@@ -47,6 +47,8 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     "entropy": ("actor", {"entropy_weight": 0.5}),
     "value": ("critic", {}),
     "value, clipped": ("critic", {"value_clip": 0.1}),
+    "value of prompts": ("critic", {"advantage": "prompt_value"}),
+    "value of prompts, overlong filter": ("critic", {"advantage": "prompt_value", "overlong": True}),
 }
 FAST = {"DAPO", "VAPO", "entropy", "value"}
 """The terms of both recipes, and one that they do not hold; the others are two seconds each, of six

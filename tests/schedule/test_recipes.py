@@ -191,6 +191,19 @@ def test_a_phase_is_held_to_its_declaration() -> None:
             ["reward/term_form", "reward/overlong_penalty"],
         ),
         (
+            "sppo",
+            [
+                "parallel.tp=1",
+                "parallel.dp=2",
+                "rollout.prompts=32",
+                "rollout.group_size=1",
+                "value_pretraining.steps=2",
+                "critic.mini_batch=8",
+                "algorithm.nll_weight=0",
+            ],
+            ["value/loss", "value/explained_variance"],
+        ),
+        (
             "spo",
             ["parallel.tp=1", "parallel.dp=2", "rollout.prompts=32", "rollout.group_size=1"],
             ["value/explained_variance", "tracker/known"],
@@ -207,7 +220,7 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
     stages = [record["stage"] for record in records]
     assert stages.count("train") == 2
     assert stages.count("eval") == 2
-    assert stages.count("value_pretraining") == (2 if recipe in ("vapo", "sao") else 0)
+    assert stages.count("value_pretraining") == (2 if recipe in ("vapo", "sao", "sppo") else 0)
     last = [record for record in records if record["stage"] == "train"][-1]
     for name in (
         "policy/loss",
@@ -226,7 +239,7 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
     else:
         assert last["mismatch/logprob_abs_max"] <= 1e-4
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
-    assert (tmp_path / "run" / "critic_pretrained").is_dir() == (recipe in ("vapo", "sao"))
+    assert (tmp_path / "run" / "critic_pretrained").is_dir() == (recipe in ("vapo", "sao", "sppo"))
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "REINFORCE++": {"advantage": "return", "kl_reward": BETA, "whiten": True, "gamma": GAMMA},
     "REINFORCE++ with baseline": {"advantage": "group_mean", "whiten": True},
     "PPO with KL": {"advantage": "gae", "kl_reward": BETA, "lambda_policy": 0.8, "lambda_critic": 1.0},
+    "SPPO": {"advantage": "prompt_value"},
     "SAO with KL": {"advantage": "return", "kl_reward": BETA, "old_logprobs": "engine"},
 }
 
@@ -73,7 +74,9 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     batch = make_batch(turns)
     local = distribute(batch, config, 6, 1, [model], runtime)
     experience = local.experience
-    if config.has_critic:
+    if config.values_prompts:
+        metrics = advantages.add_prompt_advantages(config, experience, runtime)
+    elif config.has_critic:
         metrics, _ = advantages.add_gae(config.algorithm, experience, 20, runtime)
     elif config.algorithm.advantage == "per_reward":
         term = RewardTerm(function="module:function", weight=WEIGHTS[1])
@@ -161,7 +164,13 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
         group = [totals[j] for j in range(12) if groups[j] == groups[i]]
         mean, n = statistics.fmean(group), len(span)
         kind = algorithm["advantage"]
-        if kind in ("return", "gae"):
+        if kind == "prompt_value":  # a right answer is worth 1, a wrong one -1
+            chance = 1 / (1 + math.exp(-values[span[0]]))
+            found[i] = {
+                "advantages": [scores[i] - (2 * chance - 1)] * n,
+                "returns": [float(batch["correct"][i])] + [0.0] * (n - 1),
+            }
+        elif kind in ("return", "gae"):
             v = [values[t] if kind == "gae" else 0.0 for t in span] + [0.0]
             deltas = [rewards[i][k] + gamma * v[k + 1] - v[k] for k in range(n)]
             lam = algorithm.get("lambda_policy", 1.0)
